@@ -1,0 +1,345 @@
+#include "base/options.h"
+
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdlib>
+#include <optional>
+#include <type_traits>
+
+#include "base/log.h"
+#include "base/status.h"
+
+extern char** environ; // NOLINT: POSIX declares it in no header we may use
+
+namespace resilient {
+
+namespace {
+
+constexpr std::string_view kPrefix = "TORCH_RESILIENT_";
+
+[[noreturn]] void invalid(const std::string& message) {
+  throw StatusError(Status(StatusCode::kInvalidArgument, message));
+}
+
+std::string numberText(double value) {
+  std::array<char, 64> buffer;
+  // The shortest text that reads back as the same number.
+  auto result =
+      std::to_chars(buffer.data(), buffer.data() + buffer.size(), value);
+  return {buffer.data(), result.ptr};
+}
+
+std::string boundText(OptionKind kind, double bound) {
+  return kind == OptionKind::Seconds
+      ? numberText(bound)
+      : std::to_string(static_cast<int64_t>(bound));
+}
+
+std::string expectation(const OptionInfo& option) {
+  const std::string range = boundText(option.kind, option.least) + " to " +
+      boundText(option.kind, option.most);
+  switch (option.kind) {
+    case OptionKind::Bytes:
+      return "a whole number of bytes from " + range +
+          " (K, M, G stand for KiB, MiB, GiB)";
+    case OptionKind::Count:
+      return "a whole number (" + option.unit + ") from " + range;
+    case OptionKind::Seconds:
+      return "a number of seconds from " + range;
+    case OptionKind::Flag:
+      return "true or false (also 1/0, yes/no, on/off)";
+    case OptionKind::Choice:
+      return option.unit;
+    case OptionKind::Text:
+    case OptionKind::Secret:
+      return option.unit;
+  }
+  return option.unit;
+}
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) {
+    if (c >= 'A' && c <= 'Z') {
+      c = static_cast<char>(c - 'A' + 'a');
+    }
+  }
+  return out;
+}
+
+std::string_view trimmed(std::string_view text) {
+  constexpr std::string_view kBlanks = " \t\r\n";
+  const size_t first = text.find_first_not_of(kBlanks);
+  if (first == std::string_view::npos) {
+    return {};
+  }
+  return text.substr(first, text.find_last_not_of(kBlanks) - first + 1);
+}
+
+std::optional<int64_t> parseInteger(std::string_view text, bool suffixes) {
+  int64_t unit = 1;
+  if (suffixes && !text.empty()) {
+    switch (text.back()) {
+      case 'k':
+      case 'K':
+        unit = int64_t{1} << 10;
+        break;
+      case 'm':
+      case 'M':
+        unit = int64_t{1} << 20;
+        break;
+      case 'g':
+      case 'G':
+        unit = int64_t{1} << 30;
+        break;
+      default:
+        break;
+    }
+    if (unit != 1) {
+      text.remove_suffix(1);
+    }
+  }
+  int64_t number = 0;
+  auto [end, error] =
+      std::from_chars(text.data(), text.data() + text.size(), number);
+  int64_t value = 0;
+  if (error != std::errc() || end != text.data() + text.size() ||
+      __builtin_mul_overflow(number, unit, &value)) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+std::optional<double> parseSeconds(std::string_view text) {
+  double value = 0;
+  auto [end, error] =
+      std::from_chars(text.data(), text.data() + text.size(), value);
+  if (error != std::errc() || end != text.data() + text.size()) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+std::optional<bool> parseFlag(std::string_view text) {
+  const std::string word = lower(text);
+  if (word == "1" || word == "true" || word == "yes" || word == "on") {
+    return true;
+  }
+  if (word == "0" || word == "false" || word == "no" || word == "off") {
+    return false;
+  }
+  return std::nullopt;
+}
+
+// NaN is within no bounds.
+bool inBounds(const OptionInfo& option, double value) {
+  return value >= option.least && value <= option.most;
+}
+
+bool acceptable(const OptionInfo& option, const EngineOptions& options) {
+  return std::visit(
+      [&](auto member) {
+        const auto& value = options.*member;
+        using T = std::remove_cvref_t<decltype(value)>;
+        if constexpr (std::is_same_v<T, bool>) {
+          return true;
+        } else if constexpr (std::is_same_v<T, std::string>) {
+          return option.kind != OptionKind::Choice ||
+              logLevelFromName(value).has_value();
+        } else {
+          return inBounds(option, static_cast<double>(value));
+        }
+      },
+      option.member);
+}
+
+std::string valueText(const OptionInfo& option, const EngineOptions& options) {
+  return std::visit(
+      [&](auto member) -> std::string {
+        const auto& value = options.*member;
+        using T = std::remove_cvref_t<decltype(value)>;
+        if constexpr (std::is_same_v<T, bool>) {
+          return value ? "true" : "false";
+        } else if constexpr (std::is_same_v<T, std::string>) {
+          return option.kind == OptionKind::Secret && !value.empty() ? "(set)"
+                                                                     : value;
+        } else if constexpr (std::is_same_v<T, double>) {
+          return numberText(value);
+        } else {
+          return std::to_string(value);
+        }
+      },
+      option.member);
+}
+
+// False if the text is no value of this option; `options` is then unchanged.
+bool assign(
+    const OptionInfo& option,
+    EngineOptions& options,
+    std::string_view text) {
+  EngineOptions changed = options;
+  switch (option.kind) {
+    case OptionKind::Bytes:
+    case OptionKind::Count: {
+      auto value =
+          parseInteger(trimmed(text), option.kind == OptionKind::Bytes);
+      if (!value) {
+        return false;
+      }
+      changed.*std::get<int64_t EngineOptions::*>(option.member) = *value;
+      break;
+    }
+    case OptionKind::Seconds: {
+      auto value = parseSeconds(trimmed(text));
+      if (!value) {
+        return false;
+      }
+      changed.*std::get<double EngineOptions::*>(option.member) = *value;
+      break;
+    }
+    case OptionKind::Flag: {
+      auto value = parseFlag(trimmed(text));
+      if (!value) {
+        return false;
+      }
+      changed.*std::get<bool EngineOptions::*>(option.member) = *value;
+      break;
+    }
+    case OptionKind::Choice:
+      changed.*std::get<std::string EngineOptions::*>(option.member) =
+          lower(trimmed(text));
+      break;
+    case OptionKind::Text:
+    case OptionKind::Secret:
+      changed.*std::get<std::string EngineOptions::*>(option.member) =
+          std::string(text);
+      break;
+  }
+  if (!acceptable(option, changed)) {
+    return false;
+  }
+  options = std::move(changed);
+  return true;
+}
+
+[[noreturn]] void reject(
+    const OptionInfo& option,
+    const std::string& name,
+    std::string_view value) {
+  invalid(
+      name + "=\"" + std::string(value) + "\": expected " +
+      expectation(option));
+}
+
+const OptionInfo& find(std::string_view name) {
+  for (const OptionInfo& option : optionTable()) {
+    if (option.name == name) {
+      return option;
+    }
+  }
+  invalid(
+      "there is no option \"" + std::string(name) +
+      "\"; docs/options.md lists them all");
+}
+
+} // namespace
+
+const std::vector<OptionInfo>& optionTable() {
+  static const std::vector<OptionInfo> table = [] {
+    std::vector<OptionInfo> rows = {
+#define X(kind, field, suffix, preset, least, most, unit, doc) \
+  OptionInfo{                                                  \
+      OptionKind::kind,                                        \
+      #field,                                                  \
+      "TORCH_RESILIENT_" #suffix,                              \
+      "",                                                      \
+      least,                                                   \
+      most,                                                    \
+      unit,                                                    \
+      doc,                                                     \
+      &EngineOptions::field},
+#include "base/options.def"
+#undef X
+    };
+    const EngineOptions defaults;
+    for (OptionInfo& row : rows) {
+      row.defaultText = valueText(row, defaults);
+    }
+    return rows;
+  }();
+  return table;
+}
+
+EngineOptions EngineOptions::fromEnvironment() {
+  EngineOptions options;
+  for (const OptionInfo& option : optionTable()) {
+    const char* text = std::getenv(option.variable.c_str());
+    if (text != nullptr && *text != '\0' && !assign(option, options, text)) {
+      reject(option, option.variable, text);
+    }
+  }
+  options.validate();
+  for (const std::string& variable : unknownVariables()) {
+    logMessage(
+        LogLevel::kWarning,
+        "the environment sets " + variable +
+            ", which nothing reads: is it misspelled? docs/options.md lists "
+            "all variables");
+  }
+  return options;
+}
+
+void EngineOptions::setFromString(
+    std::string_view name,
+    std::string_view text) {
+  const OptionInfo& option = find(name);
+  if (!assign(option, *this, text)) {
+    reject(option, option.name, text);
+  }
+}
+
+std::string EngineOptions::getAsString(std::string_view name) const {
+  return valueText(find(name), *this);
+}
+
+void EngineOptions::validate() const {
+  for (const OptionInfo& option : optionTable()) {
+    if (!acceptable(option, *this)) {
+      reject(option, option.name, valueText(option, *this));
+    }
+  }
+  if (reconnect_min_s > reconnect_max_s) {
+    invalid(
+        "reconnect_min_s=" + numberText(reconnect_min_s) +
+        " exceeds reconnect_max_s=" + numberText(reconnect_max_s) +
+        ": lower the first or raise the second");
+  }
+  if (!secret.empty() && !secret_file.empty()) {
+    invalid(
+        "both secret and secret_file are set "
+        "(TORCH_RESILIENT_SECRET, TORCH_RESILIENT_SECRET_FILE): unset one");
+  }
+}
+
+std::vector<std::string> unknownVariables() {
+  std::vector<std::string> unknown;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string_view text(*entry);
+    const std::string_view name = text.substr(0, text.find('='));
+    if (!name.starts_with(kPrefix)) {
+      continue;
+    }
+    const bool known = std::ranges::any_of(
+        optionTable(),
+        [&](const OptionInfo& option) { return option.variable == name; });
+    if (!known) {
+      unknown.emplace_back(name);
+    }
+  }
+  std::ranges::sort(unknown);
+  return unknown;
+}
+
+} // namespace resilient

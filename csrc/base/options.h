@@ -1,0 +1,89 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <variant>
+#include <vector>
+
+namespace resilient {
+
+// Every setting of the engine, with its default. The fields, their meaning
+// and their bounds are in options.def. A field bears the same name here, in
+// Python, in docs/options.md and (in capitals) in the environment.
+struct EngineOptions {
+#define RESILIENT_FIELD_Bytes int64_t
+#define RESILIENT_FIELD_Count int64_t
+#define RESILIENT_FIELD_Seconds double
+#define RESILIENT_FIELD_Flag bool
+#define RESILIENT_FIELD_Text std::string
+#define RESILIENT_FIELD_Choice std::string
+#define RESILIENT_FIELD_Secret std::string
+#define X(kind, field, suffix, preset, least, most, unit, doc) \
+  RESILIENT_FIELD_##kind field = preset;
+#include "base/options.def"
+#undef X
+#undef RESILIENT_FIELD_Bytes
+#undef RESILIENT_FIELD_Count
+#undef RESILIENT_FIELD_Seconds
+#undef RESILIENT_FIELD_Flag
+#undef RESILIENT_FIELD_Text
+#undef RESILIENT_FIELD_Choice
+#undef RESILIENT_FIELD_Secret
+
+  // The defaults, changed by every TORCH_RESILIENT_* variable that is set and
+  // not empty. Throws StatusError(kInvalidArgument), which names the
+  // variable, its value (not that of a secret) and what would be right.
+  static EngineOptions fromEnvironment();
+
+  // Sets one field from text, in the form the environment uses: "64M" for
+  // bytes, "0.5" for seconds, "true" for flags. Throws
+  // StatusError(kInvalidArgument) if there is no such field, or the text is
+  // no such value, or it is out of bounds; the field is then unchanged.
+  void setFromString(std::string_view name, std::string_view text);
+
+  // The field as text that setFromString takes back. A secret that is set
+  // reads "(set)". Throws StatusError(kInvalidArgument) for an unknown field.
+  std::string getAsString(std::string_view name) const;
+
+  // Checks the bounds of all fields and the relations between them; throws
+  // StatusError(kInvalidArgument). For options that were assigned directly.
+  void validate() const;
+};
+
+enum class OptionKind : uint8_t {
+  Bytes,
+  Count,
+  Seconds,
+  Flag,
+  Text,
+  Choice,
+  Secret,
+};
+
+using OptionMember = std::variant<
+    int64_t EngineOptions::*,
+    double EngineOptions::*,
+    bool EngineOptions::*,
+    std::string EngineOptions::*>;
+
+// One row of options.def.
+struct OptionInfo {
+  OptionKind kind;
+  std::string name;
+  std::string variable; // "TORCH_RESILIENT_CHUNK_BYTES"
+  std::string defaultText; // as getAsString gives it
+  double least = 0, most = 0; // bounds of a number, both included
+  std::string unit;
+  std::string doc;
+  OptionMember member;
+};
+
+// All options, in the order of the table.
+const std::vector<OptionInfo>& optionTable();
+
+// Variables that begin with TORCH_RESILIENT_ and that nothing reads: most
+// likely misspelled. fromEnvironment() logs them as a warning.
+std::vector<std::string> unknownVariables();
+
+} // namespace resilient

@@ -1,0 +1,215 @@
+#include "wire/control.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "wire/frame.h"
+
+namespace resilient {
+namespace {
+
+// Texts are for people: what is longer than this is cut.
+constexpr size_t kMaxTextBytes = 32u << 10;
+
+class Writer {
+ public:
+  explicit Writer(ControlKind kind) {
+    put(static_cast<uint8_t>(kind));
+  }
+  template <typename T>
+  Writer& put(T value) {
+    const size_t at = bytes_.size();
+    bytes_.resize(at + sizeof(T));
+    std::memcpy(bytes_.data() + at, &value, sizeof(T));
+    return *this;
+  }
+  Writer& put(const std::string& text) {
+    const size_t n = std::min(text.size(), kMaxTextBytes);
+    put(static_cast<uint32_t>(n));
+    const size_t at = bytes_.size();
+    bytes_.resize(at + n);
+    std::memcpy(bytes_.data() + at, text.data(), n);
+    return *this;
+  }
+  Writer& put(const OpSignature& s) {
+    put(static_cast<uint8_t>(s.kind)).put(static_cast<uint8_t>(s.dtype));
+    put(static_cast<uint8_t>(s.reduceOp)).put(s.tensors);
+    return put(s.root).put(s.count);
+  }
+  std::vector<std::byte> take() {
+    return std::move(bytes_);
+  }
+
+ private:
+  std::vector<std::byte> bytes_;
+};
+
+// Reads past the end give zeros and mark the whole as broken.
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : rest_(bytes.subspan(1)) {}
+  template <typename T>
+  void get(T& value) {
+    value = T();
+    if (rest_.size() < sizeof(T)) {
+      broken_ = true;
+      return;
+    }
+    std::memcpy(&value, rest_.data(), sizeof(T));
+    rest_ = rest_.subspan(sizeof(T));
+  }
+  void get(std::string& text) {
+    uint32_t n = 0;
+    get(n);
+    if (broken_ || n > rest_.size()) {
+      broken_ = true;
+      return;
+    }
+    text.assign(reinterpret_cast<const char*>(rest_.data()), n);
+    rest_ = rest_.subspan(n);
+  }
+  void get(StatusCode& code) {
+    uint8_t value = 0;
+    get(value);
+    if (value == 0 || value > static_cast<uint8_t>(StatusCode::kInternal)) {
+      broken_ = true;
+      return;
+    }
+    code = static_cast<StatusCode>(value);
+  }
+  void get(OpSignature& s) {
+    uint8_t kind = 0, dtype = 0, reduce = 0;
+    get(kind);
+    get(dtype);
+    get(reduce);
+    get(s.tensors);
+    get(s.root);
+    get(s.count);
+    if (!validSignatureBytes(kind, dtype, reduce)) {
+      broken_ = true;
+      return;
+    }
+    s.kind = static_cast<OpKind>(kind);
+    s.dtype = static_cast<DType>(dtype);
+    s.reduceOp = static_cast<ReduceOp>(reduce);
+  }
+  bool complete() const {
+    return !broken_ && rest_.empty();
+  }
+
+ private:
+  std::span<const std::byte> rest_;
+  bool broken_ = false;
+};
+
+bool isKind(std::span<const std::byte> payload, ControlKind kind) {
+  return controlKind(payload) == kind;
+}
+
+} // namespace
+
+std::vector<std::byte> encodeReason(StatusCode code, const std::string& text) {
+  const size_t n = std::min(text.size(), kMaxTextBytes);
+  std::vector<std::byte> payload(n + 1);
+  payload[0] = static_cast<std::byte>(code);
+  std::memcpy(payload.data() + 1, text.data(), n);
+  return payload;
+}
+
+Status decodeReason(std::span<const std::byte> payload) {
+  if (payload.empty() ||
+      payload[0] > static_cast<std::byte>(StatusCode::kInternal) ||
+      payload[0] == static_cast<std::byte>(StatusCode::kOk)) {
+    return Status(StatusCode::kProtocol, "peer sent an unreadable reason");
+  }
+  return Status(
+      static_cast<StatusCode>(payload[0]),
+      std::string(
+          reinterpret_cast<const char*>(payload.data()) + 1,
+          payload.size() - 1));
+}
+
+std::vector<std::byte> encode(const Notice& n) {
+  return Writer(ControlKind::kNotice)
+      .put(n.group)
+      .put(n.sequence)
+      .put(static_cast<uint8_t>(n.code))
+      .put(n.reporter)
+      .put(n.culprit)
+      .put(n.text)
+      .take();
+}
+
+std::vector<std::byte> encode(const Query& q) {
+  return Writer(ControlKind::kQuery).put(q.group).put(q.asker).take();
+}
+
+std::vector<std::byte> encode(const Report& r) {
+  return Writer(ControlKind::kReport)
+      .put(r.group)
+      .put(r.reporter)
+      .put(r.lastSequence)
+      .put(static_cast<uint8_t>(r.running))
+      .put(r.runningSequence)
+      .put(r.waitingFor)
+      .put(r.silentNanos)
+      .put(r.signature)
+      .put(r.pending)
+      .take();
+}
+
+std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
+  if (payload.empty() || payload[0] < std::byte(1) ||
+      payload[0] > std::byte(3)) {
+    return std::nullopt;
+  }
+  return static_cast<ControlKind>(payload[0]);
+}
+
+std::optional<Notice> decodeNotice(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kNotice)) {
+    return std::nullopt;
+  }
+  Notice n;
+  Reader in(payload);
+  in.get(n.group);
+  in.get(n.sequence);
+  in.get(n.code);
+  in.get(n.reporter);
+  in.get(n.culprit);
+  in.get(n.text);
+  return in.complete() ? std::optional(n) : std::nullopt;
+}
+
+std::optional<Query> decodeQuery(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kQuery)) {
+    return std::nullopt;
+  }
+  Query q;
+  Reader in(payload);
+  in.get(q.group);
+  in.get(q.asker);
+  return in.complete() ? std::optional(q) : std::nullopt;
+}
+
+std::optional<Report> decodeReport(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kReport)) {
+    return std::nullopt;
+  }
+  Report r;
+  uint8_t running = 0;
+  Reader in(payload);
+  in.get(r.group);
+  in.get(r.reporter);
+  in.get(r.lastSequence);
+  in.get(running);
+  in.get(r.runningSequence);
+  in.get(r.waitingFor);
+  in.get(r.silentNanos);
+  in.get(r.signature);
+  in.get(r.pending);
+  r.running = running != 0;
+  return in.complete() ? std::optional(r) : std::nullopt;
+}
+
+} // namespace resilient

@@ -1,0 +1,414 @@
+#include "wire/hello.h"
+
+#include <algorithm>
+#include <concepts>
+#include <cstring>
+#include <type_traits>
+
+namespace resilient {
+
+namespace {
+
+// The four messages, by the last byte of their magic "RSL?".
+enum MessageKind : uint8_t {
+  kHelloKind = 'H',
+  kChallengeKind = 'C',
+  kProofKind = 'P',
+  kAcceptKind = 'A',
+};
+
+// What the two proofs and the verdict are computed over begins with one of
+// these, so that none of them can be sent back as another.
+constexpr std::string_view kServerLabel = "resilient server";
+constexpr std::string_view kClientLabel = "resilient client";
+constexpr std::string_view kAcceptLabel = "resilient accept";
+constexpr std::string_view kKeyIdLabel = "resilient key id";
+
+class Writer {
+ public:
+  Writer(MessageKind kind, size_t bytes) {
+    out_.reserve(bytes);
+    put("RSL", 3);
+    out_.push_back(kind);
+    number(kWireVersion);
+    number(static_cast<uint16_t>(bytes));
+  }
+  template <std::integral T>
+  void number(T value) {
+    auto v = static_cast<std::make_unsigned_t<T>>(value);
+    for (size_t i = 0; i < sizeof(T); ++i) {
+      out_.push_back(static_cast<uint8_t>(v >> (8 * i)));
+    }
+  }
+  template <size_t n>
+  void bytes(const std::array<uint8_t, n>& data) {
+    put(data.data(), n);
+  }
+  void zeros(size_t n) {
+    out_.resize(out_.size() + n);
+  }
+  std::vector<uint8_t>& out() {
+    return out_;
+  }
+
+ private:
+  void put(const void* data, size_t n) {
+    const auto* p = static_cast<const uint8_t*>(data);
+    out_.insert(out_.end(), p, p + n);
+  }
+  std::vector<uint8_t> out_;
+};
+
+// Reads fields of a message whose length has been checked.
+class Reader {
+ public:
+  explicit Reader(const std::vector<uint8_t>& message)
+      : at_(message.data() + kHelloHeaderBytes) {}
+  template <std::integral T>
+  T number() {
+    std::make_unsigned_t<T> v = 0;
+    for (size_t i = 0; i < sizeof(T); ++i) {
+      v = static_cast<std::make_unsigned_t<T>>(
+          v | static_cast<std::make_unsigned_t<T>>(*at_++) << (8 * i));
+    }
+    return static_cast<T>(v);
+  }
+  template <size_t n>
+  std::array<uint8_t, n> bytes() {
+    std::array<uint8_t, n> data;
+    std::copy_n(at_, n, data.begin());
+    at_ += n;
+    return data;
+  }
+  bool zeros(size_t n) {
+    bool all = std::all_of(at_, at_ + n, [](uint8_t b) { return b == 0; });
+    at_ += n;
+    return all;
+  }
+
+ private:
+  const uint8_t* at_;
+};
+
+uint16_t versionOf(const std::vector<uint8_t>& message) {
+  return static_cast<uint16_t>(message[4] | message[5] << 8);
+}
+
+// What is wrong with the first 8 bytes, but for the version; empty if nothing.
+std::string headerError(
+    const std::vector<uint8_t>& m,
+    MessageKind kind,
+    size_t bytes) {
+  if (std::memcmp(m.data(), "RSL", 3) != 0 || m[3] != kind) {
+    return "it does not begin like one of this protocol";
+  }
+  size_t length = static_cast<size_t>(m[6] | m[7] << 8);
+  if (versionOf(m) == kWireVersion && length != bytes) {
+    return "its length is given as " + std::to_string(length) +
+        " bytes instead of " + std::to_string(bytes);
+  }
+  return "";
+}
+
+std::string versionText(uint16_t theirs) {
+  return "the peer speaks version " + std::to_string(theirs) +
+      " of the wire protocol, this process version " +
+      std::to_string(kWireVersion) +
+      "; install the same torch_resilient everywhere";
+}
+
+Digest proofOf(
+    const std::string& secret,
+    std::string_view label,
+    const std::vector<uint8_t>& transcript) {
+  return HmacSha256(secret)
+      .update(label)
+      .update(transcript.data(), transcript.size())
+      .finish();
+}
+
+void append(std::vector<uint8_t>& to, const std::vector<uint8_t>& what) {
+  to.insert(to.end(), what.begin(), what.end());
+}
+
+// Whether the last 32 bytes of `message` prove knowledge of the secret; they
+// are not part of what they cover.
+bool proves(
+    const std::string& secret,
+    std::string_view label,
+    std::vector<uint8_t> transcript,
+    const std::vector<uint8_t>& message) {
+  size_t body = message.size() - sizeof(Digest);
+  transcript.insert(
+      transcript.end(),
+      message.begin(),
+      message.begin() + static_cast<ptrdiff_t>(body));
+  Digest expected = proofOf(secret, label, transcript);
+  return equalConstantTime(
+      expected.data(), message.data() + body, expected.size());
+}
+
+// Appends the proof over transcript and message to the message.
+void sign(
+    Writer& message,
+    const std::string& secret,
+    std::string_view label,
+    std::vector<uint8_t> transcript) {
+  append(transcript, message.out());
+  message.bytes(proofOf(secret, label, transcript));
+}
+
+std::optional<HelloCode> helloCodeOf(uint16_t value) {
+  switch (static_cast<HelloCode>(value)) {
+#define X(name, text)   \
+  case HelloCode::name: \
+    return HelloCode::name;
+    RESILIENT_HELLO_CODES(X)
+#undef X
+  }
+  return std::nullopt;
+}
+
+StatusCode statusCodeOf(HelloCode code) {
+  return code == HelloCode::kWrongPeer ? StatusCode::kPeerDied
+                                       : StatusCode::kNetwork;
+}
+
+std::string refusalText(HelloCode code) {
+  return std::string("the peer refused the connection: ") +
+      helloCodeText(code);
+}
+
+} // namespace
+
+const char* helloCodeText(HelloCode code) {
+  switch (code) {
+#define X(name, text)   \
+  case HelloCode::name: \
+    return text;
+    RESILIENT_HELLO_CODES(X)
+#undef X
+  }
+  return "unknown code";
+}
+
+KeyId keyIdOf(const std::string& secret) {
+  Digest digest = Sha256().update(kKeyIdLabel).update(secret).finish();
+  KeyId id;
+  std::copy_n(digest.begin(), id.size(), id.begin());
+  return id;
+}
+
+void Handshake::receive(const void* data, size_t bytes) {
+  const auto* p = static_cast<const uint8_t*>(data);
+  while (bytes > 0 && state_ == State::kRunning) {
+    size_t take = std::min(bytes, wanted());
+    input_.insert(input_.end(), p, p + take);
+    p += take;
+    bytes -= take;
+    if (input_.size() == expected_) {
+      onInput();
+    }
+  }
+  if (bytes > 0 && state_ == State::kDone) {
+    fail(StatusCode::kInternal, "more bytes given than the handshake wanted");
+  }
+}
+
+ClientHandshake::ClientHandshake(HelloInfo info, std::string secret)
+    : Handshake(kHelloHeaderBytes),
+      secret_(std::move(secret)),
+      info_(std::move(info)) {
+  info_.keyId = keyIdOf(secret_);
+  Writer hello(kHelloKind, kHelloBytes);
+  hello.bytes(info_.keyId);
+  hello.bytes(info_.initiator);
+  hello.bytes(info_.acceptor);
+  hello.number(info_.pathSlot);
+  hello.number(info_.pathsWanted);
+  hello.number(info_.initiatorRank);
+  hello.number(info_.eagerBudgetBytes);
+  hello.bytes(info_.nonce);
+  append(transcript_, hello.out());
+  append(output_, hello.out());
+}
+
+void ClientHandshake::onInput() {
+  switch (stage_) {
+    case kChallengeHeader: {
+      auto error = headerError(input_, kChallengeKind, kChallengeBytes);
+      if (!error.empty()) {
+        fail(
+            StatusCode::kProtocol,
+            "the answer to the handshake is not one: " + error);
+        return;
+      }
+      if (versionOf(input_) != kWireVersion) {
+        accepted_.code = HelloCode::kVersion;
+        fail(StatusCode::kProtocol, versionText(versionOf(input_)));
+        return;
+      }
+      stage_ = kChallenge;
+      extend(kChallengeBytes);
+      return;
+    }
+    case kChallenge:
+      onChallenge();
+      return;
+    case kAccept:
+      onAccept();
+      return;
+  }
+}
+
+void ClientHandshake::onChallenge() {
+  Reader in(input_);
+  auto code = helloCodeOf(in.number<uint16_t>());
+  bool reserved = in.zeros(6);
+  if (!code || !reserved) {
+    fail(StatusCode::kProtocol, "the server's challenge is malformed");
+    return;
+  }
+  if (*code != HelloCode::kOk) {
+    accepted_.code = *code;
+    fail(
+        // Not signed: anyone may have said so, so the peer is not given up.
+        StatusCode::kNetwork,
+        refusalText(*code));
+    return;
+  }
+  if (!proves(secret_, kServerLabel, transcript_, input_)) {
+    fail(
+        StatusCode::kProtocol,
+        "the server's proof is wrong: it does not know this job's secret");
+    return;
+  }
+  accepted_.eagerBudgetBytes = in.number<uint64_t>();
+  append(transcript_, input_);
+  Writer proof(kProofKind, kProofBytes);
+  sign(proof, secret_, kClientLabel, transcript_);
+  append(transcript_, proof.out());
+  append(output_, proof.out());
+  stage_ = kAccept;
+  expect(kAcceptBytes);
+}
+
+void ClientHandshake::onAccept() {
+  auto error = headerError(input_, kAcceptKind, kAcceptBytes);
+  Reader in(input_);
+  auto code = helloCodeOf(in.number<uint16_t>());
+  bool reserved = in.zeros(6);
+  if (!error.empty() || versionOf(input_) != kWireVersion || !code ||
+      !reserved || !proves(secret_, kAcceptLabel, transcript_, input_)) {
+    fail(
+        StatusCode::kProtocol,
+        "the server's verdict is malformed or not signed by it");
+    return;
+  }
+  accepted_.code = *code;
+  if (*code != HelloCode::kOk) {
+    fail(statusCodeOf(*code), refusalText(*code));
+    return;
+  }
+  finish();
+}
+
+ServerHandshake::ServerHandshake(
+    const ServerIdentity& identity,
+    HelloNonce nonce)
+    : Handshake(kHelloHeaderBytes), identity_(identity), nonce_(nonce) {}
+
+void ServerHandshake::onInput() {
+  switch (stage_) {
+    case kHelloHeader: {
+      auto error = headerError(input_, kHelloKind, kHelloBytes);
+      if (!error.empty()) {
+        // No answer: what called is none of ours.
+        fail(StatusCode::kProtocol, "the first message is no hello: " + error);
+        return;
+      }
+      if (versionOf(input_) != kWireVersion) {
+        sendChallenge(HelloCode::kVersion);
+        fail(StatusCode::kProtocol, versionText(versionOf(input_)));
+        return;
+      }
+      stage_ = kHello;
+      extend(kHelloBytes);
+      return;
+    }
+    case kHello:
+      onHello();
+      return;
+    case kProof:
+      onProof();
+      return;
+  }
+}
+
+void ServerHandshake::sendChallenge(HelloCode code) {
+  Writer challenge(kChallengeKind, kChallengeBytes);
+  challenge.number(static_cast<uint16_t>(code));
+  challenge.zeros(6);
+  if (code == HelloCode::kOk) {
+    challenge.number(identity_.eagerBudgetBytes);
+    challenge.bytes(nonce_);
+    sign(challenge, secret_, kServerLabel, transcript_);
+    append(transcript_, challenge.out());
+  } else {
+    verdict_ = code;
+    // A stranger learns the code, nothing else.
+    challenge.zeros(kChallengeBytes - challenge.out().size());
+  }
+  append(output_, challenge.out());
+}
+
+void ServerHandshake::onHello() {
+  Reader in(input_);
+  info_.keyId = in.bytes<sizeof(KeyId)>();
+  info_.initiator = in.bytes<sizeof(Uid)>();
+  info_.acceptor = in.bytes<sizeof(Uid)>();
+  info_.pathSlot = in.number<uint16_t>();
+  info_.pathsWanted = in.number<uint16_t>();
+  info_.initiatorRank = in.number<int32_t>();
+  info_.eagerBudgetBytes = in.number<uint64_t>();
+  info_.nonce = in.bytes<sizeof(HelloNonce)>();
+  auto secret = identity_.secretOf(info_.keyId);
+  if (!secret) {
+    sendChallenge(HelloCode::kUnknownKey);
+    fail(StatusCode::kProtocol, "the caller belongs to another job");
+    return;
+  }
+  secret_ = std::move(*secret);
+  append(transcript_, input_);
+  sendChallenge(HelloCode::kOk);
+  stage_ = kProof;
+  expect(kProofBytes);
+}
+
+void ServerHandshake::onProof() {
+  auto error = headerError(input_, kProofKind, kProofBytes);
+  if (!error.empty() || versionOf(input_) != kWireVersion ||
+      !proves(secret_, kClientLabel, transcript_, input_)) {
+    fail(StatusCode::kProtocol, "the caller's proof is wrong");
+    return;
+  }
+  authenticated_ = true;
+  append(transcript_, input_);
+  // Only now: an answer about who lives here is for members of the job.
+  verdict_ = info_.acceptor == identity_.uid ? identity_.decide(info_)
+                                             : HelloCode::kWrongPeer;
+  Writer accept(kAcceptKind, kAcceptBytes);
+  accept.number(static_cast<uint16_t>(*verdict_));
+  accept.zeros(6);
+  sign(accept, secret_, kAcceptLabel, transcript_);
+  append(output_, accept.out());
+  if (*verdict_ == HelloCode::kOk) {
+    finish();
+  } else {
+    fail(
+        StatusCode::kNetwork,
+        std::string("refused the caller: ") + helloCodeText(*verdict_));
+  }
+}
+
+} // namespace resilient

@@ -1,0 +1,209 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/sha256.h"
+#include "base/status.h"
+
+namespace resilient {
+
+// The first words on a connection: both ends prove that they know the job's
+// secret, then agree on which path this is. Byte layout: docs/wire_handshake.md
+// (the layout has its home there, in hello.cpp and in hello_test.cpp).
+//
+//   client                                   server
+//   HELLO     who, whom, which path, nonce ->
+//             <- nonce, proof of the server   CHALLENGE
+//   PROOF     proof of the client          ->
+//             <- verdict, signed              ACCEPT
+//
+// Both proofs cover all bytes said before, so nothing said can be changed or
+// replayed. What follows on the connection is not protected: the handshake
+// keeps strangers and mix-ups out, it does not encrypt.
+
+// Raise it when any byte of the wire changes, here or in a frame.
+inline constexpr uint16_t kWireVersion = 1;
+
+inline constexpr size_t kHelloHeaderBytes = 8;
+inline constexpr size_t kHelloBytes = 96;
+inline constexpr size_t kChallengeBytes = 88;
+inline constexpr size_t kProofBytes = 40;
+inline constexpr size_t kAcceptBytes = 48;
+
+using Uid = std::array<uint8_t, 16>; // of a process's engine, random
+using KeyId = std::array<uint8_t, 8>;
+using HelloNonce = std::array<uint8_t, 32>; // never used twice
+
+// The server's verdict, by wire value.
+#define RESILIENT_HELLO_CODES(X)                                         \
+  X(kOk, "ok")                                                           \
+  X(kDuplicateSlot, "that path exists already")                          \
+  X(kWrongPeer, "another process answers at that address")               \
+  X(kUnknownKey, "it does not know this job's secret")                   \
+  X(kVersion, "it speaks another version of the protocol")               \
+  X(kBusy, "it takes no more connections now")
+
+enum class HelloCode : uint16_t {
+#define X(name, text) name,
+  RESILIENT_HELLO_CODES(X)
+#undef X
+};
+
+const char* helloCodeText(HelloCode code);
+
+// Names a secret without telling it: the first 8 bytes of
+// SHA-256("resilient key id" || secret). A secret must be long and random (the
+// engine's has 32 random bytes): whoever hears a handshake can try guesses.
+KeyId keyIdOf(const std::string& secret);
+
+// What a client says of itself and of the path it wants.
+struct HelloInfo {
+  KeyId keyId{};
+  Uid initiator{};
+  Uid acceptor{}; // whom it wants to reach
+  uint16_t pathSlot = 0;
+  uint16_t pathsWanted = 1; // between these two processes, in all
+  int32_t initiatorRank = -1; // in the default group, or -1
+  // What may be sent to it before it asks: see channel flow control.
+  uint64_t eagerBudgetBytes = 0;
+  HelloNonce nonce{};
+
+  bool operator==(const HelloInfo&) const = default;
+};
+
+// What the client learns of the server.
+struct AcceptInfo {
+  HelloCode code = HelloCode::kOk;
+  uint64_t eagerBudgetBytes = 0;
+};
+
+// A side of the handshake: bytes in, bytes out, no I/O. Give it exactly what
+// was read, never more than wanted(): what comes after belongs to the path.
+class Handshake {
+ public:
+  enum class State { kRunning, kDone, kFailed };
+
+  State state() const {
+    return state_;
+  }
+  // Why, once it has failed. A peer's malformed or unproven bytes are
+  // kProtocol; a verdict of kWrongPeer is kPeerDied, other verdicts kNetwork.
+  const Status& status() const {
+    return status_;
+  }
+  // How many more bytes it can take now; 0 once it has ended.
+  size_t wanted() const {
+    return state_ == State::kRunning ? expected_ - input_.size() : 0;
+  }
+  void receive(const void* data, size_t bytes);
+  // Bytes to send, in order; the caller removes what it has sent. Also a
+  // failed side may have some: the reason for the other.
+  std::vector<uint8_t>& output() {
+    return output_;
+  }
+
+ protected:
+  explicit Handshake(size_t firstBytes) : expected_(firstBytes) {}
+  ~Handshake() = default;
+
+  // Called with exactly `expected_` bytes in input_, which it may use up by
+  // asking for more (expect) or ending (finish, fail).
+  virtual void onInput() = 0;
+  // Waits until input_ holds `total` bytes.
+  void extend(size_t total) {
+    expected_ = total;
+  }
+  // Starts a new message.
+  void expect(size_t bytes) {
+    input_.clear();
+    expected_ = bytes;
+  }
+  void finish() {
+    state_ = State::kDone;
+  }
+  void fail(StatusCode code, std::string reason) {
+    state_ = State::kFailed;
+    status_ = Status(code, std::move(reason));
+  }
+
+  std::vector<uint8_t> input_;
+  std::vector<uint8_t> output_;
+
+ private:
+  size_t expected_;
+  State state_ = State::kRunning;
+  Status status_;
+};
+
+class ClientHandshake final : public Handshake {
+ public:
+  // info.keyId is filled in from the secret.
+  ClientHandshake(HelloInfo info, std::string secret);
+  // Valid if kDone; `code` also after a refusal.
+  const AcceptInfo& accepted() const {
+    return accepted_;
+  }
+
+ private:
+  void onInput() override;
+  void onChallenge();
+  void onAccept();
+
+  std::string secret_;
+  HelloInfo info_;
+  AcceptInfo accepted_;
+  std::vector<uint8_t> transcript_; // all bytes said, both ways
+  enum { kChallengeHeader, kChallenge, kAccept } stage_ = kChallengeHeader;
+};
+
+// The server's knowledge; the callbacks must outlive the handshake.
+struct ServerIdentity {
+  Uid uid{};
+  uint64_t eagerBudgetBytes = 0;
+  // The secret by its id, or nothing.
+  std::function<std::optional<std::string>(const KeyId&)> secretOf;
+  // Asked once the client has proved that it knows the secret and wants us.
+  // Whatever it reserves for kOk must be given back if the handshake fails
+  // after all (the connection may break before the verdict is out).
+  std::function<HelloCode(const HelloInfo&)> decide;
+};
+
+class ServerHandshake final : public Handshake {
+ public:
+  // `identity` must outlive the handshake.
+  ServerHandshake(const ServerIdentity& identity, HelloNonce nonce);
+  // What the client said. Unproven unless authenticated().
+  const HelloInfo& info() const {
+    return info_;
+  }
+  bool authenticated() const {
+    return authenticated_;
+  }
+  // The verdict given, if any was.
+  const std::optional<HelloCode>& verdict() const {
+    return verdict_;
+  }
+
+ private:
+  void onInput() override;
+  void onHello();
+  void onProof();
+  void sendChallenge(HelloCode code);
+
+  const ServerIdentity& identity_;
+  HelloNonce nonce_;
+  HelloInfo info_;
+  std::string secret_;
+  bool authenticated_ = false;
+  std::optional<HelloCode> verdict_;
+  std::vector<uint8_t> transcript_;
+  enum { kHelloHeader, kHello, kProof } stage_ = kHelloHeader;
+};
+
+} // namespace resilient
