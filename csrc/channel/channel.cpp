@@ -1,0 +1,231 @@
+#include "channel/channel.h"
+
+#include <algorithm>
+#include <cassert>
+
+#include "channel/channel_state.h"
+#include "channel/mailbox.h"
+
+// Construction, paths, time and failure. channel_send.cpp and
+// channel_receive.cpp hold the two directions.
+
+namespace resilient {
+
+Channel::Channel(
+    uint32_t id,
+    ChannelConfig config,
+    Mailbox& mailbox,
+    CompletionQueue& completions,
+    StagingBudget& staging,
+    ChannelHost& host)
+    : id_(id),
+      config_(config),
+      mailbox_(mailbox),
+      completions_(completions),
+      staging_(staging),
+      host_(host),
+      scheduler_(config.starvationBytes) {}
+
+Channel::~Channel() {
+  for (auto& [number, m] : out_) {
+    release(*m);
+  }
+}
+
+Channel::PathState& Channel::state(PathId path) {
+  auto it = paths_.find(path);
+  assert(it != paths_.end());
+  return it->second;
+}
+
+const Channel::PathState& Channel::state(PathId path) const {
+  auto it = paths_.find(path);
+  assert(it != paths_.end());
+  return it->second;
+}
+
+void Channel::ready() {
+  host_.channelReady(*this);
+}
+
+void Channel::addPath(PathId path, TimePoint now) {
+  lastNow_ = now;
+  paths_[path];
+  ready();
+}
+
+void Channel::removePath(PathId path, TimePoint now) {
+  lastNow_ = now;
+  auto it = paths_.find(path);
+  if (it == paths_.end()) {
+    return;
+  }
+  PathState lost = std::move(it->second);
+  paths_.erase(it);
+  // Newest first, so that the oldest ends up at the front of every queue.
+  for (auto f = lost.inFlight.rbegin(); f != lost.inFlight.rend(); ++f) {
+    if (f->control) { // the peer may have it: it must bear a second one
+      control_.push_front(std::move(f->control));
+      continue;
+    }
+    auto found = out_.find(f->message);
+    if (found == out_.end()) {
+      continue;
+    }
+    OutMessage& m = *found->second;
+    --m.inFlight;
+    if (m.abandoned) {
+      eraseIfDone(m);
+      continue;
+    }
+    if (f->chunk == kOfferChunk) {
+      clearOffer(m);
+    } else {
+      if (!RESILIENT_PLANTED(noRequeue)) {
+        m.again.push_back(f->chunk);
+      }
+    }
+    enqueue(m, /*front=*/true);
+  }
+  unblock(); // what was taken back has its credit
+  ready();
+}
+
+const std::deque<OutFrame>& Channel::unwritten(PathId path) const {
+  return state(path).unwritten;
+}
+
+void Channel::popWritten(PathId path) {
+  PathState& p = state(path);
+  p.written += p.unwritten.front().reliable;
+  p.unwritten.pop_front();
+}
+
+bool Channel::hasFrames(PathId path) const {
+  const PathState& p = state(path);
+  if (!control_.empty() || grantsUrgent_ || p.ackUrgent || p.pingDue ||
+      p.pongDue) {
+    return true;
+  }
+  return std::any_of(
+      ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
+}
+
+void Channel::ping(PathId path) {
+  state(path).pingDue = true;
+  ready();
+}
+
+TimePoint Channel::deadline() const {
+  TimePoint due = grantsUrgent_ ? kNever : grantsDue_;
+  due = std::min(due, stageCheckAt_);
+  for (const auto& [id, p] : paths_) {
+    if (!p.ackUrgent) {
+      due = std::min(due, p.ackDue);
+    }
+  }
+  return due;
+}
+
+void Channel::onTimer(TimePoint now) {
+  lastNow_ = now;
+  bool wake = false;
+  if (grantsDue_ <= now) {
+    grantsUrgent_ = true;
+    wake = true;
+  }
+  for (auto& [id, p] : paths_) {
+    if (p.ackDue <= now) {
+      p.ackUrgent = true;
+      wake = true;
+    }
+  }
+  if (stageCheckAt_ <= now) {
+    stageLent(now);
+  }
+  if (wake) {
+    ready();
+  }
+}
+
+void Channel::fail(const Status& status) {
+  if (!failure_.ok()) {
+    return;
+  }
+  failure_ = status;
+  for (auto& [number, m] : out_) {
+    if (m->op != nullptr) {
+      m->op->message = 0;
+      completions_.push(m->op, status);
+      m->op = nullptr;
+    }
+    release(*m);
+  }
+  out_.clear();
+  for (size_t c = 0; c < kTrafficClassCount; ++c) {
+    ready_[c].clear();
+    blocked_[c].clear();
+  }
+  control_.clear();
+  lent_.clear();
+  stageCheckAt_ = kNever;
+  chargedBytes_ = 0;
+  offers_ = 0;
+  unacknowledged_ = 0;
+  rejects_ = 0;
+  grants_.clear();
+  grantsDue_ = kNever;
+  grantsUrgent_ = false;
+  for (auto& [id, p] : paths_) {
+    p.unwritten.clear();
+    p.inFlight.clear();
+    p.inFlightBytes = 0;
+    // Acknowledgements still to come are of frames that are forgotten.
+    p.acknowledged = p.written = p.handedOut;
+  }
+  // What has arrived whole may still be received; the rest never will.
+  std::vector<InMessage*> lost;
+  for (auto& [number, m] : in_) {
+    if (!m->whole()) {
+      lost.push_back(m.get());
+    }
+  }
+  for (InMessage* m : lost) {
+    mailbox_.onLost(*m, status);
+    forget(*m);
+  }
+  mailbox_.failSource(*this, status);
+}
+
+bool Channel::drained() const {
+  return unacknowledged_ == 0 && control_.empty() && controlInFlight() == 0;
+}
+
+size_t Channel::controlInFlight() const {
+  size_t n = 0;
+  for (const auto& [id, p] : paths_) {
+    for (const InFlight& f : p.inFlight) {
+      n += f.control != nullptr;
+    }
+  }
+  return n;
+}
+
+const PathCounters& Channel::pathCounters(PathId path) const {
+  return state(path).counters;
+}
+
+const LinkStatistics& Channel::pathStatistics(PathId path) const {
+  return state(path).statistics;
+}
+
+uint64_t Channel::inFlightBytes(PathId path) const {
+  return state(path).inFlightBytes;
+}
+
+TimePoint Channel::waitingSince(PathId path) const {
+  const PathState& p = state(path);
+  return p.inFlight.empty() ? kNever : p.progressAt;
+}
+
+} // namespace resilient

@@ -1,0 +1,298 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "channel/in_message.h"
+#include "channel/operation.h"
+#include "path/class_scheduler.h"
+#include "path/link_statistics.h"
+#include "path/number_set.h"
+#include "wire/frame.h"
+
+namespace resilient {
+
+class Mailbox;
+
+using PathId = uint32_t;
+
+// Bytes that all channels of a process may hold as copies, so that a send
+// completes before its acknowledgement.
+struct StagingBudget {
+  uint64_t limit = 0;
+  uint64_t used = 0;
+};
+
+struct ChannelConfig {
+  uint32_t chunkBytes = 512u << 10;
+  // What the *receiver* of a direction holds for messages nobody has asked
+  // for yet; the peer's value arrives with the handshake.
+  uint64_t ownEagerBytes = 64u << 20;
+  uint64_t peerEagerBytes = 64u << 20;
+  uint64_t copyBytes = 64u << 10;
+  Nanos stageAfter = std::chrono::milliseconds(2);
+  uint64_t starvationBytes = 8u << 20;
+};
+
+// What the channel asks of the world around it.
+class ChannelHost {
+ public:
+  virtual ~ChannelHost() = default;
+  // There may be frames for the paths, or an earlier deadline(). Called often;
+  // must be cheap and must not call back into the channel.
+  virtual void channelReady(Channel& channel) = 0;
+  virtual void onControl(
+      Channel& channel,
+      std::span<const std::byte> payload) = 0;
+  virtual void onBye(Channel& channel) = 0;
+};
+
+// A frame on its way into a path: header, then payload. The payload pointer
+// may change between two writes (a buffer was copied because its owner wants
+// it back), never the bytes: ask again before each write.
+struct OutFrame {
+  FrameBytes header;
+  const std::byte* payload = nullptr;
+  uint32_t payloadBytes = 0;
+  uint64_t message = 0; // 0: control
+  bool reliable = false; // the receiver acknowledges it
+  std::unique_ptr<std::byte[]> owned;
+};
+
+struct ChannelCounters {
+  uint64_t messagesSent = 0; // acknowledged whole
+  uint64_t messagesReceived = 0; // whole and matched
+  uint64_t bytesSent = 0; // payload, acknowledged
+  uint64_t bytesReceived = 0; // payload, without duplicates
+  uint64_t duplicateChunks = 0;
+};
+
+struct PathCounters {
+  uint64_t bytesSent = 0; // payload handed to the path
+  uint64_t bytesReceived = 0;
+  uint64_t chunksSent = 0;
+  uint64_t chunksRetransmitted = 0; // of these, repeats of another path's
+};
+
+// The relation to one remote process: messages in both directions over any
+// number of paths that come and go. It owns numbering, chunking, credit,
+// acknowledgement, re-queueing, reassembly and duplicate removal; it does no
+// I/O, has no clock and no thread (DESIGN.md, "The core has no I/O").
+//
+// Sender. A message is cut into chunks of one size; each goes over whichever
+// path asks next. The channel keeps, per path, the frames it handed out in
+// order; the receiver acknowledges by counting frames per path. A path that
+// dies gives its unacknowledged chunks back, to be sent again by the others.
+// Credit: bytes of messages the receiver has not matched are charged against
+// its budget; a message without credit is announced by an offer and waits
+// until the receiver, having matched it, grants it.
+//
+// Receiver. A chunk of a matched message goes straight to its place in the
+// user's buffer; before that, into a block of its own. What has arrived once
+// is discarded when it comes again.
+//
+// Thread: loop thread. Lifetime: outlives every operation posted to it.
+class Channel {
+ public:
+  Channel(
+      uint32_t id,
+      ChannelConfig config,
+      Mailbox& mailbox,
+      CompletionQueue& completions,
+      StagingBudget& staging,
+      ChannelHost& host);
+  ~Channel();
+  Channel(const Channel&) = delete;
+  Channel& operator=(const Channel&) = delete;
+
+  uint32_t id() const {
+    return id_;
+  }
+  void setPeerEagerBytes(uint64_t bytes) {
+    config_.peerEagerBytes = bytes;
+  }
+
+  // --- the application's side
+  void send(SendOp* op, TimePoint now);
+  // The operation will not be finished; its memory is free at return.
+  void cancelSend(SendOp* op, const std::string& reason, TimePoint now);
+  void sendControl(std::vector<std::byte> payload);
+  void sendBye();
+  // Everything pending fails; later sends fail at once.
+  void fail(const Status& status);
+  const Status& failure() const {
+    return failure_;
+  }
+  // Nothing is waiting to be sent or acknowledged.
+  bool drained() const;
+
+  // --- the mailbox's side
+  // `message` got a receive; moves what has arrived, asks for the rest.
+  void matched(InMessage& message);
+  // `message` is over and its sender knows. Frees it.
+  void drop(InMessage& message) {
+    forget(message);
+  }
+  // Nobody will take `message`; tells the sender why. Frees it.
+  void reject(InMessage& message, StatusCode code, const std::string& reason);
+
+  // --- the paths' side
+  void addPath(PathId path, TimePoint now);
+  // Takes back what the path had not delivered.
+  void removePath(PathId path, TimePoint now);
+  // Adds the next frame to the path's unwritten ones; null if there is none.
+  const OutFrame* pull(PathId path, TimePoint now);
+  const std::deque<OutFrame>& unwritten(PathId path) const;
+  void popWritten(PathId path); // the front has been written whole
+  // Something to pull for some path? (An approximation: may be true in vain.)
+  bool hasFrames(PathId path) const;
+
+  // Received: a header, then its payload. destination() says where the
+  // payload begins (null: discard); it may change between reads.
+  Status onHeader(PathId path, const FrameHeader& header, TimePoint now);
+  std::byte* destination(PathId path);
+  Status onPayload(PathId path, TimePoint now);
+  void ping(PathId path);
+
+  // --- time
+  TimePoint deadline() const; // when onTimer has something to do
+  void onTimer(TimePoint now);
+
+  // --- what is known
+  const ChannelCounters& counters() const {
+    return counters_;
+  }
+  const PathCounters& pathCounters(PathId path) const;
+  const LinkStatistics& pathStatistics(PathId path) const;
+  uint64_t inFlightBytes(PathId path) const;
+  // Since when the path owes us an acknowledgement without any progress;
+  // kNever if it owes none.
+  TimePoint waitingSince(PathId path) const;
+  // The description of the last collective message that the peer sent: what
+  // it was doing when it was last heard of. stream is 0 before the first.
+  const FrameHeader& lastCollective() const {
+    return lastCollective_;
+  }
+  size_t openMessages() const {
+    return out_.size();
+  }
+  // Messages of the peer that are not over, and what they hold here of
+  // ownEagerBytes.
+  size_t incomingMessages() const {
+    return in_.size();
+  }
+  uint64_t bufferedBytes() const {
+    return bufferedBytes_;
+  }
+  // What our messages hold of peerEagerBytes.
+  uint64_t chargedBytes() const {
+    return chargedBytes_;
+  }
+
+ private:
+  struct OutMessage;
+  struct Control;
+  struct InFlight;
+  struct PathState;
+
+  PathState& state(PathId path);
+  const PathState& state(PathId path) const;
+  void ready();
+
+  // sending
+  OutMessage* nextSendable(uint32_t& chunk, bool& repeated);
+  bool takeCredit(OutMessage& m, uint64_t bytes);
+  const OutFrame* pullControl(PathState& p, TimePoint now);
+  const OutFrame* pullChunk(PathState& p, TimePoint now);
+  const OutFrame* pullUnreliable(PathState& p, TimePoint now);
+  OutFrame& appendFrame(PathState& p, FrameHeader& header);
+  void enqueue(OutMessage& m, bool front);
+  void unblock();
+  void queueControl(
+      FrameType type,
+      const FrameHeader& about,
+      std::vector<std::byte> payload);
+  size_t controlInFlight() const;
+  Status onAck(PathState& p, uint64_t count, TimePoint now);
+  void chunkAcknowledged(OutMessage& m);
+  void finishSend(OutMessage& m, const Status& status);
+  void abandon(OutMessage& m); // no more of it will be sent
+  void detachFrames(OutMessage& m);
+  void clearOffer(OutMessage& m);
+  void eraseIfDone(OutMessage& m);
+  void repoint(OutMessage& m, const std::byte* from);
+  bool stage(OutMessage& m);
+  void stageLent(TimePoint now);
+  void release(OutMessage& m);
+
+  // receiving
+  Status onData(PathState& p, const FrameHeader& header);
+  Status checkPeerLimits() const;
+  Status onGrant(std::span<const std::byte> payload);
+  void onReject(uint64_t message, std::span<const std::byte> payload);
+  Status onCancel(const FrameHeader& h, std::span<const std::byte> payload);
+  void deliverIfWhole(InMessage& message);
+  void creditReturned(uint64_t message, bool urgent);
+  void flushGrants();
+  void announce(InMessage& message);
+  void forget(InMessage& message);
+  Status findOrCreate(const FrameHeader& header, InMessage*& message);
+
+  const uint32_t id_;
+  ChannelConfig config_;
+  Mailbox& mailbox_;
+  CompletionQueue& completions_;
+  StagingBudget& staging_;
+  ChannelHost& host_;
+  Status failure_;
+
+  // sending
+  uint64_t lastMessage_ = 0;
+  std::unordered_map<uint64_t, std::unique_ptr<OutMessage>> out_;
+  // Messages with chunks to send, by class; and those that wait for credit.
+  std::array<std::deque<uint64_t>, kTrafficClassCount> ready_;
+  std::array<std::deque<uint64_t>, kTrafficClassCount> blocked_;
+  ClassScheduler scheduler_;
+  uint64_t chargedBytes_ = 0; // of peerEagerBytes
+  size_t offers_ = 0; // announced, not granted
+  uint64_t unacknowledged_ = 0; // messages not abandoned and not acknowledged
+  std::deque<std::unique_ptr<Control>> control_;
+  uint64_t lastControl_ = 0; // numbers kControl and kBye
+  size_t rejects_ = 0; // kReject frames the peer has not acknowledged
+  std::deque<uint64_t> lent_; // messages whose buffer is lent, oldest first
+  TimePoint stageCheckAt_ = kNever;
+  Nanos stageInterval_{};
+  struct StreamHash {
+    size_t operator()(const std::pair<uint64_t, uint64_t>& s) const {
+      return (s.first ^ (s.second * 0x9e3779b97f4a7c15)) * 0xff51afd7ed558ccd;
+    }
+  };
+  // Next order by (group, stream), for point-to-point.
+  std::unordered_map<std::pair<uint64_t, uint64_t>, uint64_t, StreamHash>
+      nextOrder_;
+
+  // receiving
+  std::unordered_map<uint64_t, std::unique_ptr<InMessage>> in_;
+  size_t matchedMessages_ = 0; // of in_
+  NumberSet done_; // messages that are over: delivered, cancelled, rejected
+  NumberSet controlSeen_; // a path that dies makes them come twice
+  uint64_t bufferedBytes_ = 0; // of ownEagerBytes
+  std::vector<uint64_t> grants_; // matched, the sender not yet told
+  TimePoint grantsDue_ = kNever;
+  bool grantsUrgent_ = false;
+
+  FrameHeader lastCollective_;
+
+  std::map<PathId, PathState> paths_;
+  TimePoint lastNow_{};
+  ChannelCounters counters_;
+};
+
+} // namespace resilient

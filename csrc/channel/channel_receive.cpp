@@ -1,0 +1,354 @@
+#include <cassert>
+#include <cstring>
+
+#include "channel/channel.h"
+#include "channel/channel_state.h"
+#include "channel/mailbox.h"
+#include "wire/control.h"
+
+namespace resilient {
+
+Status Channel::onHeader(
+    PathId path,
+    const FrameHeader& header,
+    TimePoint now) {
+  lastNow_ = now;
+  PathState& p = state(path);
+  Status status = onAck(p, header.ack, now);
+  if (!status.ok()) {
+    return status;
+  }
+  p.header = header;
+  p.message = nullptr;
+  if (RESILIENT_PLANTED(acknowledgeEarly) && isReliable(header.type)) {
+    ++p.received;
+    p.ackUrgent = true;
+    ready();
+  }
+  if (header.type == FrameType::kData) {
+    return onData(p, header);
+  }
+  p.control.resize(header.payloadBytes);
+  return Status();
+}
+
+Status Channel::onData(PathState& p, const FrameHeader& header) {
+  if (done_.contains(header.message) || !failure_.ok()) {
+    return Status(); // message == nullptr: discard
+  }
+  InMessage* found = nullptr;
+  Status status = findOrCreate(header, found);
+  if (!status.ok()) {
+    return status;
+  }
+  InMessage& m = *found;
+  if (m.cancelled) {
+    return Status();
+  }
+  if (m.header.totalBytes != header.totalBytes ||
+      m.header.chunkBytes != header.chunkBytes) {
+    return Status(
+        StatusCode::kProtocol,
+        "message " + std::to_string(header.message) + " changed its size");
+  }
+  const bool offer = (header.flags & kFlagOffer) != 0;
+  const uint32_t chunk = header.chunkIndex();
+  if (offer || m.has(chunk)) {
+    // Created by this frame, or known: either way nothing to read.
+    if (!m.announced) {
+      announce(m);
+    }
+    return Status();
+  }
+  p.message = &m;
+  if (!m.announced) {
+    m.arrivingWhole = m.chunkCount() == 1;
+    announce(m);
+    if (p.message == nullptr) {
+      return Status(); // the mailbox refused it
+    }
+  }
+  if (m.op == nullptr && header.payloadBytes != 0) {
+    auto& block = m.blocks[chunk];
+    if (!block) {
+      const uint64_t cost = header.payloadBytes + kChunkOverheadBytes;
+      if (bufferedBytes_ + cost > config_.ownEagerBytes) {
+        return Status(
+            StatusCode::kProtocol,
+            "peer sent more than its credit of " +
+                std::to_string(config_.ownEagerBytes) + " bytes");
+      }
+      block =
+          std::make_unique_for_overwrite<std::byte[]>(header.payloadBytes);
+      m.bufferedBytes += cost;
+      bufferedBytes_ += cost;
+    }
+  }
+  return Status();
+}
+
+// What a peer may make us keep without having earned it by credit: records of
+// messages that nobody has asked for, and answers it does not fetch. A sane
+// one stays below, as its own limits (offers, credit) see to it; messages it
+// cancelled before they were asked for are what the second kMaxOffers is for.
+Status Channel::checkPeerLimits() const {
+  const uint64_t records =
+      config_.ownEagerBytes / kChunkOverheadBytes + 2 * kMaxOffers;
+  const char* what = nullptr;
+  if (in_.size() - matchedMessages_ >= records) {
+    what = "messages that nobody has asked for";
+  } else if (rejects_ >= records) {
+    what = "refused messages, without acknowledging";
+  } else if (done_.ranges() >= kMaxGaps) {
+    what = "gaps in the numbers of its messages";
+  } else {
+    return Status();
+  }
+  return Status(
+      StatusCode::kProtocol, std::string("peer sent too many ") + what);
+}
+
+Status Channel::findOrCreate(const FrameHeader& header, InMessage*& message) {
+  auto found = in_.find(header.message);
+  if (found != in_.end()) {
+    message = found->second.get();
+    return Status();
+  }
+  Status status = checkPeerLimits();
+  if (!status.ok()) {
+    return status;
+  }
+  auto owned = std::make_unique<InMessage>(*this, header);
+  message = owned.get();
+  in_.emplace(header.message, std::move(owned));
+  return Status();
+}
+
+void Channel::announce(InMessage& m) {
+  m.announced = true;
+  if ((m.header.stream & kCollectiveBit) != 0) {
+    lastCollective_ = m.header;
+  }
+  mailbox_.onArrival(m);
+}
+
+std::byte* Channel::destination(PathId path) {
+  PathState& p = state(path);
+  const FrameHeader& h = p.header;
+  if (h.type != FrameType::kData) {
+    return p.control.data();
+  }
+  if (p.message == nullptr || p.message->has(h.chunkIndex())) {
+    return nullptr;
+  }
+  if (p.message->op != nullptr) {
+    return p.message->op->data + h.offset;
+  }
+  const auto block = p.message->blocks.find(h.chunkIndex());
+  return block == p.message->blocks.end() ? nullptr : block->second.get();
+}
+
+Status Channel::onPayload(PathId path, TimePoint now) {
+  lastNow_ = now;
+  PathState& p = state(path);
+  const FrameHeader h = p.header;
+  p.counters.bytesReceived += h.payloadBytes;
+  if (isReliable(h.type)) {
+    p.received += !RESILIENT_PLANTED(acknowledgeEarly);
+    p.bytesSinceAck += h.payloadBytes;
+    if ((h.flags & kFlagAckNow) != 0 || p.bytesSinceAck >= kAckEveryBytes ||
+        p.received - p.ackedBack >= kAckEveryFrames) {
+      p.ackUrgent = true;
+      ready();
+    } else if (p.ackDue == kNever) {
+      p.ackDue = now + kAckDelay;
+      ready();
+    }
+  }
+  const std::span<const std::byte> payload(p.control);
+  switch (h.type) {
+    case FrameType::kData: {
+      InMessage* m = p.message;
+      p.message = nullptr;
+      if ((h.flags & kFlagOffer) != 0) {
+        return Status();
+      }
+      if (m == nullptr || m->has(h.chunkIndex())) {
+        ++counters_.duplicateChunks;
+        return Status();
+      }
+      m->mark(h.chunkIndex(), h.payloadBytes);
+      counters_.bytesReceived += h.payloadBytes;
+      deliverIfWhole(*m);
+      return Status();
+    }
+    case FrameType::kGrant:
+      return onGrant(payload);
+    case FrameType::kReject:
+      onReject(h.message, payload);
+      return Status();
+    case FrameType::kCancel:
+      return onCancel(h, payload);
+    case FrameType::kControl:
+    case FrameType::kBye:
+      if (controlSeen_.ranges() >= kMaxGaps) {
+        return Status(
+            StatusCode::kProtocol, "peer left too many gaps in control frames");
+      }
+      if (!controlSeen_.insert(h.message)) {
+        return Status();
+      }
+      if (h.type == FrameType::kBye) {
+        host_.onBye(*this);
+      } else {
+        host_.onControl(*this, payload);
+      }
+      return Status();
+    case FrameType::kPing:
+      p.pongDue = true;
+      p.pongStamp = h.message;
+      ready();
+      return Status();
+    case FrameType::kPong: {
+      // Our own record, not the peer's word for it.
+      if (p.pingSent && static_cast<uint64_t>(
+              p.pingSent->time_since_epoch().count()) == h.message) {
+        p.statistics.onRoundTrip(now - *p.pingSent);
+        p.pingSent.reset();
+      }
+      return Status();
+    }
+    case FrameType::kAck:
+      return Status();
+  }
+  return Status();
+}
+
+void Channel::matched(InMessage& m) {
+  assert(m.op != nullptr && !m.matched);
+  m.matched = true;
+  ++matchedMessages_;
+  for (const auto& [chunk, block] : m.blocks) {
+    // A chunk that is still being read is copied too: the path goes on in the
+    // user's buffer behind what it has read so far.
+    const uint64_t offset = uint64_t(chunk) * m.header.chunkBytes;
+    const uint64_t rest = m.header.totalBytes - offset;
+    std::memcpy(
+        m.op->data + offset,
+        block.get(),
+        rest < m.header.chunkBytes ? rest : m.header.chunkBytes);
+  }
+  m.blocks.clear();
+  bufferedBytes_ -= m.bufferedBytes;
+  m.bufferedBytes = 0;
+  if (!m.whole() && !m.arrivingWhole) {
+    m.granted = true;
+    creditReturned(m.header.message, /*urgent=*/true);
+  }
+  deliverIfWhole(m);
+}
+
+void Channel::deliverIfWhole(InMessage& m) {
+  if (m.op == nullptr || !m.whole()) {
+    return;
+  }
+  RecvOp* op = m.op;
+  op->message = nullptr;
+  ++counters_.messagesReceived;
+  if (!m.granted) {
+    creditReturned(m.header.message, /*urgent=*/false);
+  }
+  forget(m);
+  completions_.push(op, Status());
+}
+
+// Tells the sender that a message no longer counts against the budget. Late
+// is fine unless the sender waits for it.
+void Channel::creditReturned(uint64_t message, bool urgent) {
+  if (!failure_.ok() || RESILIENT_PLANTED(forgetCredit)) {
+    return;
+  }
+  grants_.push_back(message);
+  grantsUrgent_ = grantsUrgent_ || urgent || grants_.size() >= kGrantBatch;
+  if (grantsDue_ == kNever) {
+    grantsDue_ = lastNow_ + kAckDelay;
+  }
+  ready();
+}
+
+void Channel::flushGrants() {
+  grantsUrgent_ = false;
+  grantsDue_ = kNever;
+  size_t at = 0;
+  while (at < grants_.size()) {
+    const size_t n = std::min(grants_.size() - at, kMaxControlBytes / 8ul);
+    std::vector<std::byte> payload(n * 8);
+    std::memcpy(payload.data(), grants_.data() + at, n * 8);
+    queueControl(FrameType::kGrant, FrameHeader(), std::move(payload));
+    at += n;
+  }
+  grants_.clear();
+}
+
+void Channel::reject(
+    InMessage& m,
+    StatusCode code,
+    const std::string& reason) {
+  if (failure_.ok()) {
+    queueControl(FrameType::kReject, m.header, encodeReason(code, reason));
+    ++rejects_;
+    ready();
+  }
+  forget(m);
+}
+
+Status Channel::onCancel(
+    const FrameHeader& h,
+    std::span<const std::byte> payload) {
+  if (done_.contains(h.message) || !failure_.ok()) {
+    return Status();
+  }
+  const Status reason = decodeReason(payload);
+  InMessage* found = nullptr;
+  Status status = findOrCreate(h, found);
+  if (!status.ok()) {
+    return status;
+  }
+  InMessage& m = *found;
+  if (m.op != nullptr) {
+    mailbox_.onLost(m, reason);
+    forget(m);
+    return Status();
+  }
+  // The receive that will match it must learn that it never comes.
+  m.cancelled = true;
+  m.cancelCode = reason.code();
+  m.cancelReason = reason.message();
+  m.blocks.clear();
+  bufferedBytes_ -= m.bufferedBytes;
+  m.bufferedBytes = 0;
+  for (auto& [id, p] : paths_) {
+    if (p.message == &m) {
+      p.message = nullptr;
+    }
+  }
+  if (!m.announced) {
+    announce(m);
+  }
+  return Status();
+}
+
+// The message is over, in whatever way: frames of it are discarded from now.
+void Channel::forget(InMessage& m) {
+  bufferedBytes_ -= m.bufferedBytes;
+  matchedMessages_ -= m.matched;
+  for (auto& [id, p] : paths_) {
+    if (p.message == &m && !RESILIENT_PLANTED(keepDestination)) {
+      p.message = nullptr;
+    }
+  }
+  done_.insert(m.header.message);
+  in_.erase(m.header.message);
+}
+
+} // namespace resilient

@@ -1,0 +1,560 @@
+#include <algorithm>
+#include <cassert>
+#include <cstring>
+
+#include "channel/channel.h"
+#include "channel/channel_state.h"
+#include "wire/control.h"
+
+namespace resilient {
+
+void Channel::send(SendOp* op, TimePoint now) {
+  lastNow_ = now;
+  if (!failure_.ok()) {
+    completions_.push(op, failure_);
+    return;
+  }
+  if (op->bytes > kMaxMessageBytes) {
+    completions_.push(
+        op,
+        Status(
+            StatusCode::kInvalidArgument,
+            "a message of " + std::to_string(op->bytes) +
+                " bytes; the most is " + std::to_string(kMaxMessageBytes)));
+    return;
+  }
+  auto owned = std::make_unique<OutMessage>();
+  OutMessage& m = *owned;
+  m.op = op;
+  m.postedAt = now;
+  FrameHeader& h = m.header;
+  h.type = FrameType::kData;
+  h.trafficClass = op->trafficClass;
+  h.message = ++lastMessage_;
+  h.totalBytes = op->bytes;
+  // Chunks grow with messages too large for the header's limit of chunks.
+  h.chunkBytes = config_.chunkBytes;
+  while (h.totalBytes / h.chunkBytes >= kMaxChunksPerMessage) {
+    h.chunkBytes *= 2;
+  }
+  h.group = op->key.group;
+  h.stream = op->key.stream;
+  h.order = op->numberByChannel
+      ? nextOrder_[{op->key.group, op->key.stream}]++
+      : op->key.order;
+  h.signature = op->signature;
+  h.sourceRank = op->sourceRank;
+  m.chunks = h.totalBytes == 0
+      ? 1
+      : static_cast<uint32_t>(
+            (h.totalBytes + h.chunkBytes - 1) / h.chunkBytes);
+  m.data = op->data;
+  op->message = h.message;
+  ++unacknowledged_;
+  out_.emplace(h.message, std::move(owned));
+  const bool small = op->bytes <= config_.copyBytes;
+  if (!small || !stage(m)) {
+    lent_.push_back(h.message);
+    stageInterval_ = config_.stageAfter;
+    stageCheckAt_ = std::min(stageCheckAt_, now + stageInterval_);
+  }
+  enqueue(m, /*front=*/false);
+  ready();
+}
+
+// Copies the message, so that its owner may have the buffer back.
+bool Channel::stage(OutMessage& m) {
+  const uint64_t bytes = m.header.totalBytes;
+  if (m.op == nullptr || bytes > kMaxStagedBytes ||
+      staging_.used + bytes > staging_.limit) {
+    return false;
+  }
+  if (bytes != 0) {
+    m.owned = std::make_unique_for_overwrite<std::byte[]>(bytes);
+    std::memcpy(m.owned.get(), m.data, bytes);
+    const std::byte* from = m.data;
+    m.data = m.owned.get();
+    staging_.used += bytes;
+    repoint(m, from);
+  }
+  finishSend(m, Status());
+  return true;
+}
+
+// Frames that have not been written follow the message to its copy.
+void Channel::repoint(OutMessage& m, const std::byte* from) {
+  for (auto& [id, p] : paths_) {
+    for (OutFrame& f : p.unwritten) {
+      if (f.message == m.number() && f.payloadBytes != 0 && !f.owned) {
+        f.payload = m.data + (f.payload - from);
+      }
+    }
+  }
+}
+
+// A frame that is half written must end with the bytes it began with, whatever
+// becomes of the message's buffer: an abandoned chunk may be the one that
+// makes the message whole at the receiver.
+void Channel::detachFrames(OutMessage& m) {
+  if (RESILIENT_PLANTED(noDetach)) {
+    return;
+  }
+  for (auto& [id, p] : paths_) {
+    for (OutFrame& f : p.unwritten) {
+      if (f.message == m.number() && f.payloadBytes != 0 && !f.owned) {
+        f.owned = std::make_unique_for_overwrite<std::byte[]>(f.payloadBytes);
+        std::memcpy(f.owned.get(), f.payload, f.payloadBytes);
+        f.payload = f.owned.get();
+      }
+    }
+  }
+}
+
+void Channel::release(OutMessage& m) {
+  if (m.owned) {
+    staging_.used -= m.header.totalBytes;
+    m.owned.reset();
+  }
+  m.data = nullptr;
+}
+
+void Channel::finishSend(OutMessage& m, const Status& status) {
+  if (m.op != nullptr) {
+    m.op->message = 0;
+    completions_.push(m.op, status);
+    m.op = nullptr;
+  }
+}
+
+// Paper: PIPEMORPH §5.2. On a slow link a send must not hold the trainer's
+// buffer until the far end has it: a message that only waits for its
+// acknowledgement, or that has waited long for its turn, is copied.
+void Channel::stageLent(TimePoint now) {
+  bool staged = false;
+  std::deque<uint64_t> keep;
+  for (uint64_t number : lent_) {
+    auto found = out_.find(number);
+    if (found == out_.end() || found->second->op == nullptr) {
+      continue;
+    }
+    OutMessage& m = *found->second;
+    // What a fast link would need: it finishes before we would have copied.
+    const Nanos fair = 10 * config_.stageAfter +
+        Nanos(static_cast<int64_t>(2 * m.header.totalBytes));
+    const bool waitsForAck =
+        m.allHandedOut() && now - m.pulledAt >= config_.stageAfter;
+    if ((waitsForAck || now - m.postedAt >= fair) && stage(m)) {
+      staged = true;
+      continue;
+    }
+    keep.push_back(number);
+  }
+  lent_ = std::move(keep);
+  // Nothing to do for now: look less often.
+  stageInterval_ = staged
+      ? config_.stageAfter
+      : std::min<Nanos>(stageInterval_ * 2, std::chrono::milliseconds(50));
+  stageCheckAt_ = lent_.empty() ? kNever : now + stageInterval_;
+}
+
+void Channel::cancelSend(
+    SendOp* op,
+    const std::string& reason,
+    TimePoint now) {
+  lastNow_ = now;
+  completions_.remove(op);
+  auto found = out_.find(op->message);
+  if (op->message == 0 || found == out_.end() || found->second->op != op) {
+    return;
+  }
+  OutMessage& m = *found->second;
+  detachFrames(m);
+  m.op = nullptr;
+  op->message = 0;
+  abandon(m);
+  m.cancelPending = true;
+  queueControl(
+      FrameType::kCancel,
+      m.header,
+      encodeReason(StatusCode::kAborted, reason));
+  ready();
+}
+
+void Channel::abandon(OutMessage& m) {
+  if (!m.abandoned) {
+    m.abandoned = true;
+    --unacknowledged_;
+    m.again.clear();
+    clearOffer(m);
+    release(m);
+    unblock(); // it may be among those that wait for credit
+  }
+}
+
+void Channel::clearOffer(OutMessage& m) {
+  if (m.offered) {
+    m.offered = false;
+    --offers_;
+  }
+}
+
+void Channel::eraseIfDone(OutMessage& m) {
+  if (m.inFlight != 0 || m.queued) {
+    return;
+  }
+  const bool over = m.abandoned
+      ? !m.cancelPending
+      : m.acknowledged == m.chunks && m.granted;
+  if (over) {
+    chargedBytes_ -= m.charged;
+    m.charged = 0;
+    release(m);
+    out_.erase(m.number());
+    unblock();
+  }
+}
+
+void Channel::enqueue(OutMessage& m, bool front) {
+  if (m.queued) {
+    return;
+  }
+  m.queued = true;
+  auto& queue = ready_[static_cast<size_t>(m.header.trafficClass)];
+  if (front) {
+    queue.push_front(m.number());
+  } else {
+    queue.push_back(m.number());
+  }
+}
+
+// Credit has come back: those who waited for it go first, in their order.
+void Channel::unblock() {
+  for (size_t c = 0; c < kTrafficClassCount; ++c) {
+    ready_[c].insert(
+        ready_[c].begin(), blocked_[c].begin(), blocked_[c].end());
+    blocked_[c].clear();
+  }
+}
+
+bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
+  if (m.granted || RESILIENT_PLANTED(ignoreCredit)) {
+    return true;
+  }
+  const uint64_t need = bytes + kChunkOverheadBytes;
+  if (chargedBytes_ + need > config_.peerEagerBytes) {
+    return false;
+  }
+  chargedBytes_ += need;
+  m.charged += need;
+  return true;
+}
+
+// The next chunk to send (`repeated`: another path lost it), or kOfferChunk to
+// announce the message; null if there is nothing that may be sent now.
+Channel::OutMessage* Channel::nextSendable(uint32_t& chunk, bool& repeated) {
+  repeated = false;
+  for (;;) {
+    std::array<bool, kTrafficClassCount> waiting;
+    for (size_t c = 0; c < kTrafficClassCount; ++c) {
+      waiting[c] = !ready_[c].empty();
+    }
+    const size_t c = scheduler_.pick(waiting);
+    if (c == kTrafficClassCount) {
+      return nullptr;
+    }
+    auto found = out_.find(ready_[c].front());
+    assert(found != out_.end());
+    OutMessage& m = *found->second;
+    if (!m.hasUnsent()) {
+      ready_[c].pop_front();
+      m.queued = false;
+      eraseIfDone(m);
+      continue;
+    }
+    if (!m.again.empty()) {
+      chunk = m.again.back(); // was charged when it was sent first
+      m.again.pop_back();
+      repeated = true;
+      scheduler_.served(c, m.chunkPayload(chunk), waiting);
+      return &m;
+    }
+    if (takeCredit(m, m.chunkPayload(m.nextChunk))) {
+      chunk = m.nextChunk++;
+      scheduler_.served(c, m.chunkPayload(chunk), waiting);
+      return &m;
+    }
+    ready_[c].pop_front();
+    blocked_[c].push_back(m.number());
+    // Any chunk announces the message; without one it takes an offer.
+    if (m.nextChunk == 0 && !m.offered && offers_ < kMaxOffers) {
+      m.offered = true;
+      ++offers_;
+      chunk = kOfferChunk;
+      return &m;
+    }
+  }
+}
+
+OutFrame& Channel::appendFrame(PathState& p, FrameHeader& header) {
+  header.ack = p.received;
+  p.ackedBack = p.received;
+  p.bytesSinceAck = 0;
+  p.ackDue = kNever;
+  p.ackUrgent = false;
+  OutFrame& f = p.unwritten.emplace_back();
+  f.reliable = isReliable(header.type);
+  encodeFrame(header, f.header);
+  return f;
+}
+
+const OutFrame* Channel::pull(PathId path, TimePoint now) {
+  lastNow_ = now;
+  if (!failure_.ok()) {
+    return nullptr;
+  }
+  PathState& p = state(path);
+  const bool wasIdle = p.inFlight.empty();
+  const OutFrame* f = pullControl(p, now);
+  if (f == nullptr) {
+    f = pullChunk(p, now);
+  }
+  if (f == nullptr) {
+    return pullUnreliable(p, now);
+  }
+  if (wasIdle) {
+    p.busySince = now;
+    p.progressAt = now;
+  }
+  return f;
+}
+
+const OutFrame* Channel::pullControl(PathState& p, TimePoint now) {
+  if (grantsUrgent_) {
+    flushGrants();
+  }
+  if (control_.empty()) {
+    return nullptr;
+  }
+  std::unique_ptr<Control> c = std::move(control_.front());
+  control_.pop_front();
+  OutFrame& f = appendFrame(p, c->header);
+  f.payload = c->payload.data();
+  f.payloadBytes = static_cast<uint32_t>(c->payload.size());
+  InFlight& flight = p.inFlight.emplace_back();
+  flight.message = c->header.message;
+  flight.at = now;
+  flight.ackNow = (c->header.flags & kFlagAckNow) != 0;
+  flight.control = std::move(c);
+  ++p.handedOut;
+  return &f;
+}
+
+const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
+  uint32_t chunk = 0;
+  bool repeated = false;
+  OutMessage* m = nextSendable(chunk, repeated);
+  if (m == nullptr) {
+    return nullptr;
+  }
+  FrameHeader h = m->header;
+  const bool offer = chunk == kOfferChunk;
+  if (offer) {
+    h.flags |= kFlagOffer;
+  } else {
+    h.offset = uint64_t(chunk) * h.chunkBytes;
+    h.payloadBytes = m->chunkPayload(chunk);
+    // The owner waits for its buffer: ask for an acknowledgement at once.
+    if (m->op != nullptr && m->allHandedOut()) {
+      h.flags |= kFlagAckNow;
+    }
+  }
+  OutFrame& f = appendFrame(p, h);
+  f.message = m->number();
+  f.payloadBytes = h.payloadBytes;
+  f.payload = h.payloadBytes == 0 ? nullptr : m->data + h.offset;
+  InFlight& flight = p.inFlight.emplace_back();
+  flight.message = m->number();
+  flight.chunk = chunk;
+  flight.bytes = h.payloadBytes;
+  flight.ackNow = (h.flags & kFlagAckNow) != 0;
+  flight.at = now;
+  ++p.handedOut;
+  ++m->inFlight;
+  m->pulledAt = now;
+  p.inFlightBytes += h.payloadBytes;
+  p.counters.bytesSent += h.payloadBytes;
+  p.counters.chunksSent += !offer;
+  p.counters.chunksRetransmitted += repeated;
+  return &f;
+}
+
+const OutFrame* Channel::pullUnreliable(PathState& p, TimePoint now) {
+  FrameHeader h;
+  if (p.pongDue) {
+    p.pongDue = false;
+    h.type = FrameType::kPong;
+    h.message = p.pongStamp;
+  } else if (p.pingDue) {
+    p.pingDue = false;
+    h.type = FrameType::kPing;
+    h.message = static_cast<uint64_t>(now.time_since_epoch().count());
+    p.pingSent = now;
+  } else if (p.ackUrgent) {
+    h.type = FrameType::kAck;
+  } else {
+    return nullptr;
+  }
+  return &appendFrame(p, h);
+}
+
+Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
+  if (count < p.acknowledged) {
+    return Status(); // an older frame's view
+  }
+  // Not handedOut: the payload of a frame that is still being written must
+  // not be given back on a peer's word.
+  if (count > p.written) {
+    return Status(
+        StatusCode::kProtocol,
+        "acknowledgement of frame " + std::to_string(count) + " of " +
+            std::to_string(p.written));
+  }
+  uint64_t bytes = 0;
+  const bool progress = count > p.acknowledged;
+  for (; p.acknowledged < count; ++p.acknowledged) {
+    InFlight f = std::move(p.inFlight.front());
+    p.inFlight.pop_front();
+    if (f.ackNow) {
+      p.statistics.onRoundTrip(now - f.at);
+    }
+    if (f.control && f.control->header.type != FrameType::kCancel) {
+      rejects_ -= f.control->header.type == FrameType::kReject;
+      continue;
+    }
+    auto found = out_.find(f.message);
+    if (found == out_.end()) {
+      continue;
+    }
+    OutMessage& m = *found->second;
+    if (f.control) {
+      m.cancelPending = false;
+      eraseIfDone(m);
+      continue;
+    }
+    --m.inFlight;
+    bytes += f.bytes;
+    p.inFlightBytes -= f.bytes;
+    if (f.chunk != kOfferChunk && !m.abandoned) {
+      chunkAcknowledged(m);
+    }
+    eraseIfDone(m);
+  }
+  if (progress) {
+    p.progressAt = now;
+    counters_.bytesSent += bytes;
+    if (bytes != 0) {
+      p.statistics.onAcknowledged(bytes, p.busySince, now);
+    }
+  }
+  return Status();
+}
+
+void Channel::chunkAcknowledged(OutMessage& m) {
+  if (++m.acknowledged < m.chunks) {
+    return;
+  }
+  // The receiver has it all. The record stays until it is granted too: until
+  // then the bytes count against the receiver's budget.
+  ++counters_.messagesSent;
+  --unacknowledged_;
+  finishSend(m, Status());
+  release(m);
+}
+
+Status Channel::onGrant(std::span<const std::byte> payload) {
+  for (size_t at = 0; at + 8 <= payload.size(); at += 8) {
+    uint64_t number = 0;
+    std::memcpy(&number, payload.data() + at, 8);
+    if (number > lastMessage_ || number == 0) {
+      return Status(
+          StatusCode::kProtocol,
+          "grant of unknown message " + std::to_string(number));
+    }
+    auto found = out_.find(number);
+    if (found == out_.end() || found->second->granted) {
+      continue;
+    }
+    OutMessage& m = *found->second;
+    m.granted = true;
+    clearOffer(m);
+    chargedBytes_ -= m.charged;
+    m.charged = 0;
+    eraseIfDone(m);
+  }
+  unblock();
+  ready();
+  return Status();
+}
+
+void Channel::onReject(uint64_t message, std::span<const std::byte> payload) {
+  auto found = out_.find(message);
+  if (found == out_.end()) {
+    return;
+  }
+  OutMessage& m = *found->second;
+  const Status reason = decodeReason(payload);
+  if (m.op != nullptr) {
+    SendOp* op = m.op;
+    cancelSend(op, reason.message(), lastNow_);
+    completions_.push(op, reason);
+  } else if (!m.abandoned && m.acknowledged < m.chunks) {
+    detachFrames(m);
+    abandon(m);
+  }
+  clearOffer(m);
+  m.granted = true;
+  chargedBytes_ -= m.charged;
+  m.charged = 0;
+  eraseIfDone(m);
+  unblock();
+  ready();
+}
+
+void Channel::queueControl(
+    FrameType type,
+    const FrameHeader& about,
+    std::vector<std::byte> payload) {
+  assert(payload.size() <= kMaxControlBytes);
+  auto c = std::make_unique<Control>();
+  c->header.type = type;
+  c->header.message = about.message;
+  c->header.group = about.group;
+  c->header.stream = about.stream;
+  c->header.order = about.order;
+  c->header.signature = about.signature;
+  c->header.sourceRank = about.sourceRank;
+  c->header.payloadBytes = static_cast<uint32_t>(payload.size());
+  c->payload = std::move(payload);
+  control_.push_back(std::move(c));
+}
+
+void Channel::sendControl(std::vector<std::byte> payload) {
+  if (failure_.ok()) {
+    FrameHeader about;
+    about.message = ++lastControl_;
+    queueControl(FrameType::kControl, about, std::move(payload));
+    ready();
+  }
+}
+
+void Channel::sendBye() {
+  if (failure_.ok()) {
+    FrameHeader about;
+    about.message = ++lastControl_;
+    queueControl(FrameType::kBye, about, {});
+    control_.back()->header.flags = kFlagAckNow;
+    ready();
+  }
+}
+
+} // namespace resilient

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "channel/channel.h"
+
+// The private structures of Channel, shared by its three source files.
+
+namespace resilient {
+
+// What a chunk costs of the receiver's budget beyond its bytes: the records
+// that describe it and its message. Both ends must agree, it is part of the
+// protocol. Less, and a peer could fill the memory with records of tiny chunks.
+inline constexpr uint64_t kChunkOverheadBytes = 256;
+
+// Messages announced without credit, per channel. Only descriptions travel;
+// this bounds the receiver's records of them (about 16 MiB).
+inline constexpr size_t kMaxOffers = 64 << 10;
+
+// Gaps in the numbers of the peer's finished messages: each is a message that
+// waits while later ones went through. Sane peers have few; this bounds the
+// record of them (about 64 MiB).
+inline constexpr size_t kMaxGaps = 1u << 20;
+
+// Acknowledge at the latest after this much...
+inline constexpr uint64_t kAckEveryBytes = 1u << 20;
+inline constexpr uint32_t kAckEveryFrames = 64;
+// ...or this long. Nobody waits for such an acknowledgement; it only frees
+// records at the sender. Shorter costs wake-ups, longer memory.
+inline constexpr Nanos kAckDelay = std::chrono::milliseconds(5);
+
+// Grants nobody waits for go out together, at most this many.
+inline constexpr size_t kGrantBatch = 64;
+
+// Messages above this are not copied to let a send complete early: one copy
+// of 16 MiB holds up the loop for 2 to 3 ms.
+inline constexpr uint64_t kMaxStagedBytes = 16u << 20;
+
+inline constexpr uint32_t kOfferChunk = UINT32_MAX;
+
+struct Channel::OutMessage {
+  FrameHeader header; // of every chunk, but for offset and payload
+  SendOp* op = nullptr; // null once its owner has been told
+  const std::byte* data = nullptr;
+  std::unique_ptr<std::byte[]> owned;
+  uint32_t chunks = 1;
+  uint32_t nextChunk = 0; // the first that was never handed to a path
+  std::vector<uint32_t> again; // taken back from dead paths; back goes first
+  uint32_t acknowledged = 0; // chunks
+  uint32_t inFlight = 0; // frames on paths, offers included
+  bool queued = false; // in ready_ or blocked_
+  bool offered = false;
+  bool granted = false;
+  bool abandoned = false;
+  bool cancelPending = false; // kCancel not yet acknowledged
+  uint64_t charged = 0;
+  TimePoint postedAt{};
+  TimePoint pulledAt{}; // last time a chunk went to a path
+
+  uint64_t number() const {
+    return header.message;
+  }
+  bool allHandedOut() const {
+    return nextChunk == chunks && again.empty();
+  }
+  bool hasUnsent() const {
+    return !abandoned && !allHandedOut();
+  }
+  uint32_t chunkPayload(uint32_t chunk) const {
+    const uint64_t offset = uint64_t(chunk) * header.chunkBytes;
+    const uint64_t rest = header.totalBytes - offset;
+    return static_cast<uint32_t>(
+        rest < header.chunkBytes ? rest : header.chunkBytes);
+  }
+};
+
+struct Channel::Control {
+  FrameHeader header;
+  std::vector<std::byte> payload;
+};
+
+// A frame handed to a path and not acknowledged: a chunk, or a control frame.
+struct Channel::InFlight {
+  uint64_t message = 0;
+  uint32_t chunk = 0;
+  uint32_t bytes = 0;
+  bool ackNow = false;
+  TimePoint at{};
+  std::unique_ptr<Control> control;
+};
+
+struct Channel::PathState {
+  // sending
+  std::deque<InFlight> inFlight;
+  uint64_t inFlightBytes = 0;
+  uint64_t acknowledged = 0; // frames
+  uint64_t handedOut = 0; // frames
+  uint64_t written = 0; // of these, whole: the peer can know no more
+  TimePoint busySince{}; // inFlight non-empty since
+  TimePoint progressAt{}; // last acknowledgement, or busySince
+  std::deque<OutFrame> unwritten;
+
+  // receiving
+  uint64_t received = 0; // reliable frames, whole
+  uint64_t ackedBack = 0; // of these, told to the sender
+  uint64_t bytesSinceAck = 0;
+  TimePoint ackDue = kNever;
+  bool ackUrgent = false;
+  FrameHeader header; // of the frame being read
+  InMessage* message = nullptr; // its message, if it is a wanted chunk
+  std::vector<std::byte> control;
+
+  bool pingDue = false;
+  std::optional<TimePoint> pingSent; // not answered yet
+  bool pongDue = false;
+  uint64_t pongStamp = 0;
+
+  LinkStatistics statistics;
+  PathCounters counters;
+};
+
+} // namespace resilient

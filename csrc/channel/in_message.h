@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+
+#include "channel/planted_bugs.h"
+#include "path/number_set.h"
+#include "wire/frame.h"
+
+namespace resilient {
+
+class Channel;
+struct RecvOp;
+
+// A message on its way in: which chunks are here, and where they are. Before
+// a receive matches it, chunks lie in blocks of their own.
+//
+// Invariant: op != nullptr implies blocks holds only chunks still being read.
+struct InMessage {
+  InMessage(Channel& c, const FrameHeader& h) : channel(c), header(h) {}
+
+  Channel& channel;
+  const FrameHeader header; // of the frame that announced it
+  RecvOp* op = nullptr;
+  uint64_t receivedBytes = 0;
+  uint32_t receivedChunks = 0;
+  bool granted = false;
+  bool announced = false; // the mailbox knows it
+  bool matched = false; // had a receive, perhaps cancelled since
+  // Its only chunk is being read: no grant needed, it needs no credit more.
+  bool arrivingWhole = false;
+  uint64_t bufferedBytes = 0; // what it takes of the channel's budget
+  // Set by a kCancel frame before a receive matched it.
+  bool cancelled = false;
+  std::string cancelReason;
+  StatusCode cancelCode = StatusCode::kAborted;
+
+  std::map<uint32_t, std::unique_ptr<std::byte[]>> blocks; // by chunk
+  NumberSet have; // chunks; a few ranges, about one per path
+
+  uint32_t chunkCount() const {
+    return header.totalBytes == 0
+        ? 1
+        : static_cast<uint32_t>(
+              (header.totalBytes + header.chunkBytes - 1) / header.chunkBytes);
+  }
+  bool whole() const {
+    return receivedChunks == chunkCount();
+  }
+  bool has(uint32_t chunk) const {
+    return have.contains(chunk) && !RESILIENT_PLANTED(noDuplicateCheck);
+  }
+  void mark(uint32_t chunk, uint32_t bytes) {
+    have.insert(chunk);
+    ++receivedChunks;
+    receivedBytes += bytes;
+  }
+};
+
+} // namespace resilient

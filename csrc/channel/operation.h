@@ -1,0 +1,124 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+#include "base/signature.h"
+#include "base/status.h"
+#include "base/time.h"
+#include "base/traffic_class.h"
+
+namespace resilient {
+
+class Channel;
+class CompletionQueue;
+struct InMessage;
+
+// Where a message belongs: c10d's (group, tag) or one collective, and its
+// place therein. See mailbox.h.
+struct MessageKey {
+  uint64_t group = 0;
+  uint64_t stream = 0;
+  uint64_t order = 0;
+  bool operator==(const MessageKey&) const = default;
+};
+
+// A send or receive posted to the core. Lent by its owner until finished() is
+// called or it has been cancelled; the memory it points to is lent with it.
+class Operation {
+ public:
+  Operation() = default;
+  Operation(const Operation&) = delete;
+  Operation& operator=(const Operation&) = delete;
+  virtual ~Operation() = default;
+
+  // Called exactly once, from CompletionQueue::drain(): the one place from
+  // which user code runs, so that no core function is ever re-entered.
+  virtual void finished(const Status& status) = 0;
+
+ private:
+  friend class CompletionQueue;
+  Operation* previous_ = nullptr;
+  Operation* next_ = nullptr;
+  bool queued_ = false;
+  Status status_;
+};
+
+struct SendOp : Operation {
+  MessageKey key;
+  // Point-to-point messages are numbered by the channel, in order of send.
+  bool numberByChannel = false;
+  OpSignature signature;
+  TrafficClass trafficClass = TrafficClass::kGradient;
+  int32_t sourceRank = -1;
+  const std::byte* data = nullptr;
+  uint64_t bytes = 0;
+
+  uint64_t message = 0; // set by Channel::send; 0 once the core is done
+};
+
+struct RecvOp : Operation {
+  MessageKey key;
+  bool ordered = false; // point-to-point: `order` is given by arrival
+  Channel* source = nullptr; // null: any source (ordered only)
+  OpSignature signature;
+  std::byte* data = nullptr;
+  uint64_t bytes = 0;
+
+  InMessage* message = nullptr; // the matched message, while it arrives
+  Channel* matchedSource = nullptr; // for any source
+};
+
+// Operations that have ended and whose owners do not know yet.
+class CompletionQueue {
+ public:
+  // Called when the queue stops being empty: somebody must drain it.
+  void setWake(std::function<void()> wake) {
+    wake_ = std::move(wake);
+  }
+
+  void push(Operation* op, Status status) {
+    if (head_ == nullptr && wake_) {
+      wake_();
+    }
+    op->status_ = std::move(status);
+    op->queued_ = true;
+    op->previous_ = tail_;
+    op->next_ = nullptr;
+    (tail_ == nullptr ? head_ : tail_->next_) = op;
+    tail_ = op;
+  }
+
+  // The owner no longer wants to know; true if `op` was queued.
+  bool remove(Operation* op) {
+    if (!op->queued_) {
+      return false;
+    }
+    (op->previous_ == nullptr ? head_ : op->previous_->next_) = op->next_;
+    (op->next_ == nullptr ? tail_ : op->next_->previous_) = op->previous_;
+    op->queued_ = false;
+    return true;
+  }
+
+  bool empty() const {
+    return head_ == nullptr;
+  }
+
+  // Tells the owners of everything queued, also of what they cause.
+  void drain() {
+    while (head_ != nullptr) {
+      Operation* op = head_;
+      remove(op);
+      const Status status = std::move(op->status_);
+      op->finished(status);
+    }
+  }
+
+ private:
+  Operation* head_ = nullptr;
+  Operation* tail_ = nullptr;
+  std::function<void()> wake_;
+};
+
+} // namespace resilient
