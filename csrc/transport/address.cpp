@@ -1,0 +1,378 @@
+#include "transport/address.h"
+
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netdb.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <fstream>
+#include <memory>
+
+#include "base/sha256.h"
+
+namespace resilient {
+
+namespace {
+
+bool isLinkLocal(const SocketAddress& a) {
+  if (a.family() == AF_INET6) {
+    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(a.raw());
+    return IN6_IS_ADDR_LINKLOCAL(&v6->sin6_addr);
+  }
+  const auto* v4 = reinterpret_cast<const sockaddr_in*>(a.raw());
+  return ntohl(v4->sin_addr.s_addr) >> 16 == 0xa9fe; // 169.254/16
+}
+
+std::vector<std::string> split(const std::string& text, char separator) {
+  std::vector<std::string> parts;
+  size_t from = 0;
+  for (;;) {
+    size_t to = text.find(separator, from);
+    parts.push_back(text.substr(from, to - from));
+    if (to == std::string::npos) {
+      return parts;
+    }
+    from = to + 1;
+  }
+}
+
+std::string trim(const std::string& text) {
+  size_t from = text.find_first_not_of(" \t");
+  size_t to = text.find_last_not_of(" \t");
+  return from == std::string::npos ? "" : text.substr(from, to - from + 1);
+}
+
+std::string describe(const std::vector<InterfaceAddress>& list) {
+  std::string text;
+  for (const InterfaceAddress& i : list) {
+    text += (text.empty() ? "" : ", ") + i.interface + " " + i.address.ip() +
+        (i.up ? "" : " (down)");
+  }
+  return text.empty() ? "none" : text;
+}
+
+const char* familyName(int family) {
+  return family == AF_INET6 ? "IPv6" : "IPv4";
+}
+
+// One address per interface of the candidates, in order of appearance.
+std::vector<InterfaceAddress> onePerInterface(
+    const std::vector<InterfaceAddress>& candidates,
+    int family) {
+  std::vector<InterfaceAddress> chosen;
+  for (const InterfaceAddress& c : candidates) {
+    auto same = std::find_if(
+        chosen.begin(), chosen.end(), [&](const InterfaceAddress& o) {
+          return o.interface == c.interface;
+        });
+    if (same == chosen.end()) {
+      chosen.push_back(c);
+    } else if (
+        same->address.family() != family && c.address.family() == family) {
+      *same = c;
+    }
+  }
+  return chosen;
+}
+
+} // namespace
+
+std::vector<InterfaceAddress> enumerateInterfaces() {
+  ifaddrs* raw = nullptr;
+  checkSyscall("list the network interfaces", ::getifaddrs(&raw));
+  std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(raw, ::freeifaddrs);
+  std::vector<InterfaceAddress> result;
+  for (ifaddrs* i = raw; i != nullptr; i = i->ifa_next) {
+    if (i->ifa_addr == nullptr ||
+        (i->ifa_addr->sa_family != AF_INET &&
+         i->ifa_addr->sa_family != AF_INET6)) {
+      continue;
+    }
+    InterfaceAddress a;
+    a.interface = i->ifa_name;
+    a.address = SocketAddress::from(
+        i->ifa_addr,
+        i->ifa_addr->sa_family == AF_INET ? sizeof(sockaddr_in)
+                                          : sizeof(sockaddr_in6));
+    a.up = (i->ifa_flags & IFF_UP) != 0 && (i->ifa_flags & IFF_RUNNING) != 0;
+    a.loopback = (i->ifa_flags & IFF_LOOPBACK) != 0;
+    if (!isLinkLocal(a.address)) {
+      result.push_back(std::move(a));
+    }
+  }
+  return result;
+}
+
+std::optional<SocketAddress> localAddressTowards(const std::string& host) {
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* raw = nullptr;
+  // The port is not used: connecting a UDP socket sends nothing.
+  if (host.empty() || ::getaddrinfo(host.c_str(), "9", &hints, &raw) != 0) {
+    return std::nullopt;
+  }
+  std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> list(
+      raw, ::freeaddrinfo);
+  for (addrinfo* i = raw; i != nullptr; i = i->ai_next) {
+    FileDescriptor fd(::socket(i->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    if (fd && ::connect(fd.get(), i->ai_addr, i->ai_addrlen) == 0) {
+      SocketAddress local = localAddress(fd.get());
+      local.setPort(0);
+      return local;
+    }
+  }
+  return std::nullopt;
+}
+
+AddressChoice chooseAddresses(
+    const std::vector<InterfaceAddress>& interfaces,
+    const std::string& option,
+    const std::optional<SocketAddress>& towardsStore) {
+  int family = towardsStore ? towardsStore->family() : AF_INET;
+  AddressChoice choice;
+  if (!trim(option).empty()) {
+    for (const std::string& part : split(option, ',')) {
+      std::string want = trim(part);
+      if (want.empty()) {
+        continue;
+      }
+      auto address = SocketAddress::parse(want, 0);
+      std::vector<InterfaceAddress> exact, prefix;
+      for (const InterfaceAddress& i : interfaces) {
+        if (address) {
+          if (i.address.ip() == address->ip()) {
+            exact.push_back(i);
+          }
+        } else if (i.interface == want) {
+          exact.push_back(i);
+        } else if (i.up && i.interface.compare(0, want.size(), want) == 0) {
+          prefix.push_back(i);
+        }
+      }
+      auto& found = exact.empty() ? prefix : exact;
+      if (found.empty()) {
+        throw StatusError(Status(
+            StatusCode::kInvalidArgument,
+            "choose the addresses to listen on: no interface or address of "
+            "this host is \"" +
+                want + "\" or begins so; it has " + describe(interfaces)));
+      }
+      if (address) {
+        // Asked for by its number: taken as it is, also as a second one.
+        choice.addresses.push_back(found.front());
+      } else {
+        for (auto& i : onePerInterface(found, family)) {
+          choice.addresses.push_back(std::move(i));
+        }
+      }
+    }
+    // "eth0,eth" names eth0 twice.
+    std::vector<InterfaceAddress> once;
+    for (InterfaceAddress& a : choice.addresses) {
+      bool there = std::any_of(once.begin(), once.end(), [&](auto& o) {
+        return o.address.ip() == a.address.ip();
+      });
+      if (!there) {
+        once.push_back(std::move(a));
+      }
+    }
+    choice.addresses = std::move(once);
+    choice.reason = "as the option \"" + option + "\" asks";
+  } else if (towardsStore) {
+    auto it = std::find_if(
+        interfaces.begin(), interfaces.end(), [&](const auto& i) {
+          return i.address.ip() == towardsStore->ip();
+        });
+    InterfaceAddress a;
+    a.address = *towardsStore;
+    a.interface = "?"; // gone since, or an address that is not listed
+    a.up = true;
+    a.loopback = towardsStore->isLoopback();
+    choice.addresses = {it == interfaces.end() ? a : *it};
+    choice.reason = "it leads to the store";
+  } else {
+    std::vector<InterfaceAddress> up, loopback;
+    for (const InterfaceAddress& i : interfaces) {
+      if (i.up) {
+        (i.loopback ? loopback : up).push_back(i);
+      }
+    }
+    auto& from = up.empty() ? loopback : up;
+    if (from.empty()) {
+      throw StatusError(Status(
+          StatusCode::kInvalidArgument,
+          "choose the addresses to listen on: no interface of this host is "
+          "up; it has " +
+              describe(interfaces)));
+    }
+    choice.addresses = onePerInterface(from, family);
+    choice.addresses.resize(1);
+    choice.reason = up.empty()
+        ? "no interface but loopback is up: only this host can reach it"
+        : std::string("it is the first interface that is up, ") +
+            familyName(choice.addresses[0].address.family()) +
+            "; the route to the store is not known";
+  }
+  choice.reason =
+      "using " + describe(choice.addresses) + ": " + choice.reason;
+  return choice;
+}
+
+std::string hostName() {
+  char name[256] = {};
+  if (::gethostname(name, sizeof(name) - 1) != 0 || name[0] == '\0') {
+    return "unknown";
+  }
+  return name;
+}
+
+namespace {
+
+std::string toHex(const uint8_t* data, size_t bytes) {
+  static const char* digits = "0123456789abcdef";
+  std::string text;
+  for (size_t i = 0; i < bytes; ++i) {
+    text += digits[data[i] >> 4];
+    text += digits[data[i] & 15];
+  }
+  return text;
+}
+
+bool isHex(const std::string& text) {
+  return std::all_of(text.begin(), text.end(), [](char c) {
+    return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+  });
+}
+
+// Host names as they come: what could end a field is replaced.
+std::string printable(const std::string& name) {
+  std::string text = name.substr(0, 255);
+  for (char& c : text) {
+    if (c <= ' ' || c > '~' || c == '=') {
+      c = '?';
+    }
+  }
+  return text;
+}
+
+template <typename T>
+bool parseNumber(const std::string& text, T& value) {
+  auto [end, error] =
+      std::from_chars(text.data(), text.data() + text.size(), value);
+  return error == std::errc() && end == text.data() + text.size();
+}
+
+// "10.0.0.7:29511" or "[fd00::7]:29511"
+std::optional<SocketAddress> parseAddress(const std::string& text) {
+  size_t colon = text.rfind(':');
+  uint16_t port = 0;
+  if (colon == std::string::npos ||
+      !parseNumber(text.substr(colon + 1), port) || port == 0) {
+    return std::nullopt;
+  }
+  std::string ip = text.substr(0, colon);
+  bool v6 = ip.size() >= 2 && ip.front() == '[' && ip.back() == ']';
+  if (v6) {
+    ip = ip.substr(1, ip.size() - 2);
+  }
+  auto address = SocketAddress::parse(ip, port);
+  if (!address || (address->family() == AF_INET6) != v6) {
+    return std::nullopt;
+  }
+  return address;
+}
+
+constexpr const char* kFirstWord = "resilient/1";
+
+} // namespace
+
+std::string hostIdentity() {
+  std::string bootId;
+  std::getline(
+      std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, bootId);
+  struct stat netns {};
+  // Without /proc the rest must do; the worst is loopback tried in vain.
+  (void)::stat("/proc/self/ns/net", &netns);
+  std::string all = bootId + "\n" + std::to_string(netns.st_dev) + ":" +
+      std::to_string(netns.st_ino) + "\n" + hostName();
+  Digest digest = Sha256::of(all.data(), all.size());
+  return toHex(digest.data(), 16);
+}
+
+std::string PeerAddress::toString() const {
+  std::string text = std::string(kFirstWord) + " uid=" +
+      toHex(uid.data(), uid.size()) + " host=" + hostId +
+      " name=" + printable(hostName) + " pid=" + std::to_string(pid) + " at=";
+  for (size_t i = 0; i < addresses.size(); ++i) {
+    text += (i == 0 ? "" : ",") + addresses[i].toString();
+  }
+  return text;
+}
+
+Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
+  auto bad = [&](const std::string& why) {
+    return Status(
+        StatusCode::kProtocol,
+        "read a peer's address from the store: " + why + ": \"" +
+            printable(text.substr(0, 80)) +
+            "\"; do all ranks run the same version of torch_resilient, and "
+            "does this store belong to this job alone?");
+  };
+  if (text.size() > kTextBytesMax) {
+    return bad("longer than " + std::to_string(kTextBytesMax) + " bytes");
+  }
+  std::vector<std::string> words = split(text, ' ');
+  const char* keys[] = {"uid=", "host=", "name=", "pid=", "at="};
+  if (words.size() != 6 || words[0] != kFirstWord) {
+    return bad("not six words of version 1");
+  }
+  std::string values[5];
+  for (size_t i = 0; i < 5; ++i) {
+    std::string key = keys[i];
+    if (words[i + 1].compare(0, key.size(), key) != 0) {
+      return bad("no " + key);
+    }
+    values[i] = words[i + 1].substr(key.size());
+  }
+  PeerAddress result;
+  if (values[0].size() != 2 * sizeof(Uid) || !isHex(values[0])) {
+    return bad("its uid is not 32 hexadecimal digits");
+  }
+  for (size_t i = 0; i < sizeof(Uid); ++i) {
+    std::from_chars(
+        values[0].data() + 2 * i,
+        values[0].data() + 2 * i + 2,
+        result.uid[i],
+        16);
+  }
+  if (values[1].size() != 32 || !isHex(values[1])) {
+    return bad("its host is not 32 hexadecimal digits");
+  }
+  result.hostId = values[1];
+  if (values[2].empty() || values[2].size() > 255 ||
+      values[2] != printable(values[2])) {
+    return bad("its name is not one of a host");
+  }
+  result.hostName = values[2];
+  if (!parseNumber(values[3], result.pid) || result.pid <= 0) {
+    return bad("its pid is not a number above 0");
+  }
+  for (const std::string& item : split(values[4], ',')) {
+    auto a = parseAddress(item);
+    if (!a) {
+      return bad("\"" + printable(item) + "\" is not an address and port");
+    }
+    if (result.addresses.size() == kAddressesMax) {
+      return bad("more than " + std::to_string(kAddressesMax) + " addresses");
+    }
+    result.addresses.push_back(*a);
+  }
+  address = std::move(result);
+  return Status();
+}
+
+} // namespace resilient

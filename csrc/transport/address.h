@@ -1,0 +1,74 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/socket.h"
+#include "wire/hello.h"
+
+namespace resilient {
+
+// One address of one network interface of this host.
+struct InterfaceAddress {
+  std::string interface;
+  SocketAddress address; // port 0
+  bool up = false; // and running: it has a carrier
+  bool loopback = false;
+};
+
+// In the kernel's order. Link-local addresses are left out: they mean nothing
+// on another host.
+std::vector<InterfaceAddress> enumerateInterfaces();
+
+// The local address that packets to `host` (a name or an address) leave from.
+// Sends nothing; a name is looked up, which may block. Nothing if there is no
+// route or no such name.
+std::optional<SocketAddress> localAddressTowards(const std::string& host);
+
+// What to tell the other ranks, and why, for one line of the log.
+struct AddressChoice {
+  std::vector<InterfaceAddress> addresses; // best first, at least one
+  std::string reason;
+};
+
+// `option` is a comma-separated list, in order of preference, of interface
+// names ("eth0"), beginnings of names ("eth") or literal addresses; or empty.
+// If empty: the address `towardsStore`, else the first one that is up and not
+// loopback, else loopback. Of each interface one address is taken, of the
+// family of `towardsStore` (IPv4 without it) if it has one. Throws a
+// StatusError (kInvalidArgument) that lists what there is if the option
+// matches nothing.
+AddressChoice chooseAddresses(
+    const std::vector<InterfaceAddress>& interfaces,
+    const std::string& option,
+    const std::optional<SocketAddress>& towardsStore);
+
+// Equal for two processes exactly if they share the kernel's uptime, the
+// network namespace and the host name: then shared memory and loopback work
+// between them. 32 hexadecimal digits.
+std::string hostIdentity();
+std::string hostName();
+
+// How to reach a rank; what it puts into the store.
+struct PeerAddress {
+  Uid uid{};
+  std::string hostId; // of hostIdentity()
+  std::string hostName; // for people
+  int64_t pid = 0;
+  std::vector<SocketAddress> addresses;
+
+  // "resilient/1 uid=<32 hex> host=<hex> name=node-3 pid=7
+  // at=10.0.0.7:29511,[fd00::7]:29511", one line.
+  std::string toString() const;
+  // kProtocol with the reason if `text` is not such a line. Bounded: what is
+  // in the store may come from anybody.
+  static Status parse(const std::string& text, PeerAddress& address);
+
+  static constexpr size_t kTextBytesMax = 4096;
+  static constexpr size_t kAddressesMax = 32;
+};
+
+} // namespace resilient

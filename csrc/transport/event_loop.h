@@ -1,0 +1,131 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/syscall.h"
+#include "base/time.h"
+#include "transport/timer_queue.h"
+
+struct epoll_event;
+
+namespace resilient {
+
+// What a descriptor's owner gives the loop. `events` are EPOLLIN, EPOLLOUT,
+// EPOLLERR, EPOLLHUP. It may remove or destroy any handler, itself included.
+struct Handler {
+  virtual ~Handler() = default;
+  virtual void onEvents(uint32_t events) = 0;
+};
+
+// Waits for descriptors (level-triggered epoll), timers and posted functions,
+// and runs them one after the other. With nothing to do it sleeps without
+// waking up.
+//
+// One turn: sleep, read the clock, descriptors, posted functions, due timers,
+// end-of-turn functions. What one of them starts (post, at with a time in the
+// past) runs in the next turn, so none can starve the others.
+//
+// Thread: post() and stop() from any; all else in the loop's own thread, which
+// is the one in run(). While no thread is in run() (setting up, tearing down)
+// the caller sees to it that only one thread uses the loop.
+// No function given to the loop may throw; what throws ends the process.
+class EventLoop {
+ public:
+  EventLoop();
+  EventLoop(const EventLoop&) = delete;
+  EventLoop& operator=(const EventLoop&) = delete;
+  ~EventLoop();
+
+  // Until stop(), and once only. Functions posted before run() returns are
+  // run, timers and descriptors are left alone.
+  void run();
+  void stop();
+  // True in the thread that is in run(); in any thread while none is.
+  bool inLoop() const;
+
+  // `run` is called in the loop in order of posting. False, and `run` is
+  // destroyed here, if the loop has ended: then it never runs. One eventfd
+  // write wakes the loop, only if it may sleep, and only once per burst.
+  bool post(std::function<void()> run);
+
+  // The loop does not own `handler`: remove it first, then close `fd`.
+  // Events for it that are already at hand are dropped.
+  void add(int fd, uint32_t events, Handler* handler);
+  void modify(int fd, uint32_t events);
+  void remove(int fd);
+
+  TimerId at(TimePoint when, std::function<void()> run);
+  TimerId after(Nanos delay, std::function<void()> run) {
+    return at(now_ + delay, std::move(run));
+  }
+  // A timer that has fired or was cancelled already is no mistake, nor is 0.
+  void cancel(TimerId id) {
+    timers_.cancel(id);
+  }
+
+  // The time at which this turn began.
+  TimePoint now() const {
+    return now_;
+  }
+  // Once, when all events of this turn have been handled and before the loop
+  // may sleep: the place to write what the turn has gathered.
+  void atEndOfTurn(std::function<void()> run) {
+    endOfTurn_.push_back(std::move(run));
+  }
+
+  // In the child of a fork, where no thread runs the loop: closes every
+  // descriptor it watches, and its own. Only system calls.
+  void closeInForkedChild();
+
+  // How often the loop has woken up, for tests and statistics.
+  uint64_t turns() const {
+    return turns_.load(std::memory_order_relaxed);
+  }
+
+ private:
+  struct Registration {
+    Handler* handler = nullptr;
+    // Counts the uses of this descriptor number: events carry it, so that one
+    // meant for a closed descriptor does not reach its successor.
+    uint32_t generation = 0;
+  };
+
+  void wakeUp();
+  int wait(epoll_event* events, int capacity, Nanos timeout);
+  void dispatch(const epoll_event* events, int count);
+  void runPosted(std::vector<std::function<void()>>& posted);
+  Registration& registration(int fd, const char* attempt);
+
+  FileDescriptor epoll_, wake_;
+  std::vector<Registration> registrations_; // by descriptor number
+  TimerQueue timers_;
+  std::vector<std::function<void()>> endOfTurn_, endOfTurnRunning_;
+  TimePoint now_;
+  bool finePrecision_ = true; // epoll_pwait2 works
+  std::atomic<uint64_t> turns_{0};
+  std::atomic<std::thread::id> runner_{};
+
+  std::mutex mutex_;
+  // Guarded by mutex_.
+  std::vector<std::function<void()>> posted_;
+  bool maySleep_ = false; // the next poster must wake the loop
+  bool stopping_ = false;
+  bool ended_ = false;
+};
+
+#ifdef NDEBUG
+#define RESILIENT_IN_LOOP(loop) ((void)0)
+#else
+// First line of every method that belongs to the loop's thread.
+#define RESILIENT_IN_LOOP(loop) \
+  ::resilient::checkInLoop((loop).inLoop(), __FILE__, __LINE__)
+#endif
+
+void checkInLoop(bool inLoop, const char* file, int line);
+
+} // namespace resilient

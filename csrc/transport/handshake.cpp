@@ -1,0 +1,303 @@
+#include "transport/handshake.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstdio>
+
+namespace resilient {
+
+namespace {
+
+std::string secondsText(Nanos d) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", toSeconds(d));
+  return text;
+}
+
+// Moves bytes between the socket and the handshake until the socket has no
+// more to give or take, or the handshake has ended. Never reads a byte that
+// comes after the handshake. Not ok if the connection broke.
+Status exchangeBytes(int fd, Handshake& handshake) {
+  for (;;) {
+    std::vector<uint8_t>& out = handshake.output();
+    if (!out.empty()) {
+      ssize_t n = retryInterrupted([&] {
+        return ::send(fd, out.data(), out.size(), MSG_NOSIGNAL);
+      });
+      if (n < 0) {
+        if (errno == EAGAIN) {
+          return Status();
+        }
+        return errnoStatus(StatusCode::kNetwork, "send", errno);
+      }
+      out.erase(out.begin(), out.begin() + n);
+      continue;
+    }
+    if (handshake.state() != Handshake::State::kRunning) {
+      return Status();
+    }
+    uint8_t buffer[128];
+    size_t want = std::min(handshake.wanted(), sizeof(buffer));
+    ssize_t n =
+        retryInterrupted([&] { return ::recv(fd, buffer, want, 0); });
+    if (n < 0) {
+      if (errno == EAGAIN) {
+        return Status();
+      }
+      return errnoStatus(StatusCode::kNetwork, "receive", errno);
+    }
+    if (n == 0) {
+      return Status(
+          StatusCode::kNetwork, "the other side closed the connection");
+    }
+    handshake.receive(buffer, static_cast<size_t>(n));
+  }
+}
+
+// Closing a socket with unread bytes sends a reset, which may overtake the
+// refusal just written. So what has come so far is read and dropped; best
+// effort, and bounded since strangers send it.
+void dropUnread(int fd) {
+  uint8_t buffer[4096];
+  for (int i = 0; i < 4; ++i) {
+    if (::recv(fd, buffer, sizeof(buffer), 0) <= 0) {
+      return;
+    }
+  }
+}
+
+uint32_t eventsFor(Handshake& handshake) {
+  return handshake.output().empty() ? EPOLLIN : EPOLLOUT;
+}
+
+} // namespace
+
+std::unique_ptr<OutgoingHandshake> OutgoingHandshake::start(
+    EventLoop& loop,
+    OutgoingSpec spec,
+    Callback callback) {
+  RESILIENT_IN_LOOP(loop);
+  return std::unique_ptr<OutgoingHandshake>(
+      new OutgoingHandshake(loop, std::move(spec), std::move(callback)));
+}
+
+OutgoingHandshake::OutgoingHandshake(
+    EventLoop& loop,
+    OutgoingSpec spec,
+    Callback callback)
+    : loop_(loop), spec_(std::move(spec)), callback_(std::move(callback)) {
+  timer_ = loop_.at(loop_.now(), [this] { tryNext(); });
+}
+
+OutgoingHandshake::~OutgoingHandshake() {
+  closeAttempt();
+}
+
+void OutgoingHandshake::closeAttempt() {
+  loop_.cancel(timer_);
+  timer_ = 0;
+  handshake_.reset();
+  if (fd_) {
+    loop_.remove(fd_.get());
+    fd_.reset();
+  }
+}
+
+void OutgoingHandshake::tryNext() {
+  timer_ = 0;
+  if (next_ == spec_.candidates.size()) {
+    OutgoingResult result;
+    failure_.refusedEverywhere = refusedEverywhere_ && next_ > 0;
+    if (next_ == 0) {
+      lastStatus_ = Status(
+          StatusCode::kInvalidArgument, "the peer has published no address");
+      failure_.attempts = lastStatus_.message();
+    }
+    result.status = Status(
+        failure_.refusedEverywhere ? StatusCode::kPeerDied
+                                   : lastStatus_.code(),
+        "connect to " + failure_.attempts);
+    result.failure = std::move(failure_);
+    finish(std::move(result));
+    return;
+  }
+  remote_ = spec_.candidates[next_++];
+  std::optional<SocketAddress> source;
+  if (spec_.source && spec_.source->family() == remote_.family()) {
+    source = spec_.source;
+  }
+  FileDescriptor fd;
+  bool connected = false;
+  Status status = startConnect(remote_, source, spec_.options, fd, connected);
+  if (!status.ok()) {
+    attemptFailed(status, status.code() == StatusCode::kPeerDied);
+    return;
+  }
+  fd_ = std::move(fd);
+  connecting_ = true;
+  loop_.add(fd_.get(), EPOLLOUT, this);
+  timer_ = loop_.after(spec_.attemptTimeout, [this] {
+    std::string what =
+        connecting_ ? "no answer" : "no end of the handshake";
+    attemptFailed(
+        Status(
+            StatusCode::kTimeout,
+            what + " in " + secondsText(spec_.attemptTimeout)),
+        false);
+  });
+}
+
+void OutgoingHandshake::onEvents(uint32_t events) {
+  if (connecting_) {
+    int error = connectOutcome(fd_.get());
+    if (error == ENOTCONN && (events & (EPOLLERR | EPOLLHUP)) == 0) {
+      return; // woken too early
+    }
+    if (error != 0) {
+      attemptFailed(
+          Status(StatusCode::kNetwork, errnoText(error)),
+          error == ECONNREFUSED);
+      return;
+    }
+    connecting_ = false;
+    HelloInfo hello = spec_.hello;
+    hello.nonce = spec_.nonce();
+    handshake_.emplace(hello, spec_.secret);
+  }
+  pump();
+}
+
+void OutgoingHandshake::pump() {
+  Status status = exchangeBytes(fd_.get(), *handshake_);
+  if (!status.ok()) {
+    attemptFailed(
+        Status(
+            status.code(),
+            "the connection stood, then the handshake failed: " +
+                status.message()),
+        false);
+    return;
+  }
+  switch (handshake_->state()) {
+    case Handshake::State::kRunning:
+      loop_.modify(fd_.get(), eventsFor(*handshake_));
+      return;
+    case Handshake::State::kFailed: {
+      if (handshake_->accepted().code != HelloCode::kOk) {
+        failure_.verdict = handshake_->accepted().code;
+      }
+      if (failure_.verdict == HelloCode::kDuplicateSlot ||
+          failure_.verdict == HelloCode::kBusy) {
+        // The peer itself has spoken; it would say the same elsewhere.
+        next_ = spec_.candidates.size();
+      }
+      Status why = handshake_->status();
+      attemptFailed(why, why.code() == StatusCode::kPeerDied);
+      return;
+    }
+    case Handshake::State::kDone: {
+      OutgoingResult result;
+      result.accept = handshake_->accepted();
+      result.local = localAddress(fd_.get());
+      result.remote = remote_;
+      loop_.remove(fd_.get());
+      result.fd = std::move(fd_);
+      finish(std::move(result));
+      return;
+    }
+  }
+}
+
+void OutgoingHandshake::attemptFailed(Status status, bool refused) {
+  closeAttempt();
+  refusedEverywhere_ = refusedEverywhere_ && refused;
+  // "connect to 10.0.0.7:29511: " is said once, in front of all attempts.
+  std::string reason = status.message();
+  std::string prefix = "connect to ";
+  if (reason.compare(0, prefix.size(), prefix) == 0) {
+    reason = reason.substr(prefix.size());
+  } else {
+    reason = remote_.toString() + ": " + reason;
+  }
+  if (!failure_.attempts.empty()) {
+    failure_.attempts += "; ";
+  }
+  failure_.attempts += reason;
+  lastStatus_ = std::move(status);
+  // By way of the loop: a long list of refusals must not hold it up.
+  timer_ = loop_.at(loop_.now(), [this] { tryNext(); });
+}
+
+void OutgoingHandshake::finish(OutgoingResult result) {
+  closeAttempt();
+  auto callback = std::exchange(callback_, nullptr);
+  callback(std::move(result)); // may destroy this
+}
+
+IncomingHandshake::IncomingHandshake(
+    EventLoop& loop,
+    FileDescriptor fd,
+    SocketAddress remote,
+    const ServerIdentity& identity,
+    HelloNonce nonce,
+    Nanos timeout,
+    Callback callback)
+    : loop_(loop),
+      fd_(std::move(fd)),
+      remote_(remote),
+      handshake_(identity, nonce),
+      callback_(std::move(callback)) {
+  RESILIENT_IN_LOOP(loop);
+  loop_.add(fd_.get(), EPOLLIN, this);
+  watched_ = true;
+  timer_ = loop_.after(timeout, [this, timeout] {
+    finish(Status(
+        StatusCode::kTimeout,
+        "no end of the handshake in " + secondsText(timeout)));
+  });
+}
+
+IncomingHandshake::~IncomingHandshake() {
+  loop_.cancel(timer_);
+  if (watched_) {
+    loop_.remove(fd_.get());
+  }
+}
+
+void IncomingHandshake::onEvents(uint32_t) {
+  Status status = exchangeBytes(fd_.get(), handshake_);
+  if (!status.ok()) {
+    finish(status);
+  } else if (!handshake_.output().empty()) {
+    loop_.modify(fd_.get(), EPOLLOUT);
+  } else if (handshake_.state() == Handshake::State::kRunning) {
+    loop_.modify(fd_.get(), EPOLLIN);
+  } else {
+    finish(handshake_.status());
+  }
+}
+
+void IncomingHandshake::finish(Status status) {
+  loop_.cancel(timer_);
+  loop_.remove(fd_.get());
+  watched_ = false;
+  Result result;
+  result.info = handshake_.info();
+  result.verdict = handshake_.verdict();
+  result.authenticated = handshake_.authenticated();
+  result.remote = remote_;
+  if (status.ok()) {
+    result.fd = std::move(fd_);
+  } else {
+    result.status = Status(
+        status.code(),
+        "connection from " + remote_.toString() + ": " + status.message());
+    dropUnread(fd_.get());
+    fd_.reset();
+  }
+  auto callback = std::exchange(callback_, nullptr);
+  callback(std::move(result)); // may destroy this
+}
+
+} // namespace resilient

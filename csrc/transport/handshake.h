@@ -1,0 +1,138 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/event_loop.h"
+#include "transport/socket.h"
+#include "wire/hello.h"
+
+namespace resilient {
+
+// Why no connection came about.
+struct ConnectFailure {
+  // Every address answered that the peer is not there: connection refused, or
+  // another process of this job that said so with proof. Then the peer's
+  // process is gone, not only the way to it.
+  bool refusedEverywhere = false;
+  // The last verdict of a server, if one spoke.
+  std::optional<HelloCode> verdict;
+  // "10.0.0.7:29511: Connection refused; 10.1.0.7:29511: timed out after 2 s"
+  std::string attempts;
+};
+
+struct OutgoingResult {
+  Status status;
+  FileDescriptor fd; // connected, non-blocking, not watched; if ok
+  AcceptInfo accept; // if ok
+  SocketAddress local, remote; // if ok
+  ConnectFailure failure; // if not ok
+};
+
+struct OutgoingSpec {
+  // Tried one after the other; at least one.
+  std::vector<SocketAddress> candidates;
+  // To connect from, by choice of NIC; candidates of its family only go from
+  // there, others from where the kernel likes.
+  std::optional<SocketAddress> source;
+  SocketOptions options;
+  HelloInfo hello;
+  // A fresh nonce for each attempt: a nonce must not serve twice.
+  std::function<HelloNonce()> nonce;
+  std::string secret;
+  // For connecting and the handshake, at each address. A blackholed address
+  // costs this much before the next one is tried.
+  Nanos attemptTimeout = std::chrono::seconds(5);
+};
+
+// Connects to a peer and proves who we are. The callback comes exactly once,
+// never from within start(), and may destroy the object; destroying it earlier
+// gives up without a callback.
+// Thread: the loop's.
+class OutgoingHandshake final : private Handler {
+ public:
+  using Callback = std::function<void(OutgoingResult)>;
+
+  static std::unique_ptr<OutgoingHandshake> start(
+      EventLoop& loop,
+      OutgoingSpec spec,
+      Callback callback);
+  ~OutgoingHandshake() override;
+
+ private:
+  OutgoingHandshake(EventLoop& loop, OutgoingSpec spec, Callback callback);
+  void onEvents(uint32_t events) override;
+  void tryNext();
+  void pump();
+  void attemptFailed(Status status, bool refused);
+  void closeAttempt();
+  void finish(OutgoingResult result);
+
+  EventLoop& loop_;
+  OutgoingSpec spec_;
+  Callback callback_;
+  size_t next_ = 0; // candidate
+  SocketAddress remote_;
+  FileDescriptor fd_; // watched while open
+  bool connecting_ = false;
+  std::optional<ClientHandshake> handshake_;
+  TimerId timer_ = 0; // the next attempt, or the limit of this one
+  bool refusedEverywhere_ = true;
+  ConnectFailure failure_;
+  Status lastStatus_;
+};
+
+// Lets a caller prove who it is. As above: one callback, not from within the
+// constructor, and destroying it gives up silently.
+// Thread: the loop's.
+class IncomingHandshake final : private Handler {
+ public:
+  // `fd` and `info` are good if the status is ok. If it is not ok but
+  // `verdict` is kOk, the caller was let in and then lost: what decide()
+  // reserved must be given back.
+  struct Result {
+    Status status;
+    FileDescriptor fd;
+    HelloInfo info;
+    std::optional<HelloCode> verdict;
+    bool authenticated = false;
+    SocketAddress remote;
+  };
+  using Callback = std::function<void(Result)>;
+
+  // `identity` must outlive it.
+  IncomingHandshake(
+      EventLoop& loop,
+      FileDescriptor fd,
+      SocketAddress remote,
+      const ServerIdentity& identity,
+      HelloNonce nonce,
+      Nanos timeout,
+      Callback callback);
+  ~IncomingHandshake() override;
+
+  const SocketAddress& remote() const {
+    return remote_;
+  }
+  bool authenticated() const {
+    return handshake_.authenticated();
+  }
+
+ private:
+  void onEvents(uint32_t events) override;
+  void finish(Status status);
+
+  EventLoop& loop_;
+  FileDescriptor fd_;
+  SocketAddress remote_;
+  ServerHandshake handshake_;
+  Callback callback_;
+  TimerId timer_ = 0;
+  bool watched_ = false;
+};
+
+} // namespace resilient

@@ -1,0 +1,258 @@
+#include "transport/listener.h"
+
+#include <fcntl.h>
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace resilient {
+
+namespace {
+
+// Connections taken per turn, so that a flood of them leaves time for data.
+constexpr int kAcceptsPerTurn = 64;
+// Rejected callers are written down this often; port scanners and health
+// checks would fill the log otherwise.
+constexpr uint64_t kLogBurst = 3;
+constexpr Nanos kLogInterval = std::chrono::seconds(10);
+// How long no connection is taken when the system has no descriptor left and
+// nothing of ours could be closed. The kernel's queue holds callers meanwhile;
+// shorter only costs wake-ups.
+constexpr Nanos kPause = std::chrono::milliseconds(100);
+
+} // namespace
+
+Listener::Listener(EventLoop& loop, ListenerConfig config)
+    : loop_(loop),
+      config_(std::move(config)),
+      logLimit_(kLogBurst, kLogInterval) {
+  RESILIENT_IN_LOOP(loop);
+  if (config_.bindIp.empty()) {
+    fd_ = open(*SocketAddress::parse("::", config_.port));
+    if (!fd_) { // there is no IPv6 on this machine
+      fd_ = open(*SocketAddress::parse("0.0.0.0", config_.port));
+    }
+  } else {
+    auto at = SocketAddress::parse(config_.bindIp, config_.port);
+    if (!at) {
+      throw StatusError(Status(
+          StatusCode::kInvalidArgument,
+          "listen on \"" + config_.bindIp + "\": not an IP address"));
+    }
+    fd_ = open(*at);
+    if (!fd_) {
+      throw StatusError(errnoStatus(
+          StatusCode::kInvalidArgument,
+          "listen on " + at->toString(),
+          EAFNOSUPPORT));
+    }
+  }
+  port_ = localAddress(fd_.get()).port();
+  openReserve();
+  loop_.add(fd_.get(), EPOLLIN, this);
+}
+
+Listener::~Listener() {
+  loop_.cancel(resume_);
+  if (fd_) {
+    loop_.remove(fd_.get());
+  }
+}
+
+// Empty if the machine does not know this family.
+FileDescriptor Listener::open(const SocketAddress& at) {
+  bool v6 = at.family() == AF_INET6;
+  FileDescriptor fd(::socket(
+      at.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!fd) {
+    if (errno == EAFNOSUPPORT) {
+      return fd;
+    }
+    throw StatusError(
+        errnoStatus(StatusCode::kNetwork, "open a listening socket", errno));
+  }
+  int off = 0, on = 1;
+  if (v6) {
+    dualStack_ = ::setsockopt(
+                     fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)) ==
+        0;
+  }
+  if (config_.port != 0) {
+    // A restarted job must get its fixed port back although connections of
+    // its predecessor are in TIME_WAIT. Not for any free port: the kernel
+    // could then give out one that is in use.
+    (void)::setsockopt(fd.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  }
+  // Connections inherit these, and buffer sizes must be known before the
+  // window scale is agreed on.
+  Status options = applySocketOptions(fd.get(), config_.options);
+  if (!options.ok()) {
+    throw StatusError(options);
+  }
+  if (::bind(fd.get(), at.raw(), at.rawBytes()) != 0 ||
+      ::listen(fd.get(), SOMAXCONN) != 0) {
+    int error = errno;
+    if (v6 && (error == EADDRNOTAVAIL || error == EAFNOSUPPORT) &&
+        config_.bindIp.empty()) {
+      return FileDescriptor(); // IPv6 is compiled in but switched off
+    }
+    std::string attempt = config_.bindIp.empty()
+        ? "listen on port " + std::to_string(config_.port)
+        : "listen on " + at.toString();
+    Status status = errnoStatus(
+        error == EADDRINUSE || error == EADDRNOTAVAIL || error == EACCES
+            ? StatusCode::kInvalidArgument
+            : StatusCode::kNetwork,
+        attempt,
+        error);
+    const char* remedy = error == EADDRINUSE
+        ? "; another process has that port: leave the port option unset (any "
+          "free port is taken) or give each process of this host another one"
+        : error == EADDRNOTAVAIL
+        ? "; no interface of this host has that address"
+        : error == EACCES ? "; ports below 1024 need privileges" : "";
+    throw StatusError(Status(status.code(), status.message() + remedy));
+  }
+  return fd;
+}
+
+void Listener::openReserve() {
+  // Held to be closed when descriptors run out, so that a caller can still be
+  // accepted and dropped instead of keeping the socket readable for ever.
+  reserve_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
+}
+
+ListenerStats Listener::stats() const {
+  ListenerStats s = stats_;
+  s.pending = pending_.size();
+  return s;
+}
+
+void Listener::onEvents(uint32_t) {
+  for (int i = 0; i < kAcceptsPerTurn; ++i) {
+    FileDescriptor fd;
+    SocketAddress remote;
+    int error = acceptConnection(fd_.get(), fd, remote);
+    switch (error) {
+      case 0:
+        ++stats_.accepted;
+        admit(std::move(fd), remote);
+        continue;
+      case EAGAIN:
+        return;
+      case EMFILE:
+      case ENFILE:
+      case ENOBUFS:
+      case ENOMEM:
+        ++stats_.outOfDescriptors;
+        onDescriptorsExhausted();
+        return;
+      default:
+        // The caller has gone again (ECONNABORTED), or a network error that
+        // waited on its connection, as accept(2) says: on to the next.
+        continue;
+    }
+  }
+}
+
+void Listener::onDescriptorsExhausted() {
+  logRejected(
+      "no descriptor is left for new connections: raise the limit on open "
+      "files (ulimit -n)");
+  if (dropOldest()) {
+    return; // the socket is still readable: accepted in the next turn
+  }
+  if (reserve_) {
+    reserve_.reset();
+    FileDescriptor fd;
+    SocketAddress remote;
+    if (acceptConnection(fd_.get(), fd, remote) == 0) {
+      resetOnClose(fd.get());
+    }
+    fd.reset();
+    openReserve();
+  }
+  // Callers are told to go away at this pace instead of at full speed: peers
+  // try again, and the loop has other things to do.
+  loop_.modify(fd_.get(), 0);
+  resume_ = loop_.after(kPause, [this] {
+    resume_ = 0;
+    if (!reserve_) {
+      openReserve();
+    }
+    loop_.modify(fd_.get(), EPOLLIN);
+  });
+}
+
+bool Listener::dropOldest() {
+  // One that is let in and only waits to hear so is no stranger; its place is
+  // reserved already.
+  auto oldest = std::find_if(
+      pending_.begin(), pending_.end(), [](const auto& handshake) {
+        return !handshake->authenticated();
+      });
+  if (oldest == pending_.end()) {
+    return false;
+  }
+  logRejected(
+      "connection from " + (*oldest)->remote().toString() +
+      ": dropped, too many callers are waiting and it has waited longest");
+  pending_.erase(oldest);
+  ++stats_.dropped;
+  return true;
+}
+
+void Listener::admit(FileDescriptor fd, SocketAddress remote) {
+  if (pending_.size() >= config_.maxPendingHandshakes) {
+    dropOldest();
+  }
+  pending_.emplace_back();
+  auto which = std::prev(pending_.end());
+  *which = std::make_unique<IncomingHandshake>(
+      loop_,
+      std::move(fd),
+      remote,
+      config_.identity,
+      config_.nonce(),
+      config_.handshakeTimeout,
+      [this, which](IncomingHandshake::Result result) {
+        onResult(which, std::move(result));
+      });
+}
+
+void Listener::onResult(
+    Pending::iterator which,
+    IncomingHandshake::Result result) {
+  // Destroyed at the end: this is called by it.
+  auto handshake = std::move(*which);
+  pending_.erase(which);
+  if (result.status.ok()) {
+    ++stats_.admitted;
+    config_.onPeer(
+        std::move(result.info), std::move(result.fd), result.remote);
+    return;
+  }
+  if (result.verdict == HelloCode::kOk) {
+    ++stats_.brokenOff;
+    config_.onPeerLost(std::move(result.info));
+  } else if (result.status.code() == StatusCode::kTimeout) {
+    ++stats_.timedOut;
+  } else if (result.verdict ||
+             result.status.code() == StatusCode::kProtocol) {
+    ++stats_.refused;
+  } else {
+    ++stats_.brokenOff;
+  }
+  logRejected(result.status.message());
+}
+
+void Listener::logRejected(const std::string& line) {
+  if (auto dropped = logLimit_.pass(loop_.now())) {
+    logMessage(
+        LogLevel::kWarning,
+        "listener: " + line + LogRateLimit::suffix(*dropped));
+  }
+}
+
+} // namespace resilient

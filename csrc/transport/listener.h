@@ -1,0 +1,87 @@
+#pragma once
+
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "base/log.h"
+#include "transport/event_loop.h"
+#include "transport/handshake.h"
+#include "transport/socket.h"
+
+namespace resilient {
+
+struct ListenerConfig {
+  // An address to listen on, or empty for all.
+  std::string bindIp;
+  uint16_t port = 0; // 0: any free one
+  SocketOptions options;
+  Nanos handshakeTimeout = std::chrono::seconds(10);
+  // Callers that have not proved themselves yet. With more, the one that has
+  // waited longest is dropped: a flood of strangers then costs a member of the
+  // job a retry at worst. Must exceed the number of peers that call at once
+  // within a round trip; each costs a descriptor and about 1 KiB.
+  size_t maxPendingHandshakes = 256;
+  ServerIdentity identity;
+  std::function<HelloNonce()> nonce;
+  // A caller that has proved itself and was let in by identity.decide.
+  std::function<void(HelloInfo, FileDescriptor, SocketAddress remote)> onPeer;
+  // A caller that decide() let in and that broke away before it heard so: what
+  // was reserved for it must be given back.
+  std::function<void(HelloInfo)> onPeerLost;
+};
+
+struct ListenerStats {
+  uint64_t accepted = 0; // connections
+  uint64_t admitted = 0; // handed to onPeer
+  uint64_t refused = 0; // wrong proof, secret, version, bytes, or decide()
+  uint64_t timedOut = 0;
+  uint64_t brokenOff = 0; // by the caller
+  uint64_t dropped = 0; // for being the oldest of too many
+  uint64_t outOfDescriptors = 0; // times that accept had none left
+  size_t pending = 0;
+};
+
+// The process's one listening port, for IPv6 and IPv4 where there are both.
+// Thread: the loop's. The callbacks may not destroy it. Destroying it drops the
+// callers at its door without onPeerLost.
+class Listener final : private Handler {
+ public:
+  // Throws StatusError; a busy port is named, with what to do.
+  Listener(EventLoop& loop, ListenerConfig config);
+  ~Listener() override;
+
+  uint16_t port() const {
+    return port_;
+  }
+  // False if only IPv4 callers can reach it.
+  bool dualStack() const {
+    return dualStack_;
+  }
+  ListenerStats stats() const;
+
+ private:
+  using Pending = std::list<std::unique_ptr<IncomingHandshake>>;
+
+  void onEvents(uint32_t events) override;
+  FileDescriptor open(const SocketAddress& at);
+  void openReserve();
+  void admit(FileDescriptor fd, SocketAddress remote);
+  void onResult(Pending::iterator which, IncomingHandshake::Result result);
+  bool dropOldest();
+  void onDescriptorsExhausted();
+  void logRejected(const std::string& line);
+
+  EventLoop& loop_;
+  ListenerConfig config_;
+  FileDescriptor fd_, reserve_;
+  uint16_t port_ = 0;
+  bool dualStack_ = false;
+  Pending pending_; // oldest first
+  ListenerStats stats_;
+  TimerId resume_ = 0; // while paused
+  LogRateLimit logLimit_;
+};
+
+} // namespace resilient

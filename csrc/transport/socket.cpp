@@ -1,0 +1,328 @@
+#include "transport/socket.h"
+
+#include <arpa/inet.h>
+#include <linux/sockios.h>
+#include <linux/tcp.h>
+#include <net/if.h>
+#include <sys/ioctl.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
+#include <cstring>
+
+namespace resilient {
+
+namespace {
+
+const sockaddr_in* asV4(const sockaddr_storage& s) {
+  return reinterpret_cast<const sockaddr_in*>(&s);
+}
+const sockaddr_in6* asV6(const sockaddr_storage& s) {
+  return reinterpret_cast<const sockaddr_in6*>(&s);
+}
+
+Status setOption(
+    int fd,
+    int level,
+    int option,
+    const char* name,
+    int64_t value) {
+  int v = static_cast<int>(std::min<int64_t>(value, INT32_MAX));
+  if (::setsockopt(fd, level, option, &v, sizeof(v)) != 0) {
+    return errnoStatus(
+        StatusCode::kNetwork,
+        std::string("set ") + name + " to " + std::to_string(v),
+        errno);
+  }
+  return Status();
+}
+
+// At least 1: the kernel takes 0 for "the default".
+int64_t wholeSeconds(Nanos d) {
+  return std::max<int64_t>(
+      1, std::chrono::ceil<std::chrono::seconds>(d).count());
+}
+
+} // namespace
+
+std::optional<SocketAddress> SocketAddress::parse(
+    const std::string& ip,
+    uint16_t port) {
+  SocketAddress address;
+  auto* v4 = reinterpret_cast<sockaddr_in*>(&address.storage_);
+  if (::inet_pton(AF_INET, ip.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(port);
+    return address;
+  }
+  address.storage_ = {};
+  auto* v6 = reinterpret_cast<sockaddr_in6*>(&address.storage_);
+  size_t percent = ip.find('%');
+  if (::inet_pton(AF_INET6, ip.substr(0, percent).c_str(), &v6->sin6_addr) !=
+      1) {
+    return std::nullopt;
+  }
+  if (percent != std::string::npos) {
+    v6->sin6_scope_id = ::if_nametoindex(ip.c_str() + percent + 1);
+    if (v6->sin6_scope_id == 0) {
+      return std::nullopt;
+    }
+  }
+  v6->sin6_family = AF_INET6;
+  v6->sin6_port = htons(port);
+  return address;
+}
+
+SocketAddress SocketAddress::from(const sockaddr* raw, socklen_t bytes) {
+  SocketAddress address;
+  std::memcpy(
+      &address.storage_,
+      raw,
+      std::min<size_t>(bytes, sizeof(address.storage_)));
+  return address;
+}
+
+std::string SocketAddress::ip() const {
+  char text[INET6_ADDRSTRLEN] = "?";
+  if (family() == AF_INET) {
+    ::inet_ntop(AF_INET, &asV4(storage_)->sin_addr, text, sizeof(text));
+  } else if (family() == AF_INET6) {
+    const in6_addr& a = asV6(storage_)->sin6_addr;
+    if (IN6_IS_ADDR_V4MAPPED(&a)) {
+      ::inet_ntop(AF_INET, a.s6_addr + 12, text, sizeof(text));
+      return text;
+    }
+    ::inet_ntop(AF_INET6, &a, text, sizeof(text));
+    char name[IF_NAMESIZE];
+    uint32_t scope = asV6(storage_)->sin6_scope_id;
+    if (scope != 0 && ::if_indextoname(scope, name) != nullptr) {
+      return std::string(text) + "%" + name;
+    }
+  }
+  return text;
+}
+
+uint16_t SocketAddress::port() const {
+  // At the same place in both forms.
+  static_assert(
+      offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
+  return ntohs(asV4(storage_)->sin_port);
+}
+
+void SocketAddress::setPort(uint16_t port) {
+  reinterpret_cast<sockaddr_in*>(&storage_)->sin_port = htons(port);
+}
+
+bool SocketAddress::isLoopback() const {
+  if (family() == AF_INET) {
+    return ntohl(asV4(storage_)->sin_addr.s_addr) >> 24 == 127;
+  }
+  const in6_addr& a = asV6(storage_)->sin6_addr;
+  return family() == AF_INET6 &&
+      (IN6_IS_ADDR_LOOPBACK(&a) ||
+       (IN6_IS_ADDR_V4MAPPED(&a) && a.s6_addr[12] == 127));
+}
+
+std::string SocketAddress::toString() const {
+  std::string host = ip();
+  if (host.find(':') != std::string::npos) {
+    host = "[" + host + "]";
+  }
+  return host + ":" + std::to_string(port());
+}
+
+socklen_t SocketAddress::rawBytes() const {
+  return family() == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
+}
+
+Status applySocketOptions(int fd, const SocketOptions& options) {
+  Status status;
+  auto set = [&](int level, int option, const char* name, int64_t value) {
+    if (status.ok()) {
+      status = setOption(fd, level, option, name, value);
+    }
+  };
+  if (options.noDelay) {
+    set(IPPROTO_TCP, TCP_NODELAY, "TCP_NODELAY", 1);
+  }
+  if (options.notSentLowatBytes > 0) {
+    set(IPPROTO_TCP,
+        TCP_NOTSENT_LOWAT,
+        "TCP_NOTSENT_LOWAT",
+        options.notSentLowatBytes);
+  }
+  if (options.userTimeout.count() > 0) {
+    set(IPPROTO_TCP,
+        TCP_USER_TIMEOUT,
+        "TCP_USER_TIMEOUT",
+        std::chrono::ceil<std::chrono::milliseconds>(options.userTimeout)
+            .count());
+  }
+  if (options.keepaliveIdle.count() > 0) {
+    set(SOL_SOCKET, SO_KEEPALIVE, "SO_KEEPALIVE", 1);
+    set(IPPROTO_TCP,
+        TCP_KEEPIDLE,
+        "TCP_KEEPIDLE",
+        wholeSeconds(options.keepaliveIdle));
+    set(IPPROTO_TCP,
+        TCP_KEEPINTVL,
+        "TCP_KEEPINTVL",
+        wholeSeconds(options.keepaliveInterval));
+    set(IPPROTO_TCP, TCP_KEEPCNT, "TCP_KEEPCNT", options.keepaliveProbes);
+  }
+  if (options.sendBufferBytes > 0) {
+    set(SOL_SOCKET, SO_SNDBUF, "SO_SNDBUF", options.sendBufferBytes);
+  }
+  if (options.receiveBufferBytes > 0) {
+    set(SOL_SOCKET, SO_RCVBUF, "SO_RCVBUF", options.receiveBufferBytes);
+  }
+  return status;
+}
+
+Status startConnect(
+    const SocketAddress& remote,
+    const std::optional<SocketAddress>& source,
+    const SocketOptions& options,
+    FileDescriptor& fd,
+    bool& connected) {
+  std::string attempt = "connect to " + remote.toString();
+  if (source) {
+    attempt += " from " + source->ip();
+  }
+  FileDescriptor s(::socket(
+      remote.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  if (!s) {
+    return errnoStatus(StatusCode::kNetwork, attempt + ": socket", errno);
+  }
+  // Before connecting: buffer sizes decide the window scale of the SYN.
+  Status status = applySocketOptions(s.get(), options);
+  if (!status.ok()) {
+    return Status(status.code(), attempt + ": " + status.message());
+  }
+  if (source) {
+    // The port is chosen by connect, so that connections to different peers
+    // may share one. Best effort: without it there are fewer ports.
+    (void)setOption(
+        s.get(),
+        IPPROTO_IP,
+        IP_BIND_ADDRESS_NO_PORT,
+        "IP_BIND_ADDRESS_NO_PORT",
+        source->port() == 0);
+    if (::bind(s.get(), source->raw(), source->rawBytes()) != 0) {
+      return errnoStatus(StatusCode::kNetwork, attempt + ": bind", errno);
+    }
+  }
+  int result = ::connect(s.get(), remote.raw(), remote.rawBytes());
+  // After EINTR the connection goes on in the background, as after
+  // EINPROGRESS.
+  if (result != 0 && errno != EINPROGRESS && errno != EINTR) {
+    return errnoStatus(
+        errno == ECONNREFUSED ? StatusCode::kPeerDied : StatusCode::kNetwork,
+        attempt,
+        errno);
+  }
+  connected = result == 0;
+  fd = std::move(s);
+  return Status();
+}
+
+int connectOutcome(int fd) {
+  int error = 0;
+  socklen_t bytes = sizeof(error);
+  if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &bytes) != 0) {
+    return errno;
+  }
+  if (error != 0) {
+    return error;
+  }
+  sockaddr_storage remote{};
+  bytes = sizeof(remote);
+  if (::getpeername(fd, reinterpret_cast<sockaddr*>(&remote), &bytes) != 0) {
+    return errno;
+  }
+  SocketAddress a =
+      SocketAddress::from(reinterpret_cast<sockaddr*>(&remote), bytes);
+  SocketAddress b = localAddress(fd);
+  return a.port() == b.port() && a.ip() == b.ip() ? ECONNREFUSED : 0;
+}
+
+int acceptConnection(
+    int listener,
+    FileDescriptor& fd,
+    SocketAddress& remote) {
+  sockaddr_storage raw{};
+  socklen_t bytes = sizeof(raw);
+  int result = retryInterrupted([&] {
+    bytes = sizeof(raw);
+    return ::accept4(
+        listener,
+        reinterpret_cast<sockaddr*>(&raw),
+        &bytes,
+        SOCK_NONBLOCK | SOCK_CLOEXEC);
+  });
+  if (result < 0) {
+    return errno;
+  }
+  fd.reset(result);
+  remote = SocketAddress::from(reinterpret_cast<sockaddr*>(&raw), bytes);
+  return 0;
+}
+
+void resetOnClose(int fd) {
+  linger value{};
+  value.l_onoff = 1;
+  value.l_linger = 0;
+  // Fails only on what is not a socket.
+  (void)::setsockopt(fd, SOL_SOCKET, SO_LINGER, &value, sizeof(value));
+}
+
+namespace {
+
+template <typename Call>
+SocketAddress addressOf(int fd, Call call) {
+  sockaddr_storage raw{};
+  socklen_t bytes = sizeof(raw);
+  if (call(fd, reinterpret_cast<sockaddr*>(&raw), &bytes) != 0) {
+    return SocketAddress();
+  }
+  return SocketAddress::from(reinterpret_cast<sockaddr*>(&raw), bytes);
+}
+
+} // namespace
+
+SocketAddress localAddress(int fd) {
+  return addressOf(fd, ::getsockname);
+}
+
+SocketAddress remoteAddress(int fd) {
+  return addressOf(fd, ::getpeername);
+}
+
+std::optional<TcpInfo> tcpInfo(int fd) {
+  tcp_info raw{}; // an older kernel fills the front only, the rest stays 0
+  socklen_t bytes = sizeof(raw);
+  int queued = 0, unsent = 0;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &bytes) != 0 ||
+      ::ioctl(fd, SIOCOUTQ, &queued) != 0 ||
+      ::ioctl(fd, SIOCOUTQNSD, &unsent) != 0) {
+    return std::nullopt;
+  }
+  TcpInfo info;
+  info.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
+  info.roundTripVariance = std::chrono::microseconds(raw.tcpi_rttvar);
+  info.unackedSegments = raw.tcpi_unacked;
+  info.retransmits = raw.tcpi_retransmits;
+  info.totalRetransmits = raw.tcpi_total_retrans;
+  info.congestionWindowSegments = raw.tcpi_snd_cwnd;
+  info.deliveryRateBytesPerS = raw.tcpi_delivery_rate;
+  info.bytesAcked = raw.tcpi_bytes_acked;
+  info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
+  info.notSentBytes = static_cast<uint64_t>(std::max(unsent, 0));
+  info.sinceLastReceived =
+      std::chrono::milliseconds(raw.tcpi_last_data_recv);
+  info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
+  return info;
+}
+
+} // namespace resilient

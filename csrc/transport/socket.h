@@ -1,0 +1,117 @@
+#pragma once
+
+#include <netinet/in.h>
+#include <sys/socket.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/status.h"
+#include "base/syscall.h"
+#include "base/time.h"
+
+namespace resilient {
+
+// An IPv4 or IPv6 address and port.
+class SocketAddress {
+ public:
+  SocketAddress() = default;
+  // From numbers, "10.0.0.7" or "fd00::7" ("fe80::7%eth0" for link-local
+  // ones); no name look-up. Nothing if `ip` is not an address.
+  static std::optional<SocketAddress> parse(
+      const std::string& ip,
+      uint16_t port);
+  static SocketAddress from(const sockaddr* address, socklen_t bytes);
+
+  int family() const {
+    return storage_.ss_family;
+  }
+  // Without brackets; an IPv4 address inside an IPv6 one (as a dual-stack
+  // listener sees it) is written as IPv4.
+  std::string ip() const;
+  uint16_t port() const;
+  void setPort(uint16_t port);
+  bool isLoopback() const;
+  // "10.0.0.7:29511", "[fd00::7]:29511"
+  std::string toString() const;
+
+  const sockaddr* raw() const {
+    return reinterpret_cast<const sockaddr*>(&storage_);
+  }
+  socklen_t rawBytes() const;
+
+ private:
+  sockaddr_storage storage_{};
+};
+
+struct SocketOptions {
+  // Our frames are whole when written: waiting for more only adds latency.
+  bool noDelay = true;
+  // Bytes that may wait unsent in the kernel before the socket stops being
+  // writable. Low, because what waits there cannot change path or priority;
+  // too low costs throughput on a slow scheduler. 0: the system's own.
+  int notSentLowatBytes = 128 << 10;
+  // The kernel gives a connection up if sent data stays unacknowledged this
+  // long: a backstop below the path's own health checks. 0: the system's own
+  // (about 15 min).
+  Nanos userTimeout = std::chrono::seconds(30);
+  // Probes on an idle connection find a peer that vanished without a word.
+  // 0: none.
+  Nanos keepaliveIdle = std::chrono::seconds(10);
+  Nanos keepaliveInterval = std::chrono::seconds(5);
+  int keepaliveProbes = 3;
+  // 0: the kernel tunes them itself, which is right except on long fat links
+  // with low system limits.
+  int sendBufferBytes = 0;
+  int receiveBufferBytes = 0;
+};
+
+// Sets what is asked for; the error names the option.
+Status applySocketOptions(int fd, const SocketOptions& options);
+
+// A non-blocking, close-on-exec TCP socket that has begun to connect, from
+// `source` (its port 0: any) if given. `connected` tells whether the
+// connection stands already; otherwise wait until it is writable and ask
+// connectOutcome. Errors name the attempt.
+Status startConnect(
+    const SocketAddress& remote,
+    const std::optional<SocketAddress>& source,
+    const SocketOptions& options,
+    FileDescriptor& fd,
+    bool& connected);
+
+// 0 if the connection stands, else its errno. A connection to ourselves counts
+// as ECONNREFUSED: TCP makes one if nobody listens on a local port that the
+// kernel has just chosen as our own.
+int connectOutcome(int fd);
+
+// The next connection of a listening socket, non-blocking and close-on-exec.
+// 0, or an errno: EAGAIN if there is none now.
+int acceptConnection(int listener, FileDescriptor& fd, SocketAddress& remote);
+
+// close() will drop what is unsent and send a reset: for a path that is given
+// up, whose bytes must not linger in the kernel.
+void resetOnClose(int fd);
+
+SocketAddress localAddress(int fd);
+SocketAddress remoteAddress(int fd);
+
+struct TcpInfo {
+  Nanos roundTrip{}; // smoothed
+  Nanos roundTripVariance{};
+  uint32_t unackedSegments = 0;
+  uint32_t retransmits = 0; // of the segment at the head, in a row
+  uint32_t totalRetransmits = 0;
+  uint32_t congestionWindowSegments = 0;
+  uint64_t deliveryRateBytesPerS = 0;
+  uint64_t bytesAcked = 0;
+  uint64_t unackedBytes = 0; // sent or not, not acknowledged (SIOCOUTQ)
+  uint64_t notSentBytes = 0; // SIOCOUTQNSD
+  Nanos sinceLastReceived{}; // data
+  Nanos sinceLastAck{};
+};
+// Nothing if the socket is not a TCP connection (any more).
+std::optional<TcpInfo> tcpInfo(int fd);
+
+} // namespace resilient

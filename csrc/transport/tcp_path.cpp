@@ -1,0 +1,382 @@
+#include "transport/tcp_path.h"
+
+#include <sys/epoll.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace resilient {
+namespace {
+
+// Where bytes go that nobody wants any more (repeats of what has arrived).
+// Written by the loop threads of one process without order: never read.
+std::byte* scrap() {
+  thread_local std::unique_ptr<std::byte[]> bytes =
+      std::make_unique_for_overwrite<std::byte[]>(256 << 10);
+  return bytes.get();
+}
+constexpr size_t kScrapBytes = 256 << 10;
+
+} // namespace
+
+TcpPath::TcpPath(
+    EventLoop& loop,
+    Channel& channel,
+    PathId id,
+    int slot,
+    FileDescriptor socket,
+    PathFaults& faults,
+    TcpPathOwner& owner)
+    : loop_(loop),
+      channel_(channel),
+      id_(id),
+      slot_(slot),
+      socket_(std::move(socket)),
+      faults_(faults),
+      owner_(owner),
+      localAddress_(resilient::localAddress(socket_.get()).toString()),
+      remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
+      heardAt_(loop.now()),
+      buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
+  loop_.add(socket_.get(), EPOLLIN, this);
+  channel_.addPath(id_, loop_.now());
+  faults_.connectionOpened(loop_.now());
+  applyFaultState();
+}
+
+TcpPath::~TcpPath() {
+  if (!closed_) {
+    closed_ = true;
+    loop_.cancel(faultTimer_);
+    loop_.remove(socket_.get());
+    channel_.removePath(id_, loop_.now());
+  }
+}
+
+void TcpPath::reset(const Status& why) {
+  if (closed_) {
+    return;
+  }
+  closed_ = true;
+  loop_.cancel(faultTimer_);
+  loop_.remove(socket_.get());
+  resetOnClose(socket_.get());
+  socket_.reset();
+  owner_.onPathClosed(*this, why); // may still ask the channel about it
+  channel_.removePath(id_, loop_.now());
+}
+
+uint64_t TcpPath::progress() const {
+  const auto info = tcpInfo(socket_.get());
+  return static_cast<uint64_t>(heardAt_.time_since_epoch().count()) +
+      writtenTotal_ + (info ? info->bytesAcked : 0);
+}
+
+bool TcpPath::waitsOnPurpose() const {
+  return !releases_.empty() && releases_.front() > loop_.now();
+}
+
+bool TcpPath::hasRoom() const {
+  if (closed_) {
+    return false;
+  }
+  // While the socket is full there is no use in binding frames to it.
+  if (faults_.any()) {
+    return unwrittenBytes_ < kDelayedBytes;
+  }
+  return unwrittenBytes_ < kBatchBytes && releases_.size() < kBatchFrames &&
+      !(watchingWritable_ && !releases_.empty());
+}
+
+bool TcpPath::takeFrame() {
+  const OutFrame* frame = channel_.pull(id_, loop_.now());
+  if (frame == nullptr) {
+    return false;
+  }
+  const size_t bytes = kFrameHeaderBytes + frame->payloadBytes;
+  unwrittenBytes_ += bytes;
+  releases_.push_back(
+      faults_.any() ? faults_.release(loop_.now(), bytes) : TimePoint::min());
+  return true;
+}
+
+// The unwritten bytes that may leave now, at most `limit`.
+size_t TcpPath::gather(iovec* out, size_t capacity, size_t limit) const {
+  size_t n = 0;
+  size_t skip = frontWritten_;
+  size_t index = 0;
+  for (const OutFrame& f : channel_.unwritten(id_)) {
+    if (n + 2 > capacity || limit == 0 ||
+        releases_[index++] > loop_.now()) {
+      break;
+    }
+    if (skip < kFrameHeaderBytes) {
+      const size_t take = std::min(kFrameHeaderBytes - skip, limit);
+      out[n++] = {const_cast<std::byte*>(f.header.data()) + skip, take};
+      limit -= take;
+      skip = 0;
+    } else {
+      skip -= kFrameHeaderBytes;
+    }
+    if (f.payloadBytes > skip && limit != 0) {
+      const size_t take = std::min(f.payloadBytes - skip, limit);
+      out[n++] = {const_cast<std::byte*>(f.payload) + skip, take};
+      limit -= take;
+    }
+    skip = 0;
+  }
+  return n;
+}
+
+void TcpPath::flush() {
+  while (!closed_ && !releases_.empty()) {
+    size_t limit = SIZE_MAX;
+    if (faults_.any()) {
+      const TimePoint now = loop_.now();
+      if (faults_.stalled(now) || faults_.dropping(now)) {
+        applyFaultState();
+        return;
+      }
+      limit = faults_.bytesUntilCut(writtenTotal_, now);
+      if (limit == 0) {
+        cut();
+        return;
+      }
+    }
+    iovec parts[32];
+    const size_t count = gather(parts, 32, limit);
+    if (count == 0) {
+      armFaultTimer(releases_.front());
+      return;
+    }
+    msghdr message{};
+    message.msg_iov = parts;
+    message.msg_iovlen = count;
+    const ssize_t n =
+        ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+    if (n < 0) {
+      if (errno == EAGAIN || errno == EINTR) {
+        wantWritable(true);
+        return;
+      }
+      reset(Status(
+          StatusCode::kNetwork,
+          "write to " + remoteAddress_ + ": " + std::strerror(errno)));
+      return;
+    }
+    wrote(static_cast<size_t>(n));
+  }
+}
+
+void TcpPath::cut() {
+  faults_.cutDone(writtenTotal_, loop_.now());
+  reset(Status(StatusCode::kNetwork, "cut by fault injection"));
+}
+
+void TcpPath::wrote(size_t bytes) {
+  writtenTotal_ += bytes;
+  unwrittenBytes_ -= bytes;
+  bytes += frontWritten_;
+  while (!releases_.empty()) {
+    const OutFrame& f = channel_.unwritten(id_).front();
+    const size_t size = kFrameHeaderBytes + f.payloadBytes;
+    if (bytes < size) {
+      break;
+    }
+    bytes -= size;
+    channel_.popWritten(id_);
+    releases_.pop_front();
+  }
+  frontWritten_ = bytes;
+}
+
+void TcpPath::wantWritable(bool on) {
+  if (watchingWritable_ != on) {
+    watchingWritable_ = on;
+    watch();
+  }
+}
+
+void TcpPath::watch() {
+  loop_.modify(
+      socket_.get(),
+      (watchingReadable_ ? EPOLLIN : 0u) |
+          (watchingWritable_ ? EPOLLOUT : 0u));
+}
+
+// A path that drops does not read either: its peer must see the same silence
+// as behind a dead switch.
+void TcpPath::applyFaultState() {
+  if (!faults_.any()) {
+    return;
+  }
+  const TimePoint now = loop_.now();
+  const bool dropping = faults_.dropping(now);
+  if (watchingReadable_ == dropping) {
+    watchingReadable_ = !dropping;
+    watch();
+  }
+  if (dropping || faults_.stalled(now)) {
+    wantWritable(false);
+  }
+  armFaultTimer(kNever);
+}
+
+// Looks again at `at`, or when a fault changes by itself.
+void TcpPath::armFaultTimer(TimePoint at) {
+  loop_.cancel(faultTimer_);
+  faultTimer_ = 0;
+  at = std::min(at, faults_.nextChange(loop_.now()));
+  if (at == kNever) {
+    return;
+  }
+  faultTimer_ = loop_.at(at, [this] {
+    faultTimer_ = 0;
+    faultsChanged();
+  });
+}
+
+void TcpPath::faultsChanged() {
+  if (closed_) {
+    return;
+  }
+  applyFaultState();
+  if (faults_.any() &&
+      faults_.bytesUntilCut(writtenTotal_, loop_.now()) == 0) {
+    cut();
+    return;
+  }
+  flush();
+  if (!closed_) {
+    owner_.onPathWritable(*this);
+  }
+}
+
+void TcpPath::onEvents(uint32_t events) {
+  if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && watchingReadable_) {
+    size_t total = 0;
+    while (!closed_ && total < kReadPerTurn && readSome(total)) {
+    }
+  }
+  if (!closed_ && (events & EPOLLOUT) != 0) {
+    wantWritable(false);
+    flush();
+    if (!closed_) {
+      owner_.onPathWritable(*this);
+    }
+  }
+}
+
+// One system call: the rest of the current payload straight to its place,
+// and what follows into the buffer. False if there may be no more to read.
+bool TcpPath::readSome(size_t& total) {
+  iovec parts[2];
+  size_t count = 0;
+  size_t direct = 0;
+  if (inPayload_ && payloadBytes_ > payloadRead_) {
+    std::byte* to = channel_.destination(id_);
+    direct = payloadBytes_ - payloadRead_;
+    if (to == nullptr) {
+      direct = std::min(direct, kScrapBytes);
+      parts[count++] = {scrap(), direct};
+    } else {
+      parts[count++] = {to + payloadRead_, direct};
+    }
+  }
+  // Behind a piece of scrap the stream goes on with scrap.
+  const bool endsPayload = payloadRead_ + direct == payloadBytes_;
+  if (!inPayload_ || endsPayload) {
+    parts[count++] = {buffer_.get(), kReadBuffer};
+  }
+  size_t asked = 0;
+  for (size_t i = 0; i < count; ++i) {
+    asked += parts[i].iov_len;
+  }
+  const ssize_t n = ::readv(socket_.get(), parts, static_cast<int>(count));
+  if (n < 0) {
+    if (errno != EAGAIN && errno != EINTR) {
+      reset(Status(
+          StatusCode::kNetwork,
+          "read from " + remoteAddress_ + ": " + std::strerror(errno)));
+    }
+    return false;
+  }
+  if (n == 0) {
+    reset(Status(
+        StatusCode::kNetwork,
+        "connection to " + remoteAddress_ + " was closed by the other end"));
+    return false;
+  }
+  heardAt_ = loop_.now();
+  const auto bytes = static_cast<size_t>(n);
+  total += bytes;
+  const size_t placed = std::min(bytes, direct);
+  Status status;
+  if (placed != 0) {
+    payloadRead_ += static_cast<uint32_t>(placed);
+    if (payloadRead_ == payloadBytes_) {
+      status = payloadDone();
+    }
+  }
+  if (status.ok() && bytes > placed) {
+    status = consume(buffer_.get(), bytes - placed);
+  }
+  if (!status.ok()) {
+    reset(status);
+    return false;
+  }
+  return bytes == asked;
+}
+
+Status TcpPath::payloadDone() {
+  inPayload_ = false;
+  headerRead_ = 0;
+  return channel_.onPayload(id_, loop_.now());
+}
+
+// Frames out of the buffer: headers, and payloads as far as they are there.
+Status TcpPath::consume(const std::byte* data, size_t bytes) {
+  while (bytes != 0) {
+    if (!inPayload_) {
+      const size_t take = std::min(kFrameHeaderBytes - headerRead_, bytes);
+      std::memcpy(header_.data() + headerRead_, data, take);
+      headerRead_ += take;
+      data += take;
+      bytes -= take;
+      if (headerRead_ < kFrameHeaderBytes) {
+        return Status();
+      }
+      FrameHeader header;
+      Status status = decodeFrame(header_, header);
+      if (status.ok()) {
+        status = channel_.onHeader(id_, header, loop_.now());
+      }
+      if (!status.ok()) {
+        return status;
+      }
+      inPayload_ = true;
+      payloadBytes_ = header.payloadBytes;
+      payloadRead_ = 0;
+    } else {
+      const size_t take =
+          std::min<size_t>(payloadBytes_ - payloadRead_, bytes);
+      if (std::byte* to = channel_.destination(id_)) {
+        std::memcpy(to + payloadRead_, data, take);
+      }
+      payloadRead_ += static_cast<uint32_t>(take);
+      data += take;
+      bytes -= take;
+    }
+    if (payloadRead_ == payloadBytes_) {
+      Status status = payloadDone();
+      if (!status.ok()) {
+        return status;
+      }
+    }
+  }
+  return Status();
+}
+
+} // namespace resilient

@@ -1,0 +1,138 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "channel/channel.h"
+#include "path/faults.h"
+#include "transport/event_loop.h"
+#include "transport/socket.h"
+
+namespace resilient {
+
+class TcpPath;
+
+class TcpPathOwner {
+ public:
+  virtual ~TcpPathOwner() = default;
+  // The connection is over; the path does nothing more and waits to be
+  // destroyed (not from within this call).
+  virtual void onPathClosed(TcpPath& path, const Status& why) = 0;
+  // The path takes frames again.
+  virtual void onPathWritable(TcpPath& path) = 0;
+};
+
+// One established TCP connection as a path of a channel: moves frames between
+// the channel and the socket, nothing else. Fault injection (path/faults.h)
+// acts here, on the real socket.
+//
+// Thread: loop thread. Lifetime: owned by its PeerLink; `faults` belongs to
+// the slot and outlives the connection (it counts its cuts).
+class TcpPath final : public Handler {
+ public:
+  TcpPath(
+      EventLoop& loop,
+      Channel& channel,
+      PathId id,
+      int slot,
+      FileDescriptor socket,
+      PathFaults& faults,
+      TcpPathOwner& owner);
+  ~TcpPath() override;
+
+  PathId id() const {
+    return id_;
+  }
+  int slot() const {
+    return slot_;
+  }
+  bool closed() const {
+    return closed_;
+  }
+  // Would take another frame now.
+  bool hasRoom() const;
+  // Pulls one frame; false if the channel has none.
+  bool takeFrame();
+  // Writes what it has, as far as the socket takes it.
+  void flush();
+  // Gives the connection up at once; bytes in the kernel are dropped.
+  void reset(const Status& why);
+
+  // Changes whenever anything moves on the connection: bytes written, bytes
+  // the far kernel acknowledged, bytes heard.
+  uint64_t progress() const;
+  // The next frame is held back by a fault that delays or limits.
+  bool waitsOnPurpose() const;
+  // Rules were added or removed.
+  void faultsChanged();
+
+  TimePoint heardAt() const {
+    return heardAt_;
+  }
+  const std::string& localAddress() const {
+    return localAddress_;
+  }
+  const std::string& remoteAddress() const {
+    return remoteAddress_;
+  }
+
+  void onEvents(uint32_t events) override;
+
+ private:
+  // Frames taken from the channel but not written; enough for one system call
+  // to be worth its cost, little enough that priorities still matter.
+  static constexpr size_t kBatchBytes = 1u << 20;
+  static constexpr size_t kBatchFrames = 64;
+  // With a fault that delays, what is "on the wire" waits here instead.
+  static constexpr size_t kDelayedBytes = 64u << 20;
+  // Reads in one turn of the loop, so that no path starves the others.
+  static constexpr size_t kReadPerTurn = 4u << 20;
+  static constexpr size_t kReadBuffer = 64u << 10;
+
+  bool readSome(size_t& total);
+  Status consume(const std::byte* data, size_t bytes);
+  Status payloadDone();
+  size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
+  void wrote(size_t bytes);
+  void cut();
+  void wantWritable(bool on);
+  void watch();
+  void applyFaultState();
+  void armFaultTimer(TimePoint at);
+
+  EventLoop& loop_;
+  Channel& channel_;
+  const PathId id_;
+  const int slot_;
+  FileDescriptor socket_;
+  PathFaults& faults_;
+  TcpPathOwner& owner_;
+  std::string localAddress_, remoteAddress_;
+  bool closed_ = false;
+  TimePoint heardAt_;
+
+  // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.
+  std::deque<TimePoint> releases_;
+  size_t unwrittenBytes_ = 0;
+  size_t frontWritten_ = 0; // bytes of the first unwritten frame
+  uint64_t writtenTotal_ = 0; // on this connection
+  bool watchingWritable_ = false;
+  bool watchingReadable_ = true;
+  TimerId faultTimer_ = 0;
+
+  // Reading: a header (partly read), or its payload.
+  std::array<std::byte, kFrameHeaderBytes> header_;
+  size_t headerRead_ = 0;
+  bool inPayload_ = false;
+  uint32_t payloadBytes_ = 0;
+  uint32_t payloadRead_ = 0;
+  std::unique_ptr<std::byte[]> buffer_;
+};
+
+} // namespace resilient
