@@ -1,0 +1,66 @@
+#include "collectives/algorithms.h"
+#include "collectives/compute.h"
+
+namespace resilient {
+namespace {
+
+// Puts the number of the part into the slots, so that two parts of one
+// operation never use the same. Transfers belong to the inner communicator,
+// which cancels them itself.
+class PartCommunicator : public Communicator {
+ public:
+  PartCommunicator(Communicator& inner, uint64_t part)
+      : inner_(inner), base_(part << kSlotPartShift) {}
+
+  int rank() const override {
+    return inner_.rank();
+  }
+  int size() const override {
+    return inner_.size();
+  }
+  void startSend(
+      Transfer& transfer,
+      int peer,
+      uint64_t slot,
+      const void* data,
+      size_t bytes) override {
+    inner_.startSend(transfer, peer, base_ | slot, data, bytes);
+  }
+  void startRecv(
+      Transfer& transfer,
+      int peer,
+      uint64_t slot,
+      void* data,
+      size_t bytes) override {
+    inner_.startRecv(transfer, peer, base_ | slot, data, bytes);
+  }
+  void cancel(Transfer& transfer) override {
+    inner_.cancel(transfer);
+  }
+  void startYield(Transfer& transfer) override {
+    inner_.startYield(transfer);
+  }
+
+ private:
+  Communicator& inner_;
+  uint64_t base_;
+};
+
+constexpr size_t kPartsMax = size_t{1} << (64 - kSlotPartShift);
+
+} // namespace
+
+Task coalesced(
+    Communicator& comm,
+    std::vector<std::function<Task(Communicator&)>> parts) {
+  require(
+      parts.size() <= kPartsMax, "coalesced operation",
+      "more than 65536 parts");
+  for (size_t i = 0; i < parts.size(); ++i) {
+    PartCommunicator part(comm, i);
+    Task task = parts[i](part);
+    co_await task;
+  }
+}
+
+} // namespace resilient

@@ -1,0 +1,118 @@
+#pragma once
+
+#include <coroutine>
+#include <cstddef>
+#include <cstdint>
+
+#include "base/status.h"
+
+namespace resilient {
+
+class Communicator;
+
+// One message of a collective, started and not yet awaited. It lives in the
+// frame of the algorithm that awaits it:
+//
+//   Transfer in, out;
+//   comm.startRecv(in, left, slot, buffer, bytes);
+//   comm.startSend(out, right, slot, data, bytes);
+//   co_await in;
+//   co_await out;
+//
+// The memory is lent until co_await returns or the Transfer is destroyed;
+// destroying one that is pending cancels it (nothing touches the memory
+// afterwards). co_await throws StatusError if the transfer failed. Loop
+// thread only. Not movable: the communicator holds its address.
+class Transfer {
+ public:
+  Transfer() = default;
+  Transfer(const Transfer&) = delete;
+  Transfer& operator=(const Transfer&) = delete;
+  ~Transfer(); // cancels if pending
+
+  bool await_ready() const noexcept {
+    return !pending_;
+  }
+  void await_suspend(std::coroutine_handle<> h) noexcept {
+    waiter_ = h;
+  }
+  void await_resume() const {
+    if (!status_.ok()) {
+      throw StatusError(status_);
+    }
+  }
+  bool pending() const {
+    return pending_;
+  }
+
+  // For communicators. complete() resumes the waiter, if there is one, before
+  // it returns; it must therefore come from the top of the loop, never from
+  // inside startSend, startRecv or cancel.
+  void begin(Communicator* owner, void* record) {
+    owner_ = owner;
+    record_ = record;
+    pending_ = true;
+    status_ = Status();
+    waiter_ = nullptr;
+  }
+  void complete(Status status) {
+    status_ = std::move(status);
+    pending_ = false;
+    record_ = nullptr;
+    if (waiter_) {
+      auto w = waiter_;
+      waiter_ = nullptr;
+      w.resume();
+    }
+  }
+  void* record() const {
+    return record_;
+  }
+
+ private:
+  Communicator* owner_ = nullptr;
+  void* record_ = nullptr; // the communicator's own bookkeeping
+  bool pending_ = false;
+  std::coroutine_handle<> waiter_;
+  Status status_;
+};
+
+// What a collective algorithm sees of the world: its rank, the group's size,
+// and messages to the other ranks. One Communicator belongs to one operation
+// (one sequence number of one group), so `slot` only has to tell apart the
+// messages between one pair of ranks within that operation: the k-th use of a
+// slot must be unique, sender and receiver name the same one. Zero bytes are
+// allowed and travel like any message. peer == rank() is not allowed.
+class Communicator {
+ public:
+  virtual ~Communicator() = default;
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // `bytes` of both ends must be equal, else both fail with kMismatch.
+  virtual void startSend(
+      Transfer& transfer,
+      int peer,
+      uint64_t slot,
+      const void* data,
+      size_t bytes) = 0;
+  virtual void startRecv(
+      Transfer& transfer,
+      int peer,
+      uint64_t slot,
+      void* data,
+      size_t bytes) = 0;
+  virtual void cancel(Transfer& transfer) = 0;
+
+  // `transfer` completes at the next turn of the loop. An algorithm that has
+  // computed for about 100 us awaits it, so that other traffic moves on.
+  virtual void startYield(Transfer& transfer) = 0;
+};
+
+inline Transfer::~Transfer() {
+  if (pending_) {
+    owner_->cancel(*this);
+  }
+}
+
+} // namespace resilient

@@ -1,0 +1,114 @@
+#include "collectives/compute.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "collectives/reduce.h"
+
+namespace resilient {
+
+// The slices below yield before they compute, not after: what has been spent
+// may come from an earlier call, and the last slice often has nothing behind
+// it that would be held up.
+
+Task reduceSliced(
+    Communicator& comm,
+    ComputeBudget& budget,
+    void* out,
+    std::vector<const void*> operands,
+    size_t count,
+    Reduction reduction,
+    bool last) {
+  const size_t elementBytes = dtypeBytes(reduction.dtype);
+  const size_t passes = std::max<size_t>(operands.size(), 1);
+  const size_t slice =
+      std::max<size_t>(kComputeSliceBytes / (passes * elementBytes), 1);
+  std::vector<const void*> shifted(operands.size());
+  for (size_t done = 0; done < count;) {
+    if (budget.spentBytes >= kComputeSliceBytes) {
+      Transfer turn;
+      comm.startYield(turn);
+      co_await turn;
+      budget.spentBytes = 0;
+    }
+    const size_t n = std::min(slice, count - done);
+    for (size_t i = 0; i < operands.size(); ++i) {
+      shifted[i] = at(operands[i], done * elementBytes);
+    }
+    unsigned char* target = at(out, done * elementBytes);
+    reduceOrdered(
+        target, shifted.data(), shifted.size(), n, reduction.dtype,
+        reduction.op);
+    if (last && reduction.op == ReduceOp::kAvg) {
+      divideBy(
+          target, n, reduction.dtype, static_cast<uint64_t>(comm.size()));
+    }
+    budget.spentBytes += n * elementBytes * passes;
+    done += n;
+  }
+}
+
+Task copySliced(
+    Communicator& comm,
+    ComputeBudget& budget,
+    void* out,
+    const void* in,
+    size_t bytes) {
+  if (out == in) {
+    co_return;
+  }
+  for (size_t done = 0; done < bytes;) {
+    if (budget.spentBytes >= kComputeSliceBytes) {
+      Transfer turn;
+      comm.startYield(turn);
+      co_await turn;
+      budget.spentBytes = 0;
+    }
+    const size_t n = std::min(kComputeSliceBytes, bytes - done);
+    std::memcpy(at(out, done), at(in, done), n);
+    budget.spentBytes += n;
+    done += n;
+  }
+}
+
+Task scaleSliced(
+    Communicator& comm,
+    ComputeBudget& budget,
+    void* out,
+    const void* in,
+    size_t count,
+    Reduction reduction) {
+  const size_t elementBytes = dtypeBytes(reduction.dtype);
+  const size_t slice = kComputeSliceBytes / elementBytes;
+  for (size_t done = 0; done < count;) {
+    if (budget.spentBytes >= kComputeSliceBytes) {
+      Transfer turn;
+      comm.startYield(turn);
+      co_await turn;
+      budget.spentBytes = 0;
+    }
+    const size_t n = std::min(slice, count - done);
+    scaleOut(
+        at(out, done * elementBytes), at(in, done * elementBytes), n,
+        reduction.dtype, reduction.factor);
+    budget.spentBytes += n * elementBytes;
+    done += n;
+  }
+}
+
+void require(bool condition, const char* attempt, const char* what) {
+  if (!condition) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument, std::string(attempt) + ": " + what));
+  }
+}
+
+void requireReduction(const char* attempt, const Reduction& reduction) {
+  std::string why;
+  if (!reductionSupported(reduction.dtype, reduction.op, &why)) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument, std::string(attempt) + ": " + why));
+  }
+}
+
+} // namespace resilient

@@ -1,0 +1,197 @@
+#include "collectives/cost.h"
+
+#include <algorithm>
+#include <bit>
+#include <initializer_list>
+
+namespace resilient {
+namespace {
+
+double segmentsOf(double bytes) {
+  const double segments = bytes / static_cast<double>(kSegmentBytes);
+  return segments < 1 ? 1 : segments;
+}
+
+double incast(int ranks) {
+  return ranks > kDirectRanksMax ? kIncastFactor : 1;
+}
+
+// The first of the cheapest: candidates come in order of preference.
+template <typename Algorithm, typename CostOf>
+Algorithm cheapest(
+    std::initializer_list<Algorithm> candidates,
+    CostOf costOf,
+    const CostModel& model) {
+  Algorithm best = *candidates.begin();
+  double bestSeconds = costOf(best).seconds(model);
+  for (Algorithm candidate : candidates) {
+    const double seconds = costOf(candidate).seconds(model);
+    if (seconds < bestSeconds) {
+      best = candidate;
+      bestSeconds = seconds;
+    }
+  }
+  return best;
+}
+
+} // namespace
+
+double Cost::seconds(const CostModel& model) const {
+  return rounds * model.latencyS + bytes * model.secondsPerByte +
+      reducedBytes * model.reduceSecondsPerByte + messages * kMessageSeconds;
+}
+
+int logRounds(int ranks) {
+  return ranks <= 1 ? 0
+                    : static_cast<int>(
+                          std::bit_width(static_cast<unsigned>(ranks - 1)));
+}
+
+Tuning tuningForFanIn(int ranks) {
+  Tuning tuning;
+  const size_t peers = ranks > 1 ? static_cast<size_t>(ranks - 1) : 1;
+  size_t segment = kSegmentScratchBytesMax / (peers * tuning.window);
+  segment -= segment % 4096;
+  tuning.segmentBytes = std::clamp(segment, kSegmentBytesMin, kSegmentBytes);
+  return tuning;
+}
+
+Cost allReduceCost(AllReduceAlgorithm algorithm, int ranks, size_t bytes) {
+  const double n = ranks;
+  const double size = static_cast<double>(bytes);
+  const double shards = (n - 1) / n * size;
+  switch (algorithm) {
+    case AllReduceAlgorithm::kFlat:
+      return {1, (n - 1) * size, (n - 1) * size, n - 1};
+    case AllReduceAlgorithm::kRecursiveDoubling: {
+      const bool folded = !std::has_single_bit(static_cast<unsigned>(ranks));
+      const double exchanges =
+          std::bit_width(static_cast<unsigned>(ranks)) - 1;
+      const double rounds = exchanges + (folded ? 2 : 0);
+      const double reductions = exchanges + (folded ? 1 : 0);
+      return {rounds, rounds * size, reductions * size, rounds};
+    }
+    case AllReduceAlgorithm::kDirect:
+      return {
+          2, 2 * shards * incast(ranks), shards,
+          2 * (n - 1) * segmentsOf(size / n)};
+    case AllReduceAlgorithm::kRing:
+      return {
+          2 * (n - 1), 2 * shards, shards, 2 * (n - 1) * segmentsOf(size / n)};
+  }
+  return {};
+}
+
+Cost reduceCost(ReduceAlgorithm algorithm, int ranks, size_t bytes) {
+  const double n = ranks;
+  const double size = static_cast<double>(bytes);
+  switch (algorithm) {
+    case ReduceAlgorithm::kDirect: // the root's incoming bytes
+      return {
+          1, (n - 1) * size * incast(ranks), (n - 1) * size,
+          (n - 1) * segmentsOf(size)};
+    case ReduceAlgorithm::kScatterGather: {
+      const double shards = (n - 1) / n * size;
+      return {
+          2, 2 * shards * incast(ranks), shards,
+          2 * (n - 1) * segmentsOf(size / n)};
+    }
+  }
+  return {};
+}
+
+Cost broadcastCost(BroadcastAlgorithm algorithm, int ranks, size_t bytes) {
+  const double n = ranks;
+  const double size = static_cast<double>(bytes);
+  const double segment =
+      std::min(size, static_cast<double>(kSegmentBytes));
+  switch (algorithm) {
+    case BroadcastAlgorithm::kFlat:
+      return {1, (n - 1) * size, 0, n - 1};
+    case BroadcastAlgorithm::kTree: {
+      const double rounds = logRounds(ranks);
+      return {rounds, rounds * size, 0, rounds};
+    }
+    case BroadcastAlgorithm::kSpread: {
+      if (ranks < 3) {
+        return broadcastCost(BroadcastAlgorithm::kFlat, ranks, bytes);
+      }
+      // The last segment is forwarded after the root has sent all.
+      const double shard = size / (n - 1);
+      return {
+          2, size * incast(ranks) + std::min(segment, shard) * (n - 2), 0,
+          (n - 1) * segmentsOf(shard)};
+    }
+    case BroadcastAlgorithm::kChain:
+      return {n - 1, size + (n - 2) * segment, 0, segmentsOf(size) + n - 2};
+  }
+  return {};
+}
+
+Cost allGatherCost(AllGatherAlgorithm algorithm, int ranks, size_t bytes) {
+  const double n = ranks;
+  const double size = (n - 1) / n * static_cast<double>(bytes);
+  switch (algorithm) {
+    case AllGatherAlgorithm::kDirect:
+      return {1, size * incast(ranks), 0, n - 1};
+    case AllGatherAlgorithm::kRing:
+      return {
+          n - 1, size, 0,
+          (n - 1) * segmentsOf(static_cast<double>(bytes) / n)};
+  }
+  return {};
+}
+
+Cost barrierCost(BarrierAlgorithm algorithm, int ranks) {
+  switch (algorithm) {
+    case BarrierAlgorithm::kFlat:
+      return {1, 0, 0, static_cast<double>(ranks - 1)};
+    case BarrierAlgorithm::kDissemination: {
+      const double rounds = logRounds(ranks);
+      return {rounds, 0, 0, rounds};
+    }
+  }
+  return {};
+}
+
+AllReduceAlgorithm chooseAllReduce(int ranks, size_t bytes, CostModel model) {
+  using A = AllReduceAlgorithm;
+  const auto costOf = [&](A a) { return allReduceCost(a, ranks, bytes); };
+  const size_t peers = ranks > 1 ? static_cast<size_t>(ranks - 1) : 1;
+  if (bytes <= kUnsegmentedScratchBytesMax / peers) {
+    return cheapest(
+        {A::kFlat, A::kRecursiveDoubling, A::kDirect, A::kRing}, costOf,
+        model);
+  }
+  if (bytes <= kUnsegmentedScratchBytesMax) {
+    return cheapest(
+        {A::kRecursiveDoubling, A::kDirect, A::kRing}, costOf, model);
+  }
+  return cheapest({A::kDirect, A::kRing}, costOf, model);
+}
+
+ReduceAlgorithm chooseReduce(int ranks, size_t bytes, CostModel model) {
+  using A = ReduceAlgorithm;
+  const auto costOf = [&](A a) { return reduceCost(a, ranks, bytes); };
+  return cheapest({A::kDirect, A::kScatterGather}, costOf, model);
+}
+
+BroadcastAlgorithm chooseBroadcast(int ranks, size_t bytes, CostModel model) {
+  using A = BroadcastAlgorithm;
+  const auto costOf = [&](A a) { return broadcastCost(a, ranks, bytes); };
+  return cheapest({A::kFlat, A::kTree, A::kSpread, A::kChain}, costOf, model);
+}
+
+AllGatherAlgorithm chooseAllGather(int ranks, size_t bytes, CostModel model) {
+  using A = AllGatherAlgorithm;
+  const auto costOf = [&](A a) { return allGatherCost(a, ranks, bytes); };
+  return cheapest({A::kDirect, A::kRing}, costOf, model);
+}
+
+BarrierAlgorithm chooseBarrier(int ranks, CostModel model) {
+  using A = BarrierAlgorithm;
+  const auto costOf = [&](A a) { return barrierCost(a, ranks); };
+  return cheapest({A::kFlat, A::kDissemination}, costOf, model);
+}
+
+} // namespace resilient
