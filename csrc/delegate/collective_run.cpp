@@ -1,0 +1,252 @@
+#include "delegate/collective_run.h"
+
+#include <optional>
+
+#include "delegate/diagnosis.h"
+
+namespace resilient {
+struct CollectiveRun::Item {
+  Transfer* transfer = nullptr;
+  std::optional<SendRecord> send;
+  std::optional<RecvRecord> recv;
+  std::shared_ptr<bool> yielding; // false: withdrawn
+  uint64_t bytes = 0;
+  std::list<Item>::iterator self;
+
+  Record* record() {
+    if (send) {
+      return &*send;
+    }
+    return recv ? &*recv : nullptr;
+  }
+};
+
+CollectiveRun::CollectiveRun(
+    GroupImpl& group,
+    uint64_t sequence,
+    CollectiveSpec spec,
+    uint64_t recordId)
+    : group_(group),
+      sequence_(sequence),
+      spec_(std::move(spec)),
+      recordId_(recordId),
+      startedAt_(group.engine().loop().now()) {}
+
+CollectiveRun::~CollectiveRun() {
+  group_.engine().loop().cancel(timer_);
+  task_.reset(); // before items_: its transfers withdraw themselves
+}
+
+void CollectiveRun::start() {
+  armDeadline();
+  if (auto early = group_.earlyFailure(sequence_)) {
+    failure_ = *early;
+    tellOthers_ = false;
+  }
+  group_.engine().mailbox().begin(group_.id(), sequence_, spec_.signature);
+  task_ = spec_.body(*this);
+  task_.start([this] { ended(); });
+}
+
+void CollectiveRun::armDeadline() {
+  const Nanos ahead = asked_ ? Nanos(0) : askAhead(spec_.timeout);
+  EventLoop& loop = group_.engine().loop();
+  timer_ = loop.at(startedAt_ + spec_.timeout - ahead, [this] {
+    timer_ = 0;
+    onDeadline();
+  });
+}
+
+void CollectiveRun::onDeadline() {
+  if (!asked_) {
+    asked_ = true;
+    group_.query(-1);
+    armDeadline();
+    return;
+  }
+  const auto [culprit, why] = group_.blame(sequence_, waitingFor());
+  failedPeer_ = culprit;
+  fail(
+      Status(
+          StatusCode::kTimeout,
+          "Timed out after " + secondsText(spec_.timeout) + ": " + why),
+      /*tellOthers=*/true);
+}
+
+int CollectiveRun::waitingFor() const {
+  int peer = -1;
+  for (const Item& item : items_) {
+    if (item.recv) {
+      return item.recv->peer();
+    }
+    if (item.send) {
+      peer = item.send->peer();
+    }
+  }
+  return peer;
+}
+
+std::string CollectiveRun::describe() const {
+  return spec_.signature.toString() + " #" + std::to_string(sequence_) +
+      group_.groupText();
+}
+
+CollectiveRun::Item& CollectiveRun::add(Transfer& transfer) {
+  items_.emplace_back();
+  Item& item = items_.back();
+  item.self = std::prev(items_.end());
+  item.transfer = &transfer;
+  transfer.begin(this, &item);
+  return item;
+}
+
+void CollectiveRun::finish(Item& item, Status status) {
+  Transfer* transfer = item.transfer;
+  if (status.ok()) {
+    bytesDone_ += item.bytes;
+  } else if (failedPeer_ < 0 && item.record() != nullptr) {
+    failedPeer_ = item.record()->peer();
+  }
+  items_.erase(item.self);
+  transfer->complete(std::move(status));
+}
+
+void CollectiveRun::startSend(
+    Transfer& transfer,
+    int peer,
+    uint64_t slot,
+    const void* data,
+    size_t bytes) {
+  if (!failure_.ok()) {
+    failLater(transfer);
+    return;
+  }
+  Item& item = add(transfer);
+  item.bytes = bytes;
+  bytesStarted_ += bytes;
+  item.send.emplace(group_, peer, [this, &item](const Status& status) {
+    finish(item, status);
+  });
+  SendOp& op = item.send->op();
+  op.key = {group_.id(), kCollectiveBit | sequence_, slot};
+  op.signature = spec_.signature;
+  op.trafficClass = spec_.trafficClass;
+  op.sourceRank = rank();
+  op.data = static_cast<const std::byte*>(data);
+  op.bytes = bytes;
+  group_.postWhenKnown(*item.send);
+}
+
+void CollectiveRun::startRecv(
+    Transfer& transfer,
+    int peer,
+    uint64_t slot,
+    void* data,
+    size_t bytes) {
+  if (!failure_.ok()) {
+    failLater(transfer);
+    return;
+  }
+  Item& item = add(transfer);
+  item.bytes = bytes;
+  bytesStarted_ += bytes;
+  item.recv.emplace(group_, peer, [this, &item](const Status& status) {
+    finish(item, status);
+  });
+  RecvOp& op = item.recv->op();
+  op.key = {group_.id(), kCollectiveBit | sequence_, slot};
+  op.signature = spec_.signature;
+  op.data = static_cast<std::byte*>(data);
+  op.bytes = bytes;
+  group_.postWhenKnown(*item.recv);
+}
+
+void CollectiveRun::startYield(Transfer& transfer) {
+  Item& item = add(transfer);
+  auto alive = std::make_shared<bool>(true);
+  item.yielding = alive;
+  group_.engine().loop().post([this, &item, alive] {
+    if (*alive) {
+      finish(item, failure_);
+    }
+  });
+}
+
+// A transfer after the operation has failed: fails in the next turn.
+void CollectiveRun::failLater(Transfer& transfer) {
+  startYield(transfer);
+}
+
+void CollectiveRun::cancel(Transfer& transfer) {
+  Item& item = *static_cast<Item*>(transfer.record());
+  if (item.yielding) {
+    *item.yielding = false;
+  }
+  if (Record* record = item.record()) {
+    record->withdraw(
+        "rank " + std::to_string(rank()) + " gave up " + describe() +
+        (failure_.ok() ? "" : ": " + failure_.message()));
+  }
+  items_.erase(item.self);
+}
+
+void CollectiveRun::fail(const Status& status, bool tellOthers) {
+  if (over_) {
+    return;
+  }
+  if (failure_.ok()) {
+    failure_ = status;
+    tellOthers_ = tellOthers;
+  }
+  // Completing one resumes the algorithm, which may withdraw all others, or
+  // catch the error and wait for the next one.
+  while (!over_ && !items_.empty()) {
+    Item& item = items_.front();
+    if (item.yielding) {
+      *item.yielding = false;
+    }
+    if (Record* record = item.record()) {
+      record->withdraw(failure_.message());
+    }
+    finish(item, failure_);
+  }
+}
+
+void CollectiveRun::ended() {
+  over_ = true;
+  group_.engine().loop().cancel(timer_);
+  timer_ = 0;
+  group_.finished(*this, outcome(), failedPeer_, tellOthers_);
+}
+
+Status CollectiveRun::outcome() const {
+  if (!task_.error()) {
+    return Status();
+  }
+  try {
+    std::rethrow_exception(task_.error());
+  } catch (const StatusError& e) {
+    return Status(
+        e.status().code(),
+        describe() + " failed on rank " + std::to_string(rank()) + ": " +
+            e.status().message() + context());
+  } catch (const std::exception& e) {
+    return Status(
+        StatusCode::kInternal,
+        describe() + " failed on rank " + std::to_string(rank()) + ": " +
+            e.what());
+  }
+}
+
+// The facts of invariant 1 that the cause does not name.
+std::string CollectiveRun::context() const {
+  std::string s = " [" + std::to_string(bytesDone_) + " of " +
+      std::to_string(bytesStarted_) + " bytes done, " +
+      secondsText(group_.engine().loop().now() - startedAt_) + " elapsed";
+  if (failedPeer_ >= 0) {
+    s += ", " + group_.pathSummary(failedPeer_);
+  }
+  return s + ']';
+}
+
+} // namespace resilient

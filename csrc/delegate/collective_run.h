@@ -1,0 +1,101 @@
+#pragma once
+
+#include <list>
+#include <memory>
+#include <string>
+
+#include "delegate/group.h"
+#include "delegate/group_impl.h"
+#include "delegate/record.h"
+
+namespace resilient {
+
+// One collective on its way: the coroutine, its messages, its deadline.
+//
+// Thread: loop thread. Lifetime: shared by the group until finished, then
+// kept by the engine until the turn is over (its code may be on the stack).
+class CollectiveRun final : public Communicator {
+ public:
+  CollectiveRun(
+      GroupImpl& group,
+      uint64_t sequence,
+      CollectiveSpec spec,
+      uint64_t recordId);
+  ~CollectiveRun() override;
+
+  void start();
+  // Every pending transfer fails with `status`, and so does every later one.
+  // From the top of the loop only.
+  void fail(const Status& status, bool tellOthers);
+
+  uint64_t sequence() const {
+    return sequence_;
+  }
+  CollectiveSpec& spec() {
+    return spec_;
+  }
+  const CollectiveSpec& spec() const {
+    return spec_;
+  }
+  uint64_t recordId() const {
+    return recordId_;
+  }
+  TimePoint startedAt() const {
+    return startedAt_;
+  }
+  // A rank whose message it waits for, or -1.
+  int waitingFor() const;
+  std::string describe() const; // "all_reduce(...) #5 of group g"
+
+  // Communicator
+  int rank() const override {
+    return group_.rank();
+  }
+  int size() const override {
+    return group_.size();
+  }
+  void startSend(
+      Transfer& transfer,
+      int peer,
+      uint64_t slot,
+      const void* data,
+      size_t bytes) override;
+  void startRecv(
+      Transfer& transfer,
+      int peer,
+      uint64_t slot,
+      void* data,
+      size_t bytes) override;
+  void startYield(Transfer& transfer) override;
+  void cancel(Transfer& transfer) override;
+
+ private:
+  struct Item; // a transfer and its record
+
+  Item& add(Transfer& transfer);
+  void finish(Item& item, Status status);
+  void failLater(Transfer& transfer);
+  void armDeadline();
+  void onDeadline();
+  void ended();
+  Status outcome() const;
+  std::string context() const;
+
+  GroupImpl& group_;
+  const uint64_t sequence_;
+  CollectiveSpec spec_;
+  const uint64_t recordId_;
+  Task task_;
+  TimePoint startedAt_{};
+  TimerId timer_ = 0;
+  bool asked_ = false; // the others, what they are doing
+  bool over_ = false;
+  Status failure_; // given from outside
+  bool tellOthers_ = true;
+  int failedPeer_ = -1;
+  uint64_t bytesDone_ = 0;
+  uint64_t bytesStarted_ = 0;
+  std::list<Item> items_; // pending
+};
+
+} // namespace resilient

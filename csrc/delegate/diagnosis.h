@@ -1,0 +1,17 @@
+#pragma once
+
+#include <string>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// "0.25 s", "12.3 s"
+std::string secondsText(Nanos d);
+
+// How long before its time-out an operation asks the others what they are
+// doing: long enough for an answer over a WAN, and at most a quarter of the
+// time-out itself.
+Nanos askAhead(Nanos timeout);
+
+} // namespace resilient

@@ -1,0 +1,541 @@
+#include "delegate/engine.h"
+
+#include <pthread.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <fstream>
+#include <sstream>
+
+#include "base/log.h"
+#include "base/random.h"
+#include "delegate/engine_control.h"
+#include "delegate/group_impl.h"
+#include "delegate/resolver.h"
+
+namespace resilient {
+namespace {
+
+// What the process knows of its engine, apart from the engine itself. Leaked
+// on purpose: threads may outlive static destruction.
+struct Process {
+  std::mutex mutex;
+  // Guarded by mutex.
+  std::weak_ptr<Engine> engine;
+  std::optional<EngineOptions> defaults;
+  struct Fault {
+    uint64_t id;
+    std::string rule;
+    uint64_t planId = 0; // in the running engine's plan
+  };
+  std::vector<Fault> faults;
+  uint64_t lastFault = 0;
+  int64_t faultStep = 0;
+  std::atomic<bool> forkedChild{false};
+};
+
+Process& process() {
+  static Process* p = [] {
+    auto* made = new Process;
+    // The child of a fork has none of our threads. It must not use their
+    // connections either: the group says so when it is called there.
+    pthread_atfork(nullptr, nullptr, [] {
+      if (auto engine = process().engine.lock()) {
+        process().forkedChild = true;
+        // Its descriptors are shared with the parent: as long as the child
+        // holds them, peers would not notice the parent's death.
+        engine->closeDescriptorsInChild();
+        // Nobody may run its destructor here: it would wait for threads.
+        new std::shared_ptr<Engine>(engine);
+      }
+    });
+    return made;
+  }();
+  return *p;
+}
+
+std::string readSecretFile(const std::string& path) {
+  std::ifstream in(path);
+  std::stringstream text;
+  text << in.rdbuf();
+  std::string secret = text.str();
+  while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) {
+    secret.pop_back();
+  }
+  if (!in || secret.size() < 16) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_SECRET_FILE=" + path +
+            ": cannot read a secret of at least 16 characters from it"));
+  }
+  return secret;
+}
+
+} // namespace
+
+std::shared_ptr<Engine> Engine::current() {
+  std::lock_guard lock(process().mutex);
+  return process().engine.lock();
+}
+
+bool Engine::inForkedChild() {
+  return process().forkedChild;
+}
+
+std::shared_ptr<Engine> Engine::acquire(
+    const KeyValue& store,
+    int32_t globalRank) {
+  Process& p = process();
+  if (p.forkedChild) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "this process was forked from one with a \"resilient\" process "
+        "group, whose threads did not come along: start it with the spawn "
+        "method, or fork before init_process_group"));
+  }
+  std::lock_guard lock(p.mutex);
+  if (auto engine = p.engine.lock()) {
+    if (!engine->ended_) {
+      ++engine->groupsOpen_;
+      return engine;
+    }
+  }
+  EngineOptions options =
+      p.defaults ? *p.defaults : EngineOptions::fromEnvironment();
+  if (options.secret.empty() && !options.secret_file.empty()) {
+    options.secret = readSecretFile(options.secret_file);
+  }
+  std::shared_ptr<Engine> engine(
+      new Engine(std::move(options), store.serverHost(), globalRank));
+  for (Process::Fault& f : p.faults) {
+    f.planId = engine->faults_.add(f.rule, engine->startedAt_);
+  }
+  engine->faults_.setStep(p.faultStep);
+  engine->thread_ = std::thread([raw = engine.get()] {
+    pthread_setname_np(pthread_self(), "resilient");
+    raw->loop_.run();
+  });
+  engine->groupsOpen_ = 1;
+  p.engine = engine;
+  return engine;
+}
+
+void Engine::release(const std::shared_ptr<Engine>& engine, Nanos linger) {
+  {
+    Process& p = process();
+    std::lock_guard lock(p.mutex);
+    if (--engine->groupsOpen_ != 0) {
+      return;
+    }
+    // Whoever comes next gets an engine of its own.
+    if (p.engine.lock() == engine) {
+      p.engine.reset();
+    }
+  }
+  engine->stop(linger);
+}
+
+Engine::Engine(
+    EngineOptions options,
+    const std::string& storeHost,
+    int32_t globalRank)
+    : options_(std::move(options)),
+      globalRank_(globalRank),
+      recorder_(static_cast<size_t>(options_.flight_recorder_entries)),
+      mailbox_(completions_, *this),
+      faults_(FaultPlan::parse(options_.faults)),
+      startedAt_(std::chrono::steady_clock::now()),
+      resolver_(std::make_unique<Resolver>()) {
+  if (const auto level = logLevelFromName(options_.log_level)) {
+    setLogLevel(*level);
+  }
+  setLogRank(globalRank);
+  faults_.begin(startedAt_);
+  staging_.limit = static_cast<uint64_t>(options_.staging_bytes);
+  completions_.setWake([this] { scheduleTurn(); });
+  fillRandom(self_.uid.data(), self_.uid.size());
+  self_.hostId = hostIdentity();
+  self_.hostName = hostName();
+  self_.pid = ::getpid();
+  startListening(storeHost);
+}
+
+void Engine::startListening(const std::string& storeHost) {
+  const AddressChoice choice = chooseAddresses(
+      enumerateInterfaces(),
+      options_.interface,
+      storeHost.empty() ? std::nullopt : localAddressTowards(storeHost));
+  ListenerConfig config;
+  config.port = static_cast<uint16_t>(options_.listen_port);
+  config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
+  config.maxPendingHandshakes =
+      static_cast<size_t>(options_.max_pending_handshakes);
+  config.options.sendBufferBytes =
+      static_cast<int>(options_.socket_buffer_bytes);
+  config.options.receiveBufferBytes = config.options.sendBufferBytes;
+  config.identity.uid = self_.uid;
+  config.identity.eagerBudgetBytes =
+      static_cast<uint64_t>(options_.eager_bytes);
+  config.identity.secretOf =
+      [this](const KeyId& id) -> std::optional<std::string> {
+    std::lock_guard lock(secretsMutex_);
+    for (const auto& [known, secret] : secrets_) {
+      if (known == id) {
+        return secret;
+      }
+    }
+    return std::nullopt;
+  };
+  config.identity.decide = [this](const HelloInfo& hello) {
+    return decide(hello);
+  };
+  config.nonce = [] {
+    HelloNonce nonce;
+    fillRandom(nonce.data(), nonce.size());
+    return nonce;
+  };
+  config.onPeer = [this](HelloInfo hello, FileDescriptor fd, SocketAddress) {
+    link(hello.initiator).onIncoming(hello, std::move(fd));
+  };
+  config.onPeerLost = [this](const HelloInfo& hello) {
+    link(hello.initiator).onIncomingLost(hello);
+  };
+  listener_ = std::make_unique<Listener>(loop_, std::move(config));
+  std::string where;
+  for (const InterfaceAddress& a : choice.addresses) {
+    SocketAddress at = a.address;
+    at.setPort(listener_->port());
+    self_.addresses.push_back(at);
+    where += (where.empty() ? "" : ", ") + at.toString() + " (" +
+        a.interface + ')';
+  }
+  logMessage(
+      LogLevel::kInfo, "listening at " + where + ": " + choice.reason);
+}
+
+Engine::~Engine() {
+  stop(Nanos(0));
+}
+
+HelloCode Engine::decide(const HelloInfo& hello) {
+  if (hello.initiator == self_.uid) {
+    return HelloCode::kWrongPeer;
+  }
+  return link(hello.initiator).decide(hello);
+}
+
+PeerLink& Engine::link(const Uid& uid) {
+  auto& link = links_[uid];
+  if (!link) {
+    link = std::make_unique<PeerLink>(*this, uid, ++lastChannelId_);
+  }
+  return *link;
+}
+
+void Engine::addSecret(const std::string& secret) {
+  const KeyId id = keyIdOf(secret);
+  std::lock_guard lock(secretsMutex_);
+  for (const auto& [known, s] : secrets_) {
+    if (known == id) {
+      return;
+    }
+  }
+  secrets_.emplace_back(id, secret);
+}
+
+void Engine::registerGroup(uint64_t id, GroupImpl* group) {
+  groups_[id] = group;
+}
+
+void Engine::unregisterGroup(uint64_t id) {
+  groups_.erase(id);
+  mailbox_.closeGroup(id);
+}
+
+bool Engine::callInLoop(const std::function<void()>& call) {
+  std::mutex mutex;
+  std::condition_variable done;
+  bool finished = false;
+  const bool posted = loop_.post([&] {
+    call();
+    std::lock_guard lock(mutex);
+    finished = true;
+    done.notify_all();
+  });
+  if (!posted) {
+    return false;
+  }
+  std::unique_lock lock(mutex);
+  done.wait(lock, [&] { return finished; });
+  return true;
+}
+
+void Engine::stop(Nanos linger) {
+  std::lock_guard lock(stopMutex_);
+  if (stopped_ || process().forkedChild) {
+    return;
+  }
+  stopped_ = true;
+  ended_ = true;
+  if (!thread_.joinable()) {
+    return; // never started
+  }
+  const auto deadline = std::chrono::steady_clock::now() + linger;
+  callInLoop([this] {
+    for (auto& [uid, link] : links_) {
+      if (link->state() == PeerLink::State::kUp) {
+        link->channel().sendBye();
+      }
+    }
+  });
+  waitUntil(deadline, [this] {
+    for (auto& [uid, link] : links_) {
+      if (link->state() == PeerLink::State::kUp &&
+          !link->channel().drained()) {
+        return false;
+      }
+    }
+    return true;
+  });
+  callInLoop([this] {
+    for (auto& [uid, link] : links_) {
+      link->close(
+          PeerLink::State::kLeft,
+          Status(StatusCode::kAborted, "the process group was destroyed"));
+    }
+    completions_.drain();
+    listener_.reset();
+  });
+  loop_.stop();
+  thread_.join();
+  graveyard_.clear();
+  links_.clear();
+  resolver_.reset();
+}
+
+// Asks on the loop thread until it is so, with pauses; true if it is.
+bool Engine::waitUntil(
+    TimePoint deadline,
+    const std::function<bool()>& condition) {
+  Nanos pause = std::chrono::microseconds(200);
+  for (;;) {
+    bool met = false;
+    if (!callInLoop([&] { met = condition(); }) || met) {
+      return met;
+    }
+    const TimePoint now = std::chrono::steady_clock::now();
+    if (now >= deadline) {
+      return false;
+    }
+    std::this_thread::sleep_for(std::min<Nanos>(pause, deadline - now));
+    pause = std::min<Nanos>(pause * 2, std::chrono::milliseconds(10));
+  }
+}
+
+void Engine::closeDescriptorsInChild() {
+  // Only system calls on copies of the numbers: other threads may have held
+  // any lock when the process was forked.
+  loop_.closeInForkedChild();
+}
+
+// --- turns
+
+void Engine::markDirty(PeerLink& link) {
+  if (!link.dirty) {
+    link.dirty = true;
+    dirty_.push_back(&link);
+    scheduleTurn();
+  }
+}
+
+void Engine::scheduleTurn() {
+  if (!turnScheduled_) {
+    turnScheduled_ = true;
+    loop_.atEndOfTurn([this] { turn(); });
+  }
+}
+
+// What one turn of the loop has gathered: tell the owners of what has ended,
+// then write what there is to write, until neither causes more of the other.
+void Engine::turn() {
+  while (!completions_.empty() || !dirty_.empty()) {
+    completions_.drain();
+    std::vector<PeerLink*> links;
+    links.swap(dirty_);
+    for (PeerLink* link : links) {
+      link->dirty = false;
+      link->pump();
+    }
+  }
+  turnScheduled_ = false;
+  if (!graveyard_.empty()) {
+    auto dead = std::make_shared<std::vector<std::shared_ptr<void>>>(
+        std::move(graveyard_));
+    graveyard_.clear();
+    loop_.post([dead] { dead->clear(); });
+  }
+}
+
+void Engine::destroyLater(std::shared_ptr<void> object) {
+  graveyard_.push_back(std::move(object));
+  scheduleTurn();
+}
+
+void Engine::faultsChanged() {
+  for (auto& [uid, link] : links_) {
+    link->faultsChanged();
+  }
+}
+
+// --- from links and the mailbox to groups
+
+void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
+  if (const auto notice = decodeNotice(payload)) {
+    if (auto g = groups_.find(notice->group); g != groups_.end()) {
+      g->second->onNotice(*notice);
+    } else {
+      earlyNotices_.emplace(notice->group, *notice);
+      if (earlyNotices_.size() > kEarlyNoticesMax) {
+        earlyNotices_.erase(earlyNotices_.begin());
+      }
+    }
+  } else if (const auto query = decodeQuery(payload)) {
+    if (auto g = groups_.find(query->group); g != groups_.end()) {
+      link.channel().sendControl(encode(g->second->report()));
+    }
+  } else if (const auto report = decodeReport(payload)) {
+    if (auto g = groups_.find(report->group); g != groups_.end()) {
+      g->second->onReport(*report);
+    }
+  } else {
+    logMessage(
+        LogLevel::kWarning,
+        "control frame from " + link.describe() +
+            " of an unknown kind: ignored");
+  }
+}
+
+std::vector<Notice> Engine::takeEarlyNotices(uint64_t group) {
+  std::vector<Notice> notices;
+  const auto [first, last] = earlyNotices_.equal_range(group);
+  for (auto it = first; it != last; ++it) {
+    notices.push_back(it->second);
+  }
+  earlyNotices_.erase(first, last);
+  return notices;
+}
+
+void Engine::onLinkClosed(PeerLink& link, const Status& why) {
+  logMessage(
+      link.state() == PeerLink::State::kDead ? LogLevel::kWarning
+                                             : LogLevel::kInfo,
+      why.message());
+}
+
+void Engine::onCollectiveMismatch(
+    uint64_t group,
+    uint64_t sequence,
+    const OpSignature& local,
+    const FrameHeader& remote,
+    Channel&) {
+  // Not now: the mailbox is in the middle of something.
+  loop_.post([this, group, sequence, local, remote] {
+    if (auto g = groups_.find(group); g != groups_.end()) {
+      g->second->onMismatch(sequence, local, remote);
+    }
+  });
+}
+
+// --- engine_control.h
+
+void setDefaultOptions(const EngineOptions& options) {
+  std::lock_guard lock(process().mutex);
+  process().defaults = options;
+}
+
+bool engineRunning() {
+  return Engine::current() != nullptr;
+}
+
+uint64_t addFault(const std::string& rule) {
+  FaultPlan().add(rule, TimePoint()); // throws here, not on the loop thread
+  Process& p = process();
+  std::shared_ptr<Engine> engine;
+  uint64_t id = 0;
+  {
+    std::lock_guard lock(p.mutex);
+    id = ++p.lastFault;
+    p.faults.push_back({id, rule});
+    engine = p.engine.lock();
+  }
+  if (engine) {
+    uint64_t planId = 0;
+    engine->callInLoop([&] {
+      planId = engine->faults().add(rule, engine->loop().now());
+      engine->faultsChanged();
+    });
+    std::lock_guard lock(p.mutex);
+    for (Process::Fault& f : p.faults) {
+      if (f.id == id) {
+        f.planId = planId;
+      }
+    }
+  }
+  return id;
+}
+
+void removeFault(uint64_t id) {
+  Process& p = process();
+  std::shared_ptr<Engine> engine;
+  uint64_t planId = 0;
+  {
+    std::lock_guard lock(p.mutex);
+    for (const Process::Fault& f : p.faults) {
+      if (f.id == id) {
+        planId = f.planId;
+      }
+    }
+    std::erase_if(
+        p.faults, [&](const Process::Fault& f) { return f.id == id; });
+    engine = p.engine.lock();
+  }
+  if (engine && planId != 0) {
+    engine->callInLoop([&] {
+      engine->faults().remove(planId);
+      engine->faultsChanged();
+    });
+  }
+}
+
+void setFaultStep(int64_t step) {
+  Process& p = process();
+  std::shared_ptr<Engine> engine;
+  {
+    std::lock_guard lock(p.mutex);
+    p.faultStep = step;
+    engine = p.engine.lock();
+  }
+  if (engine) {
+    engine->callInLoop([&] {
+      engine->faults().setStep(step);
+      engine->faultsChanged();
+    });
+  }
+}
+
+void shutdownEngineAtExit(Nanos limit) {
+  if (process().forkedChild) {
+    return;
+  }
+  if (auto engine = Engine::current()) {
+    engine->stop(limit);
+  }
+}
+
+std::string dumpRecentOperations() {
+  const auto engine = Engine::current();
+  return engine ? engine->recorder().dump() : std::string();
+}
+
+} // namespace resilient

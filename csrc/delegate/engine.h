@@ -1,0 +1,164 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/options.h"
+#include "channel/mailbox.h"
+#include "channel/operation.h"
+#include "delegate/flight_recorder.h"
+#include "delegate/group.h"
+#include "delegate/peer_link.h"
+#include "path/faults.h"
+#include "transport/address.h"
+#include "transport/event_loop.h"
+#include "transport/listener.h"
+#include "wire/control.h"
+
+namespace resilient {
+
+class GroupImpl;
+class Resolver;
+
+// The one engine of a process: the delegate. One loop thread owns all
+// channels, connections and running collectives of all groups; one listening
+// port serves them. Starts with the first group, stops with the last.
+//
+// Thread: methods under "any thread" from anywhere; all others on the loop
+// thread.
+class Engine final : public MailboxListener {
+ public:
+  // --- any thread
+  // The running engine, or a new one. `store` (the group's) tells the way to
+  // the other ranks. Throws StatusError.
+  static std::shared_ptr<Engine> acquire(
+      const KeyValue& store,
+      int32_t globalRank);
+  // Each acquire() is paid back by one release(); the last one stops it.
+  static void release(const std::shared_ptr<Engine>& engine, Nanos linger);
+  static std::shared_ptr<Engine> current(); // or null
+  ~Engine() override;
+
+  EventLoop& loop() {
+    return loop_;
+  }
+  const EngineOptions& options() const {
+    return options_;
+  }
+  const PeerAddress& self() const {
+    return self_;
+  }
+  FlightRecorder& recorder() {
+    return recorder_;
+  }
+  Resolver& resolver() {
+    return *resolver_;
+  }
+  // Runs `call` on the loop thread and waits for it. False (and not run) if
+  // the loop has ended. Not from the loop thread.
+  bool callInLoop(const std::function<void()>& call);
+  // A group's secret becomes valid for callers.
+  void addSecret(const std::string& secret);
+  // Asks `condition` on the loop thread until it holds or `deadline` passes;
+  // true if it holds.
+  bool waitUntil(TimePoint deadline, const std::function<bool()>& condition);
+  // Says goodbye to all peers and ends the threads. Idempotent; at most about
+  // `linger`, and 1 s to end the threads.
+  void stop(Nanos linger);
+  // The process has forked: this is the child, which must not use the engine.
+  static bool inForkedChild();
+  void closeDescriptorsInChild();
+  // Notices for a group that does not exist here yet.
+  std::vector<Notice> takeEarlyNotices(uint64_t group);
+
+  // --- loop thread
+  Mailbox& mailbox() {
+    return mailbox_;
+  }
+  CompletionQueue& completions() {
+    return completions_;
+  }
+  StagingBudget& staging() {
+    return staging_;
+  }
+  FaultPlan& faults() {
+    return faults_;
+  }
+  int32_t globalRank() const {
+    return globalRank_;
+  }
+  PeerLink& link(const Uid& uid); // made if need be
+  PathId nextPathId() {
+    return ++lastPathId_;
+  }
+  TimePoint startedAt() const {
+    return startedAt_;
+  }
+  void registerGroup(uint64_t id, GroupImpl* group);
+  void unregisterGroup(uint64_t id);
+  void markDirty(PeerLink& link);
+  void onControl(PeerLink& link, std::span<const std::byte> payload);
+  void onLinkClosed(PeerLink& link, const Status& why);
+  // Destroyed at the next turn: objects whose code is on the stack.
+  void destroyLater(std::shared_ptr<void> object);
+  void faultsChanged();
+
+  // MailboxListener
+  void onCollectiveMismatch(
+      uint64_t group,
+      uint64_t sequence,
+      const OpSignature& local,
+      const FrameHeader& remote,
+      Channel& channel) override;
+
+ private:
+  Engine(
+      EngineOptions options,
+      const std::string& storeHost,
+      int32_t globalRank);
+  void startListening(const std::string& storeHost);
+  void scheduleTurn();
+  void turn();
+  HelloCode decide(const HelloInfo& hello);
+
+  const EngineOptions options_;
+  const int32_t globalRank_;
+  PeerAddress self_;
+  EventLoop loop_;
+  FlightRecorder recorder_;
+  CompletionQueue completions_;
+  StagingBudget staging_;
+  Mailbox mailbox_;
+  FaultPlan faults_;
+  TimePoint startedAt_;
+  std::unique_ptr<Listener> listener_;
+  std::map<Uid, std::unique_ptr<PeerLink>> links_;
+  std::map<uint64_t, GroupImpl*> groups_;
+  static constexpr size_t kEarlyNoticesMax = 256;
+  std::multimap<uint64_t, Notice> earlyNotices_; // by group
+  std::vector<PeerLink*> dirty_;
+  std::vector<std::shared_ptr<void>> graveyard_;
+  bool turnScheduled_ = false;
+  PathId lastPathId_ = 0;
+  uint32_t lastChannelId_ = 0;
+
+  std::mutex secretsMutex_;
+  std::vector<std::pair<KeyId, std::string>> secrets_; // by secretsMutex_
+
+  std::unique_ptr<Resolver> resolver_;
+  std::mutex stopMutex_;
+  bool stopped_ = false; // by stopMutex_
+  std::atomic<bool> ended_{false};
+  int groupsOpen_ = 0; // by the process's mutex
+  std::thread thread_;
+};
+
+} // namespace resilient

@@ -1,0 +1,133 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/signature.h"
+#include "base/status.h"
+#include "base/time.h"
+#include "base/traffic_class.h"
+#include "collectives/communicator.h"
+#include "collectives/task.h"
+
+namespace resilient {
+
+// The key-value store through which ranks find each other (c10d's Store, or a
+// map in tests). Calls may block for a network round trip, never for a key
+// that is missing.
+class KeyValue {
+ public:
+  virtual ~KeyValue() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  // The value, or false if there is none yet.
+  virtual bool tryGet(const std::string& key, std::string& value) = 0;
+  virtual int64_t add(const std::string& key, int64_t delta) = 0;
+  // Sets `desired` if the key does not exist; returns what is stored then.
+  virtual std::string setIfAbsent(
+      const std::string& key,
+      const std::string& desired) = 0;
+  // A client of its own: a thread that waits must not hold up the others.
+  virtual std::unique_ptr<KeyValue> clone() = 0;
+  // The address of the machine that serves the store, or empty: the route to
+  // it picks the interface to listen on.
+  virtual std::string serverHost() const = 0;
+};
+
+struct GroupConfig {
+  std::string name;
+  int rank = 0;
+  int size = 1;
+  // Rank in the default group of each member (for messages), or empty.
+  std::vector<uint64_t> globalRanks;
+  std::unique_ptr<KeyValue> store;
+  bool eagerConnect = false;
+};
+
+// A collective as the backend hands it over.
+struct CollectiveSpec {
+  OpSignature signature;
+  TrafficClass trafficClass = TrafficClass::kGradient;
+  Nanos timeout{};
+  // Makes the algorithm; called and run on the loop thread. What it captures
+  // lives until `done` has been called.
+  std::function<Task(Communicator&)> body;
+  // Called exactly once on the loop thread (or on the caller's, if the group
+  // is closed already): ok, or a Status whose message has the full context.
+  std::function<void(const Status&)> done;
+};
+
+// One point-to-point message. `tag` as in c10d.
+struct PointToPointSpec {
+  bool isSend = true;
+  int peer = 0; // group rank; -1 with isSend == false: from any source
+  uint64_t tag = 0;
+  OpSignature signature; // kind kSend, dtype and count of the tensor
+  TrafficClass trafficClass = TrafficClass::kActivation;
+  Nanos timeout{};
+  void* data = nullptr;
+  size_t bytes = 0;
+  // Once, as above. sourceRank: the peer (resolved for any source), or -1.
+  std::function<void(const Status&, int sourceRank)> done;
+};
+
+// The state of one peer for stats(); see the field names in docs/options.md.
+struct PathStats {
+  int slot = 0;
+  std::string state; // "up", "connecting", "down"
+  std::string localAddress, remoteAddress;
+  uint64_t bytesSent = 0, bytesReceived = 0;
+  uint64_t chunksSent = 0, chunksRetransmitted = 0;
+  double roundTripS = 0; // smoothed; 0 while unknown
+  double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
+  uint64_t reconnects = 0;
+  std::string lastError;
+};
+struct PeerStats {
+  int rank = -1; // in this group
+  std::string host;
+  std::string state; // "unconnected", "up", "suspect", "dead", "left"
+  uint64_t messagesSent = 0, messagesReceived = 0;
+  uint64_t bytesSent = 0, bytesReceived = 0;
+  double lastHeardSecondsAgo = -1; // -1: never
+  std::string lastError;
+  std::vector<PathStats> paths;
+};
+struct GroupStats {
+  std::string group;
+  int rank = 0, size = 1;
+  uint64_t collectives = 0;
+  uint64_t operationsPending = 0;
+  std::vector<PeerStats> peers;
+};
+
+// A group of ranks on the process's one engine. Thread-safe: every method may
+// be called from any thread, and none blocks but shutdown() and stats().
+class Group {
+ public:
+  virtual ~Group() = default;
+  // Collectives of a group get their sequence number here, in call order.
+  // Returns that number.
+  virtual uint64_t submit(CollectiveSpec spec) = 0;
+  virtual void submit(PointToPointSpec spec) = 0;
+  virtual uint64_t sequence() const = 0; // of the last collective
+  virtual void setSequence(uint64_t sequence) = 0;
+  // Pending and later operations fail with kAborted; members are told.
+  virtual void abort(const std::string& reason) = 0;
+  // Waits (at most `linger`) until peers have what was sent, then leaves.
+  // Pending operations fail. Idempotent.
+  virtual void shutdown(Nanos linger) = 0;
+  virtual GroupStats stats() = 0;
+};
+
+// Joins a group; starts the process's engine with the first one and stops it
+// with the last. Publishes this rank's address in the store. Throws
+// StatusError.
+std::shared_ptr<Group> joinGroup(GroupConfig config);
+
+// Recent operations of this process as text, newest last (flight recorder).
+std::string dumpRecentOperations();
+
+} // namespace resilient

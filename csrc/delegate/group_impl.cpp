@@ -1,0 +1,626 @@
+#include "delegate/group_impl.h"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+
+#include "base/log.h"
+#include "base/random.h"
+#include "delegate/collective_run.h"
+#include "delegate/point_to_point_run.h"
+#include "delegate/resolver.h"
+
+namespace resilient {
+namespace {
+
+constexpr size_t kSecretBytes = 32;
+
+std::string toHex(const uint8_t* data, size_t n) {
+  static constexpr char kDigits[] = "0123456789abcdef";
+  std::string s;
+  for (size_t i = 0; i < n; ++i) {
+    s += kDigits[data[i] >> 4];
+    s += kDigits[data[i] & 15];
+  }
+  return s;
+}
+
+std::string randomHex(size_t bytes) {
+  std::vector<uint8_t> raw(bytes);
+  fillRandom(raw.data(), raw.size());
+  return toHex(raw.data(), raw.size());
+}
+
+} // namespace
+
+std::shared_ptr<Group> joinGroup(GroupConfig config) {
+  const int64_t global = config.globalRanks.empty()
+      ? config.rank
+      : static_cast<int64_t>(
+            config.globalRanks[static_cast<size_t>(config.rank)]);
+  auto engine =
+      Engine::acquire(*config.store, static_cast<int32_t>(global));
+  std::shared_ptr<GroupImpl> group;
+  try {
+    group = std::make_shared<GroupImpl>(std::move(config), engine);
+    group->join();
+  } catch (...) {
+    if (!group) {
+      Engine::release(engine, Nanos(0));
+    }
+    throw;
+  }
+  return group;
+}
+
+GroupImpl::GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine)
+    : name_(config.name),
+      rank_(config.rank),
+      engine_(std::move(engine)),
+      eagerConnect_(config.eagerConnect || engine_->options().eager_connect),
+      store_(std::move(config.store)),
+      members_(static_cast<size_t>(config.size)) {
+  for (size_t r = 0; r < members_.size(); ++r) {
+    members_[r].globalRank = config.globalRanks.empty()
+        ? static_cast<int64_t>(r)
+        : static_cast<int64_t>(config.globalRanks[r]);
+  }
+}
+
+GroupImpl::~GroupImpl() {
+  if (!Engine::inForkedChild()) {
+    shutdown(Nanos(0));
+  }
+}
+
+std::string GroupImpl::key(const char* what, int rank) const {
+  return std::string("resilient/") + what + '/' +
+      std::to_string(generation_) + '/' + std::to_string(rank);
+}
+
+// What the ranks tell each other through the store:
+//   resilient/generation/<rank>   how often this rank has joined this group;
+//                                 a group made again on the same store must
+//                                 not read what the last one left
+//   resilient/job/<generation>/0  a number for the group, and the secret
+//                                 unless one is given by option
+//   resilient/at/<generation>/<rank>  PeerAddress
+void GroupImpl::join() {
+  generation_ =
+      store_->add("resilient/generation/" + std::to_string(rank_), 1);
+  const std::string& given = engine_->options().secret;
+  std::string job = randomHex(8);
+  if (given.empty()) {
+    job += ' ' + randomHex(kSecretBytes);
+  }
+  job = store_->setIfAbsent(key("job", 0), job);
+  const auto parsed =
+      std::from_chars(job.data(), job.data() + std::min<size_t>(16, job.size()), id_, 16);
+  if (parsed.ec != std::errc() || parsed.ptr != job.data() + 16 ||
+      job.size() != (given.empty() ? 17 + 2 * kSecretBytes : 16)) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "group " + name_ + ": the store holds \"" +
+            std::to_string(job.size()) +
+            " bytes\" as its key that this rank cannot use. Either all ranks "
+            "are given TORCH_RESILIENT_SECRET (or _SECRET_FILE) or none"));
+  }
+  secret_ = given.empty() ? job.substr(17) : given;
+  engine_->addSecret(secret_);
+  resolverStore_ = store_->clone();
+  std::weak_ptr<GroupImpl> weak = weak_from_this();
+  const bool there = engine_->callInLoop([this] {
+    engine_->registerGroup(id_, this);
+    for (const Notice& n : engine_->takeEarlyNotices(id_)) {
+      onNotice(n);
+    }
+  });
+  if (!there) {
+    throw StatusError(
+        Status(StatusCode::kAborted, "the engine is being shut down"));
+  }
+  store_->set(key("at", rank_), engine_->self().toString());
+  if (eagerConnect_) {
+    engine_->loop().post([weak] {
+      if (auto self = weak.lock()) {
+        for (int r = 0; r < self->size(); ++r) {
+          if (r != self->rank_) {
+            self->seek(r);
+          }
+        }
+      }
+    });
+  }
+}
+
+// --- any thread
+
+uint64_t GroupImpl::submit(CollectiveSpec spec) {
+  auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
+  uint64_t sequence = 0;
+  bool posted = false;
+  {
+    std::lock_guard lock(mutex_);
+    sequence = ++sequence_;
+    FlightRecorder::Entry entry;
+    entry.group = name_;
+    entry.signature = shared->signature;
+    entry.sequence = sequence;
+    entry.bytes =
+        shared->signature.count * dtypeBytes(shared->signature.dtype);
+    const uint64_t id = engine_->recorder().begin(std::move(entry));
+    if (!closed_) {
+      posted = engine_->loop().post([self = shared_from_this(),
+                                     shared,
+                                     sequence,
+                                     id] {
+        self->start(std::make_shared<CollectiveRun>(
+            *self, sequence, std::move(*shared), id));
+      });
+    }
+  }
+  if (!posted) {
+    shared->done(Status(
+        StatusCode::kAborted,
+        "group " + name_ + " was destroyed or aborted: no further "
+        "operations on it"));
+  }
+  return sequence;
+}
+
+void GroupImpl::submit(PointToPointSpec spec) {
+  auto shared = std::make_shared<PointToPointSpec>(std::move(spec));
+  bool posted = false;
+  {
+    std::lock_guard lock(mutex_);
+    FlightRecorder::Entry entry;
+    entry.group = name_;
+    entry.signature = shared->signature;
+    entry.isSend = shared->isSend;
+    entry.peer = shared->peer;
+    entry.tag = shared->tag;
+    entry.bytes = shared->bytes;
+    const uint64_t id = engine_->recorder().begin(std::move(entry));
+    if (!closed_) {
+      posted = engine_->loop().post([self = shared_from_this(), shared, id] {
+        self->start(std::make_shared<PointToPointRun>(
+            *self,
+            ++self->lastPointToPoint_,
+            std::move(*shared),
+            id,
+            self->engine_->loop().now()));
+      });
+    }
+  }
+  if (!posted) {
+    shared->done(
+        Status(
+            StatusCode::kAborted,
+            "group " + name_ + " was destroyed or aborted: no further "
+            "operations on it"),
+        -1);
+  }
+}
+
+uint64_t GroupImpl::sequence() const {
+  std::lock_guard lock(mutex_);
+  return sequence_;
+}
+
+void GroupImpl::setSequence(uint64_t sequence) {
+  std::lock_guard lock(mutex_);
+  sequence_ = sequence;
+}
+
+void GroupImpl::abort(const std::string& reason) {
+  engine_->callInLoop([&] {
+    const Status status(
+        StatusCode::kAborted,
+        "rank " + std::to_string(rank_) + " aborted the group: " + reason);
+    Notice notice;
+    notice.group = id_;
+    notice.sequence = Notice::kWholeGroup;
+    notice.code = StatusCode::kAborted;
+    notice.reporter = rank_;
+    notice.culprit = rank_;
+    notice.text = status.message();
+    failure_ = status;
+    tell(notice);
+    failAll(status);
+  });
+}
+
+void GroupImpl::shutdown(Nanos linger) {
+  {
+    std::lock_guard lock(mutex_);
+    if (closed_) {
+      return;
+    }
+    closed_ = true;
+  }
+  const auto deadline = std::chrono::steady_clock::now() + linger;
+  if (id_ != 0) { // else it never joined
+    engine_->callInLoop([this] {
+      failAll(Status(StatusCode::kAborted, "the group was destroyed"));
+    });
+    engine_->waitUntil(deadline, [this] { return drained(); });
+    engine_->callInLoop([this] {
+      failAll(Status(StatusCode::kAborted, "the group was destroyed"));
+      engine_->unregisterGroup(id_);
+    });
+    engine_->resolver().forget(resolverStore_);
+  }
+  Engine::release(
+      engine_,
+      std::max<Nanos>(
+          deadline - std::chrono::steady_clock::now(), Nanos(0)));
+}
+
+GroupStats GroupImpl::stats() {
+  GroupStats stats;
+  stats.group = name_;
+  stats.rank = rank_;
+  stats.size = size();
+  stats.collectives = sequence();
+  engine_->callInLoop([&] {
+    stats.operationsPending = collectives_.size() + pointToPoints_.size();
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank_) {
+        continue;
+      }
+      PeerStats& p = stats.peers.emplace_back();
+      p.rank = r;
+      p.state = "unconnected";
+      if (const PeerLink* link = members_[static_cast<size_t>(r)].link) {
+        link->fillStats(p);
+      }
+    }
+  });
+  return stats;
+}
+
+// --- members
+
+std::string GroupImpl::groupText() const {
+  return name_.empty() ? std::string() : " of group " + name_;
+}
+
+std::string GroupImpl::describe(int rank) const {
+  const Member& m = members_[static_cast<size_t>(rank)];
+  std::string s = "rank " + std::to_string(rank);
+  if (m.link != nullptr && m.link->address()) {
+    const PeerAddress& a = *m.link->address();
+    s += " (host " + a.hostName + ", pid " + std::to_string(a.pid);
+    if (!a.addresses.empty()) {
+      s += ", " + a.addresses.front().toString();
+    }
+    s += m.globalRank != rank
+        ? ", global rank " + std::to_string(m.globalRank) + ')'
+        : ")";
+  }
+  return s;
+}
+
+std::string GroupImpl::pathSummary(int rank) const {
+  const Member& m = members_[static_cast<size_t>(rank)];
+  return "rank " + std::to_string(rank) + ": " +
+      (m.link == nullptr ? "address unknown" : m.link->pathSummary());
+}
+
+int GroupImpl::rankOf(const Channel& channel) const {
+  for (int r = 0; r < size(); ++r) {
+    PeerLink* link = members_[static_cast<size_t>(r)].link;
+    if (link != nullptr && &link->channel() == &channel) {
+      return r;
+    }
+  }
+  // A message came before we looked for its sender: any source. Then the
+  // header's own word must do.
+  return -1;
+}
+
+void GroupImpl::seek(int rank) {
+  Member& m = members_[static_cast<size_t>(rank)];
+  if (m.seeking || m.link != nullptr) {
+    return;
+  }
+  m.seeking = true;
+  std::weak_ptr<GroupImpl> weak = weak_from_this();
+  // The loop, not the group, must outlive the seeking.
+  std::shared_ptr<Engine> engine = engine_;
+  engine_->resolver().seek(
+      resolverStore_,
+      key("at", rank),
+      [weak, engine, rank](const std::string& text) {
+        engine->loop().post([weak, rank, text] {
+          if (auto self = weak.lock()) {
+            self->resolved(rank, text);
+          }
+        });
+      });
+}
+
+void GroupImpl::resolved(int rank, const std::string& text) {
+  Member& m = members_[static_cast<size_t>(rank)];
+  PeerAddress address;
+  const Status status = PeerAddress::parse(text, address);
+  if (!status.ok() || address.uid == engine_->self().uid) {
+    logMessage(
+        LogLevel::kError,
+        "group " + name_ + ": the store gives no usable address for rank " +
+            std::to_string(rank) + ": " + status.message());
+    return; // operations with it end by their time-outs
+  }
+  m.link = &engine_->link(address.uid);
+  m.link->setAddress(
+      address, secret_, static_cast<int32_t>(m.globalRank));
+  if (eagerConnect_ && !m.eager) {
+    m.eager = true;
+    m.link->addInterest();
+  }
+  const std::vector<Record*> waiting = std::move(m.waiting);
+  m.waiting.clear();
+  for (Record* record : waiting) {
+    record->post(*m.link);
+  }
+}
+
+void GroupImpl::postWhenKnown(Record& record) {
+  Member& m = members_[static_cast<size_t>(record.peer())];
+  if (m.link != nullptr) {
+    record.post(*m.link);
+    return;
+  }
+  m.waiting.push_back(&record);
+  seek(record.peer());
+}
+
+void GroupImpl::forgetWaiting(Record& record) {
+  if (record.peer() >= 0) {
+    std::erase(members_[static_cast<size_t>(record.peer())].waiting, &record);
+  }
+}
+
+bool GroupImpl::drained() const {
+  return std::all_of(members_.begin(), members_.end(), [](const Member& m) {
+    return m.link == nullptr || !m.link->usable() ||
+        m.link->channel().drained();
+  });
+}
+
+// --- operations
+
+void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
+  lastStarted_ = std::max(lastStarted_, run->sequence());
+  lastSignature_ = run->spec().signature;
+  collectives_.emplace(run->sequence(), run);
+  run->start();
+}
+
+void GroupImpl::start(std::shared_ptr<PointToPointRun> run) {
+  pointToPoints_.emplace(run->id(), run);
+  run->start();
+  if (!failure_.ok()) {
+    run->fail(failure_);
+  }
+}
+
+std::optional<Status> GroupImpl::earlyFailure(uint64_t sequence) {
+  if (!failure_.ok()) {
+    return failure_;
+  }
+  auto found = earlyFailures_.find(sequence);
+  if (found == earlyFailures_.end()) {
+    return std::nullopt;
+  }
+  Status status = found->second;
+  earlyFailures_.erase(found);
+  return status;
+}
+
+void GroupImpl::finished(
+    CollectiveRun& run,
+    const Status& status,
+    int culprit,
+    bool tellOthers) {
+  engine_->mailbox().end(id_, run.sequence(), status);
+  engine_->recorder().end(
+      run.recordId(),
+      engine_->loop().now() - run.startedAt(),
+      status.message());
+  auto found = collectives_.find(run.sequence());
+  if (found != collectives_.end()) {
+    engine_->destroyLater(std::move(found->second));
+    collectives_.erase(found);
+  }
+  if (!status.ok() && tellOthers) {
+    Notice notice;
+    notice.group = id_;
+    notice.sequence = run.sequence();
+    notice.code = status.code();
+    notice.reporter = rank_;
+    notice.culprit = culprit;
+    notice.text = status.message();
+    tell(notice);
+  }
+  const auto done = std::move(run.spec().done);
+  done(status);
+}
+
+void GroupImpl::finished(
+    PointToPointRun& run,
+    const Status& status,
+    int sourceRank) {
+  engine_->recorder().end(
+      run.recordId(),
+      engine_->loop().now() - run.startedAt(),
+      status.message());
+  const auto done = std::move(run.spec().done);
+  auto found = pointToPoints_.find(run.id());
+  if (found != pointToPoints_.end()) {
+    engine_->destroyLater(std::move(found->second));
+    pointToPoints_.erase(found);
+  }
+  done(status, sourceRank);
+}
+
+void GroupImpl::failAll(const Status& status) {
+  while (!collectives_.empty()) {
+    const std::shared_ptr<CollectiveRun> run = collectives_.begin()->second;
+    run->fail(status, /*tellOthers=*/false);
+    if (collectives_.contains(run->sequence())) {
+      break; // it catches errors and goes on; it ends in its own time
+    }
+  }
+  while (!pointToPoints_.empty()) {
+    const std::shared_ptr<PointToPointRun> run =
+        pointToPoints_.begin()->second;
+    run->fail(status);
+  }
+}
+
+// --- news from and for the others
+
+void GroupImpl::tell(const Notice& notice) {
+  const std::vector<std::byte> payload = encode(notice);
+  for (size_t r = 0; r < members_.size(); ++r) {
+    PeerLink* link = members_[r].link;
+    if (static_cast<int>(r) != notice.culprit && link != nullptr &&
+        link->usable()) {
+      link->channel().sendControl(payload);
+    }
+  }
+}
+
+void GroupImpl::onNotice(const Notice& notice) {
+  // A path is in the middle of reading: act from the top of the loop.
+  engine_->loop().post([weak = weak_from_this(), notice] {
+    if (auto self = weak.lock()) {
+      self->act(notice);
+    }
+  });
+}
+
+void GroupImpl::act(const Notice& notice) {
+  const Status status(
+      notice.code,
+      "rank " + std::to_string(notice.reporter) + " reports: " + notice.text);
+  if (notice.sequence == Notice::kWholeGroup) {
+    if (failure_.ok()) {
+      failure_ = status;
+      failAll(status);
+    }
+    return;
+  }
+  auto found = collectives_.find(notice.sequence);
+  if (found != collectives_.end()) {
+    const std::shared_ptr<CollectiveRun> run = found->second;
+    run->fail(status, /*tellOthers=*/false);
+  } else if (notice.sequence > lastStarted_) {
+    earlyFailures_.emplace(notice.sequence, status);
+    // Collectives that far apart are not waited for by anyone.
+    if (earlyFailures_.size() > kEarlyFailuresMax) {
+      earlyFailures_.erase(earlyFailures_.begin());
+    }
+  }
+}
+
+void GroupImpl::onMismatch(
+    uint64_t sequence,
+    const OpSignature& local,
+    const FrameHeader& remote) {
+  const Status status(
+      StatusCode::kMismatch,
+      "rank " + std::to_string(remote.sourceRank) + " called " +
+          remote.signature.toString() + " where rank " +
+          std::to_string(rank_) + " called " + local.toString() +
+          ". All ranks must call the same operations in the same order with "
+          "the same shapes and types");
+  auto found = collectives_.find(sequence);
+  if (found != collectives_.end()) {
+    const std::shared_ptr<CollectiveRun> run = found->second;
+    run->fail(status, /*tellOthers=*/true);
+    return;
+  }
+  // It has ended here already, so the results of one of us are wrong.
+  logMessage(LogLevel::kError, "group " + name_ + ": " + status.message());
+  Notice notice;
+  notice.group = id_;
+  notice.sequence = Notice::kWholeGroup;
+  notice.code = StatusCode::kMismatch;
+  notice.reporter = rank_;
+  notice.text = "collective #" + std::to_string(sequence) + ": " +
+      status.message();
+  tell(notice);
+  if (failure_.ok()) {
+    failure_ = Status(StatusCode::kMismatch, notice.text);
+    failAll(failure_);
+  }
+}
+
+void GroupImpl::query(int rank) {
+  Query query;
+  query.group = id_;
+  query.asker = rank_;
+  const std::vector<std::byte> payload = encode(query);
+  for (int r = 0; r < size(); ++r) {
+    if (r == rank_ || (rank >= 0 && r != rank)) {
+      continue;
+    }
+    PeerLink* link = members_[static_cast<size_t>(r)].link;
+    if (link == nullptr) {
+      seek(r);
+    } else if (link->usable()) {
+      link->channel().sendControl(payload);
+      if (link->state() == PeerLink::State::kUnconnected) {
+        // Connects, and so finds out whether it is there.
+        link->addInterest();
+        link->dropInterest();
+      }
+    }
+  }
+}
+
+Report GroupImpl::report() const {
+  Report r;
+  r.group = id_;
+  r.reporter = rank_;
+  r.lastSequence = lastStarted_;
+  r.signature = lastSignature_;
+  if (!collectives_.empty()) {
+    const CollectiveRun& run = *collectives_.begin()->second;
+    r.running = true;
+    r.runningSequence = run.sequence();
+    r.signature = run.spec().signature;
+    r.waitingFor = run.waitingFor();
+    r.silentNanos = -1;
+    if (r.waitingFor >= 0) {
+      const PeerLink* link =
+          members_[static_cast<size_t>(r.waitingFor)].link;
+      if (const auto heard = link ? link->heardAt() : std::nullopt) {
+        r.silentNanos = (engine_->loop().now() - *heard).count();
+      }
+    }
+  }
+  size_t listed = 0;
+  for (const auto& [id, run] : pointToPoints_) {
+    if (listed++ == kListedInReport) {
+      r.pending += " and " +
+          std::to_string(pointToPoints_.size() - kListedInReport) + " more";
+      break;
+    }
+    r.pending += (listed == 1 ? "" : "; ") + run->describe();
+  }
+  return r;
+}
+
+void GroupImpl::onReport(const Report& report) {
+  if (report.reporter < 0 || report.reporter >= size()) {
+    return;
+  }
+  Member& m = members_[static_cast<size_t>(report.reporter)];
+  m.report = report;
+  m.reportAt = engine_->loop().now();
+}
+
+} // namespace resilient

@@ -1,0 +1,139 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "delegate/engine.h"
+#include "delegate/group.h"
+#include "delegate/record.h"
+
+namespace resilient {
+
+class CollectiveRun;
+class PointToPointRun;
+
+// A group of ranks on the engine: who they are, and what is pending among
+// them. Collectives run as coroutines (collective_run.h), point-to-point
+// operations as single messages (point_to_point_run.h).
+//
+// Thread: methods of Group from any thread; all others on the loop thread.
+class GroupImpl final : public Group,
+                        public std::enable_shared_from_this<GroupImpl> {
+ public:
+  GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine);
+  ~GroupImpl() override;
+  void join(); // once, after construction
+
+  uint64_t submit(CollectiveSpec spec) override;
+  void submit(PointToPointSpec spec) override;
+  uint64_t sequence() const override;
+  void setSequence(uint64_t sequence) override;
+  void abort(const std::string& reason) override;
+  void shutdown(Nanos linger) override;
+  GroupStats stats() override;
+
+  // --- for operations
+  Engine& engine() {
+    return *engine_;
+  }
+  uint64_t id() const {
+    return id_;
+  }
+  const std::string& name() const {
+    return name_;
+  }
+  int rank() const {
+    return rank_;
+  }
+  int size() const {
+    return static_cast<int>(members_.size());
+  }
+  // Calls record.post(link) as soon as the peer is known.
+  void postWhenKnown(Record& record);
+  void forgetWaiting(Record& record);
+  std::string describe(int rank) const; // "rank 2 (host node7, pid 42, ...)"
+  std::string groupText() const; // "" for the default group, or " of group g"
+  // Asks `rank` (or all, -1) what they are doing, for a time-out to come.
+  void query(int rank);
+  // What is known of why `rank` does not answer, as a sentence.
+  std::string silence(int rank) const;
+  // The rank that holds up collective `sequence`, as far as the reports tell,
+  // and why.
+  std::pair<int, std::string> blame(uint64_t sequence, int waitingFor) const;
+  std::string pathSummary(int rank) const;
+  int rankOf(const Channel& channel) const; // or -1
+  void finished(
+      CollectiveRun& run,
+      const Status& status,
+      int culprit,
+      bool tellOthers);
+  void finished(PointToPointRun& run, const Status& status, int sourceRank);
+  // What was said of this sequence before it began here.
+  std::optional<Status> earlyFailure(uint64_t sequence);
+
+  // --- from the engine
+  void onNotice(const Notice& notice);
+  void onMismatch(
+      uint64_t sequence,
+      const OpSignature& local,
+      const FrameHeader& remote);
+  void onReport(const Report& report);
+  Report report() const;
+
+ private:
+  struct Member {
+    PeerLink* link = nullptr;
+    bool seeking = false;
+    int64_t globalRank = 0;
+    std::vector<Record*> waiting; // for the link
+    bool eager = false; // holds interest in the link for eager connect
+    std::optional<Report> report;
+    TimePoint reportAt{};
+  };
+  // A report older than this says nothing about now.
+  static constexpr Nanos kFreshReport = std::chrono::milliseconds(1500);
+  static constexpr size_t kEarlyFailuresMax = 256;
+  static constexpr size_t kListedInReport = 8;
+
+  void resolved(int rank, const std::string& text);
+  void seek(int rank);
+  void start(std::shared_ptr<CollectiveRun> run);
+  void start(std::shared_ptr<PointToPointRun> run);
+  void failAll(const Status& status);
+  void act(const Notice& notice);
+  void tell(const Notice& notice);
+  std::string key(const char* what, int rank) const;
+  bool drained() const;
+
+  const std::string name_;
+  const int rank_;
+  const std::shared_ptr<Engine> engine_;
+  const bool eagerConnect_;
+  std::shared_ptr<KeyValue> store_; // for joinGroup's thread
+  std::shared_ptr<KeyValue> resolverStore_; // for the resolver's
+  uint64_t id_ = 0;
+  int64_t generation_ = 0;
+  std::string secret_;
+
+  mutable std::mutex mutex_;
+  uint64_t sequence_ = 0; // by mutex_
+  bool closed_ = false; // by mutex_
+
+  // Loop thread only.
+  std::vector<Member> members_;
+  std::map<uint64_t, std::shared_ptr<CollectiveRun>> collectives_;
+  std::map<uint64_t, std::shared_ptr<PointToPointRun>> pointToPoints_;
+  uint64_t lastPointToPoint_ = 0;
+  uint64_t lastStarted_ = 0;
+  OpSignature lastSignature_;
+  Status failure_; // of the group as a whole
+  std::map<uint64_t, Status> earlyFailures_; // by sequence
+};
+
+} // namespace resilient

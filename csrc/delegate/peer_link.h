@@ -1,0 +1,161 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "channel/channel.h"
+#include "delegate/group.h"
+#include "transport/address.h"
+#include "transport/handshake.h"
+#include "transport/tcp_path.h"
+
+namespace resilient {
+
+class Engine;
+
+// Everything about one remote process: its channel, the connections that
+// carry it, and their health. Makes connections, makes them again when they
+// break, gives up ones that stall, and decides when the process itself is
+// gone.
+//
+// Who connects: whoever needs the peer first. If both try at once for one
+// slot, the process with the smaller uid wins; the other's attempt is refused
+// with kDuplicateSlot.
+//
+// Thread: loop thread. Lifetime: owned by the Engine until it stops.
+class PeerLink final : public ChannelHost, public TcpPathOwner {
+ public:
+  enum class State { kUnconnected, kUp, kDead, kLeft };
+
+  PeerLink(Engine& engine, Uid uid, uint32_t channelId);
+  ~PeerLink() override;
+
+  const Uid& uid() const {
+    return uid_;
+  }
+  Channel& channel() {
+    return channel_;
+  }
+  State state() const {
+    return state_;
+  }
+  // Anything but kDead and kLeft: it may work, now or later.
+  bool usable() const {
+    return state_ == State::kUnconnected || state_ == State::kUp;
+  }
+  const Status& closedBecause() const {
+    return closedBecause_;
+  }
+  const std::optional<PeerAddress>& address() const {
+    return address_;
+  }
+  // "rank 3 (host node7, pid 4242, 10.0.0.7:29511)"
+  std::string describe() const;
+  // Last time that any byte came from it; nothing: never.
+  std::optional<TimePoint> heardAt() const;
+  // "connection refused (2 of 4 paths up)": the state in a few words.
+  std::string pathSummary() const;
+
+  // Where it is and how to prove that we belong to its job. `globalRank` may
+  // be -1 if unknown.
+  void setAddress(
+      const PeerAddress& address,
+      const std::string& secret,
+      int32_t globalRank);
+  bool hasAddress() const {
+    return address_.has_value();
+  }
+  // Some operation needs this peer: connect, and watch over the connections
+  // until dropInterest().
+  void addInterest();
+  void dropInterest();
+
+  // From the listener: may this caller have the slot? And: it has come.
+  HelloCode decide(const HelloInfo& hello);
+  void onIncoming(const HelloInfo& hello, FileDescriptor fd);
+  void onIncomingLost(const HelloInfo& hello);
+
+  // Moves frames from the channel to the paths; the engine calls it once per
+  // turn for links that have something.
+  void pump();
+  void armChannelTimer();
+  // The peer is gone (or we are): everything pending fails with `why`.
+  void close(State state, const Status& why);
+  // Faults have changed: paths look again.
+  void faultsChanged();
+
+  void fillStats(PeerStats& stats) const;
+
+  // ChannelHost
+  void channelReady(Channel& channel) override;
+  void onControl(
+      Channel& channel,
+      std::span<const std::byte> payload) override;
+  void onBye(Channel& channel) override;
+  // TcpPathOwner
+  void onPathClosed(TcpPath& path, const Status& why) override;
+  void onPathWritable(TcpPath& path) override;
+
+  bool dirty = false; // in the engine's list of links to pump
+
+ private:
+  struct Slot {
+    std::unique_ptr<PathFaults> faults; // outlives the slot's connections
+    std::unique_ptr<TcpPath> path;
+    std::unique_ptr<OutgoingHandshake> attempt;
+    TimePoint attemptAt{};
+    TimePoint reservedUntil{}; // for a caller that was let in
+    TimerId retryTimer = 0;
+    int failures = 0; // in a row
+    uint64_t connections = 0; // that were made, in all
+    Status lastError;
+    // Health: what was seen last, and since when it has not changed.
+    uint64_t progress = 0;
+    TimePoint progressAt{};
+    TimePoint pingAt = kNever; // unanswered ping since
+    bool suspect = false;
+    PathCounters past; // of connections that are closed
+  };
+
+  Slot& slotOf(const TcpPath& path);
+  size_t livePaths() const;
+  bool preferredInitiator() const;
+  void ensureSlots(size_t count);
+  void connect(size_t slot);
+  void onAttempt(size_t slot, OutgoingResult result);
+  void retryLater(size_t slot, Nanos delay);
+  void install(size_t slot, FileDescriptor fd, uint64_t eagerBudget);
+  void countRefusal();
+  void checkNeverConnected();
+  void armHealthTimer();
+  void onHealthTimer();
+  void checkPath(size_t slot, TimePoint now);
+  bool othersProgress(size_t slot, TimePoint now) const;
+  Nanos stallLimit(const TcpPath& path) const;
+
+  Engine& engine_;
+  const Uid uid_;
+  Channel channel_;
+  State state_ = State::kUnconnected;
+  Status closedBecause_;
+  std::optional<PeerAddress> address_;
+  std::string secret_;
+  int32_t globalRank_ = -1;
+  std::vector<Slot> slots_;
+  size_t nextSlot_ = 0; // round robin of pump()
+  int interest_ = 0;
+  TimePoint neededSince_ = kNever; // interest, and never connected
+  std::optional<TimePoint> heardAt_; // on paths that are closed now
+  // Refusals in a row while no path is up: see countRefusal().
+  int refusals_ = 0;
+  TimePoint firstRefusal_{};
+  TimerId healthTimer_ = 0;
+  TimerId channelTimer_ = 0;
+  TimePoint channelTimerAt_ = kNever;
+};
+
+} // namespace resilient

@@ -1,0 +1,129 @@
+#include "delegate/point_to_point_run.h"
+
+#include "delegate/diagnosis.h"
+#include "delegate/group_impl.h"
+
+namespace resilient {
+
+PointToPointRun::PointToPointRun(
+    GroupImpl& group,
+    uint64_t id,
+    PointToPointSpec spec,
+    uint64_t recordId,
+    TimePoint startedAt)
+    : group_(group),
+      id_(id),
+      spec_(std::move(spec)),
+      recordId_(recordId),
+      startedAt_(startedAt) {}
+
+PointToPointRun::~PointToPointRun() {
+  group_.engine().loop().cancel(timer_);
+}
+
+std::string PointToPointRun::target() const {
+  return spec_.peer < 0 ? std::string("any rank")
+                        : "rank " + std::to_string(spec_.peer);
+}
+
+std::string PointToPointRun::describe() const {
+  return std::string(spec_.isSend ? "send of " : "recv of ") +
+      dtypeName(spec_.signature.dtype) + '[' +
+      std::to_string(spec_.signature.count) + ']' +
+      (spec_.isSend ? " to " : " from ") + target() + ", tag " +
+      std::to_string(spec_.tag) + group_.groupText();
+}
+
+void PointToPointRun::start() {
+  armDeadline();
+  const OpSignature& signature = spec_.signature;
+  if (spec_.isSend) {
+    send_.emplace(group_, spec_.peer, [this](const Status& status) {
+      end(status, -1);
+    });
+    SendOp& op = send_->op();
+    op.key = {group_.id(), spec_.tag, 0};
+    op.numberByChannel = true;
+    op.signature = signature;
+    op.trafficClass = spec_.trafficClass;
+    op.sourceRank = group_.rank();
+    op.data = static_cast<const std::byte*>(spec_.data);
+    op.bytes = spec_.bytes;
+    group_.postWhenKnown(*send_);
+    return;
+  }
+  recv_.emplace(group_, spec_.peer, [this](const Status& status) {
+    Channel* source = recv_->op().matchedSource;
+    end(status, source != nullptr ? group_.rankOf(*source) : spec_.peer);
+  });
+  RecvOp& op = recv_->op();
+  op.key = {group_.id(), spec_.tag, 0};
+  op.ordered = true;
+  op.signature = signature;
+  op.data = static_cast<std::byte*>(spec_.data);
+  op.bytes = spec_.bytes;
+  if (spec_.peer < 0) {
+    recv_->postAny();
+  } else {
+    group_.postWhenKnown(*recv_);
+  }
+}
+
+void PointToPointRun::armDeadline() {
+  const Nanos ahead = asked_ ? Nanos(0) : askAhead(spec_.timeout);
+  EventLoop& loop = group_.engine().loop();
+  timer_ = loop.at(startedAt_ + spec_.timeout - ahead, [this] {
+    timer_ = 0;
+    onDeadline();
+  });
+}
+
+void PointToPointRun::onDeadline() {
+  if (!asked_) {
+    asked_ = true;
+    group_.query(spec_.peer);
+    armDeadline();
+    return;
+  }
+  const std::string why = spec_.peer < 0
+      ? std::string("no rank sent a message with this tag")
+      : group_.silence(spec_.peer);
+  fail(Status(
+      StatusCode::kTimeout,
+      "Timed out after " + secondsText(spec_.timeout) + ": " + why));
+}
+
+void PointToPointRun::fail(const Status& status) {
+  if (over_) {
+    return;
+  }
+  if (send_) {
+    send_->withdraw(status.message());
+  }
+  if (recv_) {
+    recv_->withdraw(status.message());
+  }
+  end(status, -1);
+}
+
+void PointToPointRun::end(const Status& cause, int sourceRank) {
+  over_ = true;
+  group_.engine().loop().cancel(timer_);
+  timer_ = 0;
+  Status status = cause;
+  if (!cause.ok()) {
+    status = Status(
+        cause.code(),
+        describe() + " failed on rank " + std::to_string(group_.rank()) +
+            ": " + cause.message() + " [" + std::to_string(spec_.bytes) +
+            " bytes, " +
+            secondsText(group_.engine().loop().now() - startedAt_) +
+            " elapsed" +
+            (spec_.peer >= 0 ? ", " + group_.pathSummary(spec_.peer)
+                             : std::string()) +
+            ']');
+  }
+  group_.finished(*this, status, sourceRank);
+}
+
+} // namespace resilient

@@ -1,0 +1,53 @@
+#include "delegate/record.h"
+
+#include "delegate/group_impl.h"
+
+namespace resilient {
+
+void Record::withdraw(const std::string& reason) {
+  if (state_ == State::kWaiting) {
+    group_.forgetWaiting(*this);
+  } else if (state_ == State::kPosted) {
+    onWithdraw(reason);
+  }
+  over();
+}
+
+void SendRecord::onPost(PeerLink& link) {
+  link.channel().send(this, group_.engine().loop().now());
+}
+
+void SendRecord::onWithdraw(const std::string& reason) {
+  link()->channel().cancelSend(this, reason, group_.engine().loop().now());
+}
+
+void SendRecord::finished(const Status& status) {
+  over();
+  // `done` may destroy this record, and with it the function.
+  const RecordDone done = std::move(done_);
+  done(status);
+}
+
+void RecvRecord::onPost(PeerLink& link) {
+  source = &link.channel();
+  group_.engine().mailbox().post(this);
+}
+
+void RecvRecord::postAny() {
+  group_.forgetWaiting(*this);
+  state_ = State::kPosted;
+  source = nullptr;
+  group_.engine().mailbox().post(this);
+}
+
+void RecvRecord::onWithdraw(const std::string& reason) {
+  group_.engine().mailbox().cancel(this, reason);
+}
+
+void RecvRecord::finished(const Status& status) {
+  over();
+  const RecordDone done = std::move(done_);
+  done(status);
+}
+
+} // namespace resilient

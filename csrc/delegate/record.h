@@ -1,0 +1,103 @@
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "channel/operation.h"
+#include "delegate/peer_link.h"
+
+namespace resilient {
+
+class GroupImpl;
+
+// One message of an operation between being asked for and being over. It may
+// first have to wait until the peer's address is known.
+//
+// Thread: loop thread.
+class Record {
+ public:
+  enum class State { kWaiting, kPosted, kOver };
+
+  Record(GroupImpl& group, int peer) : group_(group), peer_(peer) {}
+  Record(const Record&) = delete;
+  Record& operator=(const Record&) = delete;
+  virtual ~Record() = default;
+
+  int peer() const {
+    return peer_;
+  }
+  PeerLink* link() const {
+    return link_;
+  }
+  // The peer is known: hand the message to the core.
+  void post(PeerLink& link) {
+    state_ = State::kPosted;
+    link_ = &link;
+    link.addInterest();
+    onPost(link);
+  }
+  // The core must not touch the memory any more, nor call back.
+  void withdraw(const std::string& reason);
+
+ protected:
+  virtual void onPost(PeerLink& link) = 0;
+  virtual void onWithdraw(const std::string& reason) = 0;
+  // The core is done with it.
+  void over() {
+    if (state_ == State::kPosted && link_ != nullptr) {
+      link_->dropInterest();
+    }
+    state_ = State::kOver;
+  }
+
+  GroupImpl& group_;
+  State state_ = State::kWaiting;
+
+ private:
+  const int peer_;
+  PeerLink* link_ = nullptr;
+};
+
+using RecordDone = std::function<void(const Status&)>;
+
+// What an operation gets back: exactly one call of `done`, from the top of
+// the loop, unless withdrawn. `done` may destroy the record.
+class SendRecord final : public Record, private SendOp {
+ public:
+  SendRecord(GroupImpl& group, int peer, RecordDone done)
+      : Record(group, peer), done_(std::move(done)) {}
+  ~SendRecord() override {
+    withdraw("the operation ended");
+  }
+  SendOp& op() {
+    return *this;
+  }
+
+ private:
+  void onPost(PeerLink& link) override;
+  void onWithdraw(const std::string& reason) override;
+  void finished(const Status& status) override;
+  RecordDone done_;
+};
+
+class RecvRecord final : public Record, private RecvOp {
+ public:
+  // peer -1: from any source (point-to-point only); postAny() then.
+  RecvRecord(GroupImpl& group, int peer, RecordDone done)
+      : Record(group, peer), done_(std::move(done)) {}
+  ~RecvRecord() override {
+    withdraw("the operation ended");
+  }
+  RecvOp& op() {
+    return *this;
+  }
+  void postAny();
+
+ private:
+  void onPost(PeerLink& link) override;
+  void onWithdraw(const std::string& reason) override;
+  void finished(const Status& status) override;
+  RecordDone done_;
+};
+
+} // namespace resilient
