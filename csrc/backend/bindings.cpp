@@ -1,0 +1,438 @@
+// The Python module torch_resilient._C.
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "backend/future_threads.h"
+#include "backend/errors.h"
+#include "backend/fork_check.h"
+#include "backend/process_group.h"
+#include "backend/staging_thread.h"
+#include "backend/traffic_choice.h"
+#include "base/log.h"
+#include "delegate/engine_control.h"
+
+namespace py = pybind11;
+
+// Drops a reference without the GIL: the destructor of a group waits for
+// threads, and one of them may be running a Python callback. The Python object
+// must be destroyed all the same when no GIL is held.
+template <typename T>
+class NoGil {
+ public:
+  NoGil() = default;
+  explicit NoGil(T* raw) : p_(c10::intrusive_ptr<T>::unsafe_steal_from_new(raw)) {}
+  NoGil(c10::intrusive_ptr<T> p) : p_(std::move(p)) {} // NOLINT: pybind needs it
+  NoGil(const NoGil&) = default;
+  NoGil(NoGil&&) noexcept = default;
+  NoGil& operator=(const NoGil&) = default;
+  NoGil& operator=(NoGil&&) noexcept = default;
+  ~NoGil() {
+    if (p_ && PyGILState_Check()) {
+      py::gil_scoped_release release;
+      p_.reset();
+    }
+  }
+  T* get() const {
+    return p_.get();
+  }
+  T* operator->() const {
+    return p_.get();
+  }
+  T& operator*() const {
+    return *p_;
+  }
+  explicit operator bool() const {
+    return static_cast<bool>(p_);
+  }
+
+ private:
+  c10::intrusive_ptr<T> p_;
+};
+
+PYBIND11_DECLARE_HOLDER_TYPE(T, NoGil<T>, true)
+
+namespace resilient {
+
+namespace {
+
+constexpr auto kExitLimit = std::chrono::seconds(1);
+
+// Lets Ctrl-C end a wait. Python handles signals on its main thread alone
+// (the process's, unless Python is embedded), so the others need not fight
+// for the GIL.
+void checkSignals() {
+  if (gettid() != getpid() || Py_IsInitialized() == 0) {
+    return;
+  }
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) {
+    throw py::error_already_set();
+  }
+}
+
+// Runs with the GIL, when the interpreter begins to end. Afterwards none of
+// our threads touches Python.
+void atExit() {
+  if (forkGeneration() != 0 && !engineRunning()) {
+    return; // a child of fork() that never used us
+  }
+  py::gil_scoped_release release;
+  const auto start = std::chrono::steady_clock::now();
+  const auto left = [&] {
+    return std::max<Nanos>(
+        kExitLimit - (std::chrono::steady_clock::now() - start), Nanos(0));
+  };
+  shutdownEngineAtExit(left());
+  StagingThread::stop(left());
+  FutureThreads::stop(left());
+}
+
+template <typename F>
+auto translated(F&& f) -> decltype(f()) {
+  try {
+    return f();
+  } catch (const StatusError& e) {
+    throwStatus(e.status());
+  }
+}
+
+// Types are checked here; bounds and choices by the table's own rules.
+void setOption(
+    EngineOptions& engine,
+    const OptionInfo& option,
+    const py::handle& value) {
+  EngineOptions changed = engine;
+  const auto mismatch = [&](const char* expected) {
+    throw py::type_error(
+        option.name + ": expected " + expected + ", got " +
+        std::string(py::str(py::type::of(value).attr("__name__"))));
+  };
+  std::visit(
+      [&](auto member) {
+        auto& field = changed.*member;
+        using T = std::remove_reference_t<decltype(field)>;
+        if constexpr (std::is_same_v<T, std::string>) {
+          if (!py::isinstance<py::str>(value)) {
+            mismatch("a string");
+          }
+          translated([&] {
+            changed.setFromString(option.name, value.cast<std::string>());
+          });
+        } else if constexpr (std::is_same_v<T, bool>) {
+          if (!py::isinstance<py::bool_>(value)) {
+            mismatch("True or False");
+          }
+          field = value.cast<bool>();
+        } else if constexpr (std::is_same_v<T, double>) {
+          if (py::isinstance<py::bool_>(value) ||
+              !(py::isinstance<py::float_>(value) ||
+                py::isinstance<py::int_>(value))) {
+            mismatch("a number of seconds");
+          }
+          field = value.cast<double>();
+        } else {
+          if (py::isinstance<py::str>(value) &&
+              option.kind == OptionKind::Bytes) {
+            translated([&] { // "64M", as in the environment
+              changed.setFromString(option.name, value.cast<std::string>());
+            });
+          } else if (
+              py::isinstance<py::bool_>(value) ||
+              !py::isinstance<py::int_>(value)) {
+            mismatch("a whole number");
+          } else {
+            field = value.cast<int64_t>();
+          }
+        }
+      },
+      option.member);
+  // Bounds of this field only: relations between fields are checked when the
+  // options are used, or they could not be changed one at a time.
+  translated([&] {
+    if (option.kind == OptionKind::Bytes || option.kind == OptionKind::Count ||
+        option.kind == OptionKind::Seconds) {
+      EngineOptions probe;
+      probe.setFromString(option.name, changed.getAsString(option.name));
+    }
+  });
+  engine = std::move(changed);
+}
+
+py::object getOption(const EngineOptions& engine, const OptionInfo& option) {
+  return std::visit(
+      [&](auto member) -> py::object { return py::cast(engine.*member); },
+      option.member);
+}
+
+std::string repr(const GroupOptions& options) {
+  std::string text = "Options(timeout=" +
+      std::to_string(
+          static_cast<double>(options.timeout.count()) / 1000.0) +
+      "s";
+  for (const OptionInfo& option : optionTable()) {
+    const std::string value = options.engine.getAsString(option.name);
+    if (value != option.defaultText) { // a secret reads "(set)"
+      text += ", " + option.name + "=" + value;
+    }
+  }
+  return text + ")";
+}
+
+py::list optionTableForPython() {
+  static constexpr const char* kKinds[] = {
+      "Bytes", "Count", "Seconds", "Flag", "Text", "Choice", "Secret"};
+  const EngineOptions defaults;
+  py::list rows;
+  for (const OptionInfo& option : optionTable()) {
+    py::dict row;
+    row["kind"] = kKinds[static_cast<size_t>(option.kind)];
+    row["name"] = option.name;
+    row["variable"] = option.variable;
+    row["default"] = getOption(defaults, option);
+    row["least"] = option.least;
+    row["most"] = option.most;
+    row["unit"] = option.unit;
+    row["doc"] = option.doc;
+    rows.append(std::move(row));
+  }
+  return rows;
+}
+
+py::dict toPython(const PathStats& s) {
+  py::dict d;
+  d["slot"] = s.slot;
+  d["state"] = s.state;
+  d["local_address"] = s.localAddress;
+  d["remote_address"] = s.remoteAddress;
+  d["bytes_sent"] = s.bytesSent;
+  d["bytes_received"] = s.bytesReceived;
+  d["chunks_sent"] = s.chunksSent;
+  d["chunks_retransmitted"] = s.chunksRetransmitted;
+  d["round_trip_s"] = s.roundTripS;
+  d["goodput_bytes_per_s"] = s.goodputBytesPerS;
+  d["reconnects"] = s.reconnects;
+  d["last_error"] = s.lastError;
+  return d;
+}
+
+py::dict toPython(const PeerStats& s) {
+  py::dict d;
+  d["rank"] = s.rank;
+  d["host"] = s.host;
+  d["state"] = s.state;
+  d["messages_sent"] = s.messagesSent;
+  d["messages_received"] = s.messagesReceived;
+  d["bytes_sent"] = s.bytesSent;
+  d["bytes_received"] = s.bytesReceived;
+  d["last_heard_seconds_ago"] = s.lastHeardSecondsAgo < 0
+      ? py::object(py::none())
+      : py::object(py::float_(s.lastHeardSecondsAgo));
+  d["last_error"] = s.lastError;
+  py::list paths;
+  for (const PathStats& path : s.paths) {
+    paths.append(toPython(path));
+  }
+  d["paths"] = std::move(paths);
+  return d;
+}
+
+py::dict toPython(const GroupStats& s) {
+  py::dict d;
+  d["group"] = s.group;
+  d["rank"] = s.rank;
+  d["size"] = s.size;
+  d["collectives"] = s.collectives;
+  d["operations_pending"] = s.operationsPending;
+  py::list peers;
+  for (const PeerStats& peer : s.peers) {
+    peers.append(toPython(peer));
+  }
+  d["peers"] = std::move(peers);
+  return d;
+}
+
+// Called by torch.distributed through the registered Python function.
+c10::intrusive_ptr<ProcessGroupResilient> create(
+    const c10d::DistributedBackendOptions& dist,
+    const c10::intrusive_ptr<GroupOptions>& given) {
+  return translated([&] {
+    auto options =
+        c10::make_intrusive<GroupOptions>(processEngineOptions(given.get()));
+    options->timeout =
+        std::chrono::duration_cast<std::chrono::milliseconds>(dist.timeout);
+    options->group_name = dist.group_id;
+    if (given) {
+      options->group_desc = given->group_desc;
+    }
+    for (const int64_t rank : dist.global_ranks_in_group) {
+      options->global_ranks_in_group.push_back(static_cast<uint64_t>(rank));
+    }
+    return c10::make_intrusive<ProcessGroupResilient>(
+        dist.store, dist.group_rank, dist.group_size, std::move(options));
+  });
+}
+
+int setTrafficClass(int value) {
+  const int before =
+      chosenTrafficClass ? static_cast<int>(*chosenTrafficClass) : -1;
+  if (value == -1) {
+    chosenTrafficClass.reset();
+  } else if (value >= 0 && value < static_cast<int>(kTrafficClassCount)) {
+    chosenTrafficClass = static_cast<TrafficClass>(value);
+  } else {
+    throw py::value_error(
+        "traffic class " + std::to_string(value) + ": expected -1 (default), "
+        "0 activation, 1 activation_gradient, 2 gradient or 3 bulk");
+  }
+  return before;
+}
+
+void bindOptions(py::module_& m) {
+  auto options = py::class_<
+      GroupOptions,
+      c10::intrusive_ptr<GroupOptions>,
+      c10d::Backend::Options>(
+      m,
+      "Options",
+      "Settings of a group: `timeout`, and those of the process's engine. "
+      "Without arguments they come from TORCH_RESILIENT_* variables. The "
+      "first group's engine settings hold for all groups of the process.");
+  options.def(py::init([](const py::kwargs& values) {
+    auto made = translated([] { return c10::make_intrusive<GroupOptions>(); });
+    auto object = py::cast(made);
+    for (const auto& [name, value] : values) {
+      if (!py::hasattr(object, name)) {
+        throw py::type_error(
+            "there is no option \"" + name.cast<std::string>() + "\"");
+      }
+      py::setattr(object, name, value);
+    }
+    return made;
+  }));
+  for (const OptionInfo& row : optionTable()) {
+    const OptionInfo* option = &row; // the table lives for ever
+    const std::string doc = row.doc + " (" + row.unit + ")";
+    options.def_property(
+        row.name.c_str(),
+        [option](const GroupOptions& self) {
+          return getOption(self.engine, *option);
+        },
+        [option](GroupOptions& self, const py::object& value) {
+          setOption(self.engine, *option, value);
+        },
+        doc.c_str());
+  }
+  const auto copy = [](const GroupOptions& self) {
+    return c10::make_intrusive<GroupOptions>(self);
+  };
+  options.def("__copy__", copy);
+  options.def(
+      "__deepcopy__",
+      [copy](const GroupOptions& self, const py::dict&) { return copy(self); },
+      py::arg("memo"));
+  options.def("__repr__", &repr);
+  options.def(
+      "validate",
+      [](const GroupOptions& self) {
+        translated([&] { self.engine.validate(); });
+      },
+      "Checks the settings against each other; ValueError tells what is "
+      "wrong.");
+}
+
+void bindGroup(py::module_& m) {
+  py::class_<
+      ProcessGroupResilient,
+      NoGil<ProcessGroupResilient>,
+      c10d::Backend>(
+      m, "ProcessGroupResilient", "A group of ranks on the resilient engine.")
+      .def_property_readonly(
+          "options",
+          [](const ProcessGroupResilient& self) {
+            return self.groupOptions();
+          },
+          "The settings in force (changes have no effect).");
+  // Only the holder converts an intrusive_ptr: the return type is spelled out.
+  m.def(
+      "create",
+      [](const c10d::DistributedBackendOptions& dist,
+         const c10::intrusive_ptr<GroupOptions>& options) {
+        return NoGil<ProcessGroupResilient>(create(dist, options));
+      },
+      py::arg("dist_opts"),
+      py::arg("options") = py::none(),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "stats",
+      [](ProcessGroupResilient& group) {
+        GroupStats stats;
+        {
+          py::gil_scoped_release release;
+          stats = group.stats();
+        }
+        return toPython(stats);
+      },
+      py::arg("group"));
+}
+
+void bindControl(py::module_& m) {
+  m.def(
+      "dump",
+      [] { return dumpRecentOperations(); },
+      py::call_guard<py::gil_scoped_release>(),
+      "Recent operations of this process as text, newest last.");
+  m.def("option_table", &optionTableForPython);
+  m.def("set_traffic_class", &setTrafficClass, py::arg("traffic_class"));
+  m.def(
+      "set_log_level",
+      [](const std::string& name) {
+        const auto level = logLevelFromName(name);
+        if (!level) {
+          throw py::value_error(
+              "log level \"" + name +
+              "\": expected debug, info, warning or error");
+        }
+        setLogLevel(*level);
+      },
+      py::arg("level"));
+  m.def(
+      "add_fault",
+      [](const std::string& rule) {
+        return translated([&] { return addFault(rule); });
+      },
+      py::arg("rule"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "remove_fault",
+      &removeFault,
+      py::arg("fault"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "set_fault_step",
+      &setFaultStep,
+      py::arg("step"),
+      py::call_guard<py::gil_scoped_release>());
+  m.def("engine_running", &engineRunning);
+  m.def("_pretend_device", &pretendDevice, py::arg("copy_s"));
+}
+
+} // namespace
+
+} // namespace resilient
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace resilient;
+  // It registers c10d's own classes, which ours extend.
+  py::module_::import("torch.distributed");
+  forkGeneration();
+  setInterruptHook(&checkSignals);
+  bindOptions(m);
+  bindGroup(m);
+  bindControl(m);
+  // Last in, first out: before the hooks of torch, which is imported already.
+  py::module_::import("atexit").attr("register")(py::cpp_function(&atExit));
+}

@@ -1,0 +1,47 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include "collectives/collectives.h"
+
+namespace resilient {
+
+// Checks of arguments, before anything is sent. `operation` is the name of
+// the method for the message: "allreduce: invalid root rank: 7". The texts
+// follow c10d's own (torch/csrc/distributed/c10d/Utils.hpp), which programs
+// and torch's tests match.
+
+[[noreturn]] void rejectCall(const char* operation, const std::string& why);
+
+// Dense (strided), of a type that can be sent.
+void checkTensor(const char* operation, const at::Tensor& tensor);
+// All of them dense, on one device and of one type.
+void checkAlike(const char* operation, const std::vector<at::Tensor>& tensors);
+void checkSingle(const char* operation, const std::vector<at::Tensor>& tensors);
+void checkRoot(const char* operation, int64_t root, int size);
+void checkRootTensor(const char* operation, int64_t tensor);
+
+// The reduction c10d asks for, of tensors like this one.
+Reduction reductionFor(
+    const char* operation,
+    const c10d::ReduceOp& op,
+    const at::Tensor& tensor);
+
+OpSignature signatureOf(
+    OpKind kind,
+    const at::Tensor& tensor,
+    uint64_t count,
+    int root = -1);
+OpSignature signatureOf(
+    OpKind kind,
+    const Reduction& reduction,
+    uint64_t count,
+    int root = -1);
+// For coalesced calls.
+uint8_t tensorCount(size_t tensors);
+
+} // namespace resilient

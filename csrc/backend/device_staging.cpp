@@ -1,0 +1,112 @@
+#include "backend/device_staging.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/Event.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "backend/pretended_device.h"
+
+namespace resilient {
+
+namespace {
+
+class StreamStaging : public DeviceStaging {
+ public:
+  explicit StreamStaging(c10::Device device)
+      : device_(device),
+        impl_(device.type()),
+        stream_(impl_.getStreamFromGlobalPool(device)),
+        toHost_(device.type()),
+        toDevice_(device.type()) {
+    c10::OptionalDeviceGuard guard(device_);
+    c10::Event called(device_.type());
+    called.record(impl_.getStream(device_));
+    called.block(stream_);
+  }
+
+  at::Tensor hostBuffer(const at::Tensor& tensor) override {
+    return at::empty(
+        tensor.sizes(),
+        at::TensorOptions()
+            .dtype(tensor.scalar_type())
+            .device(at::kCPU)
+            .pinned_memory(true));
+  }
+
+  void copyToHost(const at::Tensor& host, const at::Tensor& tensor) override {
+    c10::StreamGuard guard(stream_);
+    host.copy_(tensor, /*non_blocking=*/true);
+    keepFor(tensor);
+  }
+
+  void copiesToHostIssued() override {
+    toHost_.record(stream_);
+    toHostIssued_ = true;
+  }
+
+  bool copiesToHostDone() override {
+    return !toHostIssued_ || toHost_.query();
+  }
+
+  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host)
+      override {
+    c10::StreamGuard guard(stream_);
+    tensor.copy_(host, /*non_blocking=*/true);
+    keepFor(tensor);
+  }
+
+  void copiesToDeviceIssued() override {
+    toDevice_.record(stream_);
+    toDeviceIssued_ = true;
+  }
+
+  bool copiesToDeviceDone() override {
+    return !toDeviceIssued_ || toDevice_.query();
+  }
+
+  void blockCurrentStream() override {
+    if (toDeviceIssued_) {
+      c10::OptionalDeviceGuard guard(device_);
+      toDevice_.block(impl_.getStream(device_));
+    }
+  }
+
+  std::optional<c10::Stream> stream() const override {
+    return stream_;
+  }
+
+ private:
+  // Tells the caching allocator not to hand the memory to others before the
+  // side stream is done with it.
+  void keepFor(const at::Tensor& tensor) {
+    if (tensor.numel() > 0) {
+      impl_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
+    }
+  }
+
+  const c10::Device device_;
+  const c10::impl::VirtualGuardImpl impl_;
+  const c10::Stream stream_;
+  c10::Event toHost_;
+  c10::Event toDevice_;
+  // Set before the Work or the queue publishes us to another thread.
+  bool toHostIssued_ = false;
+  bool toDeviceIssued_ = false;
+};
+
+} // namespace
+
+bool onDevice(const at::Tensor& tensor) {
+  return !tensor.is_cpu() || devicePretended();
+}
+
+std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor) {
+  if (tensor.is_cpu()) {
+    return makePretendedStaging();
+  }
+  return std::make_unique<StreamStaging>(tensor.device());
+}
+
+} // namespace resilient

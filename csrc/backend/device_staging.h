@@ -1,0 +1,59 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+namespace resilient {
+
+// The device side of one operation on device tensors: copies to host buffers
+// and back, without holding up the caller, its stream or the engine.
+//
+// The real one (device_staging.cpp) copies to pinned memory on a side stream,
+// with the device-agnostic parts of c10 only, so that the CPU build of torch
+// compiles and loads it. The side stream first waits for what the caller's
+// stream had in its queue when the operation was called: inputs are written by
+// then, and nobody still reads the old contents of outputs.
+class DeviceStaging {
+ public:
+  virtual ~DeviceStaging() = default;
+
+  // A contiguous host buffer of the shape and type of `tensor`.
+  virtual at::Tensor hostBuffer(const at::Tensor& tensor) = 0;
+
+  // Caller's thread.
+  virtual void copyToHost(const at::Tensor& host, const at::Tensor& tensor) = 0;
+  virtual void copiesToHostIssued() = 0; // after the last of them
+  // Any thread; does not block. True also if there are none. Throws if the
+  // device reports an error.
+  virtual bool copiesToHostDone() = 0;
+
+  // Staging thread.
+  virtual void copyToDevice(
+      const at::Tensor& tensor,
+      const at::Tensor& host) = 0;
+  virtual void copiesToDeviceIssued() = 0;
+
+  // As above.
+  virtual bool copiesToDeviceDone() = 0;
+  // Makes the calling thread's current stream wait for the copies to the
+  // device.
+  virtual void blockCurrentStream() = 0;
+
+  // The side stream.
+  virtual std::optional<c10::Stream> stream() const = 0;
+};
+
+// True if the engine cannot read the tensor where it is.
+bool onDevice(const at::Tensor& tensor);
+// For an operation called now, whose tensors are all where this one is.
+std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor);
+
+// For tests without a device: from now on tensors in host memory are treated
+// as if they were on a device with copies that take between 0 and twice
+// `copyS` seconds, in an order that differs from the calls'. 0 ends it.
+void pretendDevice(double copyS);
+
+} // namespace resilient

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/version.h>
+
+#include "base/options.h"
+
+namespace resilient {
+
+// torch.distributed options of a group: c10d's own, and the settings of the
+// engine. The process has one engine, so the settings of the first group hold
+// for all; a later group takes them over whether it brings options or not
+// (new_group() cannot pass any).
+struct GroupOptions : c10d::Backend::Options {
+  GroupOptions();
+  explicit GroupOptions(const EngineOptions& engineOptions);
+
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
+  c10::intrusive_ptr<c10d::Backend::Options> clone() const override {
+    return c10::make_intrusive<GroupOptions>(*this);
+  }
+#endif
+
+  EngineOptions engine;
+};
+
+// The engine settings for a group made now: those of the process's first
+// group, else `given`, else the environment. Remembers them.
+EngineOptions processEngineOptions(const GroupOptions* given);
+
+} // namespace resilient

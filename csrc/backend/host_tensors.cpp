@@ -1,0 +1,194 @@
+#include "backend/host_tensors.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ParallelGuard.h>
+
+#include "backend/errors.h"
+
+namespace resilient {
+
+DType dtypeOf(const at::Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case at::kByte:
+      return DType::kUInt8;
+    case at::kChar:
+      return DType::kInt8;
+    case at::kShort:
+      return DType::kInt16;
+    case at::kInt:
+      return DType::kInt32;
+    case at::kLong:
+      return DType::kInt64;
+    case at::kBool:
+      return DType::kBool;
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kFloat:
+      return DType::kFloat32;
+    case at::kDouble:
+      return DType::kFloat64;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8E4M3FN;
+    case at::kFloat8_e5m2:
+      return DType::kFloat8E5M2;
+    case at::kFloat8_e4m3fnuz:
+      return DType::kFloat8E4M3FNUZ;
+    case at::kFloat8_e5m2fnuz:
+      return DType::kFloat8E5M2FNUZ;
+    case at::kUInt16:
+      return DType::kUInt16;
+    case at::kUInt32:
+      return DType::kUInt32;
+    case at::kUInt64:
+      return DType::kUInt64;
+    case at::kComplexHalf:
+      return DType::kComplex32;
+    case at::kComplexFloat:
+      return DType::kComplex64;
+    case at::kComplexDouble:
+      return DType::kComplex128;
+    case at::kQUInt4x2:
+    case at::kQUInt2x4:
+      // Their storage is smaller than elements times element size.
+      throwInvalid(
+          std::string("tensors of type ") +
+          c10::toString(tensor.scalar_type()) +
+          " cannot be sent; send their underlying bytes (int_repr())");
+    default:
+      break;
+  }
+  switch (tensor.element_size()) {
+    case 1:
+      return DType::kOpaque1;
+    case 2:
+      return DType::kOpaque2;
+    case 4:
+      return DType::kOpaque4;
+    case 8:
+      return DType::kOpaque8;
+    case 16:
+      return DType::kOpaque16;
+    default:
+      throwInvalid(
+          std::string("tensors of type ") +
+          c10::toString(tensor.scalar_type()) + " cannot be sent");
+  }
+}
+
+namespace {
+
+bool usableDirectly(const at::Tensor& t) {
+  // Conjugated, negated and zero tensors hold other bytes than they show.
+  return !onDevice(t) && t.is_contiguous() && !t.is_conj() && !t.is_neg() &&
+      !t._is_zerotensor();
+}
+
+} // namespace
+
+void* HostTensors::add(const at::Tensor& tensor, Use use, bool temporary) {
+  const bool direct = !temporary && usableDirectly(tensor);
+  if (use != Use::kInput && !direct) {
+    // An expanded tensor has several elements at one address; found here and
+    // not after the data have come.
+    at::assert_no_internal_overlap(tensor);
+  }
+  const bool staged = onDevice(tensor);
+  if (staged && !device_) {
+    device_ = makeDeviceStaging(tensor);
+  }
+  at::Tensor host = tensor;
+  if (!direct) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    host = staged ? device_->hostBuffer(tensor)
+                  : at::empty(
+                        tensor.sizes(),
+                        at::TensorOptions().dtype(tensor.scalar_type()));
+  }
+  slots_.push_back({tensor, host, use, direct, staged});
+  return use == Use::kInput ? const_cast<void*>(host.const_data_ptr())
+                            : host.mutable_data_ptr();
+}
+
+void HostTensors::copyIn() {
+  at::AutoDispatchBelowADInplaceOrView below;
+  bool issued = false;
+  for (const Slot& slot : slots_) {
+    if (slot.direct || slot.use == Use::kOutput) {
+      continue;
+    }
+    if (slot.staged) {
+      device_->copyToHost(slot.host, slot.user);
+      issued = true;
+    } else {
+      slot.host.copy_(slot.user);
+    }
+  }
+  if (issued) {
+    device_->copiesToHostIssued();
+  }
+}
+
+bool HostTensors::needsCopyBack() const {
+  for (const Slot& slot : slots_) {
+    if (!slot.direct && slot.use != Use::kInput) {
+      return true;
+    }
+  }
+  return false;
+}
+
+void HostTensors::copyBack() {
+  at::AutoDispatchBelowADInplaceOrView below;
+  c10::ParallelGuard serial(true); // no second pool of OpenMP threads
+  bool issued = false;
+  for (const Slot& slot : slots_) {
+    if (slot.direct || slot.use == Use::kInput) {
+      continue;
+    }
+    if (slot.staged) {
+      device_->copyToDevice(slot.user, slot.host);
+      issued = true;
+    } else {
+      slot.user.copy_(slot.host);
+    }
+  }
+  if (issued) {
+    device_->copiesToDeviceIssued();
+  }
+}
+
+namespace {
+
+// The bytes from a tensor's first to just past its last element.
+std::pair<const char*, const char*> extent(const at::Tensor& t) {
+  const char* begin = static_cast<const char*>(t.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    last += (t.size(d) - 1) * t.stride(d); // strides are never negative
+  }
+  return {begin, begin + (last + 1) * t.element_size()};
+}
+
+} // namespace
+
+bool mayOverlap(const at::Tensor& a, const at::Tensor& b) {
+  if (a.device() != b.device() || a.numel() == 0 || b.numel() == 0 ||
+      a._is_zerotensor() || b._is_zerotensor()) {
+    return false;
+  }
+  const auto [aBegin, aEnd] = extent(a);
+  const auto [bBegin, bEnd] = extent(b);
+  return aBegin < bEnd && bBegin < aEnd;
+}
+
+bool sameMemory(const at::Tensor& a, const at::Tensor& b) {
+  return a.device() == b.device() && !a._is_zerotensor() &&
+      !b._is_zerotensor() && a.const_data_ptr() == b.const_data_ptr() &&
+      a.is_contiguous() && b.is_contiguous();
+}
+
+} // namespace resilient

@@ -1,0 +1,120 @@
+#include "backend/pretended_device.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include <atomic>
+#include <mutex>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "base/time.h"
+
+namespace resilient {
+
+namespace {
+
+std::atomic<int64_t> copyNanos{0};
+
+TimePoint now() {
+  return std::chrono::steady_clock::now();
+}
+
+// Copies that are asked for and happen later: what reads their target too
+// early sees the old bytes, as on a real device.
+class LateCopies {
+ public:
+  void add(const at::Tensor& to, const at::Tensor& from) {
+    copies_.emplace_back(to, from);
+  }
+
+  void issued() {
+    // A fixed sequence: 1.7, 0.3, 1.2, 0.1, ... times the mean.
+    static constexpr int kTenths[] = {17, 3, 12, 1, 20, 8, 0, 15};
+    static std::atomic<unsigned> count{0};
+    const int tenths = kTenths[count.fetch_add(1) % std::size(kTenths)];
+    std::lock_guard<std::mutex> lock(mutex_);
+    due_ = now() + Nanos(copyNanos.load() * tenths / 10);
+    pending_ = true;
+  }
+
+  bool done() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!pending_) {
+      return true;
+    }
+    if (now() < due_) {
+      return false;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    for (const auto& [to, from] : copies_) {
+      to.copy_(from);
+    }
+    copies_.clear();
+    pending_ = false;
+    return true;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
+  TimePoint due_{};
+  bool pending_ = false;
+};
+
+class PretendedStaging : public DeviceStaging {
+ public:
+  at::Tensor hostBuffer(const at::Tensor& tensor) override {
+    return at::empty(
+        tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
+  }
+  void copyToHost(const at::Tensor& host, const at::Tensor& tensor) override {
+    toHost_.add(host, tensor);
+  }
+  void copiesToHostIssued() override {
+    toHost_.issued();
+  }
+  bool copiesToHostDone() override {
+    return toHost_.done();
+  }
+  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host)
+      override {
+    toDevice_.add(tensor, host);
+  }
+  void copiesToDeviceIssued() override {
+    toDevice_.issued();
+  }
+  bool copiesToDeviceDone() override {
+    return toDevice_.done();
+  }
+  void blockCurrentStream() override {
+    // There is no stream: the thread itself waits.
+    while (!toDevice_.done()) {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+  std::optional<c10::Stream> stream() const override {
+    return std::nullopt;
+  }
+
+ private:
+  LateCopies toHost_;
+  LateCopies toDevice_;
+};
+
+} // namespace
+
+void pretendDevice(double copyS) {
+  copyNanos.store(fromSeconds(copyS).count());
+}
+
+bool devicePretended() {
+  return copyNanos.load(std::memory_order_relaxed) > 0;
+}
+
+std::unique_ptr<DeviceStaging> makePretendedStaging() {
+  return std::make_unique<PretendedStaging>();
+}
+
+} // namespace resilient

@@ -1,0 +1,332 @@
+#include "backend/process_group.h"
+
+#include <algorithm>
+#include <mutex>
+
+#include "backend/errors.h"
+#include "backend/fork_check.h"
+#include "backend/store_adapter.h"
+#include "backend/traffic_choice.h"
+#include "delegate/engine_control.h"
+
+namespace resilient {
+
+GroupOptions::GroupOptions() : GroupOptions(processEngineOptions(nullptr)) {}
+
+GroupOptions::GroupOptions(const EngineOptions& engineOptions)
+    : c10d::Backend::Options("resilient"), engine(engineOptions) {}
+
+namespace {
+
+struct ProcessOptions {
+  std::mutex mutex;
+  std::optional<EngineOptions> first;
+};
+
+ProcessOptions& processOptions() {
+  static auto* options = new ProcessOptions(); // outlives static destruction
+  return *options;
+}
+
+// Keys of the submit queue. Collectives of a group keep one order; messages
+// keep one for each direction, peer and tag (and "any source").
+constexpr uint64_t kCollectiveKey = 0;
+
+uint64_t messageKey(bool isSend, int peer, int tag) {
+  return (uint64_t{1} << 63) | (uint64_t{isSend} << 62) |
+      (static_cast<uint64_t>(static_cast<uint32_t>(peer + 1) & 0x3fffffffU)
+       << 32) |
+      static_cast<uint32_t>(tag);
+}
+
+} // namespace
+
+EngineOptions processEngineOptions(const GroupOptions* given) {
+  auto& process = processOptions();
+  std::lock_guard<std::mutex> lock(process.mutex);
+  if (process.first && engineRunning()) {
+    return *process.first;
+  }
+  if (given != nullptr) {
+    return given->engine;
+  }
+  return process.first ? *process.first : EngineOptions::fromEnvironment();
+}
+
+namespace {
+
+// What the engine is to use, if this group is the one that starts it.
+void rememberEngineOptions(const EngineOptions& options) {
+  auto& process = processOptions();
+  std::lock_guard<std::mutex> lock(process.mutex);
+  if (process.first && engineRunning()) {
+    return;
+  }
+  process.first = options;
+  setDefaultOptions(options);
+}
+
+} // namespace
+
+ProcessGroupResilient::ProcessGroupResilient(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    int rank,
+    int size,
+    c10::intrusive_ptr<GroupOptions> options)
+    : c10d::Backend(rank, size),
+      store_(store),
+      options_(std::move(options)),
+      forkGeneration_(forkGeneration()),
+      timeoutMs_(options_->timeout.count()),
+      queue_(std::make_unique<SubmitQueue>()) {
+  options_->engine.validate();
+  rememberEngineOptions(options_->engine);
+  GroupConfig config;
+  config.name = options_->group_name;
+  config.rank = rank;
+  config.size = size;
+  config.globalRanks = options_->global_ranks_in_group;
+  config.store = makeStoreAdapter(store_);
+  config.eagerConnect = options_->engine.eager_connect;
+  group_ = joinGroup(std::move(config));
+}
+
+ProcessGroupResilient::~ProcessGroupResilient() {
+  if (forkGeneration_ != forkGeneration()) {
+    // The engine's threads stayed in the parent; its locks may be held for
+    // ever. Leak what would touch them.
+    new std::shared_ptr<Group>(std::move(group_));
+    queue_.release();
+    return;
+  }
+  try {
+    shutdown();
+  } catch (const std::exception& e) {
+    TORCH_WARN("shutdown of a resilient group failed: ", e.what());
+  }
+}
+
+void ProcessGroupResilient::checkUsable(const char* operation) const {
+  if (forkGeneration_ != forkGeneration()) {
+    C10_THROW_ERROR(
+        DistBackendError,
+        std::string("resilient ") + operation +
+            ": this process group was created before fork(): the threads that "
+            "carry it are in the parent process. Use the spawn start method, "
+            "or call init_process_group() in the child");
+  }
+}
+
+Nanos ProcessGroupResilient::timeoutOr(
+    std::chrono::milliseconds timeout) const {
+  return timeout == c10d::kUnsetTimeout
+      ? std::chrono::milliseconds(timeoutMs_.load(std::memory_order_relaxed))
+      : timeout;
+}
+
+void ProcessGroupResilient::setTimeout(std::chrono::milliseconds timeout) {
+  timeoutMs_.store(timeout.count());
+  options_->timeout = timeout;
+}
+
+c10::intrusive_ptr<c10d::Backend> ProcessGroupResilient::split(
+    const c10::intrusive_ptr<c10d::Store>& store,
+    const std::vector<int>& ranks,
+    const c10::intrusive_ptr<Options>& options) {
+  checkUsable("split");
+  auto member = std::find(ranks.begin(), ranks.end(), rank_);
+  if (member == ranks.end()) {
+    return nullptr;
+  }
+  auto given = c10::dynamic_intrusive_pointer_cast<GroupOptions>(options);
+  auto own = c10::make_intrusive<GroupOptions>(processEngineOptions(given.get()));
+  if (options) {
+    own->timeout = options->timeout;
+    own->group_name = options->group_name;
+    own->group_desc = options->group_desc;
+  } else {
+    own->timeout = options_->timeout;
+  }
+  for (const int rank : ranks) {
+    if (rank < 0 || rank >= size_) {
+      throwInvalid("resilient split: no rank " + std::to_string(rank));
+    }
+    const auto& global = options_->global_ranks_in_group;
+    own->global_ranks_in_group.push_back(
+        global.empty() ? static_cast<uint64_t>(rank) : global.at(rank));
+  }
+  return c10::make_intrusive<ProcessGroupResilient>(
+      store,
+      static_cast<int>(member - ranks.begin()),
+      static_cast<int>(ranks.size()),
+      std::move(own));
+}
+
+void ProcessGroupResilient::abort() {
+  checkUsable("abort");
+  ended_.store(true);
+  group_->abort("abort() was called on this rank");
+  queue_->close();
+}
+
+void ProcessGroupResilient::shutdown() {
+  checkUsable("shutdown");
+  const Nanos linger = fromSeconds(options_->engine.linger_s);
+  if (!ended_.exchange(true)) {
+    // What the user has sent from a device is to arrive as well.
+    queue_->drain(linger);
+  }
+  group_->shutdown(linger);
+  queue_->close();
+}
+
+c10d::ErrorType ProcessGroupResilient::getError() {
+  return c10d::ErrorType::SUCCESS; // errors are in the Works
+}
+
+uint64_t ProcessGroupResilient::getSequenceNumberForGroup() {
+  checkUsable("getSequenceNumberForGroup");
+  return group_->sequence() + queue_->waiting(kCollectiveKey);
+}
+
+GroupStats ProcessGroupResilient::stats() {
+  checkUsable("stats");
+  return group_->stats();
+}
+
+c10::intrusive_ptr<WorkResilient> ProcessGroupResilient::makeWork(
+    c10d::OpType type,
+    const char* title,
+    const Tensors& inputs,
+    Tensors outputs) {
+  return c10::make_intrusive<WorkResilient>(
+      rank_, type, title, inputs, std::move(outputs));
+}
+
+ProcessGroupResilient::Body ProcessGroupResilient::combine(
+    std::vector<Body> parts) {
+  if (parts.size() == 1) {
+    return std::move(parts[0]);
+  }
+  return [parts = std::move(parts)](Communicator& comm) {
+    return coalesced(comm, parts);
+  };
+}
+
+namespace {
+
+// Why an operation did not even reach the engine.
+const Status& notCopied() {
+  static const auto* status = new Status(
+      StatusCode::kAborted,
+      "the group was aborted or shut down before the operation's tensors had "
+      "been copied from the device");
+  return *status;
+}
+
+std::function<bool()> readiness(
+    const c10::intrusive_ptr<WorkResilient>& work) {
+  if (work->tensors().device() == nullptr) {
+    return {};
+  }
+  return [work] {
+    try {
+      return work->tensors().inputsReady();
+    } catch (...) {
+      return true; // the device reports an error: see submitOrFail
+    }
+  };
+}
+
+Task failWith(Status status) {
+  throw StatusError(std::move(status));
+  co_return;
+}
+
+// The device's error, if its copies failed.
+std::optional<Status> deviceError(WorkResilient& work) {
+  try {
+    work.tensors().inputsReady();
+    return std::nullopt;
+  } catch (const std::exception& e) {
+    return Status(
+        StatusCode::kInternal,
+        std::string("copying tensors from the device failed: ") + e.what());
+  }
+}
+
+} // namespace
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
+    c10::intrusive_ptr<WorkResilient> work,
+    const OpSignature& signature,
+    std::chrono::milliseconds timeout,
+    Body body) {
+  work->tensors().copyIn();
+  CollectiveSpec spec;
+  spec.signature = signature;
+  spec.trafficClass = chosenTrafficClass.value_or(TrafficClass::kGradient);
+  spec.timeout = timeoutOr(timeout);
+  spec.body = std::move(body);
+  auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
+  queue_->push(
+      kCollectiveKey,
+      readiness(work),
+      [group = group_, work, shared](bool ready) {
+        if (!ready) {
+          WorkResilient::end(work, notCopied());
+          return;
+        }
+        if (const auto error = deviceError(*work)) {
+          // The other ranks wait for this operation: it takes its number and
+          // fails there too.
+          shared->body = [error = *error](Communicator&) {
+            return failWith(error);
+          };
+        }
+        shared->done = [work](const Status& status) mutable {
+          WorkResilient::end(std::move(work), status);
+        };
+        work->setSequence(group->submit(std::move(*shared)));
+      });
+  return work;
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
+    c10::intrusive_ptr<WorkResilient> work,
+    int peer,
+    int tag,
+    bool isSend,
+    const at::Tensor& tensor) {
+  auto spec = std::make_shared<PointToPointSpec>();
+  spec->isSend = isSend;
+  spec->peer = peer;
+  spec->tag = static_cast<uint64_t>(tag);
+  spec->signature.dtype = dtypeOf(tensor);
+  spec->signature.count = static_cast<uint64_t>(tensor.numel());
+  spec->trafficClass = chosenTrafficClass.value_or(TrafficClass::kActivation);
+  spec->timeout = timeoutOr(c10d::kUnsetTimeout);
+  spec->data = work->tensors().add(tensor, isSend ? Use::kInput : Use::kOutput);
+  spec->bytes = tensor.nbytes();
+  work->tensors().copyIn();
+  queue_->push(
+      messageKey(isSend, peer, tag),
+      readiness(work),
+      [group = group_, work, spec](bool ready) {
+        if (!ready) {
+          WorkResilient::end(work, notCopied());
+          return;
+        }
+        if (auto error = deviceError(*work)) {
+          WorkResilient::end(work, *error);
+          return;
+        }
+        spec->done = [work](const Status& status, int sourceRank) mutable {
+          WorkResilient::end(std::move(work), status, sourceRank);
+        };
+        group->submit(std::move(*spec));
+      });
+  return work;
+}
+
+} // namespace resilient

@@ -1,0 +1,197 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include "backend/group_options.h"
+#include "backend/staging_thread.h"
+#include "backend/work.h"
+#include "collectives/collectives.h"
+#include "delegate/group.h"
+
+namespace resilient {
+
+// The c10d backend: checks arguments, finds host memory for every tensor, and
+// hands operations to the Group. By family, its methods are in
+// process_group_{reduce,gather,p2p,sync}.cpp; process_group.cpp has the life
+// cycle and the way into the engine.
+//
+// Thread: any; the order of calls on one group is the user's business, as in
+// c10d. A caller's mistake throws before a byte is sent.
+class ProcessGroupResilient : public c10d::Backend {
+ public:
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<Tensors>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+  // May block for store round trips; call without the GIL.
+  ProcessGroupResilient(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      int rank,
+      int size,
+      c10::intrusive_ptr<GroupOptions> options);
+  ~ProcessGroupResilient() override;
+
+  const std::string getBackendName() const override {
+    return "resilient";
+  }
+  c10::intrusive_ptr<Options> getBackendOptions() override {
+    return options_;
+  }
+  const c10::intrusive_ptr<GroupOptions>& groupOptions() const {
+    return options_;
+  }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void eagerConnectSingleDevice(at::Device) override {} // connects on use
+  c10::intrusive_ptr<c10d::Backend> split(
+      const c10::intrusive_ptr<c10d::Store>& store,
+      const std::vector<int>& ranks,
+      const c10::intrusive_ptr<Options>& options) override;
+  void abort() override;
+  void shutdown() override;
+  c10d::ErrorType getError() override;
+
+  // All members begin with the same number, so there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override;
+
+  GroupStats stats();
+
+  // process_group_reduce.cpp
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
+  WorkPtr allreduce_sparse(
+      Tensors& tensors,
+      const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(
+      Tensors& tensors,
+      const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr reduce_scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::ReduceScatterOptions& opts) override;
+
+  // process_group_gather.cpp
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
+      override;
+  WorkPtr allgather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(
+      TensorLists& outputs,
+      Tensors& inputs,
+      const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(
+      Tensors& outputs,
+      TensorLists& inputs,
+      const c10d::ScatterOptions& opts) override;
+  WorkPtr alltoall_base(
+      at::Tensor& output,
+      at::Tensor& input,
+      std::vector<int64_t>& outputSplitSizes,
+      std::vector<int64_t>& inputSplitSizes,
+      const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(
+      Tensors& outputs,
+      Tensors& inputs,
+      const c10d::AllToAllOptions& opts) override;
+
+  // process_group_p2p.cpp
+  WorkPtr send(Tensors& tensors, int dstRank, int tag) override;
+  WorkPtr recv(Tensors& tensors, int srcRank, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  // process_group_sync.cpp
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks)
+      override;
+
+ private:
+  using Body = std::function<Task(Communicator&)>;
+
+  // Starts a collective: from here on nothing throws, the Work tells. `body`
+  // may use host addresses that work->tensors() gave.
+  WorkPtr launch(
+      c10::intrusive_ptr<WorkResilient> work,
+      const OpSignature& signature,
+      std::chrono::milliseconds timeout,
+      Body body);
+  WorkPtr launch(
+      c10::intrusive_ptr<WorkResilient> work,
+      int peer, // -1: from any source
+      int tag,
+      bool isSend,
+      const at::Tensor& tensor);
+
+  // The parts of a coalesced call as one body.
+  static Body combine(std::vector<Body> parts);
+
+  c10::intrusive_ptr<WorkResilient> makeWork(
+      c10d::OpType type,
+      const char* title,
+      const Tensors& inputs,
+      Tensors outputs);
+  Nanos timeoutOr(std::chrono::milliseconds timeout) const;
+  // Every method calls it first.
+  void checkUsable(const char* operation) const;
+
+  // Parts of a collective over one tensor (or list); each checks, adds to the
+  // work's tensors, and returns what to run.
+  Body allReducePart(
+      WorkResilient& work,
+      const at::Tensor& tensor,
+      const Reduction& reduction);
+  Body reduceScatterPart(
+      WorkResilient& work,
+      const at::Tensor& output,
+      const Tensors& inputs,
+      const Reduction& reduction);
+  Body reduceScatterPart(
+      WorkResilient& work,
+      const at::Tensor& output,
+      const at::Tensor& input,
+      const Reduction& reduction);
+  Body allGatherPart(
+      WorkResilient& work,
+      const Tensors& outputs,
+      const at::Tensor& input);
+  Body allGatherPart(
+      WorkResilient& work,
+      const at::Tensor& output,
+      const at::Tensor& input);
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<GroupOptions> options_;
+  const int forkGeneration_;
+  std::atomic<int64_t> timeoutMs_;
+  std::shared_ptr<Group> group_;
+  std::unique_ptr<SubmitQueue> queue_;
+  std::atomic<bool> ended_{false}; // shut down or aborted
+};
+
+} // namespace resilient

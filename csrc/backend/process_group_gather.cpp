@@ -1,0 +1,486 @@
+// Collectives that move data without reducing it.
+
+#include "backend/checks.h"
+#include "backend/process_group.h"
+
+namespace resilient {
+
+namespace {
+
+using Tensors = std::vector<at::Tensor>;
+
+uint64_t elements(const Tensors& tensors) {
+  uint64_t count = 0;
+  for (const at::Tensor& tensor : tensors) {
+    count += static_cast<uint64_t>(tensor.numel());
+  }
+  return count;
+}
+
+// Lists of parts are as long as the group.
+void checkParts(const char* operation, const Tensors& parts, int size) {
+  if (parts.size() != static_cast<size_t>(size)) {
+    rejectCall(
+        operation,
+        "Incorrect list size " + std::to_string(parts.size()) +
+            ". The list should have one tensor for each of the " +
+            std::to_string(size) + " ranks");
+  }
+}
+
+void checkSameNumel(
+    const char* operation,
+    const char* what,
+    int index,
+    const at::Tensor& part,
+    const at::Tensor& own) {
+  if (part.numel() != own.numel()) {
+    rejectCall(
+        operation,
+        "invalid tensor size at index " + std::to_string(index) + " of the " +
+            what + " list (expected " + std::to_string(own.numel()) +
+            " elements, got " + std::to_string(part.numel()) + ")");
+  }
+}
+
+} // namespace
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::broadcast(
+    Tensors& tensors,
+    const c10d::BroadcastOptions& opts) {
+  constexpr const char* kName = "broadcast";
+  checkUsable(kName);
+  checkRoot(kName, opts.rootRank, size_);
+  checkRootTensor(kName, opts.rootTensor);
+  checkSingle(kName, tensors);
+  const int root = static_cast<int>(opts.rootRank);
+  auto work = makeWork(
+      c10d::OpType::BROADCAST, "resilient:broadcast", tensors, tensors);
+  void* data = work->tensors().add(
+      tensors[0], rank_ == root ? Use::kInput : Use::kOutput);
+  const size_t bytes = tensors[0].nbytes();
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kBroadcast, tensors[0], tensors[0].numel(), root),
+      opts.timeout,
+      [data, bytes, root](Communicator& comm) {
+        return resilient::broadcast(comm, data, bytes, root);
+      });
+}
+
+ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
+    WorkResilient& work,
+    const Tensors& outputs,
+    const at::Tensor& input) {
+  constexpr const char* kName = "allgather";
+  checkParts(kName, outputs, size_);
+  Tensors all = outputs;
+  all.push_back(input);
+  checkAlike(kName, all);
+  checkSameNumel(kName, "output", rank_, outputs[rank_], input);
+  bool temporary = false;
+  std::vector<void*> pointers;
+  std::vector<size_t> bytes;
+  for (int r = 0; r < size_; ++r) {
+    pointers.push_back(work.tensors().add(outputs[r], Use::kOutput));
+    bytes.push_back(outputs[r].nbytes());
+    const bool allowed = r == rank_ && sameMemory(outputs[r], input);
+    temporary = temporary || (!allowed && mayOverlap(outputs[r], input));
+  }
+  const void* in = work.tensors().add(input, Use::kInput, temporary);
+  return [pointers = std::move(pointers), bytes = std::move(bytes), in](
+             Communicator& comm) {
+    return allGather(comm, in, pointers, bytes);
+  };
+}
+
+ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
+    WorkResilient& work,
+    const at::Tensor& output,
+    const at::Tensor& input) {
+  constexpr const char* kName = "all_gather_into_tensor";
+  checkAlike(kName, {output, input});
+  if (output.numel() != input.numel() * size_) {
+    rejectCall(
+        kName,
+        "output tensor size must be equal to world_size times input tensor "
+        "size (" +
+            std::to_string(output.numel()) + " elements, input " +
+            std::to_string(input.numel()) + ", world size " +
+            std::to_string(size_) + ")");
+  }
+  auto* out = static_cast<char*>(work.tensors().add(output, Use::kOutput));
+  std::vector<void*> pointers;
+  for (int r = 0; r < size_; ++r) {
+    pointers.push_back(out + r * input.nbytes());
+  }
+  const bool inPlace = output.device() == input.device() &&
+      output.is_contiguous() && input.is_contiguous() &&
+      !output._is_zerotensor() && !input._is_zerotensor() &&
+      static_cast<const char*>(output.const_data_ptr()) +
+              rank_ * input.nbytes() ==
+          input.const_data_ptr();
+  const void* in = work.tensors().add(
+      input, Use::kInput, !inPlace && mayOverlap(output, input));
+  std::vector<size_t> bytes(size_, input.nbytes());
+  return [pointers = std::move(pointers), bytes = std::move(bytes), in](
+             Communicator& comm) {
+    return allGather(comm, in, pointers, bytes);
+  };
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather(
+    TensorLists& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& opts) {
+  constexpr const char* kName = "allgather";
+  checkUsable(kName);
+  if (inputs.size() != 1) {
+    rejectCall(kName, "requires a single-element input tensor list");
+  }
+  if (outputs.size() != 1) {
+    rejectCall(kName, "requires a single-element output tensor list");
+  }
+  auto work = makeWork(
+      c10d::OpType::ALLGATHER, "resilient:all_gather", inputs, outputs[0]);
+  auto body = allGatherPart(*work, outputs[0], inputs[0]);
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kAllGather, inputs[0], elements(outputs[0])),
+      opts.timeout,
+      std::move(body));
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::_allgather_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const c10d::AllgatherOptions& opts) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return allgather_into_tensor_coalesced(outputs, inputs, opts);
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather_coalesced(
+    TensorLists& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& opts) {
+  constexpr const char* kName = "allgather_coalesced";
+  checkUsable(kName);
+  if (inputs.empty()) {
+    rejectCall(kName, "requires non-empty input tensor list");
+  }
+  // outputs[rank][tensor]
+  if (outputs.size() != static_cast<size_t>(size_)) {
+    rejectCall(kName, "output lists should be equal to world size");
+  }
+  Tensors flat;
+  for (const Tensors& list : outputs) {
+    if (list.size() != inputs.size()) {
+      rejectCall(
+          kName,
+          "invalid output size: (expected length " +
+              std::to_string(inputs.size()) + ", got " +
+              std::to_string(list.size()) + ")");
+    }
+    flat.insert(flat.end(), list.begin(), list.end());
+  }
+  auto work = makeWork(
+      c10d::OpType::ALLGATHER_COALESCED, "resilient:all_gather", inputs, flat);
+  std::vector<Body> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Tensors own;
+    for (const Tensors& list : outputs) {
+      own.push_back(list[i]);
+    }
+    parts.push_back(allGatherPart(*work, own, inputs[i]));
+  }
+  auto signature =
+      signatureOf(OpKind::kAllGather, inputs[0], elements(flat));
+  signature.tensors = tensorCount(inputs.size());
+  return launch(
+      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+}
+
+ProcessGroupResilient::WorkPtr
+ProcessGroupResilient::allgather_into_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::AllgatherOptions& opts) {
+  constexpr const char* kName = "all_gather_into_tensor";
+  checkUsable(kName);
+  if (inputs.empty()) {
+    rejectCall(kName, "requires non-empty input tensor list");
+  }
+  if (outputs.size() != inputs.size()) {
+    rejectCall(
+        kName, "requires input/output tensor lists to have the same length");
+  }
+  auto work = makeWork(
+      c10d::OpType::_ALLGATHER_BASE, "resilient:all_gather", inputs, outputs);
+  std::vector<Body> parts;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    parts.push_back(allGatherPart(*work, outputs[i], inputs[i]));
+  }
+  auto signature =
+      signatureOf(OpKind::kAllGather, inputs[0], elements(outputs));
+  signature.tensors = tensorCount(inputs.size());
+  return launch(
+      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::gather(
+    TensorLists& outputs,
+    Tensors& inputs,
+    const c10d::GatherOptions& opts) {
+  constexpr const char* kName = "gather";
+  checkUsable(kName);
+  checkRoot(kName, opts.rootRank, size_);
+  if (inputs.size() != 1) {
+    rejectCall(kName, "requires a single-element input tensor list");
+  }
+  checkTensor(kName, inputs[0]);
+  const at::Tensor& input = inputs[0];
+  const int root = static_cast<int>(opts.rootRank);
+  Tensors parts;
+  if (rank_ == root) {
+    if (outputs.size() != 1) {
+      rejectCall(
+          kName,
+          "requires a single-element output list containing a list with " +
+              std::to_string(size_) + " tensors.");
+    }
+    parts = outputs[0];
+    checkParts(kName, parts, size_);
+    Tensors all = parts;
+    all.push_back(input);
+    checkAlike(kName, all);
+    checkSameNumel(kName, "output", rank_, parts[rank_], input);
+  } else if (!outputs.empty()) {
+    rejectCall(kName, "requires empty output on non-root");
+  }
+  auto work =
+      makeWork(c10d::OpType::GATHER, "resilient:gather", inputs, parts);
+  bool temporary = false;
+  std::vector<void*> pointers;
+  std::vector<size_t> outputBytes;
+  for (const at::Tensor& part : parts) {
+    pointers.push_back(work->tensors().add(part, Use::kOutput));
+    outputBytes.push_back(part.nbytes());
+    temporary = temporary || mayOverlap(part, input);
+  }
+  const void* in = work->tensors().add(input, Use::kInput, temporary);
+  const size_t bytes = input.nbytes();
+  // The parts' sizes may differ by rank, so none is in the signature; sizes
+  // that do not fit are found when the message comes.
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kGather, input, 0, root),
+      opts.timeout,
+      [pointers = std::move(pointers),
+       outputBytes = std::move(outputBytes),
+       in,
+       bytes,
+       root](Communicator& comm) {
+        return resilient::gather(
+            comm, in, bytes, pointers, outputBytes, root);
+      });
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::scatter(
+    Tensors& outputs,
+    TensorLists& inputs,
+    const c10d::ScatterOptions& opts) {
+  constexpr const char* kName = "scatter";
+  checkUsable(kName);
+  checkRoot(kName, opts.rootRank, size_);
+  if (outputs.size() != 1) {
+    rejectCall(kName, "requires a single-element output tensor list");
+  }
+  checkTensor(kName, outputs[0]);
+  const at::Tensor& output = outputs[0];
+  const int root = static_cast<int>(opts.rootRank);
+  Tensors parts;
+  if (rank_ == root) {
+    if (inputs.size() != 1) {
+      rejectCall(
+          kName,
+          "requires a single-element input list containing a list with " +
+              std::to_string(size_) + " tensors.");
+    }
+    parts = inputs[0];
+    checkParts(kName, parts, size_);
+    Tensors all = parts;
+    all.push_back(output);
+    checkAlike(kName, all);
+    checkSameNumel(kName, "input", rank_, parts[rank_], output);
+  } else if (!inputs.empty()) {
+    rejectCall(kName, "requires empty input on non-root");
+  }
+  auto work =
+      makeWork(c10d::OpType::SCATTER, "resilient:scatter", parts, outputs);
+  bool temporary = false;
+  std::vector<const void*> pointers;
+  std::vector<size_t> inputBytes;
+  for (const at::Tensor& part : parts) {
+    pointers.push_back(work->tensors().add(part, Use::kInput));
+    inputBytes.push_back(part.nbytes());
+    temporary = temporary || mayOverlap(part, output);
+  }
+  void* out = work->tensors().add(output, Use::kOutput, temporary);
+  const size_t bytes = output.nbytes();
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kScatter, output, 0, root),
+      opts.timeout,
+      [pointers = std::move(pointers),
+       inputBytes = std::move(inputBytes),
+       out,
+       bytes,
+       root](Communicator& comm) {
+        return resilient::scatter(
+            comm, pointers, inputBytes, out, bytes, root);
+      });
+}
+
+namespace {
+
+// Bytes that go to or come from each rank when a tensor is split along its
+// first dimension: evenly, or as the user says.
+std::vector<size_t> splitBytes(
+    const char* operation,
+    const at::Tensor& tensor,
+    const std::vector<int64_t>& splits,
+    int size) {
+  // A 0-dim or empty tensor has no rows to speak of.
+  const int64_t rows = tensor.dim() == 0 ? 1 : tensor.size(0);
+  if (splits.empty()) {
+    if (rows % size != 0) {
+      rejectCall(
+          operation,
+          "Tensor's dim 0 does not divide equally across group size (" +
+              std::to_string(rows) + " rows, " + std::to_string(size) +
+              " ranks)");
+    }
+    return std::vector<size_t>(size, tensor.nbytes() / size);
+  }
+  if (splits.size() != static_cast<size_t>(size)) {
+    rejectCall(operation, "Number of tensor splits not equal to group size");
+  }
+  int64_t sum = 0;
+  for (const int64_t split : splits) {
+    if (split < 0 || split > rows) {
+      rejectCall(
+          operation, "invalid split size " + std::to_string(split));
+    }
+    sum += split;
+  }
+  if (sum != rows) {
+    rejectCall(
+        operation,
+        "Split sizes doesn't match total dim 0 size (their sum is " +
+            std::to_string(sum) + ", the tensor has " + std::to_string(rows) +
+            " rows)");
+  }
+  const size_t rowBytes = rows == 0 ? 0 : tensor.nbytes() / rows;
+  std::vector<size_t> bytes;
+  for (const int64_t split : splits) {
+    bytes.push_back(static_cast<size_t>(split) * rowBytes);
+  }
+  return bytes;
+}
+
+template <typename Pointer>
+std::vector<Pointer> offsets(void* base, const std::vector<size_t>& bytes) {
+  std::vector<Pointer> pointers;
+  auto* p = static_cast<char*>(base);
+  for (const size_t n : bytes) {
+    pointers.push_back(p);
+    p += n;
+  }
+  return pointers;
+}
+
+} // namespace
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    std::vector<int64_t>& outputSplitSizes,
+    std::vector<int64_t>& inputSplitSizes,
+    const c10d::AllToAllOptions& opts) {
+  constexpr const char* kName = "all_to_all_single";
+  checkUsable(kName);
+  checkAlike(kName, {output, input});
+  auto inputBytes = splitBytes(kName, input, inputSplitSizes, size_);
+  auto outputBytes = splitBytes(kName, output, outputSplitSizes, size_);
+  if (inputBytes[rank_] != outputBytes[rank_]) {
+    rejectCall(
+        kName,
+        "the part for this rank itself has " +
+            std::to_string(inputBytes[rank_]) + " bytes in the input and " +
+            std::to_string(outputBytes[rank_]) + " in the output");
+  }
+  auto work = makeWork(
+      c10d::OpType::ALLTOALL_BASE,
+      "resilient:all_to_all",
+      {input},
+      {output});
+  void* out = work->tensors().add(output, Use::kOutput);
+  void* in =
+      work->tensors().add(input, Use::kInput, mayOverlap(input, output));
+  // Sizes differ by rank.
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kAllToAll, input, 0),
+      opts.timeout,
+      [inputs = offsets<const void*>(in, inputBytes),
+       inputBytes,
+       outputs = offsets<void*>(out, outputBytes),
+       outputBytes](Communicator& comm) {
+        return allToAll(comm, inputs, inputBytes, outputs, outputBytes);
+      });
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::AllToAllOptions& opts) {
+  constexpr const char* kName = "all_to_all";
+  checkUsable(kName);
+  checkParts(kName, inputs, size_);
+  checkParts(kName, outputs, size_);
+  Tensors all = inputs;
+  all.insert(all.end(), outputs.begin(), outputs.end());
+  checkAlike(kName, all);
+  checkSameNumel(kName, "output", rank_, outputs[rank_], inputs[rank_]);
+  auto work = makeWork(
+      c10d::OpType::ALLTOALL, "resilient:all_to_all", inputs, outputs);
+  std::vector<const void*> in;
+  std::vector<void*> out;
+  std::vector<size_t> inputBytes;
+  std::vector<size_t> outputBytes;
+  for (const at::Tensor& output : outputs) {
+    out.push_back(work->tensors().add(output, Use::kOutput));
+    outputBytes.push_back(output.nbytes());
+  }
+  for (const at::Tensor& input : inputs) {
+    bool temporary = false;
+    for (const at::Tensor& output : outputs) {
+      temporary = temporary || mayOverlap(input, output);
+    }
+    in.push_back(work->tensors().add(input, Use::kInput, temporary));
+    inputBytes.push_back(input.nbytes());
+  }
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kAllToAll, inputs[0], 0),
+      opts.timeout,
+      [in = std::move(in),
+       out = std::move(out),
+       inputBytes = std::move(inputBytes),
+       outputBytes = std::move(outputBytes)](Communicator& comm) {
+        return allToAll(comm, in, inputBytes, out, outputBytes);
+      });
+}
+
+} // namespace resilient

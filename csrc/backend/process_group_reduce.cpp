@@ -1,0 +1,280 @@
+// Collectives that reduce.
+
+#include <ATen/MemoryOverlap.h>
+
+#include "backend/checks.h"
+#include "backend/process_group.h"
+#include "backend/sparse.h"
+
+namespace resilient {
+
+ProcessGroupResilient::Body ProcessGroupResilient::allReducePart(
+    WorkResilient& work,
+    const at::Tensor& tensor,
+    const Reduction& reduction) {
+  void* data = work.tensors().add(tensor, Use::kInputOutput);
+  const auto count = static_cast<size_t>(tensor.numel());
+  return [data, count, reduction](Communicator& comm) {
+    return allReduce(comm, data, count, reduction, CostModel());
+  };
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& opts) {
+  constexpr const char* kName = "allreduce";
+  checkUsable(kName);
+  // Sparse gradients of DDP come here too.
+  if (tensors.size() == 1 && tensors[0].defined() &&
+      tensors[0].layout() == at::kSparse) {
+    return allreduce_sparse(tensors, opts);
+  }
+  checkSingle(kName, tensors);
+  const Reduction reduction = reductionFor(kName, opts.reduceOp, tensors[0]);
+  auto work = makeWork(
+      c10d::OpType::ALLREDUCE, "resilient:all_reduce", tensors, tensors);
+  auto body = allReducePart(*work, tensors[0], reduction);
+  return launch(
+      std::move(work),
+      signatureOf(
+          OpKind::kAllReduce,
+          reduction,
+          static_cast<uint64_t>(tensors[0].numel())),
+      opts.timeout,
+      std::move(body));
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_sparse(
+    Tensors& tensors,
+    const c10d::AllreduceOptions& opts) {
+  constexpr const char* kName = "allreduce_sparse";
+  checkUsable(kName);
+  if (tensors.size() != 1 || !tensors[0].defined()) {
+    rejectCall(kName, "requires a single-element tensor list");
+  }
+  if (tensors[0].layout() != at::kSparse) {
+    rejectCall(kName, "unsupported layout");
+  }
+  if (opts.reduceOp != c10d::ReduceOp::SUM) {
+    rejectCall(
+        kName,
+        "unsupported reduction operation (allreduce of sparse tensors only "
+        "works with ReduceOp.SUM)");
+  }
+  auto sparse = std::make_shared<SparseAllReduce>(tensors[0], size_);
+  auto work = makeWork(
+      c10d::OpType::_ALLREDUCE_SPARSE,
+      "resilient:sparse_all_reduce",
+      tensors,
+      tensors);
+  work->tensors().keep(sparse);
+  work->setEpilogue([sparse] { sparse->store(); });
+  // The number of stored elements differs by rank.
+  OpSignature signature = signatureOf(
+      OpKind::kAllReduceSparse, tensors[0], 0);
+  signature.reduceOp = ReduceOp::kSum;
+  return launch(
+      std::move(work), signature, opts.timeout, [sparse](Communicator& comm) {
+        return sparse->run(comm);
+      });
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_coalesced(
+    Tensors& tensors,
+    const c10d::AllreduceCoalescedOptions& opts) {
+  constexpr const char* kName = "allreduce_coalesced";
+  checkUsable(kName);
+  checkAlike(kName, tensors);
+  const Reduction reduction = reductionFor(kName, opts.reduceOp, tensors[0]);
+  auto work = makeWork(
+      c10d::OpType::ALLREDUCE_COALESCED,
+      "resilient:all_reduce",
+      tensors,
+      tensors);
+  std::vector<Body> parts;
+  uint64_t count = 0;
+  for (const at::Tensor& tensor : tensors) {
+    parts.push_back(allReducePart(*work, tensor, reduction));
+    count += static_cast<uint64_t>(tensor.numel());
+  }
+  auto signature = signatureOf(OpKind::kAllReduce, reduction, count);
+  signature.tensors = tensorCount(tensors.size());
+  return launch(
+      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce(
+    Tensors& tensors,
+    const c10d::ReduceOptions& opts) {
+  constexpr const char* kName = "reduce";
+  checkUsable(kName);
+  checkRoot(kName, opts.rootRank, size_);
+  checkRootTensor(kName, opts.rootTensor);
+  checkSingle(kName, tensors);
+  const Reduction reduction = reductionFor(kName, opts.reduceOp, tensors[0]);
+  const int root = static_cast<int>(opts.rootRank);
+  auto work =
+      makeWork(c10d::OpType::REDUCE, "resilient:reduce", tensors, tensors);
+  void* data = work->tensors().add(
+      tensors[0], rank_ == root ? Use::kInputOutput : Use::kInput);
+  const auto count = static_cast<size_t>(tensors[0].numel());
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kReduce, reduction, count, root),
+      opts.timeout,
+      [data, count, reduction, root](Communicator& comm) {
+        return resilient::reduce(
+            comm, data, count, reduction, root, CostModel());
+      });
+}
+
+ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
+    WorkResilient& work,
+    const at::Tensor& output,
+    const Tensors& inputs,
+    const Reduction& reduction) {
+  constexpr const char* kName = "reduce_scatter";
+  if (inputs.size() != static_cast<size_t>(size_)) {
+    rejectCall(
+        kName,
+        "invalid input tensor list size, must be world size (got " +
+            std::to_string(inputs.size()) + ", the group has " +
+            std::to_string(size_) + " ranks)");
+  }
+  Tensors all = inputs;
+  all.push_back(output);
+  checkAlike(kName, all);
+  if (inputs[rank_].numel() != output.numel()) {
+    rejectCall(
+        kName,
+        "invalid tensor size: the output has " +
+            std::to_string(output.numel()) + " elements, input " +
+            std::to_string(rank_) + " has " +
+            std::to_string(inputs[rank_].numel()));
+  }
+  bool temporary = false;
+  std::vector<const void*> pointers;
+  std::vector<size_t> counts;
+  for (int r = 0; r < size_; ++r) {
+    pointers.push_back(work.tensors().add(inputs[r], Use::kInput));
+    counts.push_back(static_cast<size_t>(inputs[r].numel()));
+    const bool allowed = r == rank_ && sameMemory(inputs[r], output);
+    temporary = temporary || (!allowed && mayOverlap(inputs[r], output));
+  }
+  void* out = work.tensors().add(output, Use::kOutput, temporary);
+  return [pointers = std::move(pointers),
+          counts = std::move(counts),
+          out,
+          reduction](Communicator& comm) {
+    return reduceScatter(comm, pointers, counts, out, reduction, CostModel());
+  };
+}
+
+ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
+    WorkResilient& work,
+    const at::Tensor& output,
+    const at::Tensor& input,
+    const Reduction& reduction) {
+  constexpr const char* kName = "reduce_scatter_tensor";
+  checkAlike(kName, {output, input});
+  if (input.numel() != output.numel() * size_) {
+    rejectCall(
+        kName,
+        "input tensor must be the same size as output size times world size (" +
+            std::to_string(input.numel()) + " elements, output " +
+            std::to_string(output.numel()) + ", world size " +
+            std::to_string(size_) + ")");
+  }
+  const auto* in =
+      static_cast<const char*>(work.tensors().add(input, Use::kInput));
+  const auto count = static_cast<size_t>(output.numel());
+  std::vector<const void*> pointers;
+  for (int r = 0; r < size_; ++r) {
+    pointers.push_back(in + r * output.nbytes());
+  }
+  // Only the exact place of our own part may be written while it is read.
+  const bool inPlace = output.device() == input.device() &&
+      input.is_contiguous() && output.is_contiguous() &&
+      !input._is_zerotensor() && !output._is_zerotensor() &&
+      static_cast<const char*>(input.const_data_ptr()) +
+              rank_ * output.nbytes() ==
+          output.const_data_ptr();
+  void* out = work.tensors().add(
+      output, Use::kOutput, !inPlace && mayOverlap(input, output));
+  std::vector<size_t> counts(size_, count);
+  return [pointers = std::move(pointers),
+          counts = std::move(counts),
+          out,
+          reduction](Communicator& comm) {
+    return reduceScatter(comm, pointers, counts, out, reduction, CostModel());
+  };
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce_scatter(
+    Tensors& outputs,
+    TensorLists& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  constexpr const char* kName = "reduce_scatter";
+  checkUsable(kName);
+  checkSingle(kName, outputs);
+  if (inputs.size() != 1) {
+    rejectCall(kName, "requires a single-element input tensor list");
+  }
+  const Reduction reduction = reductionFor(kName, opts.reduceOp, outputs[0]);
+  auto work = makeWork(
+      c10d::OpType::REDUCE_SCATTER,
+      "resilient:reduce_scatter",
+      inputs[0],
+      outputs);
+  auto body = reduceScatterPart(*work, outputs[0], inputs[0], reduction);
+  uint64_t count = 0;
+  for (const at::Tensor& input : inputs[0]) {
+    count += static_cast<uint64_t>(input.numel());
+  }
+  return launch(
+      std::move(work),
+      signatureOf(OpKind::kReduceScatter, reduction, count),
+      opts.timeout,
+      std::move(body));
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::_reduce_scatter_base(
+    at::Tensor& output,
+    at::Tensor& input,
+    const c10d::ReduceScatterOptions& opts) {
+  Tensors outputs{output};
+  Tensors inputs{input};
+  return reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+}
+
+ProcessGroupResilient::WorkPtr
+ProcessGroupResilient::reduce_scatter_tensor_coalesced(
+    Tensors& outputs,
+    Tensors& inputs,
+    const c10d::ReduceScatterOptions& opts) {
+  constexpr const char* kName = "reduce_scatter_tensor";
+  checkUsable(kName);
+  checkAlike(kName, inputs);
+  if (outputs.size() != inputs.size()) {
+    rejectCall(
+        kName, "requires input/output tensor lists to have the same length");
+  }
+  const Reduction reduction = reductionFor(kName, opts.reduceOp, inputs[0]);
+  auto work = makeWork(
+      c10d::OpType::_REDUCE_SCATTER_BASE,
+      "resilient:reduce_scatter",
+      inputs,
+      outputs);
+  std::vector<Body> parts;
+  uint64_t count = 0;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    parts.push_back(reduceScatterPart(*work, outputs[i], inputs[i], reduction));
+    count += static_cast<uint64_t>(inputs[i].numel());
+  }
+  auto signature = signatureOf(OpKind::kReduceScatter, reduction, count);
+  signature.tensors = tensorCount(inputs.size());
+  return launch(
+      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+}
+
+} // namespace resilient

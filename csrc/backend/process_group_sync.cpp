@@ -1,0 +1,33 @@
+// Barriers.
+
+#include "backend/checks.h"
+#include "backend/process_group.h"
+
+namespace resilient {
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::barrier(
+    const c10d::BarrierOptions& opts) {
+  checkUsable("barrier");
+  auto work = makeWork(c10d::OpType::BARRIER, "resilient:barrier", {}, {});
+  OpSignature signature;
+  signature.kind = OpKind::kBarrier;
+  return launch(
+      std::move(work), signature, opts.timeout, [](Communicator& comm) {
+        return resilient::barrier(comm);
+      });
+}
+
+void ProcessGroupResilient::monitoredBarrier(
+    const c10d::BarrierOptions& opts,
+    bool waitAllRanks) {
+  checkUsable("monitoredBarrier");
+  auto work =
+      makeWork(c10d::OpType::BARRIER, "resilient:monitored_barrier", {}, {});
+  OpSignature signature;
+  signature.kind = OpKind::kMonitoredBarrier;
+  launch(work, signature, opts.timeout, [waitAllRanks](Communicator& comm) {
+    return resilient::monitoredBarrier(comm, waitAllRanks);
+  })->wait();
+}
+
+} // namespace resilient

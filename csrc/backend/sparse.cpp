@@ -1,0 +1,106 @@
+#include "backend/sparse.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+#include "base/status.h"
+
+namespace resilient {
+
+namespace {
+
+int64_t hashOf(at::IntArrayRef sizes) {
+  uint64_t hash = 0xcbf29ce484222325U; // FNV-1a
+  for (const int64_t size : sizes) {
+    hash = (hash ^ static_cast<uint64_t>(size)) * 0x100000001b3U;
+  }
+  return static_cast<int64_t>(hash);
+}
+
+} // namespace
+
+SparseAllReduce::SparseAllReduce(const at::Tensor& tensor, int size)
+    : tensor_(tensor), headers_(size), allIndices_(size), allValues_(size) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  // A coalesced tensor is returned as it is: detached copies of its parts are
+  // not needed, since the caller must leave it alone until we are done.
+  const at::Tensor input = tensor.coalesce();
+  indices_ = input._indices().cpu().contiguous();
+  values_ = input._values().cpu().contiguous();
+  header_ = {
+      input._nnz(), input.sparse_dim(), input.dim(), hashOf(input.sizes())};
+}
+
+Task SparseAllReduce::gatherHeaders(Communicator& comm) {
+  std::vector<void*> outputs;
+  for (Header& header : headers_) {
+    outputs.push_back(&header);
+  }
+  co_await allGather(
+      comm,
+      &header_,
+      std::move(outputs),
+      std::vector<size_t>(headers_.size(), sizeof(Header)));
+  for (size_t r = 0; r < headers_.size(); ++r) {
+    const Header& other = headers_[r];
+    if (other.sparseDims != header_.sparseDims || other.dims != header_.dims ||
+        other.shapeHash != header_.shapeHash || other.stored < 0) {
+      throw StatusError(Status(
+          StatusCode::kMismatch,
+          "all_reduce of sparse tensors: rank " + std::to_string(r) +
+              " has a tensor of another shape (" + std::to_string(other.dims) +
+              " dimensions, " + std::to_string(other.sparseDims) +
+              " of them sparse; here " + std::to_string(header_.dims) +
+              " and " + std::to_string(header_.sparseDims) + ")"));
+    }
+  }
+}
+
+Task SparseAllReduce::gatherIndices(Communicator& comm) {
+  std::vector<void*> outputs;
+  std::vector<size_t> bytes;
+  for (size_t r = 0; r < headers_.size(); ++r) {
+    allIndices_[r] = at::empty(
+        {header_.sparseDims, headers_[r].stored}, indices_.options());
+    outputs.push_back(allIndices_[r].data_ptr());
+    bytes.push_back(allIndices_[r].nbytes());
+  }
+  co_await allGather(
+      comm, indices_.const_data_ptr(), std::move(outputs), std::move(bytes));
+}
+
+Task SparseAllReduce::gatherValues(Communicator& comm) {
+  std::vector<void*> outputs;
+  std::vector<size_t> bytes;
+  for (size_t r = 0; r < headers_.size(); ++r) {
+    auto shape = values_.sizes().vec();
+    shape[0] = headers_[r].stored;
+    allValues_[r] = at::empty(shape, values_.options());
+    outputs.push_back(allValues_[r].data_ptr());
+    bytes.push_back(allValues_[r].nbytes());
+  }
+  co_await allGather(
+      comm, values_.const_data_ptr(), std::move(outputs), std::move(bytes));
+}
+
+Task SparseAllReduce::run(Communicator& comm) {
+  // Each part begins when the one before it is complete, so it knows sizes.
+  return coalesced(
+      comm,
+      {[this](Communicator& c) { return gatherHeaders(c); },
+       [this](Communicator& c) { return gatherIndices(c); },
+       [this](Communicator& c) { return gatherValues(c); }});
+}
+
+void SparseAllReduce::store() {
+  at::AutoDispatchBelowADInplaceOrView below;
+  const at::Tensor indices = at::cat(allIndices_, 1);
+  const at::Tensor values = at::cat(allValues_, 0);
+  // coalesce() sorts stably and adds equal indices in order: rank order.
+  const at::Tensor sum =
+      at::_sparse_coo_tensor_unsafe(indices, values, tensor_.sizes())
+          .coalesce();
+  tensor_.copy_(tensor_.is_cpu() ? sum : sum.to(tensor_.device()));
+}
+
+} // namespace resilient

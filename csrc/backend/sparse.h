@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include <ATen/core/Tensor.h>
+
+#include "collectives/collectives.h"
+
+namespace resilient {
+
+// Sum of one sparse (COO) tensor per rank. All ranks gather all indices and
+// values, then each adds them up in rank order, so all get the same bits. On
+// the wire each rank sends its own part to all others: cheap as long as the
+// tensors are very sparse, which is what they are for.
+class SparseAllReduce {
+ public:
+  // Caller's thread. Coalesces; tensors on a device are copied to the host
+  // right here (sparse gradients on devices are rare and small).
+  SparseAllReduce(const at::Tensor& tensor, int size);
+
+  // Loop thread.
+  Task run(Communicator& comm);
+  // Staging thread, after run(): writes the sum into the tensor.
+  void store();
+
+ private:
+  // What the ranks tell each other first. The sparse and dense shape must
+  // agree, the number of stored elements need not.
+  struct Header {
+    int64_t stored;
+    int64_t sparseDims;
+    int64_t dims;
+    int64_t shapeHash; // of all sizes
+  };
+
+  Task gatherHeaders(Communicator& comm);
+  Task gatherIndices(Communicator& comm);
+  Task gatherValues(Communicator& comm);
+
+  at::Tensor tensor_;
+  at::Tensor indices_; // int64 [sparse dims][stored], contiguous, host
+  at::Tensor values_; // [stored][dense shape...], contiguous, host
+  Header header_{};
+  std::vector<Header> headers_;
+  std::vector<at::Tensor> allIndices_;
+  std::vector<at::Tensor> allValues_;
+};
+
+} // namespace resilient

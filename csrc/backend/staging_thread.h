@@ -1,0 +1,53 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// The process's one thread for waiting on device copies and for copying
+// results to where the user wants them. Neither the caller nor the engine's
+// loop ever waits for a device.
+class StagingThread {
+ public:
+  // Runs `task` on the thread, in order of posting, once it is idle. Dropped
+  // after stop().
+  static void post(std::function<void()> task);
+  // Asks `poll` again and again until it returns true (then it is finished
+  // with). Polls do not hold up each other nor posted tasks.
+  static void pollUntil(std::function<bool()> poll);
+  // No task starts afterwards; waits at most `limit` for a running one.
+  static bool stop(Nanos limit);
+};
+
+// Keeps operations of one process group in call order although some must wait
+// for a copy from a device before the engine can have them. Operations with
+// the same key go in order; an operation that is ready with nothing in front
+// of it goes at once, on the caller's thread.
+class SubmitQueue {
+ public:
+  SubmitQueue();
+  ~SubmitQueue(); // hands over all that still waits
+
+  // `ready` empty: ready from the start. `submit` is called exactly once, with
+  // the queue locked, so it must be quick and must not come back here; false
+  // after close() means: not ready, the memory is not valid, fail it.
+  using Submit = std::function<void(bool ready)>;
+  void push(uint64_t key, std::function<bool()> ready, Submit submit);
+
+  // How many wait under the key.
+  size_t waiting(uint64_t key) const;
+  // Waits until nothing is left, at most `limit`; false if something is.
+  bool drain(Nanos limit);
+  // Hands over what is left, and everything later at once.
+  void close();
+
+ private:
+  struct State;
+  std::shared_ptr<State> state_;
+};
+
+} // namespace resilient

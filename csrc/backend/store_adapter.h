@@ -1,0 +1,18 @@
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "delegate/group.h"
+
+namespace resilient {
+
+// A c10d store as the engine's KeyValue. One TCPStore client serialises its
+// callers (a waiting thread holds up all others), so each thread takes a
+// clone() of its own.
+std::unique_ptr<KeyValue> makeStoreAdapter(
+    c10::intrusive_ptr<c10d::Store> store);
+
+} // namespace resilient

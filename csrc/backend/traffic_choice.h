@@ -1,0 +1,13 @@
+#pragma once
+
+#include <optional>
+
+#include "base/traffic_class.h"
+
+namespace resilient {
+
+// The traffic class that the calling thread has chosen for the operations it
+// starts; nothing: the default of each operation. -1 in Python.
+inline thread_local std::optional<TrafficClass> chosenTrafficClass;
+
+} // namespace resilient

@@ -1,0 +1,245 @@
+#include "backend/work.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+#include <c10/core/StreamGuard.h>
+
+#include <chrono>
+#include <sstream>
+
+#include "backend/future_threads.h"
+#include "backend/errors.h"
+#include "backend/staging_thread.h"
+
+namespace resilient {
+
+namespace {
+
+std::atomic<void (*)()> interruptHook{nullptr};
+
+// How long a waiting thread sleeps before it looks for Ctrl-C. Each look takes
+// the GIL; most operations end before the first.
+constexpr auto kFirstSlice = std::chrono::milliseconds(200);
+constexpr auto kSlice = std::chrono::milliseconds(100);
+
+TimePoint now() {
+  return std::chrono::steady_clock::now();
+}
+
+} // namespace
+
+void setInterruptHook(void (*hook)()) {
+  interruptHook.store(hook);
+}
+
+WorkResilient::WorkResilient(
+    int rank,
+    c10d::OpType type,
+    const char* title,
+    const std::vector<at::Tensor>& inputs,
+    std::vector<at::Tensor> outputs)
+    : c10d::Work(rank, type, title, inputs),
+      title_(title),
+      outputs_(std::move(outputs)),
+      started_(now()) {}
+
+WorkResilient::~WorkResilient() = default;
+
+bool WorkResilient::isCompleted() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!completed_) {
+      return false;
+    }
+    if (exception_) {
+      return true;
+    }
+  }
+  // Whoever sees true may read the results on any stream.
+  return !tensors_.device() || tensors_.device()->copiesToDeviceDone();
+}
+
+bool WorkResilient::isSuccess() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ && !exception_;
+}
+
+bool WorkResilient::wait(std::chrono::milliseconds timeout) {
+  const bool limited = timeout > kNoTimeout;
+  const TimePoint deadline = limited ? now() + timeout : kNever;
+  std::unique_lock<std::mutex> lock(mutex_);
+  auto slice = kFirstSlice;
+  while (!completed_) {
+    auto until = now() + slice;
+    slice = kSlice;
+    if (cv_.wait_until(lock, std::min(TimePoint(until), deadline), [this] {
+          return completed_;
+        })) {
+      break;
+    }
+    if (now() >= deadline) {
+      // Only this wait() has failed. The operation goes on: its own timeout,
+      // known to all ranks, decides about it.
+      std::ostringstream text;
+      text << "Timed out waiting " << timeout.count() << "ms for " << title_
+           << " (sequence number " << getSequencenumber() << ", called "
+           << toSeconds(now() - started_)
+           << " s ago): wait(timeout) has expired, the operation is still "
+              "pending and may be waited for again";
+      lock.unlock();
+      C10_THROW_ERROR(DistBackendError, text.str());
+    }
+    if (auto* hook = interruptHook.load()) {
+      lock.unlock();
+      hook();
+      lock.lock();
+    }
+  }
+  if (exception_) {
+    auto error = exception_;
+    lock.unlock();
+    std::rethrow_exception(error);
+  }
+  lock.unlock();
+  synchronize();
+  return true;
+}
+
+void WorkResilient::synchronize() {
+  if (tensors_.device()) {
+    tensors_.device()->blockCurrentStream();
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> WorkResilient::getFuture() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (future_) {
+    return future_;
+  }
+  std::vector<c10::Device> devices;
+  if (tensors_.device() && tensors_.device()->stream()) {
+    devices.push_back(tensors_.device()->stream()->device());
+  }
+  future_ = c10::make_intrusive<c10::ivalue::Future>(
+      c10::ListType::create(c10::TensorType::get()), std::move(devices));
+  futureLevel_ = FutureThreads::levelForCaller();
+  auto future = future_;
+  const bool done = completed_;
+  futureClaimed_ = done;
+  lock.unlock();
+  if (done) {
+    completeFuture(); // nobody else knows it yet: no callbacks run here
+  }
+  return future;
+}
+
+std::vector<at::Tensor> WorkResilient::result() {
+  TORCH_CHECK(
+      isCompleted(),
+      "Work needs to be completed before calling result(). Should call wait() "
+      "before result().");
+  return outputs_;
+}
+
+int WorkResilient::sourceRank() const {
+  return sourceRank_.load(std::memory_order_acquire);
+}
+
+uint64_t WorkResilient::getSequencenumber() const {
+  return sequence_.load(std::memory_order_relaxed);
+}
+
+void WorkResilient::end(
+    c10::intrusive_ptr<WorkResilient> work,
+    const Status& status,
+    int sourceRank) {
+  work->sourceRank_.store(sourceRank, std::memory_order_release);
+  if (!status.ok()) {
+    work->finishNow(exceptionFor(status));
+  } else if (!work->epilogue_ && !work->tensors_.needsCopyBack()) {
+    work->finishNow(nullptr);
+  } else {
+    StagingThread::post([work = std::move(work)]() mutable {
+      std::exception_ptr error;
+      try {
+        if (work->epilogue_) {
+          work->epilogue_();
+          work->epilogue_ = nullptr;
+        }
+        work->tensors_.copyBack();
+      } catch (...) {
+        error = std::current_exception();
+      }
+      work->finishNow(error);
+      release(std::move(work));
+    });
+    return;
+  }
+  release(std::move(work));
+}
+
+void WorkResilient::release(c10::intrusive_ptr<WorkResilient> work) {
+  // A tensor that has been seen by Python needs the GIL to die. The engine's
+  // loop must never wait for the GIL, so the last reference goes elsewhere.
+  // If another thread drops its reference between the test and ours, we take
+  // the GIL here after all: slow once, not wrong.
+  if (work.use_count() == 1) {
+    FutureThreads::post(0, [work = std::move(work)]() mutable {
+      work.reset();
+    });
+  }
+}
+
+void WorkResilient::finishNow(std::exception_ptr error) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    // The base class calls the profiler's callback from finish().
+    std::optional<at::ThreadLocalStateGuard> state;
+    if (recordFunctionEndCallback_) {
+      state.emplace(callerState_);
+    }
+    finish(std::move(error));
+  }
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    // A getFuture() after finish() completes its future itself.
+    if (!futureClaimed_) {
+      future = future_;
+    }
+  }
+  if (future) {
+    auto self = c10::intrusive_ptr<WorkResilient>::reclaim_copy(this);
+    FutureThreads::post(futureLevel_, [self] { self->completeFuture(); });
+  }
+}
+
+void WorkResilient::completeFuture() {
+  at::ThreadLocalStateGuard state(callerState_);
+  try {
+    std::exception_ptr error;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      error = exception_;
+    }
+    if (error) {
+      future_->setErrorIfNeeded(error);
+      return;
+    }
+    // The future records an event on the current stream, behind which users
+    // read the results.
+    std::optional<c10::StreamGuard> guard;
+    if (auto* device = tensors_.device()) {
+      if (const auto stream = device->stream()) {
+        guard.emplace(*stream);
+      } else {
+        device->blockCurrentStream();
+      }
+    }
+    future_->markCompleted(c10::IValue(outputs_));
+  } catch (const std::exception& e) {
+    // Only a callback that throws a foreign exception gets here.
+    TORCH_WARN("a callback on a future of ", title_, " failed: ", e.what());
+  }
+}
+
+} // namespace resilient

@@ -1,0 +1,93 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include <ATen/ThreadLocalState.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "backend/host_tensors.h"
+#include "base/status.h"
+#include "base/time.h"
+
+namespace resilient {
+
+// Called now and then by a thread that waits; may throw (Ctrl-C). Set once by
+// the bindings; without it waiting cannot be interrupted.
+void setInterruptHook(void (*hook)());
+
+// The handle of one operation. It owns the operation's tensors until the
+// engine is done with them, and it ends exactly once, always.
+//
+// Thread: any. The engine's loop ends it; the thread that waits is woken from
+// there directly. Futures, whose callbacks are user code, are completed on the
+// completion threads (future_threads.h).
+class WorkResilient : public c10d::Work {
+ public:
+  // `title` ("resilient:all_reduce") names the operation for the profiler and
+  // must be a literal.
+  WorkResilient(
+      int rank,
+      c10d::OpType type,
+      const char* title,
+      const std::vector<at::Tensor>& inputs,
+      std::vector<at::Tensor> outputs);
+  ~WorkResilient() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void synchronize() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  std::vector<at::Tensor> result() override;
+  int sourceRank() const override;
+  uint64_t getSequencenumber() const override;
+
+  const char* title() const {
+    return title_;
+  }
+
+  // For the process group, before the operation is started.
+  HostTensors& tensors() {
+    return tensors_;
+  }
+  void setSequence(uint64_t sequence) {
+    sequence_.store(sequence, std::memory_order_relaxed);
+  }
+  // Runs on the staging thread after success, before the Work ends.
+  void setEpilogue(std::function<void()> epilogue) {
+    epilogue_ = std::move(epilogue);
+  }
+
+  // The operation has ended: copies results to where they belong if need be,
+  // then ends the Work. Exactly once, from any thread; never blocks, runs no
+  // user code.
+  static void end(
+      c10::intrusive_ptr<WorkResilient> work,
+      const Status& status,
+      int sourceRank = -1);
+
+ private:
+  void finishNow(std::exception_ptr error);
+  void completeFuture();
+  // Gives away a reference that may be the last one: see the .cpp.
+  static void release(c10::intrusive_ptr<WorkResilient> work);
+
+  const char* const title_;
+  const std::vector<at::Tensor> outputs_;
+  const at::ThreadLocalState callerState_;
+  const TimePoint started_;
+  HostTensors tensors_;
+  std::function<void()> epilogue_;
+  std::atomic<uint64_t> sequence_{0};
+  std::atomic<int> sourceRank_{-1};
+
+  // The base class guards completed_ and exception_ with mutex_; these too.
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+  int futureLevel_ = 0;
+  bool futureClaimed_ = false; // getFuture() completes it itself
+};
+
+} // namespace resilient

@@ -1,0 +1,103 @@
+"""Builds torch_resilient._C against the torch that is installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_py import build_py
+
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+except ImportError as error:
+    sys.exit(
+        f"torch_resilient is built against an installed torch, and importing it failed ({error}): "
+        "install torch first, then run pip install --no-build-isolation ."
+    )
+
+ROOT = Path(__file__).resolve().parent
+# One file needs up to 1 GB while it is compiled; two at a time fit everywhere.
+os.environ.setdefault("MAX_JOBS", "2")
+# A ninja that was installed beside this Python is found even if its environment is not active.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+BUILD_INFO = '''"""Written by setup.py: what _C was compiled against."""
+
+TORCH_VERSION = {version!r}
+'''
+
+
+def sources(*patterns: str) -> list[str]:
+    """Paths of the matching files relative to here, as setuptools wants them, sorted."""
+    found = {path for pattern in patterns for path in (ROOT / "csrc").glob(pattern)}
+    return sorted(str(path.relative_to(ROOT)) for path in found)
+
+
+def extensions() -> list[Extension]:
+    """_C always; _cuda if this torch has CUDA, its compiler is here and there are kernels."""
+    flags = ["-std=c++20", "-O2", "-Wall", "-fvisibility=hidden"]
+    flags.append(f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"')
+    headers = sources("**/*.h", "**/*.def")
+    apart = ("csrc/tests/", "csrc/cuda/")
+    core = [path for path in sources("**/*.cpp") if not path.startswith(apart)]
+    if not any(path.startswith("csrc/backend/") for path in core):
+        sys.exit(f"{ROOT}/csrc/backend holds no source file: this copy of the source is incomplete")
+    include = [str(ROOT / "csrc")]
+    result: list[Extension] = [
+        CppExtension(
+            "torch_resilient._C",
+            core,
+            include_dirs=include,
+            depends=headers,
+            extra_compile_args={"cxx": flags},
+        )
+    ]
+    kernels = sources("cuda/*.cu")
+    if kernels and torch.version.cuda and shutil.which("nvcc"):
+        result.append(
+            CUDAExtension(
+                "torch_resilient._cuda",
+                kernels + sources("cuda/*.cpp"),
+                include_dirs=include,
+                depends=headers,
+                extra_compile_args={"cxx": flags, "nvcc": ["-std=c++20", "-O3"]},
+            )
+        )
+    return result
+
+
+class BuildWithInfo(BuildExtension):
+    """Compiles into build/, so that a second build is quick, and records torch's version."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # setuptools would use a new folder for each editable install.
+        tag = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
+        self.build_temp = str(ROOT / "build" / tag)
+
+    def run(self) -> None:
+        super().run()
+        package = Path(self.get_ext_fullpath("torch_resilient._C")).parent
+        text = BUILD_INFO.format(version=str(torch.__version__))
+        (package / "_build_info.py").write_text(text, encoding="utf-8")
+
+
+class BuildWithOptions(build_py):
+    """Adds the table of options, from which torch_resilient.options makes its text."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            target = Path(self.build_lib) / "torch_resilient" / "options.def"
+            self.copy_file(str(ROOT / "csrc" / "base" / "options.def"), str(target))
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildWithInfo, "build_py": BuildWithOptions},
+)

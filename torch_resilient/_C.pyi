@@ -1,0 +1,81 @@
+"""The compiled module (csrc/backend/bindings.cpp)."""
+
+from datetime import timedelta
+from typing import Any, TypedDict
+
+from torch.distributed import ProcessGroup
+
+class OptionRow(TypedDict):
+    kind: str
+    name: str
+    variable: str
+    default: int | float | bool | str
+    least: float
+    most: float
+    unit: str
+    doc: str
+
+class Options:
+    """Settings of a group and, for the first one, of the process's engine."""
+
+    # c10d's own
+    @property
+    def backend(self) -> str: ...
+    _timeout: timedelta
+    group_name: str
+
+    # The table in csrc/base/options.def.
+    listen_port: int
+    interface: str
+    paths_same_host: int
+    paths_remote: int
+    chunk_bytes: int
+    starvation_bytes: int
+    socket_buffer_bytes: int
+    eager_bytes: int
+    staging_bytes: int
+    copy_bytes: int
+    stage_after_s: float
+    connect_timeout_s: float
+    handshake_timeout_s: float
+    max_pending_handshakes: int
+    heartbeat_s: float
+    stall_timeout_s: float
+    reconnect_min_s: float
+    reconnect_max_s: float
+    linger_s: float
+    eager_connect: bool
+    secret: str
+    secret_file: str
+    log_level: str
+    flight_recorder_entries: int
+    dump_dir: str
+    dump_on_sigusr1: bool
+    faults: str
+
+    def __init__(self, **values: int | float | bool | str) -> None: ...
+    def __copy__(self) -> Options: ...
+    def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
+    def validate(self) -> None: ...
+
+class ProcessGroupResilient:
+    """One group, as torch.distributed's ProcessGroup holds it."""
+
+    @property
+    def options(self) -> Options: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+def create(dist_opts: Any, options: Options | None = None) -> ProcessGroupResilient: ...
+def stats(group: ProcessGroupResilient | ProcessGroup) -> dict[str, Any]: ...
+def dump() -> str: ...
+def option_table() -> list[OptionRow]: ...
+def set_traffic_class(traffic_class: int) -> int: ...
+def set_log_level(level: str) -> None: ...
+def add_fault(rule: str) -> int: ...
+def remove_fault(fault: int) -> None: ...
+def set_fault_step(step: int) -> None: ...
+def engine_running() -> bool: ...
+def _pretend_device(copy_s: float) -> None: ...

@@ -1,0 +1,34 @@
+"""A torch.distributed backend for training across slow, lossy or failing networks.
+
+`torch.distributed.init_process_group("resilient")` is all it takes: torch imports this
+package by itself. Importing it makes the backend known, but loads no compiled code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch_resilient import _registration
+from torch_resilient._version import __version__
+from torch_resilient.traffic import traffic_class
+
+__all__ = ["Options", "__version__", "traffic_class"]
+
+# The entry point; torch calls it at the end of `import torch`.
+_autoload = _registration.register_or_warn
+
+
+def __getattr__(name: str) -> Any:
+    """`torch_resilient.Options`: the type for `pg_options`, from the compiled module."""
+    if name == "Options":
+        from torch_resilient import _native
+
+        return _native.load().Options
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+_registration.on_import()

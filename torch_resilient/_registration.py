@@ -1,0 +1,80 @@
+"""Makes the name "resilient" known to torch.distributed."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+import warnings
+from typing import Any
+
+from torch_resilient import _native
+
+NAME = "resilient"
+
+
+def create_backend(dist_opts: Any, options: Any = None) -> Any:
+    """Called by torch for each new group; loads the compiled module on first use."""
+    return _native.load().create(dist_opts, options)
+
+
+def register() -> None:
+    """Registers the backend; a second call does nothing.
+
+    Raises RuntimeError if this torch has no distributed package.
+    """
+    # Alone first: only this waits if another thread is importing torch at this moment.
+    import torch  # noqa: F401
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise RuntimeError("this torch was built without torch.distributed")
+    # torch's own list, so that the answer is right after a reload of this module, too, and
+    # when `import torch` above has already come back here through its autoload.
+    if NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            NAME, create_backend, extended_api=True, devices=["cpu", "cuda"]
+        )
+
+
+_warned = False
+
+
+def _warn(text: str) -> None:
+    try:
+        warnings.warn(text, RuntimeWarning, stacklevel=4)
+    except RuntimeWarning:  # the program made warnings errors
+        sys.stderr.write(text + "\n")
+
+
+def register_or_warn() -> None:
+    """Like register(), but never raises: a failure becomes a warning, given once.
+
+    torch calls this at the end of `import torch`, which would fail with it.
+    """
+    global _warned
+    try:
+        register()
+    except Exception as error:
+        if not _warned:
+            _warned = True
+            _warn(f'the torch.distributed backend "{NAME}" is not available: {error}')
+
+
+def _torch_will_call() -> bool:
+    """Whether `import torch`, when it ends, calls register_or_warn through the entry point."""
+    return os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "1" and bool(
+        importlib.metadata.entry_points(group="torch.backends", name=NAME)
+    )
+
+
+def on_import() -> None:
+    """Called at the end of `import torch_resilient`: registers, or leaves it to `import torch`.
+
+    torch is not imported here if its own import leads back to this package: with two threads,
+    one importing torch and one torch_resilient, each would wait for the other's import lock.
+    """
+    torch = sys.modules.get("torch")
+    ready = torch is not None and not getattr(torch.__spec__, "_initializing", False)
+    if ready or not _torch_will_call():
+        register_or_warn()

@@ -1,0 +1,140 @@
+"""The table of options, as text: `python -m torch_resilient.options --markdown`.
+
+The table itself is csrc/base/options.def, from which the C++ code is compiled as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+PREFIX = "TORCH_RESILIENT_"
+
+_HEAD = """\
+<!-- Written by `python -m torch_resilient.options --markdown`; change csrc/base/options.def. -->
+# Options
+
+Each option is a field of `torch_resilient.Options`, given to one group as `pg_options`, and an
+environment variable, which sets the default for all groups of the process:
+
+```python
+options = torch_resilient.Options()
+options.paths_remote = 8
+dist.init_process_group("resilient", pg_options=options)
+```
+
+```sh
+TORCH_RESILIENT_PATHS_REMOTE=8 torchrun train.py
+```
+
+A process has one engine for all its groups, started with the first one: that group's options
+hold for it. An empty variable counts as not set. Sizes may be written with K, M or G (KiB, MiB,
+GiB). A value that is not understood, or out of its range, fails `init_process_group` with a
+sentence that says what was expected; a variable that begins with `TORCH_RESILIENT_` and is not
+listed here gives a warning.
+"""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of options.def."""
+
+    kind: str  # Bytes, Count, Seconds, Flag, Text, Secret or Choice
+    field: str
+    variable: str
+    default: int | float | bool | str
+    least: float  # bounds of a number, both included
+    most: float
+    unit: str
+    doc: str
+
+    @property
+    def default_text(self) -> str:
+        """The default, as it would be written into the environment; empty for no text."""
+        return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
+
+
+def _literal(node: ast.expr) -> int | float | str | bool:
+    if isinstance(node, ast.Name) and node.id in ("true", "false"):
+        return node.id == "true"
+    value = ast.literal_eval(node)
+    if not isinstance(value, int | float | str):
+        raise ValueError(f"{ast.unparse(node)} is no literal")
+    return value
+
+
+def parse(text: str) -> list[Option]:
+    """The rows of options.def, in order. Raises ValueError if a row is malformed."""
+    lines = ["" if line.lstrip().startswith("//") else line for line in text.splitlines()]
+    options = []
+    # Without its comments the file is a list of calls, and Python joins adjacent strings as
+    # C++ does.
+    for statement in ast.parse("\n".join(lines)).body:
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not isinstance(call, ast.Call) or len(call.args) != 8:
+            raise ValueError(f"options.def:{statement.lineno}: expected X with 8 arguments")
+        kind, field, suffix, *rest = call.args
+        default, least, most, unit, doc = map(_literal, rest)
+        options.append(
+            Option(
+                ast.unparse(kind),
+                ast.unparse(field),
+                PREFIX + ast.unparse(suffix),
+                default,
+                float(least),
+                float(most),
+                str(unit),
+                str(doc),
+            )
+        )
+    return options
+
+
+def table() -> list[Option]:
+    """All options. Raises FileNotFoundError if the package was installed without the table."""
+    package = Path(__file__).resolve().parent
+    beside = package / "options.def"
+    path = beside if beside.exists() else package.parent / "csrc" / "base" / "options.def"
+    return parse(path.read_text(encoding="utf-8"))
+
+
+def _range(option: Option) -> str:
+    if option.least == option.most:
+        return ""
+    return f"{option.least:.15g} to {option.most:.15g}"
+
+
+def markdown() -> str:
+    """The text of docs/options.md."""
+    lines = [_HEAD]
+    for option in table():
+        default = f"`{option.default_text}`" if option.default_text else "empty"
+        facts = [f"default {default}", option.unit, _range(option)]
+        lines += [
+            f"## `{option.field}`",
+            "",
+            f"`{option.variable}`: {'; '.join(fact for fact in facts if fact)}",
+            "",
+            option.doc,
+            "",
+        ]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints the options; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m torch_resilient.options")
+    parser.add_argument("--markdown", action="store_true", help="print docs/options.md")
+    if parser.parse_args(arguments).markdown:
+        sys.stdout.write(markdown())
+    else:
+        for option in table():
+            print(f"{option.variable}={option.default_text}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""What the backend knows about a group: peers, paths, bytes, delays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch_resilient import _native
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["find_backend", "stats"]
+
+
+def find_backend(group: ProcessGroup | None = None) -> Any:
+    """The backend object (`_C.ProcessGroupResilient`) that carries `group`.
+
+    `group` None means the default group. Groups wrapped for
+    TORCH_DISTRIBUTED_DEBUG=DETAIL are looked into.
+
+    Raises ValueError if the group does not use this backend, or this process is no member
+    of it, or no group has been initialized.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if group is None:
+        if not dist.is_initialized():
+            raise ValueError("there is no default process group: call init_process_group() first")
+        group = dist.group.WORLD
+    wanted = _native.load().ProcessGroupResilient
+    if isinstance(group, wanted):
+        return group
+    if group is None or not hasattr(group, "_get_backend"):  # torch hands out a number
+        raise ValueError("this process is not a member of the group")
+    for device in getattr(group, "_device_types", []) or [torch.device("cpu")]:
+        try:
+            backend = group._get_backend(torch.device(device))
+        except RuntimeError:  # no backend for this type of device
+            continue
+        # Each debug wrapper holds what it wraps.
+        while not isinstance(backend, wanted) and hasattr(backend, "wrapped_pg"):
+            backend = backend.wrapped_pg
+        if isinstance(backend, wanted):
+            return backend
+    raise ValueError(f'the group {group.group_name!r} does not use the "resilient" backend')
+
+
+def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
+    """A snapshot of what the backend knows about `group` (None: the default group).
+
+    The result is made of plain dicts, lists, numbers and strings, fit for JSON:
+
+    `group` (its name), `rank`, `size`, `collectives` (how many were started),
+    `operations_pending`, and `peers`, one dict for each other rank: `rank` (in this group),
+    `host`, `state` ("unconnected", "up", "suspect", "dead" or "left"), `messages_sent`,
+    `messages_received`, `bytes_sent`, `bytes_received`, `last_heard_seconds_ago` (None:
+    never), `last_error`, and `paths`, one dict for each: `slot`, `state` ("up", "connecting"
+    or "down"), `local_address`, `remote_address`, `bytes_sent`, `bytes_received`,
+    `chunks_sent`, `chunks_retransmitted`, `round_trip_s` (smoothed, 0 while unknown),
+    `goodput_bytes_per_s` (smoothed, acknowledged bytes only), `reconnects`, `last_error`.
+
+    Counters belong to the process's one engine: groups with the same ranks share them.
+
+    Raises ValueError as find_backend() does; RuntimeError in a child of fork().
+    """
+    snapshot: dict[str, Any] = _native.load().stats(find_backend(group))
+    return snapshot
