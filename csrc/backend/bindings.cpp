@@ -24,8 +24,10 @@ template <typename T>
 class NoGil {
  public:
   NoGil() = default;
-  explicit NoGil(T* raw) : p_(c10::intrusive_ptr<T>::unsafe_steal_from_new(raw)) {}
-  NoGil(c10::intrusive_ptr<T> p) : p_(std::move(p)) {} // NOLINT: pybind needs it
+  explicit NoGil(T* raw)
+      : p_(c10::intrusive_ptr<T>::unsafe_steal_from_new(raw)) {}
+  // NOLINTNEXTLINE: pybind11 converts implicitly
+  NoGil(c10::intrusive_ptr<T> p) : p_(std::move(p)) {}
   NoGil(const NoGil&) = default;
   NoGil(NoGil&&) noexcept = default;
   NoGil& operator=(const NoGil&) = default;

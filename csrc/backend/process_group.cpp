@@ -139,7 +139,8 @@ c10::intrusive_ptr<c10d::Backend> ProcessGroupResilient::split(
     return nullptr;
   }
   auto given = c10::dynamic_intrusive_pointer_cast<GroupOptions>(options);
-  auto own = c10::make_intrusive<GroupOptions>(processEngineOptions(given.get()));
+  auto own =
+      c10::make_intrusive<GroupOptions>(processEngineOptions(given.get()));
   if (options) {
     own->timeout = options->timeout;
     own->group_name = options->group_name;

@@ -10,6 +10,7 @@
 #include "backend/future_threads.h"
 #include "backend/errors.h"
 #include "backend/staging_thread.h"
+#include "delegate/engine_control.h"
 
 namespace resilient {
 
@@ -72,7 +73,21 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   while (!completed_) {
     auto until = now() + slice;
     slice = kSlice;
-    if (cv_.wait_until(lock, std::min(TimePoint(until), deadline), [this] {
+    // The waiting thread does the engine's work itself if it can: the message
+    // it waits for then wakes it without a detour over the loop thread.
+    helped_.store(true);
+    lock.unlock();
+    const bool helped = helpEngine(
+        [this] {
+          std::lock_guard<std::mutex> guard(mutex_);
+          return completed_;
+        },
+        std::min(TimePoint(until), deadline));
+    lock.lock();
+    if (completed_) {
+      break;
+    }
+    if (!helped && cv_.wait_until(lock, std::min(TimePoint(until), deadline), [this] {
           return completed_;
         })) {
       break;
@@ -199,6 +214,9 @@ void WorkResilient::finishNow(std::exception_ptr error) {
       state.emplace(callerState_);
     }
     finish(std::move(error));
+  }
+  if (helped_.load()) {
+    wakeEngineHelper();
   }
   {
     std::lock_guard<std::mutex> lock(mutex_);

@@ -83,6 +83,7 @@ class WorkResilient : public c10d::Work {
   std::function<void()> epilogue_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int> sourceRank_{-1};
+  std::atomic<bool> helped_{false}; // a thread waits inside the engine
 
   // The base class guards completed_ and exception_ with mutex_; these too.
   c10::intrusive_ptr<c10::ivalue::Future> future_;

@@ -26,6 +26,7 @@ bool agree(const RecvOp& op, const FrameHeader& h) {
 
 // Both texts (ours and the one the sender gets) name both sides.
 void Mailbox::bind(RecvOp* op, InMessage& message) {
+  op->matchedRank = message.header.sourceRank;
   op->matchedSource = &message.channel;
   if (message.cancelled) {
     const Status status(message.cancelCode, message.cancelReason);
@@ -49,6 +50,7 @@ void Mailbox::bind(RecvOp* op, InMessage& message) {
 
 void Mailbox::post(RecvOp* op) {
   op->message = nullptr;
+  op->matchedRank = -1;
   op->matchedSource = nullptr;
   if (closed_.contains(op->key.group)) {
     completions_.push(

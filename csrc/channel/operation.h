@@ -67,7 +67,8 @@ struct RecvOp : Operation {
   uint64_t bytes = 0;
 
   InMessage* message = nullptr; // the matched message, while it arrives
-  Channel* matchedSource = nullptr; // for any source
+  Channel* matchedSource = nullptr; // set once matched
+  int32_t matchedRank = -1; // of the sender, once matched
 };
 
 // Operations that have ended and whose owners do not know yet.

@@ -33,7 +33,6 @@ CollectiveRun::CollectiveRun(
       startedAt_(group.engine().loop().now()) {}
 
 CollectiveRun::~CollectiveRun() {
-  group_.engine().loop().cancel(timer_);
   task_.reset(); // before items_: its transfers withdraw themselves
 }
 
@@ -49,15 +48,15 @@ void CollectiveRun::start() {
 }
 
 void CollectiveRun::armDeadline() {
-  const Nanos ahead = asked_ ? Nanos(0) : askAhead(spec_.timeout);
-  EventLoop& loop = group_.engine().loop();
-  timer_ = loop.at(startedAt_ + spec_.timeout - ahead, [this] {
-    timer_ = 0;
-    onDeadline();
-  });
+  checkAt_ = startedAt_ + spec_.timeout -
+      (asked_ ? Nanos(0) : askAhead(spec_.timeout));
+  group_.watch(checkAt_);
 }
 
-void CollectiveRun::onDeadline() {
+void CollectiveRun::onCheck() {
+  if (over_) {
+    return;
+  }
   if (!asked_) {
     asked_ = true;
     group_.query(-1);
@@ -69,7 +68,7 @@ void CollectiveRun::onDeadline() {
   fail(
       Status(
           StatusCode::kTimeout,
-          "Timed out after " + secondsText(spec_.timeout) + ": " + why),
+          timedOutText(spec_.timeout) + why),
       /*tellOthers=*/true);
 }
 
@@ -214,8 +213,6 @@ void CollectiveRun::fail(const Status& status, bool tellOthers) {
 
 void CollectiveRun::ended() {
   over_ = true;
-  group_.engine().loop().cancel(timer_);
-  timer_ = 0;
   group_.finished(*this, outcome(), failedPeer_, tellOthers_);
 }
 

@@ -28,6 +28,13 @@ class CollectiveRun final : public Communicator {
   // From the top of the loop only.
   void fail(const Status& status, bool tellOthers);
 
+  // When the group's watchdog is to call onCheck(): first to ask the others
+  // what they are doing, then at the time-out.
+  TimePoint checkAt() const {
+    return checkAt_;
+  }
+  void onCheck();
+
   uint64_t sequence() const {
     return sequence_;
   }
@@ -76,7 +83,6 @@ class CollectiveRun final : public Communicator {
   void finish(Item& item, Status status);
   void failLater(Transfer& transfer);
   void armDeadline();
-  void onDeadline();
   void ended();
   Status outcome() const;
   std::string context() const;
@@ -87,7 +93,7 @@ class CollectiveRun final : public Communicator {
   const uint64_t recordId_;
   Task task_;
   TimePoint startedAt_{};
-  TimerId timer_ = 0;
+  TimePoint checkAt_ = kNever;
   bool asked_ = false; // the others, what they are doing
   bool over_ = false;
   Status failure_; // given from outside

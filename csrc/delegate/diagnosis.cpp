@@ -17,6 +17,11 @@ std::string secondsText(Nanos d) {
   return text;
 }
 
+std::string timedOutText(Nanos timeout) {
+  return "Timed out waiting " + std::to_string(timeout.count() / 1000000) +
+      "ms: ";
+}
+
 Nanos askAhead(Nanos timeout) {
   return std::min<Nanos>(timeout / 4, std::chrono::seconds(1));
 }

@@ -9,6 +9,9 @@ namespace resilient {
 // "0.25 s", "12.3 s"
 std::string secondsText(Nanos d);
 
+// "Timed out waiting 10000ms: ", as gloo begins.
+std::string timedOutText(Nanos timeout);
+
 // How long before its time-out an operation asks the others what they are
 // doing: long enough for an answer over a WAN, and at most a quarter of the
 // time-out itself.

@@ -284,9 +284,7 @@ void Engine::stop(Nanos linger) {
   const auto deadline = std::chrono::steady_clock::now() + linger;
   callInLoop([this] {
     for (auto& [uid, link] : links_) {
-      if (link->state() == PeerLink::State::kUp) {
-        link->channel().sendBye();
-      }
+      link->leave();
     }
   });
   waitUntil(deadline, [this] {
@@ -369,11 +367,10 @@ void Engine::turn() {
     }
   }
   turnScheduled_ = false;
-  if (!graveyard_.empty()) {
-    auto dead = std::make_shared<std::vector<std::shared_ptr<void>>>(
-        std::move(graveyard_));
+  // Only this function is on the stack now. What dies may leave more to do.
+  while (!graveyard_.empty()) {
+    const auto dead = std::move(graveyard_);
     graveyard_.clear();
-    loop_.post([dead] { dead->clear(); });
   }
 }
 
@@ -521,6 +518,18 @@ void setFaultStep(int64_t step) {
       engine->faults().setStep(step);
       engine->faultsChanged();
     });
+  }
+}
+
+bool helpEngine(const std::function<bool()>& done, TimePoint until) {
+  const auto engine = Engine::current();
+  return engine && !process().forkedChild &&
+      engine->loop().help(done, until);
+}
+
+void wakeEngineHelper() {
+  if (const auto engine = Engine::current()) {
+    engine->loop().wakeHelper();
   }
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 #include "base/options.h"
@@ -23,6 +24,13 @@ uint64_t addFault(const std::string& rule);
 void removeFault(uint64_t id); // unknown ids are ignored
 // The training step that rules with a step condition compare with.
 void setFaultStep(int64_t step);
+
+// Lets a thread that waits do the engine's work meanwhile, so that what it
+// waits for needs no other thread to be woken. Returns when `done` is true or
+// `until` has come; false at once if it cannot help: then wait as usual. What
+// makes `done` true must call wakeEngineHelper().
+bool helpEngine(const std::function<bool()>& done, TimePoint until);
+void wakeEngineHelper();
 
 // Called once, when the interpreter is about to end: pending operations fail,
 // members are told, the engine's threads end. Returns within `limit`; what has

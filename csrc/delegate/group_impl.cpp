@@ -15,6 +15,11 @@ namespace {
 
 constexpr size_t kSecretBytes = 32;
 
+// Operations up to this size are started in the caller's thread if the loop is
+// asleep: about 20 us of work, where waking the loop would take as long. What
+// is larger goes to the loop thread, so that isend returns at once.
+constexpr uint64_t kSmallBytes = 64u << 10;
+
 std::string toHex(const uint8_t* data, size_t n) {
   static constexpr char kDigits[] = "0123456789abcdef";
   std::string s;
@@ -139,6 +144,10 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   uint64_t sequence = 0;
   bool posted = false;
+  const OpSignature& signature = shared->signature;
+  const bool small = signature.kind == OpKind::kBarrier ||
+      (signature.count != 0 &&
+       signature.count * dtypeBytes(signature.dtype) <= kSmallBytes);
   {
     std::lock_guard lock(mutex_);
     sequence = ++sequence_;
@@ -150,16 +159,18 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
         shared->signature.count * dtypeBytes(shared->signature.dtype);
     const uint64_t id = engine_->recorder().begin(std::move(entry));
     if (!closed_) {
-      posted = engine_->loop().post([self = shared_from_this(),
-                                     shared,
-                                     sequence,
-                                     id] {
+      posted = engine_->loop().postQuietly([self = shared_from_this(),
+                                            shared,
+                                            sequence,
+                                            id] {
         self->start(std::make_shared<CollectiveRun>(
             *self, sequence, std::move(*shared), id));
       });
     }
   }
-  if (!posted) {
+  if (posted) {
+    engine_->loop().runPosted(small);
+  } else {
     shared->done(Status(
         StatusCode::kAborted,
         "group " + name_ + " was destroyed or aborted: no further "
@@ -171,6 +182,7 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
 void GroupImpl::submit(PointToPointSpec spec) {
   auto shared = std::make_shared<PointToPointSpec>(std::move(spec));
   bool posted = false;
+  const bool small = shared->bytes <= kSmallBytes;
   {
     std::lock_guard lock(mutex_);
     FlightRecorder::Entry entry;
@@ -182,7 +194,9 @@ void GroupImpl::submit(PointToPointSpec spec) {
     entry.bytes = shared->bytes;
     const uint64_t id = engine_->recorder().begin(std::move(entry));
     if (!closed_) {
-      posted = engine_->loop().post([self = shared_from_this(), shared, id] {
+      posted = engine_->loop().postQuietly([self = shared_from_this(),
+                                            shared,
+                                            id] {
         self->start(std::make_shared<PointToPointRun>(
             *self,
             ++self->lastPointToPoint_,
@@ -192,7 +206,9 @@ void GroupImpl::submit(PointToPointSpec spec) {
       });
     }
   }
-  if (!posted) {
+  if (posted) {
+    engine_->loop().runPosted(small);
+  } else {
     shared->done(
         Status(
             StatusCode::kAborted,
@@ -247,6 +263,7 @@ void GroupImpl::shutdown(Nanos linger) {
     engine_->callInLoop([this] {
       failAll(Status(StatusCode::kAborted, "the group was destroyed"));
       engine_->unregisterGroup(id_);
+      engine_->loop().cancel(watchdog_);
     });
     engine_->resolver().forget(resolverStore_);
   }
@@ -305,18 +322,6 @@ std::string GroupImpl::pathSummary(int rank) const {
   const Member& m = members_[static_cast<size_t>(rank)];
   return "rank " + std::to_string(rank) + ": " +
       (m.link == nullptr ? "address unknown" : m.link->pathSummary());
-}
-
-int GroupImpl::rankOf(const Channel& channel) const {
-  for (int r = 0; r < size(); ++r) {
-    PeerLink* link = members_[static_cast<size_t>(r)].link;
-    if (link != nullptr && &link->channel() == &channel) {
-      return r;
-    }
-  }
-  // A message came before we looked for its sender: any source. Then the
-  // header's own word must do.
-  return -1;
 }
 
 void GroupImpl::seek(int rank) {
@@ -462,6 +467,51 @@ void GroupImpl::finished(
     pointToPoints_.erase(found);
   }
   done(status, sourceRank);
+}
+
+// One timer for the deadlines of all operations. It is set when an operation
+// has an earlier one, and left alone when operations end: so the many
+// operations of a healthy job cost one timer per time-out, not each its own.
+void GroupImpl::watch(TimePoint at) {
+  if (at >= watchdogAt_) {
+    return;
+  }
+  EventLoop& loop = engine_->loop();
+  loop.cancel(watchdog_);
+  watchdogAt_ = at;
+  watchdog_ = loop.at(at, [this] { onWatchdog(); });
+}
+
+void GroupImpl::onWatchdog() {
+  watchdog_ = 0;
+  watchdogAt_ = kNever;
+  const TimePoint now = engine_->loop().now();
+  std::vector<std::shared_ptr<CollectiveRun>> collectives;
+  std::vector<std::shared_ptr<PointToPointRun>> pointToPoints;
+  TimePoint next = kNever;
+  for (const auto& [sequence, run] : collectives_) {
+    if (run->checkAt() <= now) {
+      collectives.push_back(run);
+    } else {
+      next = std::min(next, run->checkAt());
+    }
+  }
+  for (const auto& [id, run] : pointToPoints_) {
+    if (run->checkAt() <= now) {
+      pointToPoints.push_back(run);
+    } else {
+      next = std::min(next, run->checkAt());
+    }
+  }
+  if (next != kNever) {
+    watch(next);
+  }
+  for (const auto& run : collectives) {
+    run->onCheck();
+  }
+  for (const auto& run : pointToPoints) {
+    run->onCheck();
+  }
 }
 
 void GroupImpl::failAll(const Status& status) {

@@ -54,6 +54,8 @@ class GroupImpl final : public Group,
   int size() const {
     return static_cast<int>(members_.size());
   }
+  // The operation wants its onCheck() called at `at`.
+  void watch(TimePoint at);
   // Calls record.post(link) as soon as the peer is known.
   void postWhenKnown(Record& record);
   void forgetWaiting(Record& record);
@@ -67,7 +69,6 @@ class GroupImpl final : public Group,
   // and why.
   std::pair<int, std::string> blame(uint64_t sequence, int waitingFor) const;
   std::string pathSummary(int rank) const;
-  int rankOf(const Channel& channel) const; // or -1
   void finished(
       CollectiveRun& run,
       const Status& status,
@@ -105,6 +106,7 @@ class GroupImpl final : public Group,
   void seek(int rank);
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
+  void onWatchdog();
   void failAll(const Status& status);
   void act(const Notice& notice);
   void tell(const Notice& notice);
@@ -130,6 +132,8 @@ class GroupImpl final : public Group,
   std::map<uint64_t, std::shared_ptr<CollectiveRun>> collectives_;
   std::map<uint64_t, std::shared_ptr<PointToPointRun>> pointToPoints_;
   uint64_t lastPointToPoint_ = 0;
+  TimerId watchdog_ = 0;
+  TimePoint watchdogAt_ = kNever;
   uint64_t lastStarted_ = 0;
   OpSignature lastSignature_;
   Status failure_; // of the group as a whole

@@ -146,6 +146,13 @@ void PeerLink::addInterest() {
   armHealthTimer();
 }
 
+void PeerLink::leave() {
+  if (state_ == State::kUp) {
+    leaving_ = true;
+    channel_.sendBye();
+  }
+}
+
 void PeerLink::dropInterest() {
   --interest_;
 }
@@ -375,6 +382,14 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
   if (!usable()) {
     return;
   }
+  if (leaving_ && livePaths() == 0) {
+    // It has gone too, maybe before it could acknowledge our goodbye.
+    engine_.loop().post([engine = &engine_, uid = uid_] {
+      engine->link(uid).close(
+          State::kLeft, Status(StatusCode::kPeerLeft, "both have left"));
+    });
+    return;
+  }
   logMessage(
       why.code() == StatusCode::kProtocol ? LogLevel::kWarning
                                           : LogLevel::kInfo,
@@ -400,7 +415,12 @@ void PeerLink::close(State state, const Status& why) {
           std::shared_ptr<OutgoingHandshake>(std::move(slot.attempt)));
     }
     if (slot.path) {
-      slot.path->reset(why); // moves the path to onPathClosed()
+      // Moves the path to onPathClosed(). A goodbye must still arrive.
+      if (state == State::kLeft) {
+        slot.path->close(why);
+      } else {
+        slot.path->reset(why);
+      }
     }
   }
   loop.cancel(healthTimer_);

@@ -73,6 +73,8 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   // until dropInterest().
   void addInterest();
   void dropInterest();
+  // We are going: say goodbye, after everything that was sent before.
+  void leave();
 
   // From the listener: may this caller have the slot? And: it has come.
   HelloCode decide(const HelloInfo& hello);
@@ -148,6 +150,7 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   std::vector<Slot> slots_;
   size_t nextSlot_ = 0; // round robin of pump()
   int interest_ = 0;
+  bool leaving_ = false;
   TimePoint neededSince_ = kNever; // interest, and never connected
   std::optional<TimePoint> heardAt_; // on paths that are closed now
   // Refusals in a row while no path is up: see countRefusal().

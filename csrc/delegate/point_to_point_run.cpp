@@ -17,9 +17,7 @@ PointToPointRun::PointToPointRun(
       recordId_(recordId),
       startedAt_(startedAt) {}
 
-PointToPointRun::~PointToPointRun() {
-  group_.engine().loop().cancel(timer_);
-}
+PointToPointRun::~PointToPointRun() = default;
 
 std::string PointToPointRun::target() const {
   return spec_.peer < 0 ? std::string("any rank")
@@ -53,8 +51,8 @@ void PointToPointRun::start() {
     return;
   }
   recv_.emplace(group_, spec_.peer, [this](const Status& status) {
-    Channel* source = recv_->op().matchedSource;
-    end(status, source != nullptr ? group_.rankOf(*source) : spec_.peer);
+    const RecvOp& op = recv_->op();
+    end(status, op.matchedSource != nullptr ? op.matchedRank : spec_.peer);
   });
   RecvOp& op = recv_->op();
   op.key = {group_.id(), spec_.tag, 0};
@@ -70,15 +68,15 @@ void PointToPointRun::start() {
 }
 
 void PointToPointRun::armDeadline() {
-  const Nanos ahead = asked_ ? Nanos(0) : askAhead(spec_.timeout);
-  EventLoop& loop = group_.engine().loop();
-  timer_ = loop.at(startedAt_ + spec_.timeout - ahead, [this] {
-    timer_ = 0;
-    onDeadline();
-  });
+  checkAt_ = startedAt_ + spec_.timeout -
+      (asked_ ? Nanos(0) : askAhead(spec_.timeout));
+  group_.watch(checkAt_);
 }
 
-void PointToPointRun::onDeadline() {
+void PointToPointRun::onCheck() {
+  if (over_) {
+    return;
+  }
   if (!asked_) {
     asked_ = true;
     group_.query(spec_.peer);
@@ -90,7 +88,7 @@ void PointToPointRun::onDeadline() {
       : group_.silence(spec_.peer);
   fail(Status(
       StatusCode::kTimeout,
-      "Timed out after " + secondsText(spec_.timeout) + ": " + why));
+      timedOutText(spec_.timeout) + why));
 }
 
 void PointToPointRun::fail(const Status& status) {
@@ -108,8 +106,6 @@ void PointToPointRun::fail(const Status& status) {
 
 void PointToPointRun::end(const Status& cause, int sourceRank) {
   over_ = true;
-  group_.engine().loop().cancel(timer_);
-  timer_ = 0;
   Status status = cause;
   if (!cause.ok()) {
     status = Status(

@@ -23,6 +23,12 @@ class PointToPointRun final {
   ~PointToPointRun();
 
   void start();
+  // When the group's watchdog is to call onCheck(): first to ask the others
+  // what they are doing, then at the time-out.
+  TimePoint checkAt() const {
+    return checkAt_;
+  }
+  void onCheck();
   void fail(const Status& status);
 
   uint64_t id() const {
@@ -41,7 +47,6 @@ class PointToPointRun final {
 
  private:
   void armDeadline();
-  void onDeadline();
   void end(const Status& cause, int sourceRank);
   std::string target() const;
 
@@ -52,7 +57,7 @@ class PointToPointRun final {
   const TimePoint startedAt_;
   std::optional<SendRecord> send_;
   std::optional<RecvRecord> recv_;
-  TimerId timer_ = 0;
+  TimePoint checkAt_ = kNever;
   bool asked_ = false;
   bool over_ = false;
 };

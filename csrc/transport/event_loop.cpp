@@ -4,6 +4,9 @@
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#if defined(__SSE2__)
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <climits>
@@ -45,7 +48,7 @@ EventLoop::EventLoop()
       wake_(checkSyscall("eventfd", ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
       now_(std::chrono::steady_clock::now()) {
   epoll_event event{};
-  event.events = EPOLLIN;
+  event.events = EPOLLIN | EPOLLET;
   event.data.u64 = kWakeMark;
   checkSyscall(
       "watch the eventfd",
@@ -54,9 +57,35 @@ EventLoop::EventLoop()
 
 EventLoop::~EventLoop() = default;
 
+// The floating-point state of a thread changes results (flush-to-zero), and
+// reductions run in turns: a turn has the default state whoever takes it.
+class EventLoop::Turn {
+ public:
+  explicit Turn(EventLoop& loop) : loop_(loop) {
+    loop_.runner_.store(
+        std::this_thread::get_id(), std::memory_order_relaxed);
+#if defined(__SSE2__)
+    saved_ = _mm_getcsr();
+    _mm_setcsr(0x1f80);
+#endif
+  }
+  ~Turn() {
+#if defined(__SSE2__)
+    _mm_setcsr(saved_);
+#endif
+    loop_.runner_.store(std::thread::id(), std::memory_order_relaxed);
+  }
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+ private:
+  EventLoop& loop_;
+  unsigned saved_ = 0;
+};
+
 bool EventLoop::inLoop() const {
-  auto runner = runner_.load(std::memory_order_relaxed);
-  return runner == std::thread::id() || runner == std::this_thread::get_id();
+  return !running_.load(std::memory_order_relaxed) ||
+      runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
 bool EventLoop::post(std::function<void()> run) {
@@ -67,12 +96,103 @@ bool EventLoop::post(std::function<void()> run) {
       return false;
     }
     posted_.push_back(std::move(run));
-    wake = std::exchange(maySleep_, false);
+    // Whoever is in a turn looks here before it sleeps or goes away.
+    wake = runner_.load(std::memory_order_relaxed) !=
+            std::this_thread::get_id() &&
+        std::exchange(maySleep_, false);
   }
   if (wake) {
     wakeUp();
   }
   return true;
+}
+
+bool EventLoop::postQuietly(std::function<void()> run) {
+  std::lock_guard lock(mutex_);
+  if (ended_) {
+    return false;
+  }
+  posted_.push_back(std::move(run));
+  return true;
+}
+
+void EventLoop::runPosted(bool here) {
+  if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    return; // in a turn: the next one runs it
+  }
+  bool wake = true;
+  if (here && running_.load(std::memory_order_relaxed) &&
+      turn_.try_lock()) {
+    std::lock_guard lock(turn_, std::adopt_lock);
+    takeTurn(nullptr, 0);
+    // Something is left, or is due before anybody wakes up by itself.
+    wake = !endOfTurn_.empty() || timers_.next() < sleepsUntil_;
+    std::lock_guard posted(mutex_);
+    wake = (wake || !posted_.empty()) && std::exchange(maySleep_, false);
+  } else {
+    std::lock_guard posted(mutex_);
+    wake = std::exchange(maySleep_, false);
+  }
+  if (wake) {
+    wakeUp();
+  }
+}
+
+bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
+  if (inLoop() || !helper_.try_lock()) {
+    return false;
+  }
+  std::lock_guard helper(helper_, std::adopt_lock);
+  helperThread_.store(std::this_thread::get_id());
+  helped_.store(true);
+  epoll_event events[kEventsPerTurn];
+  while (!done() && std::chrono::steady_clock::now() < until) {
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_ || ended_) {
+        break;
+      }
+    }
+    sleepAndTakeTurn(events, until, /*helper=*/true);
+  }
+  {
+    std::lock_guard park(parkMutex_);
+    helped_.store(false);
+  }
+  unpark_.notify_one();
+  // The thread in run() may sleep as it did before we came: nothing that has
+  // come up since must be slept through.
+  bool wake = false;
+  {
+    std::lock_guard turn(turn_);
+    wake = !endOfTurn_.empty() || timers_.next() < sleepsUntil_;
+    std::lock_guard lock(mutex_);
+    wake = wake || !posted_.empty() || stopping_;
+    maySleep_ = true;
+  }
+  if (wake) {
+    wakeUp();
+  }
+  return true;
+}
+
+void EventLoop::wakeHelper() {
+  // A helper that has done it itself sees it when its turn is over.
+  if (helped_.load() &&
+      helperThread_.load() != std::this_thread::get_id()) {
+    wakeUp();
+  }
+}
+
+// The thread in run() was woken although somebody helps: it must not take the
+// next event away. The wake-up may have been meant for the helper.
+void EventLoop::parkWhileHelped() {
+  if (!helped_.load()) {
+    return;
+  }
+  wakeUp();
+  std::unique_lock park(parkMutex_);
+  unpark_.wait(park, [this] { return !helped_.load(); });
 }
 
 void EventLoop::stop() {
@@ -186,9 +306,7 @@ int EventLoop::wait(epoll_event* events, int capacity, Nanos timeout) {
 void EventLoop::dispatch(const epoll_event* events, int count) {
   for (int i = 0; i < count; ++i) {
     if (events[i].data.u64 == kWakeMark) {
-      uint64_t wakes;
-      (void)!::read(wake_.get(), &wakes, sizeof(wakes));
-      continue;
+      continue; // edge-triggered: nobody reads it
     }
     auto index = static_cast<uint32_t>(events[i].data.u64);
     const Registration& r = registrations_[index];
@@ -198,73 +316,95 @@ void EventLoop::dispatch(const epoll_event* events, int count) {
   }
 }
 
-void EventLoop::runPosted(std::vector<std::function<void()>>& posted) {
-  for (auto& run : posted) {
+void EventLoop::runAll(std::vector<std::function<void()>>& functions) {
+  for (auto& run : functions) {
     run();
     run = nullptr; // what it holds lives no longer than its turn
   }
-  posted.clear();
+  functions.clear();
+}
+
+// Called before a thread sleeps: false if there is something to do at once,
+// else until when it may sleep at most.
+bool EventLoop::prepareToSleep(TimePoint& until, bool helper) {
+  std::lock_guard turn(turn_);
+  bool idle = endOfTurn_.empty();
+  std::lock_guard lock(mutex_);
+  idle = idle && posted_.empty();
+  // From here on a poster writes to the eventfd, so that a post between this
+  // line and the wait is not slept through.
+  maySleep_ = idle;
+  until = timers_.next();
+  if (!helper) {
+    sleepsUntil_ = idle ? until : TimePoint::min();
+  }
+  return idle;
+}
+
+void EventLoop::sleepAndTakeTurn(
+    epoll_event* events,
+    TimePoint limit,
+    bool helper) {
+  Nanos timeout{0};
+  TimePoint until;
+  if (prepareToSleep(until, helper)) {
+    until = std::min(until, limit);
+    timeout = until == kNever
+        ? Nanos(-1)
+        : std::max(Nanos(0), until - std::chrono::steady_clock::now());
+  }
+  const int count = wait(events, kEventsPerTurn, timeout);
+  if (count < 0 && errno != EINTR) {
+    checkSyscall("epoll_wait", count);
+  }
+  std::lock_guard turn(turn_);
+  takeTurn(events, count);
+}
+
+// noexcept: see the class comment, nothing may throw out of a turn.
+void EventLoop::takeTurn(const epoll_event* events, int count) noexcept {
+  Turn turn(*this);
+  turns_.fetch_add(1, std::memory_order_relaxed);
+  now_ = std::chrono::steady_clock::now();
+  {
+    std::lock_guard lock(mutex_);
+    postedRunning_.swap(posted_);
+  }
+  uint64_t mark = timers_.added();
+  dispatch(events, count);
+  runAll(postedRunning_);
+  while (auto run = timers_.popDue(now_, mark)) {
+    run();
+  }
+  endOfTurnRunning_.swap(endOfTurn_);
+  runAll(endOfTurnRunning_);
 }
 
 void EventLoop::run() {
-  runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
-  std::vector<std::function<void()>> posted;
+  running_.store(true);
   epoll_event events[kEventsPerTurn];
-  // noexcept: see the class comment, nothing may throw out of a turn.
-  auto turn = [&]() noexcept {
-    bool idle = endOfTurn_.empty();
-    {
-      std::lock_guard lock(mutex_);
-      if (stopping_) {
-        return false;
-      }
-      idle = idle && posted_.empty();
-      // From here on a poster writes to the eventfd, so that a post between
-      // this line and the wait is not slept through.
-      maySleep_ = idle;
-    }
-    Nanos timeout{0};
-    if (idle) {
-      TimePoint next = timers_.next();
-      timeout = next == kNever
-          ? Nanos(-1)
-          : std::max(Nanos(0), next - std::chrono::steady_clock::now());
-    }
-    int count = wait(events, kEventsPerTurn, timeout);
-    if (count < 0 && errno != EINTR) {
-      checkSyscall("epoll_wait", count);
-    }
-    turns_.fetch_add(1, std::memory_order_relaxed);
-    now_ = std::chrono::steady_clock::now();
-    {
-      std::lock_guard lock(mutex_);
-      maySleep_ = false;
-      posted.swap(posted_);
-    }
-    uint64_t mark = timers_.added();
-    dispatch(events, count);
-    runPosted(posted);
-    while (auto run = timers_.popDue(now_, mark)) {
-      run();
-    }
-    endOfTurnRunning_.swap(endOfTurn_);
-    runPosted(endOfTurnRunning_);
-    return true;
-  };
-  while (turn()) {
-  }
   for (;;) {
     {
       std::lock_guard lock(mutex_);
-      posted.swap(posted_);
-      if (posted.empty()) {
+      if (stopping_) {
+        break;
+      }
+    }
+    sleepAndTakeTurn(events, kNever, /*helper=*/false);
+    parkWhileHelped();
+  }
+  for (;;) {
+    std::lock_guard turn(turn_);
+    {
+      std::lock_guard lock(mutex_);
+      if (posted_.empty()) {
         ended_ = true;
         break;
       }
     }
-    [&]() noexcept { runPosted(posted); }();
+    takeTurn(nullptr, 0);
   }
-  runner_.store(std::thread::id(), std::memory_order_relaxed);
+  running_.store(false);
 }
 
 void EventLoop::closeInForkedChild() {

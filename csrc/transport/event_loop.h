@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -30,9 +31,13 @@ struct Handler {
 // end-of-turn functions. What one of them starts (post, at with a time in the
 // past) runs in the next turn, so none can starve the others.
 //
-// Thread: post() and stop() from any; all else in the loop's own thread, which
-// is the one in run(). While no thread is in run() (setting up, tearing down)
-// the caller sees to it that only one thread uses the loop.
+// Threads. One thread at a time is in a turn: usually the one in run(), but a
+// caller may take a turn of its own (runPosted, help) instead of waking
+// that one up and waiting for it; this saves the two thread switches that cost
+// more than a small message itself. "In the loop" means: in a turn.
+// post(), runPosted(), help(), wakeHelper() and stop() from any thread; all
+// else in the loop. While no thread is in run() (setting up, tearing down) the
+// caller sees to it that only one thread uses the loop.
 // No function given to the loop may throw; what throws ends the process.
 class EventLoop {
  public:
@@ -45,13 +50,24 @@ class EventLoop {
   // run, timers and descriptors are left alone.
   void run();
   void stop();
-  // True in the thread that is in run(); in any thread while none is.
+  // True in the thread that is in a turn; in any thread while none is in run().
   bool inLoop() const;
 
   // `run` is called in the loop in order of posting. False, and `run` is
   // destroyed here, if the loop has ended: then it never runs. One eventfd
   // write wakes the loop, only if it may sleep, and only once per burst.
   bool post(std::function<void()> run);
+  // As post(), but wakes nobody: runPosted() must follow.
+  bool postQuietly(std::function<void()> run);
+  // Sees to it that what is posted runs. `here`: in the caller's thread if no
+  // turn is being taken; for work that is short.
+  void runPosted(bool here);
+  // Takes turns in the caller's thread until `done` or `until`. False if the
+  // caller cannot help (another thread does, or this is the loop): then it has
+  // to wait in its own way. Whoever makes `done` true from elsewhere must call
+  // wakeHelper().
+  bool help(const std::function<bool()>& done, TimePoint until);
+  void wakeHelper();
 
   // The loop does not own `handler`: remove it first, then close `fd`.
   // Events for it that are already at hand are dropped.
@@ -95,20 +111,41 @@ class EventLoop {
     uint32_t generation = 0;
   };
 
+  class Turn;
   void wakeUp();
+  bool prepareToSleep(TimePoint& until, bool helper);
+  void sleepAndTakeTurn(epoll_event* events, TimePoint limit, bool helper);
+  void takeTurn(const epoll_event* events, int count) noexcept;
+  void parkWhileHelped();
   int wait(epoll_event* events, int capacity, Nanos timeout);
   void dispatch(const epoll_event* events, int count);
-  void runPosted(std::vector<std::function<void()>>& posted);
+  void runAll(std::vector<std::function<void()>>& functions);
   Registration& registration(int fd, const char* attempt);
 
   FileDescriptor epoll_, wake_;
+  std::atomic<bool> finePrecision_{true}; // epoll_pwait2 works
+  std::atomic<uint64_t> turns_{0};
+  std::atomic<bool> running_{false}; // a thread is in run()
+
+  // Held during a turn. Guards everything up to runner_.
+  std::mutex turn_;
   std::vector<Registration> registrations_; // by descriptor number
   TimerQueue timers_;
   std::vector<std::function<void()>> endOfTurn_, endOfTurnRunning_;
+  std::vector<std::function<void()>> postedRunning_;
   TimePoint now_;
-  bool finePrecision_ = true; // epoll_pwait2 works
-  std::atomic<uint64_t> turns_{0};
-  std::atomic<std::thread::id> runner_{};
+  // When the thread in run(), if it sleeps, wakes up by itself.
+  TimePoint sleepsUntil_ = TimePoint::min();
+  std::atomic<std::thread::id> runner_{}; // in a turn; written under turn_
+
+  // Who helps; held for as long as it does. The thread in run() then sleeps in
+  // epoll_wait too. The kernel wakes the last one that went to sleep first,
+  // which is the helper; if it wakes the other one, that one steps aside.
+  std::mutex helper_;
+  std::atomic<bool> helped_{false};
+  std::atomic<std::thread::id> helperThread_{};
+  std::mutex parkMutex_;
+  std::condition_variable unpark_;
 
   std::mutex mutex_;
   // Guarded by mutex_.

@@ -244,6 +244,11 @@ void Listener::onResult(
   } else {
     ++stats_.brokenOff;
   }
+  if (result.authenticated) {
+    // One of us, told to go elsewhere or gone again: a matter of course.
+    logMessage(LogLevel::kDebug, "listener: " + result.status.message());
+    return;
+  }
   logRejected(result.status.message());
 }
 

@@ -40,7 +40,9 @@ TcpPath::TcpPath(
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
       heardAt_(loop.now()),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
-  loop_.add(socket_.get(), EPOLLIN, this);
+  // Edge-triggered: no system call to change what is watched, and one wake-up
+  // per arrival however many threads sleep in the loop.
+  loop_.add(socket_.get(), EPOLLIN | EPOLLOUT | EPOLLET, this);
   channel_.addPath(id_, loop_.now());
   faults_.connectionOpened(loop_.now());
   applyFaultState();
@@ -56,13 +58,22 @@ TcpPath::~TcpPath() {
 }
 
 void TcpPath::reset(const Status& why) {
-  if (closed_) {
-    return;
+  if (!closed_) {
+    resetOnClose(socket_.get());
+    end(why);
   }
+}
+
+void TcpPath::close(const Status& why) {
+  if (!closed_) {
+    end(why);
+  }
+}
+
+void TcpPath::end(const Status& why) {
   closed_ = true;
   loop_.cancel(faultTimer_);
   loop_.remove(socket_.get());
-  resetOnClose(socket_.get());
   socket_.reset();
   owner_.onPathClosed(*this, why); // may still ask the channel about it
   channel_.removePath(id_, loop_.now());
@@ -87,7 +98,7 @@ bool TcpPath::hasRoom() const {
     return unwrittenBytes_ < kDelayedBytes;
   }
   return unwrittenBytes_ < kBatchBytes && releases_.size() < kBatchFrames &&
-      !(watchingWritable_ && !releases_.empty());
+      !(socketFull_ && !releases_.empty());
 }
 
 bool TcpPath::takeFrame() {
@@ -131,7 +142,7 @@ size_t TcpPath::gather(iovec* out, size_t capacity, size_t limit) const {
 }
 
 void TcpPath::flush() {
-  while (!closed_ && !releases_.empty()) {
+  while (!closed_ && !socketFull_ && !releases_.empty()) {
     size_t limit = SIZE_MAX;
     if (faults_.any()) {
       const TimePoint now = loop_.now();
@@ -158,7 +169,7 @@ void TcpPath::flush() {
         ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (n < 0) {
       if (errno == EAGAIN || errno == EINTR) {
-        wantWritable(true);
+        socketFull_ = true; // until EPOLLOUT
         return;
       }
       reset(Status(
@@ -192,36 +203,27 @@ void TcpPath::wrote(size_t bytes) {
   frontWritten_ = bytes;
 }
 
-void TcpPath::wantWritable(bool on) {
-  if (watchingWritable_ != on) {
-    watchingWritable_ = on;
-    watch();
-  }
-}
-
-void TcpPath::watch() {
-  loop_.modify(
-      socket_.get(),
-      (watchingReadable_ ? EPOLLIN : 0u) |
-          (watchingWritable_ ? EPOLLOUT : 0u));
-}
-
 // A path that drops does not read either: its peer must see the same silence
 // as behind a dead switch.
 void TcpPath::applyFaultState() {
   if (!faults_.any()) {
     return;
   }
-  const TimePoint now = loop_.now();
-  const bool dropping = faults_.dropping(now);
-  if (watchingReadable_ == dropping) {
-    watchingReadable_ = !dropping;
-    watch();
+  const bool dropping = faults_.dropping(loop_.now());
+  if (deaf_ && !dropping) {
+    deaf_ = false;
+    readLater(); // what came meanwhile
   }
-  if (dropping || faults_.stalled(now)) {
-    wantWritable(false);
-  }
+  deaf_ = dropping;
   armFaultTimer(kNever);
+}
+
+void TcpPath::readLater() {
+  loop_.post([this, alive = std::weak_ptr<void>(alive_)] {
+    if (alive.lock() && !closed_) {
+      onEvents(EPOLLIN);
+    }
+  });
 }
 
 // Looks again at `at`, or when a fault changes by itself.
@@ -255,13 +257,18 @@ void TcpPath::faultsChanged() {
 }
 
 void TcpPath::onEvents(uint32_t events) {
-  if ((events & (EPOLLIN | EPOLLERR | EPOLLHUP)) != 0 && watchingReadable_) {
+  if ((events & ~uint32_t(EPOLLOUT)) != 0 && !deaf_) {
     size_t total = 0;
-    while (!closed_ && total < kReadPerTurn && readSome(total)) {
+    bool more = true;
+    while (!closed_ && more && total < kReadPerTurn) {
+      more = readSome(total);
+    }
+    if (!closed_ && more) {
+      readLater(); // the others first
     }
   }
-  if (!closed_ && (events & EPOLLOUT) != 0) {
-    wantWritable(false);
+  if (!closed_ && socketFull_ && (events & EPOLLOUT) != 0) {
+    socketFull_ = false;
     flush();
     if (!closed_) {
       owner_.onPathWritable(*this);

@@ -63,6 +63,8 @@ class TcpPath final : public Handler {
   void flush();
   // Gives the connection up at once; bytes in the kernel are dropped.
   void reset(const Status& why);
+  // Closes it; what the kernel still holds is sent.
+  void close(const Status& why);
 
   // Changes whenever anything moves on the connection: bytes written, bytes
   // the far kernel acknowledged, bytes heard.
@@ -95,14 +97,14 @@ class TcpPath final : public Handler {
   static constexpr size_t kReadPerTurn = 4u << 20;
   static constexpr size_t kReadBuffer = 64u << 10;
 
+  void end(const Status& why);
   bool readSome(size_t& total);
   Status consume(const std::byte* data, size_t bytes);
   Status payloadDone();
   size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
   void wrote(size_t bytes);
   void cut();
-  void wantWritable(bool on);
-  void watch();
+  void readLater();
   void applyFaultState();
   void armFaultTimer(TimePoint at);
 
@@ -122,8 +124,9 @@ class TcpPath final : public Handler {
   size_t unwrittenBytes_ = 0;
   size_t frontWritten_ = 0; // bytes of the first unwritten frame
   uint64_t writtenTotal_ = 0; // on this connection
-  bool watchingWritable_ = false;
-  bool watchingReadable_ = true;
+  bool socketFull_ = false; // it would block: EPOLLOUT will come
+  bool deaf_ = false; // a fault: nothing is read
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
   TimerId faultTimer_ = 0;
 
   // Reading: a header (partly read), or its payload.

@@ -1,0 +1,225 @@
+#include "transport/address.h"
+
+#include <string>
+#include <vector>
+
+#include "base/random.h"
+#include "tests/check.h"
+
+namespace resilient {
+namespace {
+
+InterfaceAddress at(
+    const char* interface,
+    const char* ip,
+    bool up = true,
+    bool loopback = false) {
+  return {interface, *SocketAddress::parse(ip, 0), up, loopback};
+}
+
+const std::vector<InterfaceAddress>& host() {
+  static const std::vector<InterfaceAddress> list = {
+      at("lo", "127.0.0.1", true, true),
+      at("lo", "::1", true, true),
+      at("docker0", "172.17.0.1", false),
+      at("eth0", "10.0.0.7"),
+      at("eth0", "10.0.0.8"),
+      at("eth0", "fd00::7"),
+      at("eth1", "fd01::7"),
+      at("eth1", "10.1.0.7"),
+      at("eth10", "10.9.0.7"),
+      at("ib0", "fd02::7"),
+  };
+  return list;
+}
+
+std::string chosen(const std::string& option, const char* store = nullptr) {
+  std::optional<SocketAddress> towards;
+  if (store != nullptr) {
+    towards = SocketAddress::parse(store, 0);
+  }
+  std::string text;
+  for (auto& a : chooseAddresses(host(), option, towards).addresses) {
+    text += (text.empty() ? "" : " ") + a.interface + "/" + a.address.ip();
+  }
+  return text;
+}
+
+TEST(an_option_chooses_by_name_beginning_or_number) {
+  CHECK_EQ(chosen("eth1"), std::string("eth1/10.1.0.7"));
+  CHECK_EQ(
+      chosen("eth"),
+      std::string("eth0/10.0.0.7 eth1/10.1.0.7 eth10/10.9.0.7"));
+  CHECK_EQ(chosen("eth1,eth0"), std::string("eth1/10.1.0.7 eth0/10.0.0.7"));
+  CHECK_EQ(
+      chosen(" 10.0.0.8 , ib0 ,"), std::string("eth0/10.0.0.8 ib0/fd02::7"));
+  // Not twice, and an exact name is no beginning of another one.
+  CHECK_EQ(chosen("eth0,10.0.0.7"), std::string("eth0/10.0.0.7"));
+  CHECK_EQ(chosen("docker0"), std::string("docker0/172.17.0.1"));
+  // The family that leads to the store is taken where there is a choice.
+  CHECK_EQ(
+      chosen("eth0,eth1,ib", "fd00::7"),
+      std::string("eth0/fd00::7 eth1/fd01::7 ib0/fd02::7"));
+}
+
+TEST(an_option_that_matches_nothing_lists_what_there_is) {
+  for (const char* option : {"eth7", "10.0.0.9", "eth0,wlan"}) {
+    try {
+      chosen(option);
+      CHECK(false);
+    } catch (const StatusError& e) {
+      CHECK(e.status().code() == StatusCode::kInvalidArgument);
+      CHECK_CONTAINS(e.what(), "eth0 10.0.0.7");
+      CHECK_CONTAINS(e.what(), "docker0 172.17.0.1 (down)");
+    }
+  }
+}
+
+TEST(without_an_option_the_route_to_the_store_decides) {
+  CHECK_EQ(chosen("", "10.1.0.7"), std::string("eth1/10.1.0.7"));
+  CHECK_EQ(chosen("", "127.0.0.1"), std::string("lo/127.0.0.1"));
+  CHECK_EQ(chosen("", "10.77.0.1"), std::string("?/10.77.0.1"));
+  CHECK_EQ(chosen(""), std::string("eth0/10.0.0.7"));
+  auto reason = chooseAddresses(host(), "", std::nullopt).reason;
+  CHECK_CONTAINS(reason, "using eth0 10.0.0.7: it is the first interface");
+}
+
+TEST(loopback_is_the_last_resort_and_says_so) {
+  std::vector<InterfaceAddress> list(host().begin(), host().begin() + 3);
+  AddressChoice choice = chooseAddresses(list, "", std::nullopt);
+  CHECK_EQ(choice.addresses[0].interface, std::string("lo"));
+  CHECK_CONTAINS(choice.reason, "only this host can reach it");
+  CHECK_THROWS(
+      StatusError,
+      "no interface of this host is up",
+      chooseAddresses({}, "", std::nullopt));
+}
+
+TEST(this_host_has_loopback_a_route_to_it_and_an_identity) {
+  bool loopback = false;
+  for (const InterfaceAddress& i : enumerateInterfaces()) {
+    loopback = loopback || (i.loopback && i.address.ip() == "127.0.0.1");
+  }
+  CHECK(loopback);
+  auto local = localAddressTowards("127.0.0.1");
+  CHECK(local.has_value());
+  CHECK_EQ(local->toString(), std::string("127.0.0.1:0"));
+  CHECK(!localAddressTowards("").has_value());
+  CHECK_EQ(hostIdentity().size(), 32);
+  CHECK_EQ(hostIdentity(), hostIdentity());
+  CHECK(!hostName().empty());
+}
+
+PeerAddress sample() {
+  PeerAddress a;
+  for (size_t i = 0; i < a.uid.size(); ++i) {
+    a.uid[i] = static_cast<uint8_t>(0xf0 + i);
+  }
+  a.hostId = "0123456789abcdef0123456789abcdef";
+  a.hostName = "node-3";
+  a.pid = 4711;
+  a.addresses = {
+      *SocketAddress::parse("10.0.0.7", 29511),
+      *SocketAddress::parse("fd00::7", 29511)};
+  return a;
+}
+
+const char* const kSampleText =
+    "resilient/1 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
+    "host=0123456789abcdef0123456789abcdef name=node-3 pid=4711 "
+    "at=10.0.0.7:29511,[fd00::7]:29511";
+
+TEST(a_peer_address_survives_the_store) {
+  CHECK_EQ(sample().toString(), std::string(kSampleText));
+  PeerAddress back;
+  Status status = PeerAddress::parse(kSampleText, back);
+  CHECK(status.ok());
+  CHECK_EQ(back.toString(), std::string(kSampleText));
+  CHECK(back.uid == sample().uid);
+  PeerAddress odd = sample();
+  odd.hostName = "my host=\n\xc3\xa9" + std::string(300, 'x');
+  CHECK(PeerAddress::parse(odd.toString(), back).ok());
+  CHECK_EQ(back.hostName.substr(0, 11), std::string("my?host????"));
+}
+
+TEST(what_is_no_peer_address_is_refused_with_a_reason) {
+  std::string good = kSampleText;
+  auto replaced = [&](const std::string& from, const std::string& to) {
+    std::string text = good;
+    text.replace(text.find(from), from.size(), to);
+    return text;
+  };
+  std::string many = good;
+  for (int i = 0; i < 31; ++i) {
+    many += ",10.0.0.1:1";
+  }
+  for (const std::string& text : std::vector<std::string>{
+           "",
+           " ",
+           "hello",
+           good + " more",
+           replaced("resilient/1", "resilient/2"),
+           replaced("uid=f0", "uid=f"),
+           replaced("uid=f0", "uid=F0"),
+           replaced("uid=", "uid="
+                            "00"),
+           replaced("host=01", "host=zz"),
+           replaced("host=01", "host="),
+           replaced("node-3", ""),
+           replaced("node-3", "a\nb"),
+           replaced("node-3", std::string(256, 'a')),
+           replaced("4711", "0"),
+           replaced("4711", "-5"),
+           replaced("4711", "99999999999999999999"),
+           replaced("4711", "7x"),
+           replaced("10.0.0.7:29511", ""),
+           replaced("10.0.0.7:29511", "10.0.0.7"),
+           replaced("10.0.0.7:29511", "10.0.0.7:0"),
+           replaced("10.0.0.7:29511", "10.0.0.7:65536"),
+           replaced("10.0.0.7:29511", "example.org:29511"),
+           replaced("10.0.0.7:29511", "[10.0.0.7]:29511"),
+           replaced("[fd00::7]", "fd00::7"),
+           replaced("[fd00::7]", "[fd00::7"),
+           many,
+           good + std::string(PeerAddress::kTextBytesMax, 'x'),
+       }) {
+    PeerAddress address;
+    address.pid = -1;
+    Status status = PeerAddress::parse(text, address);
+    CHECK(status.code() == StatusCode::kProtocol);
+    CHECK_EQ(address.pid, -1); // untouched
+    CHECK(status.message().size() < 600);
+  }
+}
+
+TEST(changed_text_never_crashes_the_parser) {
+  test::forSeeds(3000, [](uint64_t seed) {
+    Prng random(seed);
+    std::string text = kSampleText;
+    for (uint64_t i = 1 + random.below(4); i > 0; --i) {
+      size_t where = random.below(text.size());
+      switch (random.below(3)) {
+        case 0:
+          text[where] = static_cast<char>(random.next());
+          break;
+        case 1:
+          text.erase(where, random.below(9));
+          break;
+        default:
+          text.insert(where, text.substr(random.below(text.size()), 7));
+      }
+      if (text.empty()) {
+        text = "x";
+      }
+    }
+    PeerAddress address;
+    if (PeerAddress::parse(text, address).ok()) {
+      PeerAddress again;
+      CHECK(PeerAddress::parse(address.toString(), again).ok());
+      CHECK_EQ(again.toString(), address.toString());
+    }
+  });
+}
+
+} // namespace
+} // namespace resilient

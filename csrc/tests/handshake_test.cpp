@@ -1,0 +1,504 @@
+#include "transport/handshake.h"
+
+#include <netinet/tcp.h>
+#include <sys/epoll.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/log.h"
+#include "tests/check.h"
+#include "transport/listener.h"
+
+namespace resilient {
+namespace {
+
+using namespace std::chrono_literals;
+
+// Far beyond what any step takes; a test that reaches it has failed.
+constexpr Nanos kPatience = 60s;
+
+HelloNonce nextNonce() {
+  static uint8_t count = 0;
+  HelloNonce nonce{};
+  nonce[0] = ++count;
+  return nonce;
+}
+
+// Counts the lines that would go to the terminal and keeps it clean.
+struct LogCounter {
+  std::vector<std::string> lines;
+  LogCounter() {
+    setLogSink([this](std::string_view line) { lines.emplace_back(line); });
+  }
+  ~LogCounter() {
+    setLogSink({});
+  }
+};
+
+// A loop with one listener, driven by the test's own thread.
+struct World {
+  LogCounter log;
+  EventLoop loop;
+  ListenerConfig config;
+  std::unique_ptr<Listener> listener;
+  HelloCode decision = HelloCode::kOk;
+  std::vector<HelloInfo> peers;
+  std::vector<FileDescriptor> connections;
+  HelloInfo hello;
+
+  World() {
+    config.identity.uid.fill(0x22);
+    config.identity.eagerBudgetBytes = 4321;
+    config.identity.secretOf =
+        [](const KeyId& id) -> std::optional<std::string> {
+      if (id == keyIdOf("secret")) {
+        return "secret";
+      }
+      return std::nullopt;
+    };
+    config.identity.decide = [this](const HelloInfo&) { return decision; };
+    config.nonce = nextNonce;
+    config.onPeer = [this](HelloInfo info, FileDescriptor fd, SocketAddress) {
+      peers.push_back(info);
+      // At once, so that these bytes follow the verdict in one segment.
+      CHECK_EQ(::write(fd.get(), "after", 5), 5);
+      connections.push_back(std::move(fd));
+    };
+    config.onPeerLost = [](HelloInfo) {};
+    hello.initiator.fill(0x11);
+    hello.acceptor = config.identity.uid;
+    hello.pathSlot = 5;
+    hello.initiatorRank = 9;
+  }
+
+  void listen() {
+    listener = std::make_unique<Listener>(loop, config);
+  }
+
+  SocketAddress address(const char* ip = "127.0.0.1") {
+    return *SocketAddress::parse(ip, listener->port());
+  }
+
+  OutgoingSpec spec(std::vector<SocketAddress> candidates) {
+    OutgoingSpec s;
+    s.candidates = std::move(candidates);
+    s.hello = hello;
+    s.nonce = nextNonce;
+    s.secret = "secret";
+    s.attemptTimeout = 20s;
+    return s;
+  }
+
+  OutgoingResult connect(OutgoingSpec s);
+};
+
+// A loop runs only once: each test starts its scenario, calls this, and ends
+// it with loop.stop().
+void runUntilStopped(EventLoop& loop) {
+  bool late = false;
+  loop.after(kPatience, [&] {
+    late = true;
+    loop.stop();
+  });
+  loop.run();
+  CHECK(!late);
+}
+
+OutgoingResult World::connect(OutgoingSpec s) {
+  OutgoingResult result;
+  int calls = 0;
+  auto handshake = OutgoingHandshake::start(
+      loop, std::move(s), [&](OutgoingResult r) {
+        ++calls;
+        result = std::move(r);
+        loop.stop();
+      });
+  CHECK_EQ(calls, 0);
+  runUntilStopped(loop);
+  CHECK_EQ(calls, 1);
+  return result;
+}
+
+SocketAddress closedPort() {
+  FileDescriptor fd(checkSyscall(
+      "socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
+  auto at = *SocketAddress::parse("127.0.0.1", 0);
+  checkSyscall("bind", ::bind(fd.get(), at.raw(), at.rawBytes()));
+  return localAddress(fd.get());
+}
+
+// Takes connections into the kernel's queue and never says a word.
+FileDescriptor silentServer(SocketAddress& at) {
+  FileDescriptor fd(checkSyscall(
+      "socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
+  at = *SocketAddress::parse("127.0.0.1", 0);
+  checkSyscall("bind", ::bind(fd.get(), at.raw(), at.rawBytes()));
+  checkSyscall("listen", ::listen(fd.get(), 16));
+  at = localAddress(fd.get());
+  return fd;
+}
+
+FileDescriptor rawConnection(const SocketAddress& to) {
+  FileDescriptor fd(checkSyscall(
+      "socket", ::socket(to.family(), SOCK_STREAM | SOCK_CLOEXEC, 0)));
+  checkSyscall("connect", ::connect(fd.get(), to.raw(), to.rawBytes()));
+  return fd;
+}
+
+TEST(a_peer_connects_over_either_family) {
+  for (const char* ip : {"127.0.0.1", "::1"}) {
+    World world;
+    world.listen();
+    if (std::strchr(ip, ':') != nullptr && !world.listener->dualStack()) {
+      continue; // a machine without IPv6
+    }
+    OutgoingResult result = world.connect(world.spec({world.address(ip)}));
+    CHECK(result.status.ok());
+    CHECK_EQ(result.accept.eagerBudgetBytes, 4321);
+    CHECK_EQ(result.remote.toString(), world.address(ip).toString());
+    CHECK_EQ(world.peers.size(), 1);
+    CHECK(world.peers[0].initiator == world.hello.initiator);
+    CHECK_EQ(world.peers[0].pathSlot, 5);
+    CHECK_EQ(world.peers[0].initiatorRank, 9);
+    // What the peer wrote right after the verdict is still to be read.
+    char buffer[16];
+    ssize_t n = ::recv(result.fd.get(), buffer, sizeof(buffer), 0);
+    CHECK_EQ(n, 5);
+    CHECK_EQ(std::string(buffer, 5), std::string("after"));
+    // The accepting side has its options, too.
+    int noDelay = 0;
+    socklen_t bytes = sizeof(noDelay);
+    CHECK_EQ(
+        ::getsockopt(
+            world.connections[0].get(),
+            IPPROTO_TCP,
+            TCP_NODELAY,
+            &noDelay,
+            &bytes),
+        0);
+    CHECK(noDelay != 0);
+    ListenerStats stats = world.listener->stats();
+    CHECK_EQ(stats.admitted, 1);
+    CHECK_EQ(stats.pending, 0);
+    CHECK(world.log.lines.empty());
+  }
+}
+
+TEST(the_source_address_is_used) {
+  World world;
+  world.listen();
+  OutgoingSpec spec = world.spec({world.address()});
+  spec.source = SocketAddress::parse("127.0.0.3", 0);
+  OutgoingResult result = world.connect(std::move(spec));
+  CHECK(result.status.ok());
+  CHECK_EQ(result.local.ip(), std::string("127.0.0.3"));
+}
+
+TEST(a_gone_process_is_told_from_a_broken_way) {
+  World world;
+  OutgoingResult result =
+      world.connect(world.spec({closedPort(), closedPort()}));
+  CHECK(result.failure.refusedEverywhere);
+  CHECK(result.status.code() == StatusCode::kPeerDied);
+  CHECK_CONTAINS(result.status.message(), "Connection refused");
+  CHECK_CONTAINS(result.status.message(), "; 127.0.0.1:");
+}
+
+TEST(no_address_at_all_is_an_error_of_its_own) {
+  World world;
+  OutgoingResult result = world.connect(world.spec({}));
+  CHECK(result.status.code() == StatusCode::kInvalidArgument);
+  CHECK(!result.failure.refusedEverywhere);
+}
+
+TEST(the_next_address_is_tried_after_a_refused_or_silent_one) {
+  World world;
+  world.listen();
+  SocketAddress silentAt;
+  FileDescriptor silent = silentServer(silentAt);
+  OutgoingSpec spec =
+      world.spec({closedPort(), silentAt, world.address()});
+  spec.attemptTimeout = 1s;
+  OutgoingResult result = world.connect(std::move(spec));
+  CHECK(result.status.ok());
+  CHECK_EQ(result.remote.toString(), world.address().toString());
+}
+
+TEST(a_silent_address_is_not_a_dead_peer) {
+  World world;
+  SocketAddress silentAt;
+  FileDescriptor silent = silentServer(silentAt);
+  OutgoingSpec spec = world.spec({silentAt, closedPort()});
+  spec.attemptTimeout = 50ms;
+  OutgoingResult result = world.connect(std::move(spec));
+  CHECK(!result.failure.refusedEverywhere);
+  CHECK(!result.status.ok());
+  CHECK_CONTAINS(
+      result.status.message(), "no end of the handshake in 0.05 s");
+}
+
+TEST(a_connection_closed_in_the_midst_is_not_a_dead_peer) {
+  World world;
+  SocketAddress at;
+  FileDescriptor server = silentServer(at);
+  struct Closer : Handler {
+    int listener;
+    void onEvents(uint32_t) override {
+      FileDescriptor fd;
+      SocketAddress remote;
+      CHECK_EQ(acceptConnection(listener, fd, remote), 0);
+    } // and closes it
+  } closer;
+  closer.listener = server.get();
+  world.loop.add(server.get(), EPOLLIN, &closer);
+  OutgoingResult result = world.connect(world.spec({at}));
+  CHECK(result.status.code() == StatusCode::kNetwork);
+  CHECK(!result.failure.refusedEverywhere);
+  CHECK_CONTAINS(
+      result.status.message(),
+      "the connection stood, then the handshake failed");
+}
+
+TEST(refusals_name_their_reason) {
+  struct Case {
+    HelloCode code;
+    StatusCode status;
+  };
+  for (Case c :
+       {Case{HelloCode::kUnknownKey, StatusCode::kNetwork},
+        Case{HelloCode::kWrongPeer, StatusCode::kPeerDied},
+        Case{HelloCode::kDuplicateSlot, StatusCode::kNetwork},
+        Case{HelloCode::kBusy, StatusCode::kNetwork}}) {
+    World world;
+    world.listen();
+    OutgoingSpec spec = world.spec({world.address()});
+    if (c.code == HelloCode::kUnknownKey) {
+      spec.secret = "another";
+    } else if (c.code == HelloCode::kWrongPeer) {
+      spec.hello.acceptor.fill(0x33);
+    } else {
+      world.decision = c.code;
+    }
+    OutgoingResult result = world.connect(std::move(spec));
+    CHECK(result.status.code() == c.status);
+    CHECK(result.failure.verdict == c.code);
+    CHECK_CONTAINS(result.status.message(), helloCodeText(c.code));
+    CHECK(!result.fd);
+    CHECK_EQ(
+        result.failure.refusedEverywhere, c.code == HelloCode::kWrongPeer);
+    CHECK(world.peers.empty());
+    CHECK_EQ(world.listener->stats().refused, 1);
+    CHECK_EQ(world.log.lines.size(), 1);
+  }
+}
+
+TEST(giving_up_early_calls_nobody) {
+  World world;
+  world.listen();
+  auto handshake = OutgoingHandshake::start(
+      world.loop, world.spec({world.address()}), [](OutgoingResult) {
+        std::abort();
+      });
+  world.loop.post([&] { handshake.reset(); });
+  world.loop.after(10ms, [&] { world.loop.stop(); });
+  runUntilStopped(world.loop);
+  CHECK(world.peers.empty());
+}
+
+TEST(the_callback_may_destroy_the_handshake) {
+  World world;
+  world.listen();
+  std::unique_ptr<OutgoingHandshake> handshake;
+  bool ok = false;
+  handshake = OutgoingHandshake::start(
+      world.loop, world.spec({world.address()}), [&](OutgoingResult r) {
+        ok = r.status.ok();
+        handshake.reset();
+        world.loop.stop();
+      });
+  runUntilStopped(world.loop);
+  CHECK(ok);
+}
+
+TEST(a_silent_caller_is_dropped_in_time) {
+  World world;
+  world.config.handshakeTimeout = 20ms;
+  world.listen();
+  FileDescriptor caller = rawConnection(world.address());
+  std::function<void()> poll = [&] {
+    if (world.listener->stats().timedOut == 1) {
+      world.loop.stop();
+    } else {
+      world.loop.after(1ms, poll);
+    }
+  };
+  poll();
+  runUntilStopped(world.loop);
+  char byte;
+  CHECK_EQ(::recv(caller.get(), &byte, 1, 0), 0); // closed, without a word
+  CHECK_EQ(world.log.lines.size(), 1);
+  CHECK_CONTAINS(world.log.lines[0], "no end of the handshake in 0.02 s");
+}
+
+TEST(a_caller_of_another_protocol_gets_no_answer) {
+  World world;
+  world.listen();
+  FileDescriptor caller = rawConnection(world.address());
+  std::string text = "GET / HTTP/1.1\r\nHost: example.org\r\n\r\n";
+  CHECK_EQ(::write(caller.get(), text.data(), text.size()), text.size());
+  std::function<void()> poll = [&] {
+    if (world.listener->stats().refused == 1) {
+      world.loop.stop();
+    } else {
+      world.loop.after(1ms, poll);
+    }
+  };
+  poll();
+  runUntilStopped(world.loop);
+  char byte;
+  CHECK_EQ(::recv(caller.get(), &byte, 1, 0), 0);
+}
+
+// Descriptors for both ends of the flood live in this process.
+struct RaisedLimit {
+  rlimit before{};
+  RaisedLimit() {
+    checkSyscall("getrlimit", ::getrlimit(RLIMIT_NOFILE, &before));
+    rlimit raised = before;
+    raised.rlim_cur = std::max<rlim_t>(
+        before.rlim_cur, std::min<rlim_t>(before.rlim_max, 4096));
+    set(raised.rlim_cur);
+  }
+  void set(rlim_t limit) {
+    rlimit value = before;
+    value.rlim_cur = limit;
+    checkSyscall("setrlimit", ::setrlimit(RLIMIT_NOFILE, &value));
+  }
+  ~RaisedLimit() {
+    (void)::setrlimit(RLIMIT_NOFILE, &before);
+  }
+};
+
+TEST(a_thousand_silent_strangers_do_not_keep_a_peer_out) {
+  RaisedLimit limit;
+  World world;
+  world.config.maxPendingHandshakes = 64;
+  world.config.handshakeTimeout = 300s; // not what saves us here
+  world.listen();
+  std::vector<FileDescriptor> strangers;
+  OutgoingResult result;
+  std::unique_ptr<OutgoingHandshake> handshake;
+  // They keep coming, before the peer calls and while it does; the loop runs
+  // between them, as it would.
+  std::function<void()> flood = [&] {
+    for (int i = 0; i < 10 && strangers.size() < 1000; ++i) {
+      FileDescriptor fd;
+      bool connected;
+      CHECK(startConnect(
+                world.address(), {}, SocketOptions(), fd, connected)
+                .ok());
+      strangers.push_back(std::move(fd));
+    }
+    if (strangers.size() >= 500 && !handshake) {
+      handshake = OutgoingHandshake::start(
+          world.loop, world.spec({world.address()}), [&](OutgoingResult r) {
+            result = std::move(r);
+          });
+    }
+    CHECK(world.listener->stats().pending <= 64);
+    if (world.listener->stats().accepted < 1001) {
+      world.loop.after(1ms, flood);
+    } else if (world.peers.size() == 1 && result.fd) {
+      world.loop.stop();
+    } else {
+      world.loop.after(1ms, flood);
+    }
+  };
+  flood();
+  runUntilStopped(world.loop);
+  CHECK(result.status.ok());
+  CHECK_EQ(strangers.size(), 1000);
+  ListenerStats stats = world.listener->stats();
+  CHECK_EQ(stats.dropped, 1000 - 64);
+  CHECK(world.log.lines.size() < 50); // 936 of them would be written
+}
+
+TEST(running_out_of_descriptors_neither_spins_nor_lasts) {
+  RaisedLimit limit;
+  World world;
+  world.listen();
+  std::vector<FileDescriptor> strangers, fillers;
+  uint64_t turnsBefore = 0;
+  OutgoingResult first, second;
+  std::unique_ptr<OutgoingHandshake> handshake;
+  auto begin = [&](OutgoingResult& result, std::function<void()> then) {
+    handshake = OutgoingHandshake::start(
+        world.loop,
+        world.spec({world.address()}),
+        [&result, then](OutgoingResult r) {
+          result = std::move(r);
+          then();
+        });
+  };
+  auto recover = [&] {
+    // Paused for 100 ms after each caller: a few turns, not one for each.
+    CHECK(world.loop.turns() - turnsBefore < 50);
+    CHECK(world.listener->stats().outOfDescriptors >= 1);
+    fillers.clear();
+    limit.set(limit.before.rlim_cur);
+    begin(second, [&] { world.loop.stop(); });
+  };
+  // A peer first: the undefined behaviour sanitizer opens a pipe to check each
+  // type it sees for the first time, and calls it invalid if it cannot.
+  begin(first, [&] {
+    for (int i = 0; i < 200; ++i) {
+      strangers.push_back(rawConnection(world.address()));
+    }
+    // No descriptor number is free from here on.
+    FileDescriptor probe(checkSyscall("dup", ::dup(0)));
+    limit.set(static_cast<rlim_t>(probe.get()));
+    probe.reset();
+    for (int fd; (fd = ::dup(0)) >= 0;) {
+      fillers.emplace_back(fd);
+    }
+    turnsBefore = world.loop.turns();
+    world.loop.after(300ms, recover);
+  });
+  runUntilStopped(world.loop);
+  CHECK(first.status.ok());
+  CHECK(second.status.ok());
+}
+
+TEST(a_busy_port_is_named_with_a_remedy) {
+  World world;
+  world.listen();
+  ListenerConfig second = world.config;
+  second.port = world.listener->port();
+  try {
+    Listener listener(world.loop, second);
+    CHECK(false);
+  } catch (const StatusError& e) {
+    CHECK_CONTAINS(
+        e.what(), "listen on port " + std::to_string(second.port));
+    CHECK_CONTAINS(e.what(), "Address already in use");
+    CHECK_CONTAINS(e.what(), "another process has that port");
+  }
+  second.port = 0;
+  second.bindIp = "192.0.2.1"; // reserved for documentation
+  CHECK_THROWS(
+      StatusError, "no interface of this host", Listener(world.loop, second));
+  second.bindIp = "nonsense";
+  CHECK_THROWS(
+      StatusError, "not an IP address", Listener(world.loop, second));
+}
+
+} // namespace
+} // namespace resilient

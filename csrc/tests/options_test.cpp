@@ -1,0 +1,194 @@
+#include "base/options.h"
+
+#include <cstdlib>
+#include <limits>
+
+#include "base/log.h"
+#include "base/status.h"
+#include "tests/check.h"
+
+namespace resilient {
+
+namespace {
+
+// Sets a variable for one test.
+class Variable {
+ public:
+  Variable(std::string name, const std::string& value)
+      : name_("TORCH_RESILIENT_" + std::move(name)) {
+    setenv(name_.c_str(), value.c_str(), 1);
+  }
+  ~Variable() {
+    unsetenv(name_.c_str());
+  }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+
+ private:
+  std::string name_;
+};
+
+std::string errorOf(const std::string& suffix, const std::string& value) {
+  Variable variable(suffix, value);
+  try {
+    EngineOptions::fromEnvironment();
+  } catch (const StatusError& error) {
+    CHECK(error.status().code() == StatusCode::kInvalidArgument);
+    return error.what();
+  }
+  return "";
+}
+
+} // namespace
+
+TEST(options_have_their_defaults) {
+  const EngineOptions options = EngineOptions::fromEnvironment();
+  CHECK_EQ(options.chunk_bytes, 524288);
+  CHECK_EQ(options.paths_remote, 4);
+  CHECK_EQ(options.stage_after_s, 0.002);
+  CHECK(options.dump_on_sigusr1);
+  CHECK(!options.eager_connect);
+  CHECK_EQ(options.log_level, "warning");
+  CHECK_EQ(options.interface, "");
+}
+
+TEST(options_defaults_are_valid_and_read_back) {
+  EngineOptions options;
+  options.validate();
+  for (const OptionInfo& option : optionTable()) {
+    options.setFromString(option.name, option.defaultText);
+    CHECK_EQ(options.getAsString(option.name), option.defaultText);
+    CHECK(!option.doc.empty() && !option.unit.empty());
+  }
+}
+
+TEST(options_variable_is_the_field_in_capitals) {
+  for (const OptionInfo& option : optionTable()) {
+    std::string capitals;
+    for (const char c : option.name) {
+      capitals += static_cast<char>(c >= 'a' && c <= 'z' ? c - 'a' + 'A' : c);
+    }
+    CHECK_EQ(option.variable, "TORCH_RESILIENT_" + capitals);
+  }
+}
+
+TEST(options_come_from_the_environment) {
+  Variable chunk("CHUNK_BYTES", " 1M ");
+  Variable stall("STALL_TIMEOUT_S", "1.5e-1");
+  Variable eager("EAGER_CONNECT", "Yes");
+  Variable dump("DUMP_ON_SIGUSR1", "0");
+  Variable level("LOG_LEVEL", "DEBUG");
+  Variable nic("INTERFACE", "eth1");
+  Variable unset("PATHS_REMOTE", "");
+  const EngineOptions options = EngineOptions::fromEnvironment();
+  CHECK_EQ(options.chunk_bytes, 1048576);
+  CHECK_EQ(options.stall_timeout_s, 0.15);
+  CHECK(options.eager_connect);
+  CHECK(!options.dump_on_sigusr1);
+  CHECK_EQ(options.log_level, "debug");
+  CHECK_EQ(options.interface, "eth1");
+  CHECK_EQ(options.paths_remote, 4);
+}
+
+TEST(options_bounds_are_included) {
+  EngineOptions options;
+  for (const OptionInfo& option : optionTable()) {
+    if (option.least == option.most) {
+      continue; // no number
+    }
+    const bool whole = option.kind != OptionKind::Seconds;
+    for (const double bound : {option.least, option.most}) {
+      const std::string text = whole
+          ? std::to_string(static_cast<int64_t>(bound))
+          : std::to_string(bound);
+      options.setFromString(option.name, text);
+      const double step = bound == option.least ? -1 : 1;
+      const std::string past = whole
+          ? std::to_string(static_cast<int64_t>(bound + step))
+          : std::to_string(bound + step);
+      CHECK_THROWS(
+          StatusError, option.name, options.setFromString(option.name, past));
+    }
+  }
+}
+
+TEST(options_errors_name_variable_value_and_form) {
+  const std::string error = errorOf("CHUNK_BYTES", "12 apples");
+  CHECK_CONTAINS(error, "TORCH_RESILIENT_CHUNK_BYTES");
+  CHECK_CONTAINS(error, "\"12 apples\"");
+  CHECK_CONTAINS(error, "whole number of bytes from 4096 to 67108864");
+  CHECK_CONTAINS(errorOf("PATHS_REMOTE", "4K"), "(connections) from 1 to 64");
+  CHECK_CONTAINS(errorOf("HEARTBEAT_S", "soon"), "from 0.01 to 3600");
+  CHECK_CONTAINS(errorOf("EAGER_CONNECT", "maybe"), "true or false");
+  CHECK_CONTAINS(errorOf("LOG_LEVEL", "loud"), "debug, info, warning or error");
+}
+
+TEST(options_refuse_numbers_that_are_none) {
+  for (const char* text :
+       {"1.5",
+        "0x10000",
+        "-1",
+        "1e6",
+        "M",
+        "9999999999999999999999",
+        "9000000000G",
+        "524288 524288",
+        "+524288"}) {
+    CHECK_CONTAINS(errorOf("CHUNK_BYTES", text), "CHUNK_BYTES");
+  }
+  for (const char* text : {"nan", "inf", "-0.5", "1s", "1,5", "  "}) {
+    CHECK_CONTAINS(errorOf("LINGER_S", text), "LINGER_S");
+  }
+}
+
+TEST(options_assigned_directly_are_validated) {
+  EngineOptions options;
+  options.heartbeat_s = std::numeric_limits<double>::quiet_NaN();
+  CHECK_THROWS(StatusError, "heartbeat_s", options.validate());
+  options = EngineOptions();
+  options.log_level = "loud";
+  CHECK_THROWS(StatusError, "log_level", options.validate());
+  options = EngineOptions();
+  options.reconnect_min_s = 2;
+  CHECK_THROWS(StatusError, "reconnect_min_s=2 exceeds", options.validate());
+}
+
+TEST(options_a_failed_assignment_changes_nothing) {
+  EngineOptions options;
+  options.setFromString("chunk_bytes", "8K");
+  CHECK_THROWS(
+      StatusError, "chunk_bytes", options.setFromString("chunk_bytes", "1"));
+  CHECK_EQ(options.chunk_bytes, 8192);
+  CHECK_THROWS(
+      StatusError, "no option", options.setFromString("chunkbytes", "8K"));
+  CHECK_THROWS(StatusError, "no option", options.getAsString(""));
+}
+
+TEST(options_never_show_a_secret) {
+  EngineOptions options;
+  CHECK_EQ(options.getAsString("secret"), "");
+  options.setFromString("secret", "swordfish");
+  CHECK_EQ(options.secret, "swordfish");
+  CHECK_EQ(options.getAsString("secret"), "(set)");
+  options.secret_file = "key.txt";
+  try {
+    options.validate();
+    CHECK(false);
+  } catch (const StatusError& error) {
+    CHECK_CONTAINS(error.what(), "secret_file");
+    CHECK_EQ(std::string(error.what()).find("swordfish"), std::string::npos);
+  }
+}
+
+TEST(options_warn_of_misspelled_variables) {
+  Variable misspelled("PATH_REMOTE", "8");
+  const std::vector<std::string> expected = {"TORCH_RESILIENT_PATH_REMOTE"};
+  CHECK_EQ(unknownVariables(), expected);
+  std::string logged;
+  setLogSink([&](std::string_view line) { logged += line; });
+  EngineOptions::fromEnvironment();
+  setLogSink({});
+  CHECK_CONTAINS(logged, "TORCH_RESILIENT_PATH_REMOTE");
+}
+
+} // namespace resilient

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+namespace resilient::test {
+
+struct SimulationResult {
+  std::string error; // empty: everything was as it must be
+  uint64_t traceHash = 0;
+  uint64_t events = 0;
+  // How much was exercised, so that a test can show it tests something.
+  uint64_t delivered = 0; // receives that got their message
+  uint64_t failed = 0; // operations that ended with an error, as they must
+  uint64_t cancelled = 0; // operations
+  uint64_t cuts = 0; // paths
+  uint64_t repeated = 0; // chunks sent again by another path
+  uint64_t duplicates = 0; // chunks that arrived in vain
+  uint64_t staged = 0; // sends that ended before their acknowledgement
+  uint64_t offersOnly = 0; // schedules without any eager budget
+};
+
+// Runs one random program on one random network, both decided by the seed:
+// sends, receives, collectives, cancels, lost groups and channels, on paths
+// that tear, stall, break and return. Then heals the network, gives every
+// message a receive, and checks that everything has ended as it must.
+SimulationResult simulate(
+    uint64_t seed,
+    const std::function<void(const std::string&)>& trace = {});
+
+} // namespace resilient::test

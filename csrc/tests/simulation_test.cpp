@@ -1,0 +1,81 @@
+#include "tests/simulation.h"
+
+#include <cstdlib>
+#include <iostream>
+
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+const char* setting(const char* name) {
+  const char* value = std::getenv(name);
+  return value != nullptr && *value != '\0' ? value : nullptr;
+}
+
+// The line to paste.
+std::string again(uint64_t seed) {
+  return "\n  replay: RESILIENT_SIM_SEED=" + std::to_string(seed) +
+      " RESILIENT_SIM_TRACE=1 core_tests simulation_holds_its_promises";
+}
+
+TEST(simulation_holds_its_promises) {
+  std::function<void(const std::string&)> trace;
+  if (setting("RESILIENT_SIM_TRACE") != nullptr) {
+    trace = [](const std::string& line) { std::cerr << line << "\n"; };
+  }
+  SimulationResult sum;
+  const auto one = [&](uint64_t seed) {
+    const SimulationResult r = simulate(seed, trace);
+    if (!r.error.empty()) {
+      throw Failure("seed " + std::to_string(seed) + ": " + r.error +
+                    again(seed));
+    }
+    sum.delivered += r.delivered;
+    sum.failed += r.failed;
+    sum.cancelled += r.cancelled;
+    sum.cuts += r.cuts;
+    sum.duplicates += r.duplicates;
+    sum.events += r.events;
+  };
+  if (const char* seed = setting("RESILIENT_SIM_SEED")) {
+    one(std::strtoull(seed, nullptr, 10));
+    return;
+  }
+  if (runState().forcedSeed) {
+    one(*runState().forcedSeed);
+    return;
+  }
+  uint64_t schedules = 2000;
+  if (const char* count = setting("RESILIENT_SIM_SCHEDULES")) {
+    schedules = std::strtoull(count, nullptr, 10);
+    CHECK(schedules > 0);
+  }
+  for (uint64_t seed = 1; seed <= schedules; ++seed) {
+    noteSeed(seed);
+    one(seed);
+  }
+  std::cout << "simulation: " << schedules << " schedules, " << sum.events
+            << " events, " << sum.delivered << " messages, " << sum.failed
+            << " failed and " << sum.cancelled << " cancelled operations, "
+            << sum.cuts << " cuts, " << sum.duplicates
+            << " duplicate chunks\n";
+  // A simulation in which nothing happens shows nothing.
+  if (schedules >= 200) {
+    CHECK(sum.delivered > schedules * 5);
+    CHECK(sum.cuts > schedules / 2);
+    CHECK(sum.cancelled > schedules / 2);
+    CHECK(sum.failed > schedules / 10);
+    CHECK(sum.duplicates > schedules / 50);
+  }
+}
+
+TEST(simulation_is_decided_by_its_seed) {
+  for (uint64_t seed = 1; seed <= 50; ++seed) {
+    CHECK_EQ(simulate(seed).traceHash, simulate(seed).traceHash);
+  }
+  CHECK(simulate(1).traceHash != simulate(2).traceHash);
+}
+
+} // namespace
+} // namespace resilient::test
