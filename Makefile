@@ -1,0 +1,100 @@
+# `make help` lists what there is to do. Everything is put into .venv and build.
+
+PYTHON3 ?= python3
+# The torch that is installed and built against. Where its package index has
+# several builds, PIP_INDEX_URL and the other variables of pip choose one.
+TORCH ?= torch==2.13.0
+JOBS ?= 2
+ARGS ?=
+CASES ?= 100000
+FUZZ_SECONDS ?= 60
+
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := "setuptools>=65" wheel ninja numpy pytest pytest-timeout \
+  hypothesis ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+
+CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+# What the installed package is made from; Python files are used in place.
+BUILT_FROM := setup.py pyproject.toml \
+  $(shell find csrc -path csrc/tests -prune -o -type f -print)
+
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export MAX_JOBS ?= $(JOBS)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DELETE_ON_ERROR:
+.PHONY: help setup demo test lint format cpp-test python-test asan tsan \
+  nightly fuzz bench options-doc clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: build/installed ## .venv with torch, the tools and this package
+
+$(VENV)/pyvenv.cfg:
+	$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; set PYTHON3")'
+	$(PYTHON3) -m venv $(VENV)
+
+# torch stands in the same command as everything else, so nothing replaces it.
+$(VENV)/tools: $(VENV)/pyvenv.cfg Makefile
+	$(BIN)/python -m pip install --quiet "$(TORCH)" $(PACKAGES)
+	@touch $@
+
+# --no-deps: installing this package must never change torch.
+build/installed: $(VENV)/tools $(BUILT_FROM)
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@mkdir -p build
+	@touch $@
+
+demo: setup ## the demonstration: training goes on while the network fails
+	$(BIN)/python examples/run_demo.py $(ARGS)
+
+test: lint cpp-test python-test ## everything that must pass before a commit
+
+lint: $(VENV)/tools ## static checks of Python and C++
+	ruff check .
+	ruff format --check .
+	mypy
+	clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(VENV)/tools ## rewrite the source in the house style
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(CPP_FILES)
+
+cpp-test: ## tests of the C++ core, ARGS="part of a name"
+	$(MAKE) -C csrc -j$(JOBS) all
+	$(MAKE) -C csrc test
+
+python-test: setup ## tests of the package, ARGS="-k expression"
+	$(BIN)/python -m pytest $(ARGS)
+
+asan: ## tests of the C++ core under the address and undefined sanitizers
+	$(MAKE) -C csrc -j$(JOBS) VARIANT=asan all
+	$(MAKE) -C csrc VARIANT=asan test
+
+tsan: ## tests of the C++ core under the thread sanitizer
+	$(MAKE) -C csrc -j$(JOBS) VARIANT=tsan all
+	$(MAKE) -C csrc VARIANT=tsan test
+
+nightly: ## CASES=100000 random networks for each simulation
+	$(MAKE) -C csrc -j$(JOBS) all
+	RESILIENT_SIM_SCHEDULES=$(CASES) RESILIENT_TEST_CASES=$(CASES) \
+	  $(MAKE) -C csrc test ARGS="$(or $(ARGS),simulation)"
+
+fuzz: ## each fuzzer for FUZZ_SECONDS=60; needs clang
+	$(MAKE) -C csrc VARIANT=fuzz CXX=clang++ -j$(JOBS) fuzzers
+	$(MAKE) -C csrc VARIANT=fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) fuzz
+
+bench: setup ## measurements against gloo and the machine's limits
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+options-doc: setup ## write docs/options.md anew from csrc/base/options.def
+	$(BIN)/python -m torch_resilient.options --markdown > build/options.md
+	mv build/options.md docs/options.md
+
+clean: ## remove everything that was built; .venv stays
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f torch_resilient/_build_info.py torch_resilient/*.so
+	find torch_resilient tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
