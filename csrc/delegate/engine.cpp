@@ -101,23 +101,34 @@ std::shared_ptr<Engine> Engine::acquire(
       return engine;
     }
   }
-  EngineOptions options =
-      p.defaults ? *p.defaults : EngineOptions::fromEnvironment();
+  std::shared_ptr<Engine> engine = start(
+      p.defaults ? *p.defaults : EngineOptions::fromEnvironment(),
+      store.serverHost(),
+      globalRank);
+  engine->callInLoop([&] {
+    for (Process::Fault& f : p.faults) {
+      f.planId = engine->faults_.add(f.rule, engine->startedAt_);
+    }
+    engine->faults_.setStep(p.faultStep);
+  });
+  p.engine = engine;
+  return engine;
+}
+
+std::shared_ptr<Engine> Engine::start(
+    EngineOptions options,
+    const std::string& storeHost,
+    int32_t globalRank) {
   if (options.secret.empty() && !options.secret_file.empty()) {
     options.secret = readSecretFile(options.secret_file);
   }
   std::shared_ptr<Engine> engine(
-      new Engine(std::move(options), store.serverHost(), globalRank));
-  for (Process::Fault& f : p.faults) {
-    f.planId = engine->faults_.add(f.rule, engine->startedAt_);
-  }
-  engine->faults_.setStep(p.faultStep);
+      new Engine(std::move(options), storeHost, globalRank));
+  engine->groupsOpen_ = 1;
   engine->thread_ = std::thread([raw = engine.get()] {
     pthread_setname_np(pthread_self(), "resilient");
     raw->loop_.run();
   });
-  engine->groupsOpen_ = 1;
-  p.engine = engine;
   return engine;
 }
 
@@ -421,6 +432,18 @@ std::vector<Notice> Engine::takeEarlyNotices(uint64_t group) {
   }
   earlyNotices_.erase(first, last);
   return notices;
+}
+
+void Engine::onLinkUp(PeerLink& link) {
+  for (auto& [id, group] : groups_) {
+    group->onLinkUp(link);
+  }
+}
+
+void Engine::eachLink(const std::function<void(PeerLink&)>& call) {
+  for (auto& [uid, link] : links_) {
+    call(*link);
+  }
 }
 
 void Engine::onLinkClosed(PeerLink& link, const Status& why) {

@@ -42,6 +42,12 @@ class Engine final : public MailboxListener {
   static std::shared_ptr<Engine> acquire(
       const KeyValue& store,
       int32_t globalRank);
+  // An engine that is not the process's, for tests of several in one process.
+  // As if acquired once.
+  static std::shared_ptr<Engine> start(
+      EngineOptions options,
+      const std::string& storeHost,
+      int32_t globalRank);
   // Each acquire() is paid back by one release(); the last one stops it.
   static void release(const std::shared_ptr<Engine>& engine, Nanos linger);
   static std::shared_ptr<Engine> current(); // or null
@@ -106,7 +112,9 @@ class Engine final : public MailboxListener {
   void unregisterGroup(uint64_t id);
   void markDirty(PeerLink& link);
   void onControl(PeerLink& link, std::span<const std::byte> payload);
+  void onLinkUp(PeerLink& link); // for the first time
   void onLinkClosed(PeerLink& link, const Status& why);
+  void eachLink(const std::function<void(PeerLink&)>& call);
   // Destroyed at the next turn: objects whose code is on the stack.
   void destroyLater(std::shared_ptr<void> object);
   void faultsChanged();

@@ -69,6 +69,7 @@ GroupImpl::GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine)
     members_[r].globalRank = config.globalRanks.empty()
         ? static_cast<int64_t>(r)
         : static_cast<int64_t>(config.globalRanks[r]);
+    globalRanks_.insert(members_[r].globalRank);
   }
 }
 
@@ -531,14 +532,34 @@ void GroupImpl::failAll(const Status& status) {
 
 // --- news from and for the others
 
+// Ranks need not be connected to each other, so each passes on what it hears:
+// the news take every connection once, in both directions, and reach whoever
+// waits for a rank that waits for one that knows.
 void GroupImpl::tell(const Notice& notice) {
-  const std::vector<std::byte> payload = encode(notice);
-  for (size_t r = 0; r < members_.size(); ++r) {
-    PeerLink* link = members_[r].link;
-    if (static_cast<int>(r) != notice.culprit && link != nullptr &&
-        link->usable()) {
-      link->channel().sendControl(payload);
-    }
+  if (notice.sequence <= toldUpTo_ ||
+      !told_.emplace(notice.sequence, notice).second) {
+    return;
+  }
+  if (told_.size() > kToldMax) {
+    toldUpTo_ = told_.begin()->first;
+    told_.erase(told_.begin());
+  }
+  engine_->eachLink([&](PeerLink& link) { tell(notice, link); });
+}
+
+void GroupImpl::tell(const Notice& notice, PeerLink& link) {
+  // Not by members_: it may have connected to us before we looked for it.
+  const int64_t global = link.globalRank();
+  const bool isCulprit = notice.culprit >= 0 && notice.culprit < size() &&
+      members_[static_cast<size_t>(notice.culprit)].globalRank == global;
+  if (link.usable() && globalRanks_.contains(global) && !isCulprit) {
+    link.channel().sendControl(encode(notice));
+  }
+}
+
+void GroupImpl::onLinkUp(PeerLink& link) {
+  for (const auto& [sequence, notice] : told_) {
+    tell(notice, link);
   }
 }
 
@@ -552,6 +573,7 @@ void GroupImpl::onNotice(const Notice& notice) {
 }
 
 void GroupImpl::act(const Notice& notice) {
+  tell(notice);
   const Status status(
       notice.code,
       "rank " + std::to_string(notice.reporter) + " reports: " + notice.text);
@@ -572,6 +594,13 @@ void GroupImpl::act(const Notice& notice) {
     if (earlyFailures_.size() > kEarlyFailuresMax) {
       earlyFailures_.erase(earlyFailures_.begin());
     }
+  } else if (notice.code == StatusCode::kMismatch && failure_.ok()) {
+    // Our part ended well (the root of a small broadcast waits for nobody),
+    // but it was another operation than theirs: whatever comes next would mix
+    // data up.
+    logMessage(LogLevel::kError, "group " + name_ + ": " + status.message());
+    failure_ = status;
+    failAll(status);
   }
 }
 

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -86,6 +87,8 @@ class GroupImpl final : public Group,
       const FrameHeader& remote);
   void onReport(const Report& report);
   Report report() const;
+  // A first connection to this process: it may have missed some news.
+  void onLinkUp(PeerLink& link);
 
  private:
   struct Member {
@@ -100,6 +103,10 @@ class GroupImpl final : public Group,
   // A report older than this says nothing about now.
   static constexpr Nanos kFreshReport = std::chrono::milliseconds(1500);
   static constexpr size_t kEarlyFailuresMax = 256;
+  // News of failures further back than this many are not passed on. It only
+  // has to exceed the failures that ranks learn of in different orders; a
+  // notice takes some hundred bytes.
+  static constexpr size_t kToldMax = 256;
   static constexpr size_t kListedInReport = 8;
 
   void resolved(int rank, const std::string& text);
@@ -110,6 +117,7 @@ class GroupImpl final : public Group,
   void failAll(const Status& status);
   void act(const Notice& notice);
   void tell(const Notice& notice);
+  void tell(const Notice& notice, PeerLink& link);
   std::string key(const char* what, int rank) const;
   bool drained() const;
 
@@ -138,6 +146,9 @@ class GroupImpl final : public Group,
   OpSignature lastSignature_;
   Status failure_; // of the group as a whole
   std::map<uint64_t, Status> earlyFailures_; // by sequence
+  std::map<uint64_t, Notice> told_; // by sequence: failures passed on,
+  uint64_t toldUpTo_ = 0; // apart from those up to here
+  std::set<int64_t> globalRanks_; // of all members
 };
 
 } // namespace resilient

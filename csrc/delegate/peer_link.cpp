@@ -324,8 +324,12 @@ void PeerLink::install(
             slot.path->localAddress() + " -> " +
             slot.path->remoteAddress() + ')');
   }
+  const bool first = state_ == State::kUnconnected;
   state_ = State::kUp;
   neededSince_ = kNever;
+  if (first) {
+    engine_.onLinkUp(*this);
+  }
   armHealthTimer();
   engine_.markDirty(*this);
 }

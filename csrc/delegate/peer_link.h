@@ -53,6 +53,9 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   const std::optional<PeerAddress>& address() const {
     return address_;
   }
+  int32_t globalRank() const { // -1 if unknown
+    return globalRank_;
+  }
   // "rank 3 (host node7, pid 4242, 10.0.0.7:29511)"
   std::string describe() const;
   // Last time that any byte came from it; nothing: never.

@@ -227,6 +227,7 @@ void Listener::onResult(
   // Destroyed at the end: this is called by it.
   auto handshake = std::move(*which);
   pending_.erase(which);
+  bool suspicious = false;
   if (result.status.ok()) {
     ++stats_.admitted;
     config_.onPeer(
@@ -238,14 +239,17 @@ void Listener::onResult(
     config_.onPeerLost(std::move(result.info));
   } else if (result.status.code() == StatusCode::kTimeout) {
     ++stats_.timedOut;
+    suspicious = true;
   } else if (result.verdict ||
              result.status.code() == StatusCode::kProtocol) {
     ++stats_.refused;
+    suspicious = true;
   } else {
     ++stats_.brokenOff;
   }
-  if (result.authenticated) {
-    // One of us, told to go elsewhere or gone again: a matter of course.
+  if (!suspicious || result.authenticated) {
+    // Told to go elsewhere, or gone again: a matter of course when two ranks
+    // call each other at the same time.
     logMessage(LogLevel::kDebug, "listener: " + result.status.message());
     return;
   }

@@ -295,7 +295,10 @@ bool TcpPath::readSome(size_t& total) {
   // Behind a piece of scrap the stream goes on with scrap.
   const bool endsPayload = payloadRead_ + direct == payloadBytes_;
   if (!inPayload_ || endsPayload) {
-    parts[count++] = {buffer_.get(), kReadBuffer};
+    // Behind a large chunk there is mostly another one: its header only, so
+    // that its payload needs no copy.
+    parts[count++] = {
+        buffer_.get(), direct >= kReadBuffer ? kFrameHeaderBytes : kReadBuffer};
   }
   size_t asked = 0;
   for (size_t i = 0; i < count; ++i) {

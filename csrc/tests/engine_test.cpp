@@ -1,0 +1,283 @@
+#include <condition_variable>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/random.h"
+#include "collectives/collectives.h"
+#include "collectives/reduce.h"
+#include "delegate/engine.h"
+#include "delegate/group_impl.h"
+#include "tests/check.h"
+
+// Several engines in one process, over real sockets, used from several
+// threads: what the thread sanitizer is to see. Behaviour between processes
+// is tested from Python.
+
+namespace resilient {
+namespace {
+
+struct MapStore {
+  std::mutex mutex;
+  std::map<std::string, std::string> values;
+};
+
+class MapKeyValue final : public KeyValue {
+ public:
+  explicit MapKeyValue(std::shared_ptr<MapStore> map) : map_(std::move(map)) {}
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard lock(map_->mutex);
+    map_->values[key] = value;
+  }
+  bool tryGet(const std::string& key, std::string& value) override {
+    std::lock_guard lock(map_->mutex);
+    auto it = map_->values.find(key);
+    if (it == map_->values.end()) {
+      return false;
+    }
+    value = it->second;
+    return true;
+  }
+  int64_t add(const std::string& key, int64_t delta) override {
+    std::lock_guard lock(map_->mutex);
+    std::string& text = map_->values[key];
+    const int64_t sum = (text.empty() ? 0 : std::stoll(text)) + delta;
+    text = std::to_string(sum);
+    return sum;
+  }
+  std::string setIfAbsent(const std::string& key, const std::string& desired)
+      override {
+    std::lock_guard lock(map_->mutex);
+    return map_->values.emplace(key, desired).first->second;
+  }
+  std::unique_ptr<KeyValue> clone() override {
+    return std::make_unique<MapKeyValue>(map_);
+  }
+  std::string serverHost() const override {
+    return "127.0.0.1";
+  }
+
+ private:
+  std::shared_ptr<MapStore> map_;
+};
+
+// Waits for the end of one operation, as a Work does: inside the engine.
+class Waiter {
+ public:
+  explicit Waiter(Engine& engine) : engine_(engine) {}
+  void end(const Status& status) {
+    {
+      std::lock_guard lock(mutex_);
+      done_ = true;
+      status_ = status;
+    }
+    ended_.notify_all();
+    engine_.loop().wakeHelper();
+  }
+  Status wait() {
+    const auto deadline =
+        std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!isDone() && std::chrono::steady_clock::now() < deadline) {
+      if (!engine_.loop().help([this] { return isDone(); }, deadline)) {
+        std::unique_lock lock(mutex_);
+        ended_.wait_for(
+            lock, std::chrono::milliseconds(100), [this] { return done_; });
+      }
+    }
+    std::lock_guard lock(mutex_);
+    return done_ ? status_ : Status(StatusCode::kInternal, "never ended");
+  }
+
+ private:
+  bool isDone() {
+    std::lock_guard lock(mutex_);
+    return done_;
+  }
+  Engine& engine_;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  bool done_ = false;
+  Status status_;
+};
+
+struct Rank {
+  std::shared_ptr<Engine> engine;
+  std::shared_ptr<GroupImpl> group;
+
+  Status allReduce(std::vector<float>& data, Nanos timeout) {
+    auto waiter = std::make_shared<Waiter>(*engine);
+    CollectiveSpec spec;
+    spec.signature.kind = OpKind::kAllReduce;
+    spec.signature.dtype = DType::kFloat32;
+    spec.signature.reduceOp = ReduceOp::kSum;
+    spec.signature.count = data.size();
+    spec.timeout = timeout;
+    spec.body = [&data](Communicator& comm) {
+      return resilient::allReduce(
+          comm, data.data(), data.size(), Reduction{}, CostModel{});
+    };
+    spec.done = [waiter](const Status& status) { waiter->end(status); };
+    group->submit(std::move(spec));
+    return waiter->wait();
+  }
+
+  Status message(
+      bool isSend,
+      int peer,
+      uint64_t tag,
+      std::vector<float>& data,
+      Nanos timeout) {
+    auto waiter = std::make_shared<Waiter>(*engine);
+    PointToPointSpec spec;
+    spec.isSend = isSend;
+    spec.peer = peer;
+    spec.tag = tag;
+    spec.signature.dtype = DType::kFloat32;
+    spec.signature.count = data.size();
+    spec.timeout = timeout;
+    spec.data = data.data();
+    spec.bytes = data.size() * sizeof(float);
+    spec.done = [waiter](const Status& status, int) { waiter->end(status); };
+    group->submit(std::move(spec));
+    return waiter->wait();
+  }
+};
+
+constexpr Nanos kLong = std::chrono::seconds(60);
+
+std::vector<Rank> startRanks(int size, const EngineOptions& options) {
+  auto map = std::make_shared<MapStore>();
+  std::vector<Rank> ranks(static_cast<size_t>(size));
+  for (int r = 0; r < size; ++r) {
+    GroupConfig config;
+    config.name = "test";
+    config.rank = r;
+    config.size = size;
+    config.store = std::make_unique<MapKeyValue>(map);
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    rank.engine = Engine::start(options, "127.0.0.1", r);
+    rank.group =
+        std::make_shared<GroupImpl>(std::move(config), rank.engine);
+    rank.group->join();
+  }
+  return ranks;
+}
+
+void onEach(std::vector<Rank>& ranks, const std::function<void(int)>& body) {
+  std::vector<std::thread> threads;
+  for (size_t r = 0; r < ranks.size(); ++r) {
+    threads.emplace_back([&, r] { body(static_cast<int>(r)); });
+  }
+  for (std::thread& t : threads) {
+    t.join();
+  }
+}
+
+void leave(std::vector<Rank>& ranks) {
+  onEach(ranks, [&](int r) {
+    ranks[static_cast<size_t>(r)].group->shutdown(std::chrono::seconds(10));
+  });
+}
+
+TEST(engineReducesAndSendsFromManyThreads) {
+  EngineOptions options;
+  std::vector<Rank> ranks = startRanks(3, options);
+  onEach(ranks, [&](int r) {
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    // A second thread sends around the ring, beside the collectives.
+    std::thread ring([&] {
+      const int next = (r + 1) % 3;
+      const int previous = (r + 2) % 3;
+      for (int i = 0; i < 20; ++i) {
+        std::vector<float> out(1 + 7000 * static_cast<size_t>(i % 3));
+        std::vector<float> in(out.size());
+        out.back() = static_cast<float>(100 * r + i);
+        std::thread sender(
+            [&] { CHECK(rank.message(true, next, 5, out, kLong).ok()); });
+        CHECK(rank.message(false, previous, 5, in, kLong).ok());
+        CHECK_EQ(in.back(), static_cast<float>(100 * previous + i));
+        sender.join();
+      }
+    });
+    for (int i = 0; i < 20; ++i) {
+      std::vector<float> data(
+          i % 2 == 0 ? 10 : 300000, static_cast<float>(r + i));
+      CHECK(rank.allReduce(data, kLong).ok());
+      CHECK_EQ(data.front(), static_cast<float>(3 + 3 * i));
+      CHECK_EQ(data.back(), static_cast<float>(3 + 3 * i));
+    }
+    ring.join();
+    CHECK_EQ(rank.group->stats().operationsPending, 0u);
+  });
+  leave(ranks);
+}
+
+TEST(engineSurvivesCutsOfItsPaths) {
+  EngineOptions options;
+  options.paths_same_host = 3;
+  options.chunk_bytes = 16 << 10;
+  options.faults = "cut rank=0 after_bytes=500000; "
+                   "cut rank=1 path=1 after_bytes=90000; seed=3";
+  std::vector<Rank> ranks = startRanks(2, options);
+  onEach(ranks, [&](int r) {
+    for (int i = 0; i < 10; ++i) {
+      std::vector<float> data(200000);
+      for (size_t k = 0; k < data.size(); ++k) {
+        data[k] = static_cast<float>((k * 7 + static_cast<size_t>(r)) % 1000);
+      }
+      CHECK(ranks[static_cast<size_t>(r)].allReduce(data, kLong).ok());
+      for (size_t k = 0; k < data.size(); ++k) {
+        const float want = static_cast<float>((k * 7) % 1000) +
+            static_cast<float>((k * 7 + 1) % 1000);
+        CHECK_EQ(data[k], want);
+      }
+    }
+  });
+  uint64_t reconnects = 0;
+  const GroupStats stats = ranks[0].group->stats();
+  for (const PathStats& p : stats.peers[0].paths) {
+    reconnects += p.reconnects;
+  }
+  CHECK(reconnects > 0); // or the faults were none
+  leave(ranks);
+}
+
+TEST(engineTimeOutNamesTheRankThatDidNotCall) {
+  std::vector<Rank> ranks = startRanks(3, EngineOptions());
+  onEach(ranks, [&](int r) {
+    std::vector<float> data(100);
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    CHECK(rank.allReduce(data, kLong).ok());
+    if (r == 1) {
+      return;
+    }
+    const Status status =
+        rank.allReduce(data, std::chrono::milliseconds(600));
+    CHECK(!status.ok());
+    CHECK(status.message().find("rank 1") != std::string::npos);
+    CHECK(status.message().find("not called by all") != std::string::npos);
+  });
+  leave(ranks);
+}
+
+TEST(engineAbortReachesTheOthers) {
+  std::vector<Rank> ranks = startRanks(2, EngineOptions());
+  onEach(ranks, [&](int r) {
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    std::vector<float> data(10);
+    CHECK(rank.allReduce(data, kLong).ok());
+    if (r == 0) {
+      rank.group->abort("the test says so");
+      return;
+    }
+    const Status status = rank.message(false, 0, 1, data, kLong);
+    CHECK_EQ(status.code(), StatusCode::kAborted);
+    CHECK(status.message().find("the test says so") != std::string::npos);
+  });
+  leave(ranks);
+}
+
+} // namespace
+} // namespace resilient
