@@ -40,7 +40,7 @@ def sources(*patterns: str) -> list[str]:
 
 def extensions() -> list[Extension]:
     """_C always; _cuda if this torch has CUDA, its compiler is here and there are kernels."""
-    flags = ["-std=c++20", "-O2", "-Wall", "-fvisibility=hidden"]
+    flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
     flags.append(f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"')
     headers = sources("**/*.h", "**/*.def")
     apart = ("csrc/tests/", "csrc/cuda/")

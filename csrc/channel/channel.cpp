@@ -201,6 +201,14 @@ bool Channel::drained() const {
   return unacknowledged_ == 0 && control_.empty() && controlInFlight() == 0;
 }
 
+bool Channel::drained(uint64_t group) const {
+  return std::none_of(out_.begin(), out_.end(), [group](const auto& entry) {
+    const OutMessage& m = *entry.second;
+    return m.header.group == group && !m.abandoned &&
+        m.acknowledged < m.chunks;
+  });
+}
+
 size_t Channel::controlInFlight() const {
   size_t n = 0;
   for (const auto& [id, p] : paths_) {

@@ -132,6 +132,8 @@ class Channel {
   }
   // Nothing is waiting to be sent or acknowledged.
   bool drained() const;
+  // The same for the messages of one group.
+  bool drained(uint64_t group) const;
 
   // --- the mailbox's side
   // `message` got a receive; moves what has arrived, asks for the rest.

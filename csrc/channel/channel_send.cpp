@@ -154,6 +154,9 @@ void Channel::stageLent(TimePoint now) {
   stageInterval_ = staged
       ? config_.stageAfter
       : std::min<Nanos>(stageInterval_ * 2, std::chrono::milliseconds(50));
+  // Never at once again: what could be copied has been.
+  stageInterval_ =
+      std::max<Nanos>(stageInterval_, std::chrono::milliseconds(1));
   stageCheckAt_ = lent_.empty() ? kNever : now + stageInterval_;
 }
 

@@ -178,6 +178,10 @@ void Engine::startListening(const std::string& storeHost) {
       options_.interface,
       storeHost.empty() ? std::nullopt : localAddressTowards(storeHost));
   ListenerConfig config;
+  // An interface asked for by option is also the only one that is open.
+  if (!options_.interface.empty() && choice.addresses.size() == 1) {
+    config.bindIp = choice.addresses.front().address.ip();
+  }
   config.port = static_cast<uint16_t>(options_.listen_port);
   config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
   config.maxPendingHandshakes =
@@ -308,6 +312,10 @@ void Engine::stop(Nanos linger) {
     return true;
   });
   callInLoop([this] {
+    // Groups that are still there: the process ends without destroying them.
+    for (auto& [id, group] : groups_) {
+      group->failAll(Status(StatusCode::kAborted, "the process is ending"));
+    }
     for (auto& [uid, link] : links_) {
       link->close(
           PeerLink::State::kLeft,
@@ -320,7 +328,8 @@ void Engine::stop(Nanos linger) {
   thread_.join();
   graveyard_.clear();
   links_.clear();
-  resolver_.reset();
+  // Not destroyed: a group may still call it. But what it seeks holds us.
+  resolver_->stop();
 }
 
 // Asks on the loop thread until it is so, with pauses; true if it is.

@@ -158,8 +158,8 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
     entry.sequence = sequence;
     entry.bytes =
         shared->signature.count * dtypeBytes(shared->signature.dtype);
-    const uint64_t id = engine_->recorder().begin(std::move(entry));
     if (!closed_) {
+      const uint64_t id = engine_->recorder().begin(std::move(entry));
       posted = engine_->loop().postQuietly([self = shared_from_this(),
                                             shared,
                                             sequence,
@@ -193,8 +193,8 @@ void GroupImpl::submit(PointToPointSpec spec) {
     entry.peer = shared->peer;
     entry.tag = shared->tag;
     entry.bytes = shared->bytes;
-    const uint64_t id = engine_->recorder().begin(std::move(entry));
     if (!closed_) {
+      const uint64_t id = engine_->recorder().begin(std::move(entry));
       posted = engine_->loop().postQuietly([self = shared_from_this(),
                                             shared,
                                             id] {
@@ -364,6 +364,9 @@ void GroupImpl::resolved(int rank, const std::string& text) {
     m.eager = true;
     m.link->addInterest();
   }
+  if (m.queryWaiting) {
+    ask(m);
+  }
   const std::vector<Record*> waiting = std::move(m.waiting);
   m.waiting.clear();
   for (Record* record : waiting) {
@@ -388,9 +391,10 @@ void GroupImpl::forgetWaiting(Record& record) {
 }
 
 bool GroupImpl::drained() const {
-  return std::all_of(members_.begin(), members_.end(), [](const Member& m) {
+  return std::all_of(
+      members_.begin(), members_.end(), [group = id_](const Member& m) {
     return m.link == nullptr || !m.link->usable() ||
-        m.link->channel().drained();
+        m.link->channel().drained(group);
   });
 }
 
@@ -638,25 +642,34 @@ void GroupImpl::onMismatch(
 }
 
 void GroupImpl::query(int rank) {
-  Query query;
-  query.group = id_;
-  query.asker = rank_;
-  const std::vector<std::byte> payload = encode(query);
   for (int r = 0; r < size(); ++r) {
     if (r == rank_ || (rank >= 0 && r != rank)) {
       continue;
     }
-    PeerLink* link = members_[static_cast<size_t>(r)].link;
-    if (link == nullptr) {
+    Member& m = members_[static_cast<size_t>(r)];
+    if (m.link == nullptr) {
+      m.queryWaiting = true;
       seek(r);
-    } else if (link->usable()) {
-      link->channel().sendControl(payload);
-      if (link->state() == PeerLink::State::kUnconnected) {
-        // Connects, and so finds out whether it is there.
-        link->addInterest();
-        link->dropInterest();
-      }
+    } else {
+      ask(m);
     }
+  }
+}
+
+void GroupImpl::ask(Member& member) {
+  member.queryWaiting = false;
+  PeerLink& link = *member.link;
+  if (!link.usable()) {
+    return;
+  }
+  Query query;
+  query.group = id_;
+  query.asker = rank_;
+  link.channel().sendControl(encode(query));
+  if (link.state() == PeerLink::State::kUnconnected) {
+    // Connects, and so finds out whether it is there.
+    link.addInterest();
+    link.dropInterest();
   }
 }
 

@@ -86,6 +86,7 @@ class GroupImpl final : public Group,
       const OpSignature& local,
       const FrameHeader& remote);
   void onReport(const Report& report);
+  void failAll(const Status& status);
   Report report() const;
   // A first connection to this process: it may have missed some news.
   void onLinkUp(PeerLink& link);
@@ -96,6 +97,7 @@ class GroupImpl final : public Group,
     bool seeking = false;
     int64_t globalRank = 0;
     std::vector<Record*> waiting; // for the link
+    bool queryWaiting = false; // ask it as soon as the link is known
     bool eager = false; // holds interest in the link for eager connect
     std::optional<Report> report;
     TimePoint reportAt{};
@@ -114,8 +116,8 @@ class GroupImpl final : public Group,
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
   void onWatchdog();
-  void failAll(const Status& status);
   void act(const Notice& notice);
+  void ask(Member& member);
   void tell(const Notice& notice);
   void tell(const Notice& notice, PeerLink& link);
   std::string key(const char* what, int rank) const;

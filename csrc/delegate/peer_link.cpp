@@ -117,6 +117,15 @@ void PeerLink::setAddress(
   secret_ = secret;
   globalRank_ = globalRank;
   const bool sameHost = address.hostId == engine_.self().hostId;
+  if (!sameHost) {
+    // Its loopback is not ours.
+    std::erase_if(address_->addresses, [](const SocketAddress& a) {
+      return a.isLoopback();
+    });
+    if (address_->addresses.empty()) {
+      address_->addresses = address.addresses;
+    }
+  }
   ensureSlots(static_cast<size_t>(
       sameHost ? engine_.options().paths_same_host
                : engine_.options().paths_remote));

@@ -38,9 +38,14 @@ struct Resolver::Shared {
 Resolver::Resolver() : shared_(std::make_shared<Shared>()) {}
 
 Resolver::~Resolver() {
+  stop();
+}
+
+void Resolver::stop() {
+  std::vector<Shared::Wanted> forgotten; // dies outside the lock
   std::lock_guard lock(shared_->mutex);
   shared_->stopped = true;
-  shared_->wanted.clear();
+  forgotten.swap(shared_->wanted);
   shared_->changed.notify_all();
 }
 
@@ -49,6 +54,9 @@ void Resolver::seek(
     std::string key,
     std::function<void(const std::string&)> found) {
   std::lock_guard lock(shared_->mutex);
+  if (shared_->stopped) {
+    return;
+  }
   shared_->wanted.push_back(
       {std::move(store), std::move(key), std::move(found)});
   shared_->fresh = true;

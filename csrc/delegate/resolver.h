@@ -16,7 +16,7 @@ namespace resilient {
 class Resolver {
  public:
   Resolver();
-  ~Resolver(); // forgets what is sought; does not wait for the store
+  ~Resolver();
 
   // `found` is called once with the value of `key` as soon as it exists.
   // `store` is used by the resolver's thread only, for as long as it seeks.
@@ -24,6 +24,8 @@ class Resolver {
       std::shared_ptr<KeyValue> store,
       std::string key,
       std::function<void(const std::string& value)> found);
+  // Forgets everything, for good; does not wait for the store.
+  void stop();
   // Forgets what is sought in this store.
   void forget(const std::shared_ptr<KeyValue>& store);
 

@@ -43,7 +43,6 @@ class Simulation final : public SimulatedNetwork::Listener {
       : seed_(seed), prng_(mixBits(seed)), net_(mixBits(~seed), *this) {
     if (trace) {
       net_.setTrace(trace);
-      tracing_ = true;
     }
   }
 
@@ -52,8 +51,8 @@ class Simulation final : public SimulatedNetwork::Listener {
     const TimePoint end = net_.now() + duration_;
     runUntil(end);
     if (result_.error.empty()) {
-      heal();
-      runUntil(net_.now() + kHealLimit, /*mayEnd=*/true);
+      net_.at(net_.now(), [this] { heal(); });
+      runUntil(net_.now() + kHealLimit);
     }
     if (result_.error.empty()) {
       checkEnd();
@@ -293,32 +292,22 @@ class Simulation final : public SimulatedNetwork::Listener {
     }
   }
 
-  void runUntil(TimePoint end, bool mayEnd = false) {
-    bool marker = false;
-    net_.at(end, [&marker] { marker = true; });
-    while (result_.error.empty() && !marker) {
+  void runUntil(TimePoint end) {
+    bool over = false; // outlived by the event only if nothing runs any more
+    net_.at(end, [&over] { over = true; });
+    while (result_.error.empty() && !over) {
       if (net_.events() > kEventLimit) {
         fail("no end in sight after " + std::to_string(kEventLimit) +
              " events");
       }
-      if (!net_.step()) {
-        break;
-      }
-      if (mayEnd && quiet()) {
-        // All ended; what is left are records and timers of the core.
-        mayEnd = false;
-      }
+      net_.step();
     }
-  }
-  bool quiet() const {
-    return open_ == 0;
   }
 
   const uint64_t seed_;
   Prng prng_;
   SimulatedNetwork net_;
   SimulationResult result_;
-  bool tracing_ = false;
 
   size_t processes_ = 2;
   uint64_t groups_ = 1;
@@ -343,7 +332,6 @@ class Simulation final : public SimulatedNetwork::Listener {
   std::set<std::tuple<size_t, size_t, uint64_t>> controlReceived_;
   std::set<std::tuple<size_t, size_t, uint64_t>> controlSent_;
   std::map<std::pair<size_t, size_t>, int> byes_;
-  size_t open_ = 0; // operations not ended
   bool healing_ = false;
 };
 
@@ -553,8 +541,9 @@ void Simulation::send(
   if (!collective) {
     sent_[{src, dst, group, stream}].push_back(index);
   }
-  ++open_;
   net_.note(10, index, m.bytes, "send of message with bytes");
+  net_.note(10, src, dst, "  from and to");
+  net_.note(10, group, stream, "  in group and stream");
   net_.channel(src, dst).send(&op, net_.now());
   if (!collective && prng_.chance(cancelChance_)) {
     const Nanos after = upTo(duration_ / oneOf<int>({2, 20, 1000}));
@@ -597,12 +586,17 @@ void Simulation::receive(
   }
   op.data = r.buffer.data.get();
   op.bytes = bytes;
-  ++open_;
   net_.note(11, index, bytes, "post of receive with bytes");
+  net_.note(11, static_cast<uint64_t>(src), dst, "  from and to");
+  net_.note(11, group, stream, "  in group and stream");
   net_.mailbox(dst).post(&op);
   if (!collective && !healing_ && prng_.chance(cancelChance_)) {
     const Nanos after = upTo(duration_ / oneOf<int>({2, 20, 1000}));
-    net_.at(net_.now() + after, [this, index] { cancelReceive(index); });
+    net_.at(net_.now() + after, [this, index] {
+      if (!healing_) { // then there is no other receive for its message
+        cancelReceive(index);
+      }
+    });
   }
 }
 
@@ -657,7 +651,6 @@ void Simulation::cancelSend(size_t index) {
   net_.channel(m.src, m.dst).cancelSend(m.op.get(), "cancelled", net_.now());
   m.outcome = Outcome::kCancelled;
   ++result_.cancelled;
-  --open_;
   m.op.reset();
   giveBack(m.buffer);
 }
@@ -675,7 +668,6 @@ void Simulation::cancelReceive(size_t index) {
   net_.mailbox(r.dst).cancel(r.op.get(), "cancelled");
   r.outcome = Outcome::kCancelled;
   ++result_.cancelled;
-  --open_;
   r.op.reset();
   giveBack(r.buffer);
 }
@@ -690,7 +682,6 @@ void Simulation::sendFinished(size_t index, const Status& status) {
   m.outcome = status.ok() ? Outcome::kOk : Outcome::kError;
   m.status = status;
   result_.failed += !status.ok();
-  --open_;
   std::unique_ptr<Send> gone;
   if (below(2) == 0) {
     gone = std::move(m.op); // its memory is its owner's again
@@ -722,7 +713,6 @@ void Simulation::receiveFinished(size_t index, const Status& status) {
   } else {
     ++result_.failed;
   }
-  --open_;
   std::unique_ptr<Recv> gone;
   if (below(2) == 0) {
     gone = std::move(r.op);
@@ -1054,8 +1044,11 @@ void Simulation::checkStreams() {
     if (took.size() > list.size() ||
         (!excused && took.size() != list.size())) {
       fail(
-          std::to_string(list.size()) + " messages were sent and " +
-          std::to_string(took.size()) + " received");
+          std::to_string(list.size()) + " messages were sent from " +
+          std::to_string(id.src) + " to " + std::to_string(id.dst) +
+          ", group " + std::to_string(id.group) + ", tag " +
+          std::to_string(id.tag) + ", and " + std::to_string(took.size()) +
+          " received");
       return;
     }
     for (size_t k = 0; k < list.size(); ++k) {
@@ -1098,14 +1091,15 @@ void Simulation::sayBye() {
   if (!result_.error.empty()) {
     return;
   }
-  for (size_t a = 0; a < processes_; ++a) {
-    for (size_t b = 0; b < processes_; ++b) {
-      if (a != b && !dead(a, b)) {
-        net_.channel(a, b).sendBye();
+  net_.at(net_.now(), [this] {
+    for (size_t a = 0; a < processes_; ++a) {
+      for (size_t b = 0; b < processes_; ++b) {
+        if (a != b && !dead(a, b)) {
+          net_.channel(a, b).sendBye();
+        }
       }
     }
-  }
-  net_.at(net_.now(), [] {});
+  });
   runUntil(net_.now() + kHealLimit);
   for (size_t a = 0; a < processes_; ++a) {
     for (size_t b = 0; b < processes_; ++b) {

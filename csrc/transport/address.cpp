@@ -194,6 +194,18 @@ AddressChoice chooseAddresses(
     a.loopback = towardsStore->isLoopback();
     choice.addresses = {it == interfaces.end() ? a : *it};
     choice.reason = "it leads to the store";
+    if (a.loopback) {
+      // The store runs on this host, maybe under a name that means loopback
+      // here only: other hosts need an address of ours as well.
+      for (const InterfaceAddress& i : interfaces) {
+        if (i.up && !i.loopback) {
+          choice.addresses.push_back(i);
+          choice.reason = "loopback leads to the store, and other hosts may "
+                          "come by the first interface that is up";
+          break;
+        }
+      }
+    }
   } else {
     std::vector<InterfaceAddress> up, loopback;
     for (const InterfaceAddress& i : interfaces) {

@@ -42,7 +42,7 @@ TcpPath::TcpPath(
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
   // Edge-triggered: no system call to change what is watched, and one wake-up
   // per arrival however many threads sleep in the loop.
-  loop_.add(socket_.get(), EPOLLIN | EPOLLOUT | EPOLLET, this);
+  loop_.add(socket_.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, this);
   channel_.addPath(id_, loop_.now());
   faults_.connectionOpened(loop_.now());
   applyFaultState();
@@ -206,22 +206,23 @@ void TcpPath::wrote(size_t bytes) {
 // A path that drops does not read either: its peer must see the same silence
 // as behind a dead switch.
 void TcpPath::applyFaultState() {
-  if (!faults_.any()) {
+  if (!faults_.any() && !deaf_) {
     return;
   }
   const bool dropping = faults_.dropping(loop_.now());
   if (deaf_ && !dropping) {
     deaf_ = false;
-    readLater(); // what came meanwhile
+    // What came meanwhile, the end of the stream included.
+    readLater(EPOLLIN | EPOLLRDHUP);
   }
   deaf_ = dropping;
   armFaultTimer(kNever);
 }
 
-void TcpPath::readLater() {
-  loop_.post([this, alive = std::weak_ptr<void>(alive_)] {
+void TcpPath::readLater(uint32_t events) {
+  loop_.post([this, events, alive = std::weak_ptr<void>(alive_)] {
     if (alive.lock() && !closed_) {
-      onEvents(EPOLLIN);
+      onEvents(events);
     }
   });
 }
@@ -258,13 +259,19 @@ void TcpPath::faultsChanged() {
 
 void TcpPath::onEvents(uint32_t events) {
   if ((events & ~uint32_t(EPOLLOUT)) != 0 && !deaf_) {
+    // A short read means that there is no more now, unless the end of the
+    // stream has come with the data: no further event would announce that.
+    const bool toTheEnd =
+        (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
     size_t total = 0;
-    bool more = true;
-    while (!closed_ && more && total < kReadPerTurn) {
-      more = readSome(total);
+    Read last = Read::kFull;
+    while (!closed_ && total < kReadPerTurn &&
+           (last == Read::kFull || (toTheEnd && last == Read::kShort))) {
+      last = readSome(total);
     }
-    if (!closed_ && more) {
-      readLater(); // the others first
+    if (!closed_ && (last == Read::kFull ||
+                     (toTheEnd && last == Read::kShort))) {
+      readLater(events); // the others first
     }
   }
   if (!closed_ && socketFull_ && (events & EPOLLOUT) != 0) {
@@ -277,8 +284,8 @@ void TcpPath::onEvents(uint32_t events) {
 }
 
 // One system call: the rest of the current payload straight to its place,
-// and what follows into the buffer. False if there may be no more to read.
-bool TcpPath::readSome(size_t& total) {
+// and what follows into the buffer.
+TcpPath::Read TcpPath::readSome(size_t& total) {
   iovec parts[2];
   size_t count = 0;
   size_t direct = 0;
@@ -311,13 +318,13 @@ bool TcpPath::readSome(size_t& total) {
           StatusCode::kNetwork,
           "read from " + remoteAddress_ + ": " + std::strerror(errno)));
     }
-    return false;
+    return Read::kNothing;
   }
   if (n == 0) {
     reset(Status(
         StatusCode::kNetwork,
         "connection to " + remoteAddress_ + " was closed by the other end"));
-    return false;
+    return Read::kNothing;
   }
   heardAt_ = loop_.now();
   const auto bytes = static_cast<size_t>(n);
@@ -335,9 +342,9 @@ bool TcpPath::readSome(size_t& total) {
   }
   if (!status.ok()) {
     reset(status);
-    return false;
+    return Read::kNothing;
   }
-  return bytes == asked;
+  return bytes == asked ? Read::kFull : Read::kShort;
 }
 
 Status TcpPath::payloadDone() {

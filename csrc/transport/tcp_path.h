@@ -98,13 +98,14 @@ class TcpPath final : public Handler {
   static constexpr size_t kReadBuffer = 64u << 10;
 
   void end(const Status& why);
-  bool readSome(size_t& total);
+  enum class Read { kNothing, kShort, kFull };
+  Read readSome(size_t& total);
   Status consume(const std::byte* data, size_t bytes);
   Status payloadDone();
   size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
   void wrote(size_t bytes);
   void cut();
-  void readLater();
+  void readLater(uint32_t events);
   void applyFaultState();
   void armFaultTimer(TimePoint at);
 

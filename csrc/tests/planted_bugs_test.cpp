@@ -1,0 +1,101 @@
+// Shows that the simulation finds mistakes: each of a list is switched on, and
+// it must be found within a number of schedules. Only in a build with
+// RESILIENT_PLANTED_BUGS (make VARIANT=planted); the others have no trace of
+// the mistakes, so there is nothing to test.
+#ifdef RESILIENT_PLANTED_BUGS
+
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <iostream>
+#include <new>
+
+#include "channel/planted_bugs.h"
+#include "tests/check.h"
+#include "tests/simulation.h"
+
+namespace resilient::test {
+namespace {
+
+// Written by the child, read by the parent, also if the child has crashed.
+struct Report {
+  std::atomic<uint64_t> seed{0};
+  char error[200] = "";
+};
+
+constexpr uint64_t kSchedules = 500;
+
+// In a process of its own: some of the mistakes write to memory that was given
+// back, so a crash counts as found, and must not reach the other tests.
+void mustBeFound(const char* name, bool PlantedBugs::*bug) {
+  void* shared = mmap(
+      nullptr, sizeof(Report), PROT_READ | PROT_WRITE,
+      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  CHECK(shared != MAP_FAILED);
+  auto* report = new (shared) Report;
+  const pid_t child = fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    alarm(120); // a mistake may also make it run for ever
+    if (bug != nullptr) {
+      plantedBugs.*bug = true;
+    }
+    for (uint64_t seed = 1; seed <= kSchedules; ++seed) {
+      report->seed = seed;
+      const SimulationResult r = simulate(seed);
+      if (!r.error.empty()) {
+        std::strncpy(
+            report->error, r.error.c_str(), sizeof(report->error) - 1);
+        _exit(1);
+      }
+    }
+    _exit(0);
+  }
+  int status = 0;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  const uint64_t seed = report->seed;
+  std::string how = report->error;
+  if (WIFSIGNALED(status)) {
+    how = std::string("signal ") + strsignal(WTERMSIG(status));
+  }
+  munmap(shared, sizeof(Report));
+  if (bug == nullptr) {
+    // The switches alone must change nothing.
+    CHECK(WIFEXITED(status));
+    CHECK_EQ(WEXITSTATUS(status), 0);
+    return;
+  }
+  if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
+    throw Failure(
+        std::string(name) + " was not found in " +
+        std::to_string(kSchedules) + " schedules");
+  }
+  std::cout << name << ": found at seed " << seed << ": " << how << "\n";
+}
+
+TEST(planted_bugs_none_is_none) {
+  mustBeFound("none", nullptr);
+}
+
+#define PLANTED(name)                              \
+  TEST(planted_bugs_##name) {                      \
+    mustBeFound(#name, &PlantedBugs::name);        \
+  }
+
+PLANTED(noDuplicateCheck)
+PLANTED(acknowledgeEarly)
+PLANTED(noRequeue)
+PLANTED(noDetach)
+PLANTED(ignoreCredit)
+PLANTED(forgetCredit)
+PLANTED(matchByArrival)
+PLANTED(keepDestination)
+
+} // namespace
+} // namespace resilient::test
+
+#endif // RESILIENT_PLANTED_BUGS

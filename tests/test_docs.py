@@ -1,0 +1,146 @@
+"""The documents: their links lead somewhere, and what they say of the code can be found there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+PAPERS = ROOT / "docs" / "papers.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+# A fenced block, in which nothing is a link.
+FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+CODE_SPAN = re.compile(r"`([^`\n]+)`")
+VARIABLE = re.compile(r"\bTORCH_RESILIENT_[A-Z0-9_]*[A-Z0-9]")
+MARK = re.compile(r"\bPaper:(.*)")
+# "SHIFT §4.3.2", "PIPEMORPH §4.2, Alg 1"
+REFERENCE = re.compile(r"\s*([A-Z]+) (§\d+(?:\.\d+)*)")
+HEADING = re.compile(r"^## ([A-Z]+)$")
+ROW_SECTION = re.compile(r"§\d+(?:\.\d+)*")
+STATES = ("yes", "other", "idea", "no", "the user's")
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Relative links of `text`, as of the file `document`, that lead to no file."""
+    found = []
+    for target in LINK.findall(FENCE.sub("", text)):
+        path = target.partition("#")[0]
+        if re.match(r"[a-z]+:", target) or not path:
+            continue
+        if not (document.parent / path).exists():
+            found.append(target)
+    return found
+
+
+def rows(text: str) -> Iterator[tuple[str, list[str]]]:
+    """Rows of the tables below a paper's heading: its key, and the cells."""
+    key = ""
+    for line in text.splitlines():
+        if heading := HEADING.match(line):
+            key = heading[1]
+        elif line.startswith("## "):
+            key = ""
+        elif key and line.startswith("| §"):
+            yield key, [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def listed_sections(text: str) -> set[tuple[str, str]]:
+    """(key, section) of every row, such as ("SHIFT", "§4.3.2")."""
+    return {
+        (key, section) for key, cells in rows(text) for section in ROW_SECTION.findall(cells[0])
+    }
+
+
+def mark_faults(name: str, text: str, listed: set[tuple[str, str]]) -> list[str]:
+    """What is wrong with the marks `Paper: KEY §n` in the file `name` that holds `text`."""
+    faults = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not (mark := MARK.search(line)):
+            continue
+        reference = REFERENCE.match(mark[1])
+        if reference is None:
+            faults.append(f"{name}:{number}: expected `Paper: KEY §n`, got {mark[0]!r}")
+        elif (reference[1], reference[2]) not in listed:
+            where = f"{reference[1]} {reference[2]}"
+            faults.append(f"{name}:{number}: docs/papers.md has no row for {where}")
+    return faults
+
+
+def sources() -> list[Path]:
+    """The files that may hold marks."""
+    patterns = ("csrc/**/*.h", "csrc/**/*.cpp", "csrc/**/*.cu", "torch_resilient/**/*.py")
+    return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files(document: Path) -> None:
+    assert broken_links(document, document.read_text(encoding="utf-8")) == []
+
+
+def test_the_link_check_finds() -> None:
+    text = "[a](no/such.md#part) [b](https://example.org) [c](#here) ![d](gone.svg)\n"
+    text += "```\n[e](not_a_link.md)\n```\n"
+    assert broken_links(ROOT / "README.md", text) == ["no/such.md#part", "gone.svg"]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_named_in_documents_exist(document: Path) -> None:
+    """In code spans: `csrc/...`, `tests/...` and so on, `a.{h,cpp}` for several."""
+    missing = []
+    for span in CODE_SPAN.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
+        if not re.fullmatch(
+            r"(csrc|tests|torch_resilient|examples|docs|benchmarks)/[\w./{},]*", span
+        ):
+            continue
+        stem, brace, endings = span.partition("{")
+        names = [stem + ending for ending in endings.rstrip("}").split(",")] if brace else [span]
+        missing += [name for name in names if not (ROOT / name).exists()]
+    assert missing == []
+
+
+def test_the_papers_have_rows_with_a_known_state() -> None:
+    found = list(rows(PAPERS.read_text(encoding="utf-8")))
+    assert {key for key, _ in found} == {"PIPEMORPH", "ATLAS", "BUBBLETEA", "SHIFT", "SMART"}
+    for key, cells in found:
+        assert len(cells) == 5, (key, cells)
+        state, code = cells[2], cells[3]
+        assert state.startswith(STATES), (key, cells[0], state)
+        # What is built has a place, and a place is claimed only for something.
+        if state.startswith(("yes", "other")):
+            assert code, (key, cells[0])
+
+
+def test_marks_in_the_code_have_a_row() -> None:
+    listed = listed_sections(PAPERS.read_text(encoding="utf-8"))
+    faults = []
+    marks = 0
+    for path in sources():
+        text = path.read_text(encoding="utf-8")
+        marks += len(MARK.findall(text))
+        faults += mark_faults(str(path.relative_to(ROOT)), text, listed)
+    assert faults == []
+    assert marks > 0, "no mark was found: does the check look in the right place?"
+
+
+def test_the_mark_check_finds() -> None:
+    listed = {("SHIFT", "§4.3.2")}
+    text = "// Paper: SHIFT §4.3.2, step 1\n// Paper: SHIFT §4.3\n# Paper: see there\n"
+    faults = mark_faults("a.cpp", text, listed)
+    assert [fault.split(":")[1] for fault in faults] == ["2", "3"]
+
+
+def test_variables_named_in_documents_exist() -> None:
+    options = set(VARIABLE.findall((ROOT / "docs" / "options.md").read_text(encoding="utf-8")))
+    assert "TORCH_RESILIENT_LOG_LEVEL" in options
+    unknown = {
+        f"{document.name}: {name}"
+        for document in DOCUMENTS
+        for name in VARIABLE.findall(document.read_text(encoding="utf-8"))
+        if name not in options
+    }
+    assert unknown == set()

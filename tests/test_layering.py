@@ -1,0 +1,220 @@
+"""The house rule of csrc/ and torch_resilient/: a file knows only the layers below its own."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+# What each folder of csrc may include, besides itself. The order is that of the design: what a
+# layer may see stands before it. A transport drives a channel, so it stands after the channel;
+# the channel does no I/O and sees no transport. collectives see communicators, not the engine.
+FOLDERS: dict[str, set[str]] = {
+    "base": set(),
+    "wire": {"base"},
+    "loss": {"base", "wire"},
+    "path": {"base", "wire", "loss"},
+    "failover": {"base", "wire", "loss", "path"},
+    "channel": {"base", "wire", "path"},
+    "transport": {"base", "wire", "loss", "path", "failover", "channel"},
+    "delegate": {"base", "wire", "loss", "path", "failover", "channel", "transport"},
+    "collectives": {"base", "wire", "loss", "path", "failover", "channel", "transport"},
+    "backend": {"base", "wire", "loss", "path", "failover", "channel", "transport", "delegate"}
+    | {"collectives"},
+    "cuda": {"base"},
+}
+# The interface between the engine and the algorithms that it runs.
+SHARED = {("delegate", "collectives/communicator.h"), ("delegate", "collectives/task.h")}
+# No I/O, no thread, no clock of their own: they run under simulation.
+PURE = {"base", "wire", "loss", "path", "failover", "channel", "collectives"}
+# base holds the checked system calls and the system's random numbers and, for the time of day
+# in a message, the log.
+IMPURE_FILES = {"base/syscall.h", "base/syscall.cpp", "base/random.cpp", "base/log.cpp"}
+IMPURE_HEADER = re.compile(
+    r"(sys|netinet|arpa|net|linux|infiniband)/.*"
+    r"|unistd\.h|poll\.h|fcntl\.h|netdb\.h|ifaddrs\.h|pthread\.h|signal\.h"
+    r"|thread|future|condition_variable|semaphore"
+)
+CLOCK = re.compile(r"\b(steady_clock|system_clock|high_resolution_clock)::now\b|\bclock_gettime\b")
+TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/.*|Python\.h")
+INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
+COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
+
+
+def cpp_faults(name: str, text: str) -> list[str]:
+    """What is wrong with the C++ file `name` (relative to csrc) that holds `text`."""
+    folder = name.split("/")[0]
+    # The core's tests build without torch; those in tests/backend are for the backend.
+    is_test = folder == "tests"
+    sees_torch = folder == "backend" or name.startswith("tests/backend/")
+    if not is_test and folder not in FOLDERS:
+        return [f"{name}: folder {folder} has no place in the layers"]
+    text = COMMENT.sub("", text)
+    pure = folder in PURE and name not in IMPURE_FILES
+    faults = []
+    for match in INCLUDE.finditer(text):
+        header = match[2]
+        target = header.split("/")[0]
+        if TORCH_HEADER.fullmatch(header):
+            if not sees_torch:
+                faults.append(f"{name}: includes {header}; only backend may see torch")
+        elif match[1] == "<":
+            if pure and IMPURE_HEADER.fullmatch(header):
+                faults.append(f"{name}: includes <{header}>; {folder} does no I/O")
+        elif target not in FOLDERS and not (is_test and target == "tests"):
+            faults.append(f'{name}: includes "{header}", which is not relative to csrc')
+        elif is_test:
+            if target in ("backend", "cuda") and not sees_torch:
+                faults.append(f"{name}: includes {header}; the core's tests build without torch")
+        elif target not in FOLDERS[folder] | {folder} and (folder, header) not in SHARED:
+            faults.append(f"{name}: includes {header}; {target} is not below {folder}")
+    if pure and (clock := CLOCK.search(text)):
+        faults.append(f"{name}: reads {clock[0]}; in {folder} time is an argument")
+    return faults
+
+
+# Sub-packages of torch_resilient and what each may import; modules at the top see no sub-package.
+PACKAGES: dict[str, set[str]] = {
+    "": set(),
+    "pipelining": {""},
+    "control": {"", "pipelining"},
+    "geo": {"", "pipelining"},
+    "cli": {"", "pipelining", "control", "geo"},
+}
+# The one importer of torch's private names for pipelining.
+TORCH_PRIVATE = "pipelining/torch_actions.py"
+
+
+def _imports(text: str) -> Iterable[tuple[str, str]]:
+    """(module, name) of each import, wherever it stands; name is empty for `import module`."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            yield from ((module, alias.name) for alias in node.names)
+
+
+def python_faults(name: str, text: str) -> list[str]:
+    """What is wrong with the Python file `name` (relative to torch_resilient)."""
+    package = name.split("/")[0] if "/" in name else ""
+    if package not in PACKAGES:
+        return [f"{name}: package {package} has no place in the layers"]
+    faults = []
+    for module, imported in _imports(text):
+        if module.startswith("."):
+            faults.append(f"{name}: relative import; write torch_resilient.…")
+            continue
+        parts = [*module.split("."), imported]
+        if parts[0] == "torch_resilient":
+            target = parts[1] if parts[1] in PACKAGES else ""
+            if target != package and target not in PACKAGES[package]:
+                faults.append(f"{name}: imports {target}, which is not below {package or 'it'}")
+        elif parts[0] == "torch" and package == "pipelining" and name != TORCH_PRIVATE:
+            private = [part for part in parts if part.startswith("_") and part != "__future__"]
+            if private:
+                faults.append(f"{name}: imports torch's private {private[0]}; see {TORCH_PRIVATE}")
+    return faults
+
+
+def _files(folder: Path, *endings: str) -> list[Path]:
+    found = sorted(path for path in folder.rglob("*") if path.suffix in endings)
+    assert found, f"nothing in {folder}"
+    return found
+
+
+def test_cpp_layers() -> None:
+    csrc = ROOT / "csrc"
+    faults = []
+    for path in _files(csrc, ".h", ".cpp", ".cu", ".cuh"):
+        faults += cpp_faults(path.relative_to(csrc).as_posix(), path.read_text(encoding="utf-8"))
+    assert not faults, "\n" + "\n".join(faults)
+
+
+def test_python_layers() -> None:
+    package = ROOT / "torch_resilient"
+    faults = []
+    for path in _files(package, ".py"):
+        name = path.relative_to(package).as_posix()
+        faults += python_faults(name, path.read_text(encoding="utf-8"))
+    assert not faults, "\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "fault"),
+    [
+        ("base/x.h", '#include "wire/frame.h"', "wire is not below base"),
+        ("channel/x.h", '#include "transport/tcp.h"', "transport is not below channel"),
+        ("channel/x.h", '#include "failover/x.h"', "failover is not below channel"),
+        ("collectives/x.cpp", '#include "delegate/group.h"', "delegate is not below collectives"),
+        ("delegate/x.cpp", '#include "collectives/collectives.h"', "not below delegate"),
+        ("path/x.cpp", "#include <thread>", "does no I/O"),
+        ("wire/x.cpp", "#  include <sys/socket.h>", "does no I/O"),
+        ("channel/x.cpp", "auto t = std::chrono::steady_clock::now();", "time is an argument"),
+        ("delegate/x.h", "#include <c10/util/Exception.h>", "only backend"),
+        ("tests/x_test.cpp", "#include <torch/torch.h>", "only backend"),
+        ("tests/x_test.cpp", '#include "backend/work.h"', "without torch"),
+        ("path/x.h", '#include "frame.h"', "not relative to csrc"),
+        ("stuff/x.h", "", "no place in the layers"),
+    ],
+)
+def test_the_cpp_check_finds(name: str, line: str, fault: str) -> None:
+    (found,) = cpp_faults(name, f"#pragma once\n{line}\n")
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("transport/x.h", '#include "channel/channel.h"'),
+        ("transport/x.h", "#include <sys/socket.h>"),
+        ("delegate/x.h", '#include "collectives/task.h"'),
+        ("backend/x.h", "#include <torch/csrc/distributed/c10d/Backend.hpp>"),
+        ("base/syscall.cpp", "#include <unistd.h>"),
+        ("path/x.h", "// steady_clock::now() is the caller's business"),
+        ("path/x.h", '// #include "backend/work.h"'),
+        ("tests/x_test.cpp", '#include "delegate/group.h"'),
+        ("tests/backend/x_test.cpp", '#include "backend/work.h"'),
+    ],
+)
+def test_the_cpp_check_allows(name: str, line: str) -> None:
+    assert cpp_faults(name, f"#pragma once\n{line}\n") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "line", "fault"),
+    [
+        ("options.py", "from torch_resilient.geo import sites", "imports geo"),
+        ("options.py", "def f():\n    import torch_resilient.cli", "imports cli"),
+        ("pipelining/x.py", "from torch_resilient import control", "imports control"),
+        ("geo/x.py", "import torch_resilient.control.plan", "imports control"),
+        ("geo/x.py", "from . import sites", "relative import"),
+        (
+            "pipelining/x.py",
+            "from torch.distributed.pipelining.schedules import _Action",
+            "_Action",
+        ),
+        ("pipelining/x.py", "import torch.distributed.pipelining._utils", "_utils"),
+        ("stuff/x.py", "", "no place in the layers"),
+    ],
+)
+def test_the_python_check_finds(name: str, line: str, fault: str) -> None:
+    (found,) = python_faults(name, line)
+    assert fault in found
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("pipelining/torch_actions.py", "from torch.distributed.pipelining.schedules import _A"),
+        ("pipelining/x.py", "from __future__ import annotations\nimport torch"),
+        ("cli/x.py", "from torch_resilient import geo\nimport torch_resilient.options"),
+        ("geo/x.py", "from torch_resilient.pipelining.replay import simulate"),
+    ],
+)
+def test_the_python_check_allows(name: str, line: str) -> None:
+    assert python_faults(name, line) == []
