@@ -50,7 +50,7 @@ build/installed: $(VENV)/tools $(BUILT_FROM)
 demo: setup ## the demonstration: training goes on while the network fails
 	$(BIN)/python examples/run_demo.py $(ARGS)
 
-test: lint cpp-test python-test ## everything that must pass before a commit
+test: lint asan tsan python-test ## everything that must pass before a commit
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .

@@ -307,7 +307,7 @@ def backend_stats(backend: str) -> dict[str, Any] | None:
     """The resilient backend's statistics of this rank; None with any other backend."""
     if backend != "resilient":
         return None
-    from torch_resilient.stats import stats
+    from torch_resilient import stats
 
     return dict(stats())
 

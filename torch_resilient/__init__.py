@@ -8,22 +8,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch_resilient import _registration
+from torch_resilient import _registration, faults
 from torch_resilient._version import __version__
 from torch_resilient.traffic import traffic_class
 
-__all__ = ["Options", "__version__", "traffic_class"]
+__all__ = ["Options", "__version__", "dump", "faults", "stats", "traffic_class"]
 
 # The entry point; torch calls it at the end of `import torch`.
 _autoload = _registration.register_or_warn
 
 
 def __getattr__(name: str) -> Any:
-    """`torch_resilient.Options`: the type for `pg_options`, from the compiled module."""
-    if name == "Options":
+    """What needs torch or the compiled module, on first use.
+
+    `Options` is the type for `pg_options`; `stats(group=None)` tells what the backend knows of
+    its peers and paths; `dump()` gives the recent operations of this process as text.
+    """
+    if name in ("Options", "dump"):
         from torch_resilient import _native
 
-        return _native.load().Options
+        return getattr(_native.load(), name)
+    if name == "stats":
+        from torch_resilient._stats import stats
+
+        return stats
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,9 +14,13 @@ Status Channel::onHeader(
     TimePoint now) {
   lastNow_ = now;
   PathState& p = state(path);
-  Status status = onAck(p, header.ack, now);
-  if (!status.ok()) {
-    return status;
+  // A refusal comes first, the acknowledgement of the refused bytes after it:
+  // else the send would have succeeded when the refusal is read.
+  if (header.type != FrameType::kReject) {
+    Status status = onAck(p, header.ack, now);
+    if (!status.ok()) {
+      return status;
+    }
   }
   p.header = header;
   p.message = nullptr;
@@ -186,7 +190,7 @@ Status Channel::onPayload(PathId path, TimePoint now) {
       return onGrant(payload);
     case FrameType::kReject:
       onReject(h.message, payload);
-      return Status();
+      return onAck(p, h.ack, now);
     case FrameType::kCancel:
       return onCancel(h, payload);
     case FrameType::kControl:

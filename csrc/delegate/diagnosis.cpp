@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <set>
 
+#include "delegate/collective_run.h"
 #include "delegate/group_impl.h"
 
 // Who is to blame for a time-out, and what the evidence says. All from what
@@ -112,6 +113,27 @@ std::pair<int, std::string> GroupImpl::blame(
         behind.front(),
         "not called by all: " + list(behind) +
             ". Do all ranks run the same operations?"};
+  }
+  // Ranks that wait for each other may have called different operations, in
+  // which none was to send.
+  const auto own = collectives_.find(sequence);
+  for (int r = 0; r < size() && own != collectives_.end(); ++r) {
+    if (r == rank_) {
+      continue;
+    }
+    const Report& report = *members_[static_cast<size_t>(r)].report;
+    const OpSignature& mine = own->second->spec().signature;
+    const uint64_t theirs =
+        report.running ? report.runningSequence : report.lastSequence;
+    if (theirs == sequence && report.signature != mine) {
+      return {
+          r,
+          "rank " + std::to_string(r) + " called " +
+              report.signature.toString() + " where rank " +
+              std::to_string(rank_) + " called " + mine.toString() +
+              ". All ranks must call the same operations in the same order "
+              "with the same shapes and types"};
+    }
   }
   // Follow the chain of waiting until it ends or bites its tail.
   int at = waitingFor;

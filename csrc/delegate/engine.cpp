@@ -1,10 +1,12 @@
 #include "delegate/engine.h"
 
 #include <pthread.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdio>
 #include <fstream>
 #include <sstream>
 
@@ -170,6 +172,10 @@ Engine::Engine(
   self_.hostName = hostName();
   self_.pid = ::getpid();
   startListening(storeHost);
+  if (options_.dump_on_sigusr1) {
+    signalDump_ =
+        std::make_unique<SignalDump>(loop_, [this] { writeDump("SIGUSR1"); });
+  }
 }
 
 void Engine::startListening(const std::string& storeHost) {
@@ -323,6 +329,7 @@ void Engine::stop(Nanos linger) {
     }
     completions_.drain();
     listener_.reset();
+    signalDump_.reset();
   });
   loop_.stop();
   thread_.join();
@@ -402,6 +409,37 @@ void Engine::destroyLater(std::shared_ptr<void> object) {
 void Engine::faultsChanged() {
   for (auto& [uid, link] : links_) {
     link->faultsChanged();
+  }
+}
+
+void Engine::writeDump(const std::string& reason) {
+  const std::string text = "=== resilient: recent operations of rank " +
+      std::to_string(globalRank_) + ", pid " + std::to_string(::getpid()) +
+      " (" + reason + ")\n" + recorder_.dump();
+  if (options_.dump_dir.empty()) {
+    // In one call, so that ranks on one terminal do not mix.
+    std::fwrite(text.data(), 1, text.size(), stderr);
+    return;
+  }
+  ::mkdir(options_.dump_dir.c_str(), 0777); // it mostly exists
+  const std::string path = options_.dump_dir + "/rank" +
+      std::to_string(globalRank_) + ".txt";
+  std::ofstream out(path, std::ios::app);
+  out << text << std::flush;
+  logMessage(
+      out ? LogLevel::kInfo : LogLevel::kWarning,
+      (out ? "recent operations written to "
+           : "cannot write the recent operations (check "
+             "TORCH_RESILIENT_DUMP_DIR) to ") +
+          path);
+}
+
+void Engine::onFirstFailure(const Status& status) {
+  // What ends because we are going is no failure.
+  if (!failureDumped_ && !options_.dump_dir.empty() &&
+      status.code() != StatusCode::kAborted) {
+    failureDumped_ = true;
+    writeDump("an operation failed: " + status.message());
   }
 }
 

@@ -17,6 +17,7 @@
 #include "delegate/flight_recorder.h"
 #include "delegate/group.h"
 #include "delegate/peer_link.h"
+#include "delegate/signal_dump.h"
 #include "path/faults.h"
 #include "transport/address.h"
 #include "transport/event_loop.h"
@@ -118,6 +119,11 @@ class Engine final : public MailboxListener {
   // Destroyed at the next turn: objects whose code is on the stack.
   void destroyLater(std::shared_ptr<void> object);
   void faultsChanged();
+  // Writes the recent operations to standard error, or to a file of this
+  // process in dump_dir.
+  void writeDump(const std::string& reason);
+  // An operation has failed: the first one makes a dump, if there is a folder.
+  void onFirstFailure(const Status& status);
 
   // MailboxListener
   void onCollectiveMismatch(
@@ -148,6 +154,8 @@ class Engine final : public MailboxListener {
   FaultPlan faults_;
   TimePoint startedAt_;
   std::unique_ptr<Listener> listener_;
+  std::unique_ptr<SignalDump> signalDump_;
+  bool failureDumped_ = false;
   std::map<Uid, std::unique_ptr<PeerLink>> links_;
   std::map<uint64_t, GroupImpl*> groups_;
   static constexpr size_t kEarlyNoticesMax = 256;

@@ -438,6 +438,9 @@ void GroupImpl::finished(
       run.recordId(),
       engine_->loop().now() - run.startedAt(),
       status.message());
+  if (!status.ok()) {
+    engine_->onFirstFailure(status);
+  }
   auto found = collectives_.find(run.sequence());
   if (found != collectives_.end()) {
     engine_->destroyLater(std::move(found->second));
@@ -465,6 +468,9 @@ void GroupImpl::finished(
       run.recordId(),
       engine_->loop().now() - run.startedAt(),
       status.message());
+  if (!status.ok()) {
+    engine_->onFirstFailure(status);
+  }
   const auto done = std::move(run.spec().done);
   auto found = pointToPoints_.find(run.id());
   if (found != pointToPoints_.end()) {
@@ -553,10 +559,8 @@ void GroupImpl::tell(const Notice& notice) {
 
 void GroupImpl::tell(const Notice& notice, PeerLink& link) {
   // Not by members_: it may have connected to us before we looked for it.
-  const int64_t global = link.globalRank();
-  const bool isCulprit = notice.culprit >= 0 && notice.culprit < size() &&
-      members_[static_cast<size_t>(notice.culprit)].globalRank == global;
-  if (link.usable() && globalRanks_.contains(global) && !isCulprit) {
+  // The culprit, too: it may be alive, and wait for us.
+  if (link.usable() && globalRanks_.contains(link.globalRank())) {
     link.channel().sendControl(encode(notice));
   }
 }

@@ -127,6 +127,11 @@ class PathFaults {
   // When `bytes` handed over now may leave. Never before `now` nor before what
   // was handed over earlier.
   TimePoint release(TimePoint now, size_t bytes);
+  // When a limited link will have sent all that was handed over so far; in the
+  // past if it is idle or not limited.
+  TimePoint linkFreeAt() const {
+    return linkFree_;
+  }
   bool stalled(TimePoint now);
   // If stalled: until when at least, kNever if no time ends it.
   TimePoint stalledUntil(TimePoint now);

@@ -346,8 +346,7 @@ SimulatedLink Simulation::randomLink() {
       {Nanos(0), std::chrono::microseconds(100),
        std::chrono::milliseconds(10)});
   l.bytesPerS = oneOf<uint64_t>({20'000, 1'000'000, 100'000'000});
-  l.windowBytes = oneOf<uint64_t>({50, 300, 2000, 60'000});
-  // Byte by byte over a long link would only cost time.
+  l.windowBytes = oneOf<uint64_t>({100, 500, 3000, 60'000});
   return l;
 }
 

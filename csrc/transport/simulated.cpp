@@ -312,7 +312,7 @@ void SimulatedNetwork::deliver(PathRef ref, int side) {
   std::vector<std::byte>& piece = s.pieces.front().second;
   // The reader gets the bytes in pieces other than the writer's.
   size_t n = piece.size();
-  if (n > 1 && prng_.chance(0.5)) {
+  if (n > 1 && prng_.chance(0.3)) {
     n = 1 + prng_.below(n);
   }
   uint64_t arriving = n;

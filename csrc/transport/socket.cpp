@@ -291,6 +291,15 @@ SocketAddress addressOf(int fd, Call call) {
 
 } // namespace
 
+bool isLocalConnection(int fd) {
+  return localAddress(fd).ip() == remoteAddress(fd).ip();
+}
+
+void setNotSentLowat(int fd, int bytes) {
+  (void)::setsockopt(
+      fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof(bytes));
+}
+
 SocketAddress localAddress(int fd) {
   return addressOf(fd, ::getsockname);
 }

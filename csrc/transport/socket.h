@@ -67,6 +67,11 @@ struct SocketOptions {
   int receiveBufferBytes = 0;
 };
 
+// Both ends are on this host: then nothing is gained by keeping little unsent
+// in the kernel, and larger writes save turns of the loop. Best effort.
+bool isLocalConnection(int fd);
+void setNotSentLowat(int fd, int bytes);
+
 // Sets what is asked for; the error names the option.
 Status applySocketOptions(int fd, const SocketOptions& options);
 

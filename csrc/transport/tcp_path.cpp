@@ -40,6 +40,9 @@ TcpPath::TcpPath(
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
       heardAt_(loop.now()),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
+  if (isLocalConnection(socket_.get())) {
+    setNotSentLowat(socket_.get(), kLocalNotSentBytes);
+  }
   // Edge-triggered: no system call to change what is watched, and one wake-up
   // per arrival however many threads sleep in the loop.
   loop_.add(socket_.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, this);
@@ -95,7 +98,8 @@ bool TcpPath::hasRoom() const {
   }
   // While the socket is full there is no use in binding frames to it.
   if (faults_.any()) {
-    return unwrittenBytes_ < kDelayedBytes;
+    return unwrittenBytes_ < kDelayedBytes &&
+        faults_.linkFreeAt() <= loop_.now() + kLimitedQueue;
   }
   return unwrittenBytes_ < kBatchBytes && releases_.size() < kBatchFrames &&
       !(socketFull_ && !releases_.empty());

@@ -1,0 +1,558 @@
+#include "channel/channel.h"
+
+#include <limits>
+
+#include "channel/channel_state.h"
+#include "tests/channel_pair.h"
+#include "wire/control.h"
+
+namespace resilient::test {
+namespace {
+
+TEST(channel_carries_a_message) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(250));
+  TestRecv recv(&pair.b.channel, 250);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(!pair.a.channel.drained());
+  pair.settle({1});
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(recv.ends, 1);
+  CHECK_EQ(recv.content, text(250));
+  CHECK_EQ(recv.matchedSource == &pair.b.channel, true);
+  CHECK_EQ(pair.a.channel.counters().messagesSent, 1u);
+  CHECK_EQ(pair.a.channel.counters().bytesSent, 250u);
+  CHECK_EQ(pair.b.channel.counters().bytesReceived, 250u);
+  pair.checkEmpty();
+}
+
+TEST(channel_stripes_over_all_paths) {
+  ChannelPair pair;
+  for (PathId p : {1, 2, 3}) {
+    pair.up(p);
+  }
+  TestSend send(text(950));
+  TestRecv recv(&pair.b.channel, 950);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  // Whoever asks gets the next chunk.
+  uint64_t offset = 0;
+  for (int i = 0; i < 3; ++i) {
+    for (PathId p : {1, 2, 3}) {
+      const auto h = pair.take(pair.a, p);
+      CHECK(h.has_value());
+      CHECK_EQ(h->fields().offset, offset);
+      offset += 100;
+      // Out of order: the third path is fastest.
+      CHECK(pair.give(pair.b, p, *h).ok());
+    }
+  }
+  pair.settle({1, 2, 3});
+  CHECK_EQ(recv.content, text(950));
+  CHECK_EQ(pair.a.channel.pathCounters(1).chunksSent, 4u);
+  CHECK_EQ(pair.a.channel.pathCounters(3).chunksSent, 3u);
+  pair.checkEmpty();
+}
+
+TEST(channel_sends_again_what_a_dead_path_had) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(400));
+  TestRecv recv(&pair.b.channel, 400);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  const auto lost = pair.take(pair.a, 1);
+  const auto arrives = pair.take(pair.a, 1);
+  CHECK(lost && arrives);
+  CHECK_EQ(pair.a.channel.inFlightBytes(1), 200u);
+  pair.down(1);
+  // The oldest goes first.
+  CHECK_EQ(pair.move(pair.a, 2)->offset, 0u);
+  CHECK_EQ(pair.move(pair.a, 2)->offset, 100u);
+  pair.settle({2});
+  CHECK_EQ(recv.content, text(400));
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(pair.a.channel.pathCounters(2).chunksRetransmitted, 2u);
+  pair.checkEmpty();
+}
+
+// A repeat of the only chunk was once counted as a first sending.
+TEST(channel_counts_repeats_of_the_last_chunk) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(50));
+  TestRecv recv(&pair.b.channel, 50);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.take(pair.a, 1).has_value());
+  pair.down(1);
+  pair.settle({2});
+  CHECK_EQ(pair.a.channel.pathCounters(2).chunksRetransmitted, 1u);
+}
+
+TEST(channel_discards_what_comes_twice) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(200));
+  TestRecv recv(&pair.b.channel, 200);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  const auto first = pair.take(pair.a, 1);
+  CHECK(pair.give(pair.b, 1, *first).ok());
+  // Only the sender has noticed that path 1 is dead.
+  pair.a.channel.removePath(1, pair.now);
+  pair.settle({2});
+  CHECK_EQ(recv.content, text(200));
+  CHECK_EQ(recv.ends, 1);
+  CHECK_EQ(pair.b.channel.counters().duplicateChunks, 1u);
+  CHECK_EQ(pair.b.channel.counters().bytesReceived, 200u);
+  pair.b.channel.removePath(1, pair.now);
+  pair.checkEmpty();
+}
+
+// The same chunk half read on a stalled path and whole from another one.
+TEST(channel_gives_no_place_to_a_chunk_that_is_here) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(100));
+  TestRecv recv(&pair.b.channel, 100);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  const auto slow = pair.take(pair.a, 1);
+  CHECK(pair.begin(pair.b, 1, *slow).ok());
+  CHECK(pair.b.channel.destination(1) != nullptr);
+  pair.a.channel.removePath(1, pair.now);
+  pair.settle({2});
+  CHECK_EQ(recv.ends, 1);
+  CHECK(pair.b.channel.destination(1) == nullptr); // the buffer is not ours
+  CHECK(pair.b.channel.onPayload(1, pair.now).ok());
+  pair.b.channel.removePath(1, pair.now);
+  pair.checkEmpty();
+}
+
+TEST(channel_without_credit_offers_and_waits) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.ownEagerBytes = config.peerEagerBytes = 0;
+  ChannelPair pair(config);
+  pair.up(1);
+  TestSend send(text(300));
+  pair.a.channel.send(&send, pair.now);
+  const auto offer = pair.move(pair.a, 1);
+  CHECK(offer.has_value());
+  CHECK_EQ(offer->flags & kFlagOffer, kFlagOffer);
+  CHECK_EQ(offer->totalBytes, 300u);
+  CHECK(!pair.move(pair.a, 1).has_value());
+  CHECK_EQ(pair.b.channel.bufferedBytes(), 0u);
+  CHECK_EQ(pair.b.channel.incomingMessages(), 1u);
+  TestRecv recv(&pair.b.channel, 300);
+  pair.b.mailbox.post(&recv);
+  // Granted at once, without waiting for a batch.
+  CHECK_EQ(pair.move(pair.b, 1)->type, FrameType::kGrant);
+  CHECK_EQ(pair.move(pair.a, 1)->offset, 0u);
+  pair.settle({1});
+  CHECK_EQ(recv.content, text(300));
+  CHECK_EQ(send.ends, 1);
+  pair.checkEmpty();
+}
+
+TEST(channel_keeps_to_the_credit) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.ownEagerBytes = config.peerEagerBytes = 2 * (100 + 256);
+  ChannelPair pair(config);
+  pair.up(1);
+  TestSend send(text(1000)), second(text(80));
+  pair.a.channel.send(&send, pair.now);
+  pair.a.channel.send(&second, pair.now);
+  CHECK_EQ(pair.move(pair.a, 1)->payloadBytes, 100u);
+  CHECK_EQ(pair.move(pair.a, 1)->payloadBytes, 100u);
+  // The first is known to the receiver; the second needs an offer.
+  const auto offer = pair.move(pair.a, 1);
+  CHECK_EQ(offer->message, 2u);
+  CHECK_EQ(offer->flags & kFlagOffer, kFlagOffer);
+  CHECK(!pair.move(pair.a, 1).has_value());
+  CHECK_EQ(pair.b.channel.bufferedBytes(), config.ownEagerBytes);
+  CHECK_EQ(pair.a.channel.chargedBytes(), config.ownEagerBytes);
+  TestRecv r1(&pair.b.channel, 1000), r2(&pair.b.channel, 80);
+  pair.b.mailbox.post(&r1);
+  CHECK_EQ(pair.b.channel.bufferedBytes(), 0u);
+  pair.b.mailbox.post(&r2);
+  pair.settle({1});
+  CHECK_EQ(r1.content, text(1000));
+  CHECK_EQ(r2.content, text(80));
+  pair.checkEmpty();
+}
+
+TEST(channel_refuses_bytes_beyond_the_credit) {
+  ChannelConfig config = ChannelPair::defaults();
+  ChannelPair pair(config);
+  pair.a.channel.setPeerEagerBytes(1 << 20); // believes in more
+  pair.up(1);
+  std::vector<std::unique_ptr<TestSend>> sends;
+  Status refused;
+  for (int i = 0; i < 2000 && refused.ok(); ++i) {
+    sends.push_back(std::make_unique<TestSend>(text(100), 0));
+    pair.a.channel.send(sends.back().get(), pair.now);
+    const auto frame = pair.take(pair.a, 1);
+    CHECK(frame.has_value());
+    refused = pair.give(pair.b, 1, *frame);
+    CHECK(pair.b.channel.bufferedBytes() <= config.ownEagerBytes);
+  }
+  CHECK_EQ(refused.code(), StatusCode::kProtocol);
+  CHECK_CONTAINS(refused.message(), "credit");
+}
+
+TEST(channel_priority_goes_first) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend bulk(text(300), 1, TrafficClass::kBulk);
+  TestSend urgent(text(100), 2, TrafficClass::kActivation);
+  pair.a.channel.send(&bulk, pair.now);
+  CHECK_EQ(pair.move(pair.a, 1)->message, 1u);
+  pair.a.channel.send(&urgent, pair.now);
+  CHECK_EQ(pair.move(pair.a, 1)->message, 2u); // overtakes between chunks
+  CHECK_EQ(pair.move(pair.a, 1)->message, 1u);
+  for (TestSend* s : {&bulk, &urgent}) {
+    pair.a.channel.cancelSend(s, "over", pair.now);
+  }
+}
+
+TEST(channel_small_sends_end_at_once) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.copyBytes = 64;
+  ChannelPair pair(config);
+  pair.a.staging.limit = 100;
+  {
+    TestSend small(text(60)), noRoom(text(60, 2));
+    pair.a.channel.send(&small, pair.now);
+    pair.a.channel.send(&noRoom, pair.now);
+    pair.a.completions.drain();
+    CHECK_EQ(small.ends, 1);
+    CHECK_EQ(noRoom.ends, 0);
+    CHECK_EQ(pair.a.staging.used, 60u);
+    small.content.assign(60, 'X'); // its owner's again
+    pair.up(1);
+    TestRecv r1(&pair.b.channel, 60), r2(&pair.b.channel, 60);
+    pair.b.mailbox.post(&r1);
+    pair.b.mailbox.post(&r2);
+    pair.settle({1});
+    CHECK_EQ(r1.content, text(60));
+    CHECK_EQ(r2.content, text(60, 2));
+    CHECK_EQ(noRoom.ends, 1);
+  }
+  pair.checkEmpty();
+}
+
+// Paper: PIPEMORPH §5.2: a slow link must not hold the trainer's buffer.
+TEST(channel_copies_what_waits_long) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(150));
+  pair.a.channel.send(&send, pair.now);
+  // Half of the second chunk's frame is written; then it waits.
+  auto first = pair.take(pair.a, 1);
+  const OutFrame* f = pair.a.channel.pull(1, pair.now);
+  CHECK(f != nullptr);
+  const std::byte* before = pair.a.channel.unwritten(1).front().payload;
+  for (int i = 0; i < 10 && send.ends == 0; ++i) {
+    CHECK(pair.a.channel.deadline() != kNever);
+    pair.now = std::max(pair.now, pair.a.channel.deadline());
+    pair.a.channel.onTimer(pair.now);
+    pair.a.completions.drain();
+  }
+  CHECK_EQ(send.ends, 1);
+  CHECK(send.status.ok());
+  const OutFrame& after = pair.a.channel.unwritten(1).front();
+  CHECK(after.payload != before);
+  send.content.assign(150, 'X');
+  CHECK_EQ(
+      std::string(reinterpret_cast<const char*>(after.payload), 50),
+      text(150).substr(100));
+  TestRecv recv(&pair.b.channel, 150);
+  pair.b.mailbox.post(&recv);
+  CHECK(pair.give(pair.b, 1, *first).ok());
+  pair.settle({1});
+  CHECK_EQ(recv.content, text(150));
+  pair.checkEmpty();
+}
+
+TEST(channel_cancelled_send_keeps_its_half_written_frame) {
+  ChannelPair pair;
+  pair.up(1);
+  auto send = std::make_unique<TestSend>(text(100));
+  pair.a.channel.send(send.get(), pair.now);
+  CHECK(pair.a.channel.pull(1, pair.now) != nullptr);
+  pair.a.channel.cancelSend(send.get(), "changed my mind", pair.now);
+  send->content.assign(100, 'X');
+  send.reset();
+  TestRecv recv(&pair.b.channel, 100);
+  pair.b.mailbox.post(&recv);
+  pair.settle({1});
+  CHECK_EQ(recv.ends, 1);
+  CHECK_EQ(recv.content, text(100)); // whole, so it counts
+  pair.checkEmpty();
+}
+
+TEST(channel_cancel_reaches_the_receiver) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend never(text(500)), half(text(500));
+  TestRecv r1(&pair.b.channel, 500), r2(&pair.b.channel, 500);
+  pair.a.channel.send(&half, pair.now);
+  CHECK(pair.move(pair.a, 1).has_value());
+  pair.a.channel.cancelSend(&half, "changed my mind", pair.now);
+  pair.a.channel.send(&never, pair.now);
+  pair.a.channel.cancelSend(&never, "again", pair.now);
+  pair.settle({1});
+  CHECK_EQ(pair.b.channel.bufferedBytes(), 0u);
+  pair.b.mailbox.post(&r1);
+  pair.b.mailbox.post(&r2);
+  pair.settle({1});
+  CHECK_EQ(r1.status.message(), "changed my mind");
+  CHECK_EQ(r2.status.message(), "again");
+  CHECK_EQ(half.ends + never.ends, 0);
+  pair.checkEmpty();
+}
+
+TEST(channel_acknowledges_on_time) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(250));
+  TestRecv recv(&pair.b.channel, 250);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.move(pair.a, 1).has_value());
+  // The message is matched, so the sender may go on: that answer is urgent.
+  CHECK_EQ(pair.move(pair.b, 1)->type, FrameType::kGrant);
+  CHECK(pair.move(pair.a, 1).has_value());
+  // Nobody waits for the second chunk's acknowledgement: it may be late.
+  CHECK(!pair.move(pair.b, 1).has_value());
+  CHECK_EQ(
+      (pair.b.channel.deadline() - pair.now).count(), kAckDelay.count());
+  const auto last = pair.move(pair.a, 1);
+  CHECK_EQ(last->flags & kFlagAckNow, kFlagAckNow); // the owner waits
+  CHECK(pair.b.channel.hasFrames(1));
+  const auto answer = pair.move(pair.b, 1);
+  CHECK_EQ(answer->ack, 3u);
+  pair.a.completions.drain();
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(pair.a.channel.waitingSince(1), kNever);
+}
+
+TEST(channel_refuses_acknowledgement_of_what_is_not_written) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(200));
+  pair.a.channel.send(&send, pair.now);
+  // Handed to the path, which has written nothing: the payload is still ours
+  // to send, so a peer must not make us give it back.
+  CHECK(pair.a.channel.pull(1, pair.now) != nullptr);
+  FrameHeader lie;
+  lie.type = FrameType::kAck;
+  lie.ack = 1;
+  CHECK_EQ(
+      pair.a.channel.onHeader(1, lie, pair.now).code(),
+      StatusCode::kProtocol);
+  pair.a.channel.popWritten(1);
+  CHECK(pair.a.channel.onHeader(1, lie, pair.now).ok());
+  lie.ack = 2;
+  CHECK_EQ(
+      pair.a.channel.onHeader(1, lie, pair.now).code(),
+      StatusCode::kProtocol);
+  pair.a.channel.cancelSend(&send, "over", pair.now);
+}
+
+TEST(channel_failure_ends_everything_once) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(200)), late(text(10));
+  TestRecv recv(&pair.a.channel, 10);
+  pair.a.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.take(pair.a, 1).has_value());
+  CHECK(pair.take(pair.a, 1).has_value());
+  pair.a.channel.fail(Status(StatusCode::kPeerDied, "it died"));
+  pair.a.channel.fail(Status(StatusCode::kNetwork, "and again"));
+  pair.a.channel.send(&late, pair.now);
+  pair.a.completions.drain();
+  for (const Status& s : {send.status, recv.status, late.status}) {
+    CHECK_EQ(s.message(), "it died");
+  }
+  CHECK_EQ(send.ends + recv.ends + late.ends, 3);
+  CHECK(pair.a.channel.drained());
+  // An acknowledgement still on its way once found an empty list.
+  FrameHeader ack;
+  ack.type = FrameType::kAck;
+  ack.ack = 2;
+  CHECK(pair.a.channel.onHeader(1, ack, pair.now).ok());
+  CHECK(pair.a.channel.onPayload(1, pair.now).ok());
+  CHECK(pair.a.channel.pull(1, pair.now) == nullptr);
+}
+
+TEST(channel_delivers_control_once) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  const auto bytes = encodeReason(StatusCode::kAborted, "hello");
+  pair.a.channel.sendControl(bytes);
+  pair.a.channel.sendBye();
+  CHECK(pair.move(pair.a, 1).has_value());
+  CHECK(pair.move(pair.a, 1).has_value());
+  CHECK_EQ(pair.b.controls.size(), 1u);
+  CHECK_EQ(pair.b.byes, 1);
+  // The path dies before the acknowledgement: both go again.
+  pair.a.channel.removePath(1, pair.now);
+  CHECK_EQ(pair.move(pair.a, 2)->type, FrameType::kControl);
+  pair.settle({2});
+  CHECK_EQ(pair.b.controls.size(), 1u);
+  CHECK_EQ(pair.b.byes, 1);
+  CHECK(pair.a.channel.drained());
+}
+
+TEST(channel_measures_its_own_pings_only) {
+  ChannelPair pair;
+  pair.up(1);
+  FrameHeader pong;
+  pong.type = FrameType::kPong;
+  // Such a time stamp once overflowed.
+  for (uint64_t stamp : {uint64_t(1) << 63, uint64_t(0), UINT64_MAX}) {
+    pong.message = stamp;
+    CHECK(pair.a.channel.onHeader(1, pong, pair.now).ok());
+    CHECK(pair.a.channel.onPayload(1, pair.now).ok());
+  }
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTripS(), 0.0);
+  pair.a.channel.ping(1);
+  CHECK_EQ(pair.move(pair.a, 1)->type, FrameType::kPing);
+  pair.now += std::chrono::milliseconds(20);
+  CHECK_EQ(pair.move(pair.b, 1)->type, FrameType::kPong);
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTripS(), 0.02);
+}
+
+TEST(channel_refuses_a_message_too_large_for_the_wire) {
+  ChannelPair pair;
+  TestSend send("x");
+  send.bytes = kMaxMessageBytes + 1;
+  pair.a.channel.send(&send, pair.now);
+  pair.a.completions.drain();
+  CHECK_EQ(send.status.code(), StatusCode::kInvalidArgument);
+}
+
+// What a peer makes us remember must end somewhere.
+
+FrameHeader offer(uint64_t message) {
+  FrameHeader h;
+  h.type = FrameType::kData;
+  h.flags = kFlagOffer;
+  h.message = message;
+  h.group = 1;
+  h.order = message - 1;
+  h.chunkBytes = 100;
+  h.totalBytes = 1000;
+  return h;
+}
+
+Status feed(ChannelPair& pair, const FrameHeader& h) {
+  FrameBytes bytes;
+  encodeFrame(h, bytes);
+  FrameHeader back;
+  Status s = decodeFrame(bytes, back);
+  CHECK_EQ(s.toString(), "ok");
+  s = pair.b.channel.onHeader(1, back, pair.now);
+  return s.ok() ? pair.b.channel.onPayload(1, pair.now) : s;
+}
+
+Status feedMany(ChannelPair& pair, FrameHeader h, uint64_t step) {
+  for (uint64_t i = 1; i <= 3'000'000; ++i) {
+    h.message = i * step;
+    h.order = i - 1;
+    if (Status s = feed(pair, h); !s.ok()) {
+      CHECK_EQ(s.code(), StatusCode::kProtocol);
+      return s;
+    }
+  }
+  throw Failure("the peer was never stopped");
+}
+
+TEST(channel_bounds_offers_of_a_peer) {
+  ChannelPair pair;
+  pair.up(1);
+  const Status s = feedMany(pair, offer(1), 1);
+  CHECK_CONTAINS(s.message(), "nobody has asked for");
+  CHECK(pair.b.channel.incomingMessages() <= 2 * kMaxOffers + 400);
+}
+
+TEST(channel_bounds_cancels_of_a_peer) {
+  ChannelPair pair;
+  pair.up(1);
+  FrameHeader h;
+  h.type = FrameType::kCancel;
+  h.group = 1;
+  CHECK_CONTAINS(feedMany(pair, h, 1).message(), "nobody has asked for");
+}
+
+TEST(channel_bounds_refused_messages_of_a_peer) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.b.mailbox.closeGroup(1);
+  CHECK_CONTAINS(feedMany(pair, offer(1), 1).message(), "refused messages");
+}
+
+TEST(channel_bounds_gaps_of_a_peer) {
+  ChannelPair pair;
+  pair.up(1);
+  FrameHeader h;
+  h.type = FrameType::kControl;
+  CHECK_CONTAINS(feedMany(pair, h, 2).message(), "gaps");
+}
+
+// Tiny chunks far out in huge messages: records, not bytes, are what costs.
+TEST(channel_charges_records_of_chunks) {
+  ChannelPair pair;
+  pair.up(1);
+  FrameHeader h;
+  h.type = FrameType::kData;
+  h.group = 1;
+  h.chunkBytes = kMinChunkBytes;
+  h.totalBytes = kMinChunkBytes * (kMaxChunksPerMessage - 1);
+  h.payloadBytes = kMinChunkBytes;
+  Status s;
+  uint64_t taken = 0;
+  for (; s.ok(); ++taken) {
+    h.message = taken + 1;
+    h.order = taken;
+    h.offset = h.totalBytes - kMinChunkBytes * (1 + taken % 100);
+    s = feed(pair, h);
+    CHECK(taken < 100'000);
+  }
+  CHECK_EQ(taken - 1, 100'000u / (kMinChunkBytes + kChunkOverheadBytes));
+}
+
+TEST(channel_refuses_a_message_that_changes) {
+  ChannelPair pair;
+  pair.up(1);
+  CHECK(feed(pair, offer(1)).ok());
+  FrameHeader h = offer(1);
+  h.totalBytes = 2000;
+  CHECK_EQ(feed(pair, h).code(), StatusCode::kProtocol);
+}
+
+TEST(channel_refuses_grants_of_what_was_never_sent) {
+  ChannelPair pair;
+  pair.up(1);
+  FrameHeader h;
+  h.type = FrameType::kGrant;
+  h.payloadBytes = 8;
+  CHECK(pair.b.channel.onHeader(1, h, pair.now).ok());
+  const uint64_t number = 7;
+  std::memcpy(pair.b.channel.destination(1), &number, 8);
+  CHECK_EQ(
+      pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
+}
+
+} // namespace
+} // namespace resilient::test
