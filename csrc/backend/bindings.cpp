@@ -6,9 +6,9 @@
 
 #include <algorithm>
 
-#include "backend/future_threads.h"
 #include "backend/errors.h"
 #include "backend/fork_check.h"
+#include "backend/future_threads.h"
 #include "backend/process_group.h"
 #include "backend/staging_thread.h"
 #include "backend/traffic_choice.h"
@@ -172,8 +172,7 @@ py::object getOption(const EngineOptions& engine, const OptionInfo& option) {
 
 std::string repr(const GroupOptions& options) {
   std::string text = "Options(timeout=" +
-      std::to_string(
-          static_cast<double>(options.timeout.count()) / 1000.0) +
+      std::to_string(static_cast<double>(options.timeout.count()) / 1000.0) +
       "s";
   for (const OptionInfo& option : optionTable()) {
     const std::string value = options.engine.getAsString(option.name);
@@ -287,7 +286,8 @@ int setTrafficClass(int value) {
     chosenTrafficClass = static_cast<TrafficClass>(value);
   } else {
     throw py::value_error(
-        "traffic class " + std::to_string(value) + ": expected -1 (default), "
+        "traffic class " + std::to_string(value) +
+        ": expected -1 (default), "
         "0 activation, 1 activation_gradient, 2 gradient or 3 bulk");
   }
   return before;
@@ -354,9 +354,7 @@ void bindGroup(py::module_& m) {
       m, "ProcessGroupResilient", "A group of ranks on the resilient engine.")
       .def_property_readonly(
           "options",
-          [](const ProcessGroupResilient& self) {
-            return self.groupOptions();
-          },
+          [](const ProcessGroupResilient& self) { return self.groupOptions(); },
           "The settings in force (changes have no effect).");
   // Only the holder converts an intrusive_ptr: the return type is spelled out.
   m.def(

@@ -23,9 +23,7 @@ void checkTensor(const char* operation, const at::Tensor& tensor) {
   dtypeOf(tensor); // throws for types that cannot be sent
 }
 
-void checkAlike(
-    const char* operation,
-    const std::vector<at::Tensor>& tensors) {
+void checkAlike(const char* operation, const std::vector<at::Tensor>& tensors) {
   if (tensors.empty()) {
     rejectCall(operation, "requires non-empty tensor list");
   }
@@ -41,9 +39,8 @@ void checkAlike(
     if (tensors[i].device() != tensors[0].device()) {
       rejectCall(
           operation,
-          "tensors should be on the same device (" +
-              tensors[0].device().str() + " and " + tensors[i].device().str() +
-              ")");
+          "tensors should be on the same device (" + tensors[0].device().str() +
+              " and " + tensors[i].device().str() + ")");
     }
   }
 }
@@ -108,8 +105,8 @@ Reduction reductionFor(
       break;
     case c10d::ReduceOp::PREMUL_SUM: {
       reduction.op = ReduceOp::kPreMulSum;
-      const auto* supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(
-          op.supplement_.get());
+      const auto* supplement =
+          dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (supplement == nullptr) {
         rejectCall(operation, "PREMUL_SUM without a factor");
       }
@@ -128,11 +125,8 @@ Reduction reductionFor(
   return reduction;
 }
 
-OpSignature signatureOf(
-    OpKind kind,
-    const at::Tensor& tensor,
-    uint64_t count,
-    int root) {
+OpSignature
+signatureOf(OpKind kind, const at::Tensor& tensor, uint64_t count, int root) {
   OpSignature signature;
   signature.kind = kind;
   signature.dtype = dtypeOf(tensor);
@@ -141,11 +135,8 @@ OpSignature signatureOf(
   return signature;
 }
 
-OpSignature signatureOf(
-    OpKind kind,
-    const Reduction& reduction,
-    uint64_t count,
-    int root) {
+OpSignature
+signatureOf(OpKind kind, const Reduction& reduction, uint64_t count, int root) {
   OpSignature signature;
   signature.kind = kind;
   signature.dtype = reduction.dtype;

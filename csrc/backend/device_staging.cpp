@@ -50,8 +50,7 @@ class StreamStaging : public DeviceStaging {
     return !toHostIssued_ || toHost_.query();
   }
 
-  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host)
-      override {
+  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host) override {
     c10::StreamGuard guard(stream_);
     tensor.copy_(host, /*non_blocking=*/true);
     keepFor(tensor);

@@ -9,8 +9,9 @@ std::string text(const Status& status) {
 } // namespace
 
 std::exception_ptr exceptionFor(const Status& status) {
-  return std::make_exception_ptr(c10::DistBackendError(
-      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text(status)));
+  return std::make_exception_ptr(
+      c10::DistBackendError(
+          {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text(status)));
 }
 
 void throwStatus(const Status& status) {

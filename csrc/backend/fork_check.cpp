@@ -12,8 +12,8 @@ std::atomic<int> generation{0};
 
 int forkGeneration() {
   // Registered on first use, which comes before anything worth guarding.
-  static const int registered = pthread_atfork(
-      nullptr, nullptr, [] { generation.fetch_add(1); });
+  static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { generation.fetch_add(1); });
   (void)registered;
   return generation.load(std::memory_order_relaxed);
 }

@@ -103,10 +103,10 @@ void* HostTensors::add(const at::Tensor& tensor, Use use, bool temporary) {
   at::Tensor host = tensor;
   if (!direct) {
     at::AutoDispatchBelowADInplaceOrView below;
-    host = staged ? device_->hostBuffer(tensor)
-                  : at::empty(
-                        tensor.sizes(),
-                        at::TensorOptions().dtype(tensor.scalar_type()));
+    host = staged
+        ? device_->hostBuffer(tensor)
+        : at::empty(
+              tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
   }
   slots_.push_back({tensor, host, use, direct, staged});
   return use == Use::kInput ? const_cast<void*>(host.const_data_ptr())

@@ -78,8 +78,7 @@ class PretendedStaging : public DeviceStaging {
   bool copiesToHostDone() override {
     return toHost_.done();
   }
-  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host)
-      override {
+  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host) override {
     toDevice_.add(tensor, host);
   }
   void copiesToDeviceIssued() override {

@@ -225,8 +225,7 @@ const Status& notCopied() {
   return *status;
 }
 
-std::function<bool()> readiness(
-    const c10::intrusive_ptr<WorkResilient>& work) {
+std::function<bool()> readiness(const c10::intrusive_ptr<WorkResilient>& work) {
   if (work->tensors().device() == nullptr) {
     return {};
   }

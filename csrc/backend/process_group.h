@@ -63,9 +63,8 @@ class ProcessGroupResilient : public c10d::Backend {
   // process_group_reduce.cpp
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
-  WorkPtr allreduce_sparse(
-      Tensors& tensors,
-      const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts)
+      override;
   WorkPtr allreduce_coalesced(
       Tensors& tensors,
       const c10d::AllreduceCoalescedOptions& opts) override;

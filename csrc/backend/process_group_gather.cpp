@@ -88,10 +88,9 @@ ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
     temporary = temporary || (!allowed && mayOverlap(outputs[r], input));
   }
   const void* in = work.tensors().add(input, Use::kInput, temporary);
-  return [pointers = std::move(pointers), bytes = std::move(bytes), in](
-             Communicator& comm) {
-    return allGather(comm, in, pointers, bytes);
-  };
+  return
+      [pointers = std::move(pointers), bytes = std::move(bytes), in](
+          Communicator& comm) { return allGather(comm, in, pointers, bytes); };
 }
 
 ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
@@ -123,10 +122,9 @@ ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
   const void* in = work.tensors().add(
       input, Use::kInput, !inPlace && mayOverlap(output, input));
   std::vector<size_t> bytes(size_, input.nbytes());
-  return [pointers = std::move(pointers), bytes = std::move(bytes), in](
-             Communicator& comm) {
-    return allGather(comm, in, pointers, bytes);
-  };
+  return
+      [pointers = std::move(pointers), bytes = std::move(bytes), in](
+          Communicator& comm) { return allGather(comm, in, pointers, bytes); };
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather(
@@ -194,8 +192,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather_coalesced(
     }
     parts.push_back(allGatherPart(*work, own, inputs[i]));
   }
-  auto signature =
-      signatureOf(OpKind::kAllGather, inputs[0], elements(flat));
+  auto signature = signatureOf(OpKind::kAllGather, inputs[0], elements(flat));
   signature.tensors = tensorCount(inputs.size());
   return launch(
       std::move(work), signature, opts.timeout, combine(std::move(parts)));
@@ -258,8 +255,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::gather(
   } else if (!outputs.empty()) {
     rejectCall(kName, "requires empty output on non-root");
   }
-  auto work =
-      makeWork(c10d::OpType::GATHER, "resilient:gather", inputs, parts);
+  auto work = makeWork(c10d::OpType::GATHER, "resilient:gather", inputs, parts);
   bool temporary = false;
   std::vector<void*> pointers;
   std::vector<size_t> outputBytes;
@@ -281,8 +277,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::gather(
        in,
        bytes,
        root](Communicator& comm) {
-        return resilient::gather(
-            comm, in, bytes, pointers, outputBytes, root);
+        return resilient::gather(comm, in, bytes, pointers, outputBytes, root);
       });
 }
 
@@ -337,8 +332,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::scatter(
        out,
        bytes,
        root](Communicator& comm) {
-        return resilient::scatter(
-            comm, pointers, inputBytes, out, bytes, root);
+        return resilient::scatter(comm, pointers, inputBytes, out, bytes, root);
       });
 }
 
@@ -369,8 +363,7 @@ std::vector<size_t> splitBytes(
   int64_t sum = 0;
   for (const int64_t split : splits) {
     if (split < 0 || split > rows) {
-      rejectCall(
-          operation, "invalid split size " + std::to_string(split));
+      rejectCall(operation, "invalid split size " + std::to_string(split));
     }
     sum += split;
   }
@@ -421,13 +414,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall_base(
             std::to_string(outputBytes[rank_]) + " in the output");
   }
   auto work = makeWork(
-      c10d::OpType::ALLTOALL_BASE,
-      "resilient:all_to_all",
-      {input},
-      {output});
+      c10d::OpType::ALLTOALL_BASE, "resilient:all_to_all", {input}, {output});
   void* out = work->tensors().add(output, Use::kOutput);
-  void* in =
-      work->tensors().add(input, Use::kInput, mayOverlap(input, output));
+  void* in = work->tensors().add(input, Use::kInput, mayOverlap(input, output));
   // Sizes differ by rank.
   return launch(
       std::move(work),
@@ -453,8 +442,8 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall(
   all.insert(all.end(), outputs.begin(), outputs.end());
   checkAlike(kName, all);
   checkSameNumel(kName, "output", rank_, outputs[rank_], inputs[rank_]);
-  auto work = makeWork(
-      c10d::OpType::ALLTOALL, "resilient:all_to_all", inputs, outputs);
+  auto work =
+      makeWork(c10d::OpType::ALLTOALL, "resilient:all_to_all", inputs, outputs);
   std::vector<const void*> in;
   std::vector<void*> out;
   std::vector<size_t> inputBytes;

@@ -40,27 +40,21 @@ void checkPeer(const char* operation, int peer, int rank, int size) {
 
 } // namespace
 
-ProcessGroupResilient::WorkPtr ProcessGroupResilient::send(
-    Tensors& tensors,
-    int dstRank,
-    int tag) {
+ProcessGroupResilient::WorkPtr
+ProcessGroupResilient::send(Tensors& tensors, int dstRank, int tag) {
   checkUsable("send");
   checkMessage("send", tensors, tag);
   checkPeer("send", dstRank, rank_, size_);
-  auto work =
-      makeWork(c10d::OpType::SEND, "resilient:send", tensors, tensors);
+  auto work = makeWork(c10d::OpType::SEND, "resilient:send", tensors, tensors);
   return launch(std::move(work), dstRank, tag, true, tensors[0]);
 }
 
-ProcessGroupResilient::WorkPtr ProcessGroupResilient::recv(
-    Tensors& tensors,
-    int srcRank,
-    int tag) {
+ProcessGroupResilient::WorkPtr
+ProcessGroupResilient::recv(Tensors& tensors, int srcRank, int tag) {
   checkUsable("recv");
   checkMessage("recv", tensors, tag);
   checkPeer("recv", srcRank, rank_, size_);
-  auto work =
-      makeWork(c10d::OpType::RECV, "resilient:recv", tensors, tensors);
+  auto work = makeWork(c10d::OpType::RECV, "resilient:recv", tensors, tensors);
   return launch(std::move(work), srcRank, tag, false, tensors[0]);
 }
 
@@ -70,14 +64,10 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::recvAnysource(
   checkUsable("recvAnysource");
   checkMessage("recvAnysource", tensors, tag);
   if (size_ == 1) {
-    rejectCall(
-        "recvAnysource", "the group has no other rank to receive from");
+    rejectCall("recvAnysource", "the group has no other rank to receive from");
   }
   auto work = makeWork(
-      c10d::OpType::RECVANYSOURCE,
-      "resilient:recvAnySource",
-      tensors,
-      tensors);
+      c10d::OpType::RECVANYSOURCE, "resilient:recvAnySource", tensors, tensors);
   return launch(std::move(work), -1, tag, false, tensors[0]);
 }
 

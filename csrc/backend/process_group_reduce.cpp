@@ -70,8 +70,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_sparse(
   work->tensors().keep(sparse);
   work->setEpilogue([sparse] { sparse->store(); });
   // The number of stored elements differs by rank.
-  OpSignature signature = signatureOf(
-      OpKind::kAllReduceSparse, tensors[0], 0);
+  OpSignature signature = signatureOf(OpKind::kAllReduceSparse, tensors[0], 0);
   signature.reduceOp = ReduceOp::kSum;
   return launch(
       std::move(work), signature, opts.timeout, [sparse](Communicator& comm) {

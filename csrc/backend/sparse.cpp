@@ -60,8 +60,8 @@ Task SparseAllReduce::gatherIndices(Communicator& comm) {
   std::vector<void*> outputs;
   std::vector<size_t> bytes;
   for (size_t r = 0; r < headers_.size(); ++r) {
-    allIndices_[r] = at::empty(
-        {header_.sparseDims, headers_[r].stored}, indices_.options());
+    allIndices_[r] =
+        at::empty({header_.sparseDims, headers_[r].stored}, indices_.options());
     outputs.push_back(allIndices_[r].data_ptr());
     bytes.push_back(allIndices_[r].nbytes());
   }

@@ -7,8 +7,8 @@
 #include <chrono>
 #include <sstream>
 
-#include "backend/future_threads.h"
 #include "backend/errors.h"
+#include "backend/future_threads.h"
 #include "backend/staging_thread.h"
 #include "delegate/engine_control.h"
 
@@ -87,7 +87,8 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
     if (completed_) {
       break;
     }
-    if (!helped && cv_.wait_until(lock, std::min(TimePoint(until), deadline), [this] {
+    if (!helped &&
+        cv_.wait_until(lock, std::min(TimePoint(until), deadline), [this] {
           return completed_;
         })) {
       break;
@@ -199,9 +200,8 @@ void WorkResilient::release(c10::intrusive_ptr<WorkResilient> work) {
   // If another thread drops its reference between the test and ours, we take
   // the GIL here after all: slow once, not wrong.
   if (work.use_count() == 1) {
-    FutureThreads::post(0, [work = std::move(work)]() mutable {
-      work.reset();
-    });
+    FutureThreads::post(
+        0, [work = std::move(work)]() mutable { work.reset(); });
   }
 }
 

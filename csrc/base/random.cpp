@@ -13,8 +13,7 @@ void fillRandom(void* data, size_t bytes) {
   while (bytes > 0) {
     ssize_t n = retryInterrupted([&] { return ::getrandom(p, bytes, 0); });
     if (n < 0) {
-      throw StatusError(
-          errnoStatus(StatusCode::kInternal, "getrandom", errno));
+      throw StatusError(errnoStatus(StatusCode::kInternal, "getrandom", errno));
     }
     p += n;
     bytes -= static_cast<size_t>(n);

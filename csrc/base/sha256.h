@@ -30,8 +30,14 @@ class Sha256 {
   void compress(const uint8_t* block);
 
   std::array<uint32_t, 8> state_ = {
-      0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
-      0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+      0x6a09e667,
+      0xbb67ae85,
+      0x3c6ef372,
+      0xa54ff53a,
+      0x510e527f,
+      0x9b05688c,
+      0x1f83d9ab,
+      0x5be0cd19};
   std::array<uint8_t, kBlockBytes> block_{};
   size_t filled_ = 0; // of block_, always < kBlockBytes between calls
   uint64_t total_ = 0; // bytes

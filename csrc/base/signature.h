@@ -6,31 +6,31 @@
 namespace resilient {
 
 // Element types, by wire value. Complex tensors travel as pairs of reals.
-#define RESILIENT_DTYPES(X)  \
-  X(kUInt8, 1, "uint8")      \
-  X(kInt8, 1, "int8")        \
-  X(kInt16, 2, "int16")      \
-  X(kInt32, 4, "int32")      \
-  X(kInt64, 8, "int64")      \
-  X(kBool, 1, "bool")        \
-  X(kFloat16, 2, "float16")  \
-  X(kBFloat16, 2, "bfloat16") \
-  X(kFloat32, 4, "float32")  \
-  X(kFloat64, 8, "float64")  \
-  X(kFloat8E4M3FN, 1, "float8_e4m3fn")     \
-  X(kFloat8E5M2, 1, "float8_e5m2")         \
-  X(kFloat8E4M3FNUZ, 1, "float8_e4m3fnuz") \
-  X(kFloat8E5M2FNUZ, 1, "float8_e5m2fnuz") \
-  X(kUInt16, 2, "uint16")    \
-  X(kUInt32, 4, "uint32")    \
-  X(kUInt64, 8, "uint64")    \
-  X(kComplex32, 4, "complex32")   \
-  X(kComplex64, 8, "complex64")   \
-  X(kComplex128, 16, "complex128") \
-  X(kOpaque1, 1, "opaque1")  /* any other type, moved but not reduced */ \
-  X(kOpaque2, 2, "opaque2")  \
-  X(kOpaque4, 4, "opaque4")  \
-  X(kOpaque8, 8, "opaque8")  \
+#define RESILIENT_DTYPES(X)                                             \
+  X(kUInt8, 1, "uint8")                                                 \
+  X(kInt8, 1, "int8")                                                   \
+  X(kInt16, 2, "int16")                                                 \
+  X(kInt32, 4, "int32")                                                 \
+  X(kInt64, 8, "int64")                                                 \
+  X(kBool, 1, "bool")                                                   \
+  X(kFloat16, 2, "float16")                                             \
+  X(kBFloat16, 2, "bfloat16")                                           \
+  X(kFloat32, 4, "float32")                                             \
+  X(kFloat64, 8, "float64")                                             \
+  X(kFloat8E4M3FN, 1, "float8_e4m3fn")                                  \
+  X(kFloat8E5M2, 1, "float8_e5m2")                                      \
+  X(kFloat8E4M3FNUZ, 1, "float8_e4m3fnuz")                              \
+  X(kFloat8E5M2FNUZ, 1, "float8_e5m2fnuz")                              \
+  X(kUInt16, 2, "uint16")                                               \
+  X(kUInt32, 4, "uint32")                                               \
+  X(kUInt64, 8, "uint64")                                               \
+  X(kComplex32, 4, "complex32")                                         \
+  X(kComplex64, 8, "complex64")                                         \
+  X(kComplex128, 16, "complex128")                                      \
+  X(kOpaque1, 1, "opaque1") /* any other type, moved but not reduced */ \
+  X(kOpaque2, 2, "opaque2")                                             \
+  X(kOpaque4, 4, "opaque4")                                             \
+  X(kOpaque8, 8, "opaque8")                                             \
   X(kOpaque16, 16, "opaque16")
 
 enum class DType : uint8_t {
@@ -59,18 +59,18 @@ enum class ReduceOp : uint8_t {
 #undef X
 };
 
-#define RESILIENT_OPERATIONS(X)                 \
-  X(kSend, "send")                              \
-  X(kBroadcast, "broadcast")                    \
-  X(kAllReduce, "all_reduce")                   \
-  X(kReduce, "reduce")                          \
-  X(kAllGather, "all_gather")                   \
-  X(kGather, "gather")                          \
-  X(kScatter, "scatter")                        \
-  X(kReduceScatter, "reduce_scatter")           \
-  X(kAllToAll, "all_to_all")                    \
-  X(kBarrier, "barrier")                        \
-  X(kMonitoredBarrier, "monitored_barrier")     \
+#define RESILIENT_OPERATIONS(X)             \
+  X(kSend, "send")                          \
+  X(kBroadcast, "broadcast")                \
+  X(kAllReduce, "all_reduce")               \
+  X(kReduce, "reduce")                      \
+  X(kAllGather, "all_gather")               \
+  X(kGather, "gather")                      \
+  X(kScatter, "scatter")                    \
+  X(kReduceScatter, "reduce_scatter")       \
+  X(kAllToAll, "all_to_all")                \
+  X(kBarrier, "barrier")                    \
+  X(kMonitoredBarrier, "monitored_barrier") \
   X(kAllReduceSparse, "sparse_all_reduce")
 
 enum class OpKind : uint8_t {

@@ -7,17 +7,17 @@
 namespace resilient {
 
 // Every way in which work can end. One list, so that enum and text agree.
-#define RESILIENT_STATUS_CODES(X)                                         \
-  X(kOk, "ok")                                                            \
-  X(kTimeout, "timed out")                /* the operation's limit passed */ \
-  X(kPeerDied, "peer died")               /* its host refuses us */        \
-  X(kPeerLeft, "peer left")               /* it said goodbye */            \
+#define RESILIENT_STATUS_CODES(X)                                             \
+  X(kOk, "ok")                                                                \
+  X(kTimeout, "timed out") /* the operation's limit passed */                 \
+  X(kPeerDied, "peer died") /* its host refuses us */                         \
+  X(kPeerLeft, "peer left") /* it said goodbye */                             \
   X(kMismatch, "operations do not match") /* ranks called different things */ \
-  X(kNetwork, "network failure")                                          \
-  X(kProtocol, "protocol violation")      /* malformed bytes from a peer */ \
-  X(kAborted, "aborted")                  /* abort() or shutdown here */   \
-  X(kInvalidArgument, "invalid argument") /* the caller's mistake */       \
-  X(kInternal, "internal error")          /* our mistake */
+  X(kNetwork, "network failure")                                              \
+  X(kProtocol, "protocol violation") /* malformed bytes from a peer */        \
+  X(kAborted, "aborted") /* abort() or shutdown here */                       \
+  X(kInvalidArgument, "invalid argument") /* the caller's mistake */          \
+  X(kInternal, "internal error") /* our mistake */
 
 enum class StatusCode : unsigned char {
 #define X(name, text) name,

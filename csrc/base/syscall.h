@@ -13,8 +13,7 @@ class FileDescriptor {
  public:
   FileDescriptor() = default;
   explicit FileDescriptor(int fd) : fd_(fd) {}
-  FileDescriptor(FileDescriptor&& o) noexcept
-      : fd_(std::exchange(o.fd_, -1)) {}
+  FileDescriptor(FileDescriptor&& o) noexcept : fd_(std::exchange(o.fd_, -1)) {}
   FileDescriptor& operator=(FileDescriptor&& o) noexcept {
     if (this != &o) {
       reset(std::exchange(o.fd_, -1));

@@ -204,8 +204,7 @@ bool Channel::drained() const {
 bool Channel::drained(uint64_t group) const {
   return std::none_of(out_.begin(), out_.end(), [group](const auto& entry) {
     const OutMessage& m = *entry.second;
-    return m.header.group == group && !m.abandoned &&
-        m.acknowledged < m.chunks;
+    return m.header.group == group && !m.abandoned && m.acknowledged < m.chunks;
   });
 }
 

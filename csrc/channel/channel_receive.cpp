@@ -8,10 +8,8 @@
 
 namespace resilient {
 
-Status Channel::onHeader(
-    PathId path,
-    const FrameHeader& header,
-    TimePoint now) {
+Status
+Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
   lastNow_ = now;
   PathState& p = state(path);
   // A refusal comes first, the acknowledgement of the refused bytes after it:
@@ -82,8 +80,7 @@ Status Channel::onData(PathState& p, const FrameHeader& header) {
             "peer sent more than its credit of " +
                 std::to_string(config_.ownEagerBytes) + " bytes");
       }
-      block =
-          std::make_unique_for_overwrite<std::byte[]>(header.payloadBytes);
+      block = std::make_unique_for_overwrite<std::byte[]>(header.payloadBytes);
       m.bufferedBytes += cost;
       bufferedBytes_ += cost;
     }
@@ -215,8 +212,9 @@ Status Channel::onPayload(PathId path, TimePoint now) {
       return Status();
     case FrameType::kPong: {
       // Our own record, not the peer's word for it.
-      if (p.pingSent && static_cast<uint64_t>(
-              p.pingSent->time_since_epoch().count()) == h.message) {
+      if (p.pingSent &&
+          static_cast<uint64_t>(p.pingSent->time_since_epoch().count()) ==
+              h.message) {
         p.statistics.onRoundTrip(now - *p.pingSent);
         p.pingSent.reset();
       }
@@ -294,10 +292,7 @@ void Channel::flushGrants() {
   grants_.clear();
 }
 
-void Channel::reject(
-    InMessage& m,
-    StatusCode code,
-    const std::string& reason) {
+void Channel::reject(InMessage& m, StatusCode code, const std::string& reason) {
   if (failure_.ok()) {
     queueControl(FrameType::kReject, m.header, encodeReason(code, reason));
     ++rejects_;

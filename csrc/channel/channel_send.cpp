@@ -39,15 +39,13 @@ void Channel::send(SendOp* op, TimePoint now) {
   }
   h.group = op->key.group;
   h.stream = op->key.stream;
-  h.order = op->numberByChannel
-      ? nextOrder_[{op->key.group, op->key.stream}]++
-      : op->key.order;
+  h.order = op->numberByChannel ? nextOrder_[{op->key.group, op->key.stream}]++
+                                : op->key.order;
   h.signature = op->signature;
   h.sourceRank = op->sourceRank;
   m.chunks = h.totalBytes == 0
       ? 1
-      : static_cast<uint32_t>(
-            (h.totalBytes + h.chunkBytes - 1) / h.chunkBytes);
+      : static_cast<uint32_t>((h.totalBytes + h.chunkBytes - 1) / h.chunkBytes);
   m.data = op->data;
   op->message = h.message;
   ++unacknowledged_;
@@ -160,10 +158,7 @@ void Channel::stageLent(TimePoint now) {
   stageCheckAt_ = lent_.empty() ? kNever : now + stageInterval_;
 }
 
-void Channel::cancelSend(
-    SendOp* op,
-    const std::string& reason,
-    TimePoint now) {
+void Channel::cancelSend(SendOp* op, const std::string& reason, TimePoint now) {
   lastNow_ = now;
   completions_.remove(op);
   auto found = out_.find(op->message);
@@ -177,9 +172,7 @@ void Channel::cancelSend(
   abandon(m);
   m.cancelPending = true;
   queueControl(
-      FrameType::kCancel,
-      m.header,
-      encodeReason(StatusCode::kAborted, reason));
+      FrameType::kCancel, m.header, encodeReason(StatusCode::kAborted, reason));
   ready();
 }
 
@@ -205,9 +198,8 @@ void Channel::eraseIfDone(OutMessage& m) {
   if (m.inFlight != 0 || m.queued) {
     return;
   }
-  const bool over = m.abandoned
-      ? !m.cancelPending
-      : m.acknowledged == m.chunks && m.granted;
+  const bool over =
+      m.abandoned ? !m.cancelPending : m.acknowledged == m.chunks && m.granted;
   if (over) {
     chargedBytes_ -= m.charged;
     m.charged = 0;
@@ -233,8 +225,7 @@ void Channel::enqueue(OutMessage& m, bool front) {
 // Credit has come back: those who waited for it go first, in their order.
 void Channel::unblock() {
   for (size_t c = 0; c < kTrafficClassCount; ++c) {
-    ready_[c].insert(
-        ready_[c].begin(), blocked_[c].begin(), blocked_[c].end());
+    ready_[c].insert(ready_[c].begin(), blocked_[c].begin(), blocked_[c].end());
     blocked_[c].clear();
   }
 }

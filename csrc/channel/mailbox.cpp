@@ -154,15 +154,12 @@ void Mailbox::arriveExact(GroupState& group, InMessage& message) {
     const OpSignature local = exact.signature;
     Channel& channel = message.channel;
     channel.reject(
-        message,
-        StatusCode::kMismatch,
-        mismatchText(sequence, local, remote));
+        message, StatusCode::kMismatch, mismatchText(sequence, local, remote));
     listener_.onCollectiveMismatch(
         remote.group, sequence, local, remote, channel);
     return;
   }
-  auto [it, fresh] =
-      exact.entries.try_emplace({h.order, message.channel.id()});
+  auto [it, fresh] = exact.entries.try_emplace({h.order, message.channel.id()});
   if (fresh) {
     it->second.message = &message;
     return;
@@ -181,18 +178,18 @@ std::string Mailbox::mismatchText(
     uint64_t sequence,
     const OpSignature& local,
     const FrameHeader& remote) {
-  return "collective #" + std::to_string(sequence) +
-      " does not match: rank " + std::to_string(remote.sourceRank) +
-      " called " + remote.signature.toString() +
-      " where this rank called " + local.toString();
+  return "collective #" + std::to_string(sequence) + " does not match: rank " +
+      std::to_string(remote.sourceRank) + " called " +
+      remote.signature.toString() + " where this rank called " +
+      local.toString();
 }
 
 void Mailbox::refuseEnded(
     GroupState& group,
     uint64_t sequence,
     InMessage& message) {
-  const auto ended = std::find_if(
-      group.ended.begin(), group.ended.end(), [&](const Ended& e) {
+  const auto ended =
+      std::find_if(group.ended.begin(), group.ended.end(), [&](const Ended& e) {
         return e.sequence == sequence;
       });
   Channel& channel = message.channel;
@@ -208,9 +205,7 @@ void Mailbox::refuseEnded(
   if (ended->signature != remote.signature && !message.cancelled) {
     const OpSignature local = ended->signature;
     channel.reject(
-        message,
-        StatusCode::kMismatch,
-        mismatchText(sequence, local, remote));
+        message, StatusCode::kMismatch, mismatchText(sequence, local, remote));
     listener_.onCollectiveMismatch(
         remote.group, sequence, local, remote, channel);
     return;
@@ -308,8 +303,7 @@ void Mailbox::cancel(RecvOp* op, const std::string& reason) {
   if (exact == group.exact.end()) {
     return;
   }
-  auto entry =
-      exact->second.entries.find({op->key.order, op->source->id()});
+  auto entry = exact->second.entries.find({op->key.order, op->source->id()});
   if (entry != exact->second.entries.end() && entry->second.op == op) {
     exact->second.entries.erase(entry);
   }

@@ -29,13 +29,15 @@ Task flat(
   for (size_t i = 1; i < n; ++i) {
     const size_t from = (me + n - i) % n;
     comm.startRecv(
-        recvs[from], static_cast<int>(from), slotOf(1, 0),
-        incoming.get() + from * bytes, bytes);
+        recvs[from],
+        static_cast<int>(from),
+        slotOf(1, 0),
+        incoming.get() + from * bytes,
+        bytes);
   }
   for (size_t i = 1; i < n; ++i) {
     const size_t to = (me + i) % n;
-    comm.startSend(
-        sends[to], static_cast<int>(to), slotOf(1, 0), data, bytes);
+    comm.startSend(sends[to], static_cast<int>(to), slotOf(1, 0), data, bytes);
   }
   for (size_t r = 0; r < n; ++r) {
     co_await finish(recvs[r]);
@@ -63,8 +65,7 @@ Task recursiveDoubling(
   const int n = comm.size();
   const int me = comm.rank();
   const size_t bytes = count * dtypeBytes(reduction.dtype);
-  const int power = static_cast<int>(
-      std::bit_floor(static_cast<unsigned>(n)));
+  const int power = static_cast<int>(std::bit_floor(static_cast<unsigned>(n)));
   const int extra = n - power;
   const bool inPair = me < 2 * extra;
   auto incoming = std::make_unique_for_overwrite<unsigned char[]>(bytes);
@@ -84,8 +85,8 @@ Task recursiveDoubling(
     co_await recv;
     operands[0] = data;
     operands[1] = incoming.get();
-    Task folding = reduceSliced(
-        comm, budget, data, operands, count, reduction, false);
+    Task folding =
+        reduceSliced(comm, budget, data, operands, count, reduction, false);
     co_await folding;
   }
   const int index = inPair ? me / 2 : me - extra;
@@ -102,8 +103,8 @@ Task recursiveDoubling(
     operands[0] = lower ? data : incoming.get();
     operands[1] = lower ? incoming.get() : data;
     const bool last = mask * 2 == power;
-    Task reducing = reduceSliced(
-        comm, budget, data, operands, count, reduction, last);
+    Task reducing =
+        reduceSliced(comm, budget, data, operands, count, reduction, last);
     co_await reducing;
   }
   if (inPair) {
@@ -192,8 +193,7 @@ Task ring(
     return (me + 2 * n - step - 1) % n;
   };
 
-  const size_t scratchBytes =
-      std::min(segmentCount, counts[0]) * elementBytes;
+  const size_t scratchBytes = std::min(segmentCount, counts[0]) * elementBytes;
   auto incoming =
       std::make_unique_for_overwrite<unsigned char[]>(window * scratchBytes);
   auto recvs = std::make_unique<Transfer[]>(window);
@@ -206,7 +206,9 @@ Task ring(
     const size_t shard = shardOfStep(step);
     const size_t lane = unit % window;
     comm.startRecv(
-        recvs[lane], left, slotOf(1, unit),
+        recvs[lane],
+        left,
+        slotOf(1, unit),
         step < reduceSteps ? incoming.get() + lane * scratchBytes
                            : place(shard, s),
         sizeOf(shard, s) * elementBytes);
@@ -217,7 +219,10 @@ Task ring(
   }
   for (size_t s = 0; s < segments; ++s) {
     comm.startSend(
-        sends[s], right, slotOf(1, s), place(me, s),
+        sends[s],
+        right,
+        slotOf(1, s),
+        place(me, s),
         sizeOf(me, s) * elementBytes);
   }
   for (size_t unit = 0; unit < units; ++unit) {
@@ -229,14 +234,22 @@ Task ring(
       operands[0] = incoming.get() + (unit % window) * scratchBytes;
       operands[1] = place(shard, s);
       Task reducing = reduceSliced(
-          comm, budget, place(shard, s), operands, sizeOf(shard, s),
-          reduction, step + 1 == reduceSteps);
+          comm,
+          budget,
+          place(shard, s),
+          operands,
+          sizeOf(shard, s),
+          reduction,
+          step + 1 == reduceSteps);
       co_await reducing;
     }
     co_await finish(sends[s]);
     if (step + 1 < steps) {
       comm.startSend(
-          sends[s], right, slotOf(1, unit + segments), place(shard, s),
+          sends[s],
+          right,
+          slotOf(1, unit + segments),
+          place(shard, s),
           sizeOf(shard, s) * elementBytes);
     }
     if (unit + window < units) {
@@ -291,8 +304,8 @@ Task allReduce(
     size_t count,
     Reduction reduction,
     CostModel cost) {
-  const AllReduceAlgorithm algorithm = chooseAllReduce(
-      comm.size(), count * dtypeBytes(reduction.dtype), cost);
+  const AllReduceAlgorithm algorithm =
+      chooseAllReduce(comm.size(), count * dtypeBytes(reduction.dtype), cost);
   Tuning tuning;
   if (algorithm == AllReduceAlgorithm::kDirect) {
     tuning = tuningForFanIn(comm.size());

@@ -18,9 +18,11 @@ Task allToAll(
   require(
       inputs.size() == n && inputBytes.size() == n && outputs.size() == n &&
           outputBytes.size() == n,
-      "all_to_all", "needs one input, output and size of each per rank");
+      "all_to_all",
+      "needs one input, output and size of each per rank");
   require(
-      inputBytes[me] == outputBytes[me], "all_to_all",
+      inputBytes[me] == outputBytes[me],
+      "all_to_all",
       "the own input and output differ in size");
   auto sends = std::make_unique<Transfer[]>(n);
   auto recvs = std::make_unique<Transfer[]>(n);
@@ -28,13 +30,19 @@ Task allToAll(
   for (size_t i = 1; i < n; ++i) {
     const size_t from = (me + n - i) % n;
     comm.startRecv(
-        recvs[from], static_cast<int>(from), slotOf(1, 0), outputs[from],
+        recvs[from],
+        static_cast<int>(from),
+        slotOf(1, 0),
+        outputs[from],
         outputBytes[from]);
   }
   for (size_t i = 1; i < n; ++i) {
     const size_t to = (me + i) % n;
     comm.startSend(
-        sends[to], static_cast<int>(to), slotOf(1, 0), inputs[to],
+        sends[to],
+        static_cast<int>(to),
+        slotOf(1, 0),
+        inputs[to],
         inputBytes[to]);
   }
   Task copying =

@@ -33,8 +33,7 @@ Task dissemination(Communicator& comm) {
     Transfer recv;
     Transfer send;
     const uint64_t slot = slotOf(1, static_cast<uint64_t>(distance));
-    comm.startRecv(
-        recv, (comm.rank() + n - distance) % n, slot, nullptr, 0);
+    comm.startRecv(recv, (comm.rank() + n - distance) % n, slot, nullptr, 0);
     comm.startSend(send, (comm.rank() + distance) % n, slot, nullptr, 0);
     co_await recv;
     co_await send;
@@ -88,8 +87,7 @@ class RollCall {
       text += "Rank 0 timed out in monitoredBarrier; ";
     }
     text += "ranks that passed: " + (passed.empty() ? "none" : passed);
-    if (only >= 0 &&
-        static_cast<size_t>(only) + 1 < missing_.size()) {
+    if (only >= 0 && static_cast<size_t>(only) + 1 < missing_.size()) {
       text += ", later ranks not asked (wait_all_ranks names all)";
     }
     text += ". First cause: " + first_.toString();

@@ -56,14 +56,13 @@ Task tree(Communicator& comm, void* data, size_t bytes, int root) {
     comm.startRecv(recv, parent, slotOf(1, 0), data, bytes);
     co_await recv;
   }
-  auto sends = std::make_unique<Transfer[]>(
-      static_cast<size_t>(logRounds(n)) + 1);
+  auto sends =
+      std::make_unique<Transfer[]>(static_cast<size_t>(logRounds(n)) + 1);
   size_t sent = 0;
   for (mask >>= 1; mask > 0; mask >>= 1) {
     if (relative + mask < n) {
       comm.startSend(
-          sends[sent], (relative + mask + root) % n, slotOf(1, 0), data,
-          bytes);
+          sends[sent], (relative + mask + root) % n, slotOf(1, 0), data, bytes);
       ++sent;
     }
   }
@@ -100,8 +99,11 @@ Task spread(
       for (size_t j = 0; j < dealt; ++j) {
         const Segment piece = part(j, s);
         comm.startSend(
-            sends[s * dealt + j], rankOf(j), slotOf(1, s),
-            at(data, piece.offset), piece.bytes);
+            sends[s * dealt + j],
+            rankOf(j),
+            slotOf(1, s),
+            at(data, piece.offset),
+            piece.bytes);
       }
     }
     for (size_t i = 0; i < segments * dealt; ++i) {
@@ -117,8 +119,11 @@ Task spread(
     for (size_t j = 0; j < dealt; ++j) {
       const Segment piece = part(j, s);
       comm.startRecv(
-          recvs[s * dealt + j], j == mine ? root : rankOf(j),
-          slotOf(j == mine ? 1 : 2, s), at(data, piece.offset), piece.bytes);
+          recvs[s * dealt + j],
+          j == mine ? root : rankOf(j),
+          slotOf(j == mine ? 1 : 2, s),
+          at(data, piece.offset),
+          piece.bytes);
     }
   }
   for (size_t s = 0; s < segments; ++s) {
@@ -127,8 +132,11 @@ Task spread(
     for (size_t i = 1; i < dealt; ++i) {
       const size_t j = (mine + i) % dealt;
       comm.startSend(
-          sends[s * dealt + j], rankOf(j), slotOf(2, s),
-          at(data, piece.offset), piece.bytes);
+          sends[s * dealt + j],
+          rankOf(j),
+          slotOf(2, s),
+          at(data, piece.offset),
+          piece.bytes);
     }
   }
   for (size_t i = 0; i < segments * dealt; ++i) {
@@ -153,16 +161,22 @@ Task chain(
   for (size_t s = 0; relative != 0 && s < segments; ++s) {
     const Segment piece = segmentOf(0, bytes, s, tuning.segmentBytes);
     comm.startRecv(
-        recvs[s], (comm.rank() + n - 1) % n, slotOf(1, s),
-        at(data, piece.offset), piece.bytes);
+        recvs[s],
+        (comm.rank() + n - 1) % n,
+        slotOf(1, s),
+        at(data, piece.offset),
+        piece.bytes);
   }
   for (size_t s = 0; s < segments; ++s) {
     const Segment piece = segmentOf(0, bytes, s, tuning.segmentBytes);
     co_await finish(recvs[s]);
     if (relative + 1 < n) {
       comm.startSend(
-          sends[s], (comm.rank() + 1) % n, slotOf(1, s),
-          at(data, piece.offset), piece.bytes);
+          sends[s],
+          (comm.rank() + 1) % n,
+          slotOf(1, s),
+          at(data, piece.offset),
+          piece.bytes);
     }
   }
   for (size_t s = 0; s < segments; ++s) {
@@ -206,8 +220,12 @@ Task broadcastWith(
 
 Task broadcast(Communicator& comm, void* data, size_t bytes, int root) {
   return broadcastWith(
-      chooseBroadcast(comm.size(), bytes, CostModel()), comm, data, bytes,
-      root, Tuning());
+      chooseBroadcast(comm.size(), bytes, CostModel()),
+      comm,
+      data,
+      bytes,
+      root,
+      Tuning());
 }
 
 } // namespace resilient

@@ -54,7 +54,8 @@ Task coalesced(
     Communicator& comm,
     std::vector<std::function<Task(Communicator&)>> parts) {
   require(
-      parts.size() <= kPartsMax, "coalesced operation",
+      parts.size() <= kPartsMax,
+      "coalesced operation",
       "more than 65536 parts");
   for (size_t i = 0; i < parts.size(); ++i) {
     PartCommunicator part(comm, i);

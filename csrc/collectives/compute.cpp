@@ -37,11 +37,14 @@ Task reduceSliced(
     }
     unsigned char* target = at(out, done * elementBytes);
     reduceOrdered(
-        target, shifted.data(), shifted.size(), n, reduction.dtype,
+        target,
+        shifted.data(),
+        shifted.size(),
+        n,
+        reduction.dtype,
         reduction.op);
     if (last && reduction.op == ReduceOp::kAvg) {
-      divideBy(
-          target, n, reduction.dtype, static_cast<uint64_t>(comm.size()));
+      divideBy(target, n, reduction.dtype, static_cast<uint64_t>(comm.size()));
     }
     budget.spentBytes += n * elementBytes * passes;
     done += n;
@@ -89,8 +92,11 @@ Task scaleSliced(
     }
     const size_t n = std::min(slice, count - done);
     scaleOut(
-        at(out, done * elementBytes), at(in, done * elementBytes), n,
-        reduction.dtype, reduction.factor);
+        at(out, done * elementBytes),
+        at(in, done * elementBytes),
+        n,
+        reduction.dtype,
+        reduction.factor);
     budget.spentBytes += n * elementBytes;
     done += n;
   }

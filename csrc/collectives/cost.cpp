@@ -42,9 +42,9 @@ double Cost::seconds(const CostModel& model) const {
 }
 
 int logRounds(int ranks) {
-  return ranks <= 1 ? 0
-                    : static_cast<int>(
-                          std::bit_width(static_cast<unsigned>(ranks - 1)));
+  return ranks <= 1
+      ? 0
+      : static_cast<int>(std::bit_width(static_cast<unsigned>(ranks - 1)));
 }
 
 Tuning tuningForFanIn(int ranks) {
@@ -65,15 +65,16 @@ Cost allReduceCost(AllReduceAlgorithm algorithm, int ranks, size_t bytes) {
       return {1, (n - 1) * size, (n - 1) * size, n - 1};
     case AllReduceAlgorithm::kRecursiveDoubling: {
       const bool folded = !std::has_single_bit(static_cast<unsigned>(ranks));
-      const double exchanges =
-          std::bit_width(static_cast<unsigned>(ranks)) - 1;
+      const double exchanges = std::bit_width(static_cast<unsigned>(ranks)) - 1;
       const double rounds = exchanges + (folded ? 2 : 0);
       const double reductions = exchanges + (folded ? 1 : 0);
       return {rounds, rounds * size, reductions * size, rounds};
     }
     case AllReduceAlgorithm::kDirect:
       return {
-          2, 2 * shards * incast(ranks), shards,
+          2,
+          2 * shards * incast(ranks),
+          shards,
           2 * (n - 1) * segmentsOf(size / n)};
     case AllReduceAlgorithm::kRing:
       return {
@@ -88,12 +89,16 @@ Cost reduceCost(ReduceAlgorithm algorithm, int ranks, size_t bytes) {
   switch (algorithm) {
     case ReduceAlgorithm::kDirect: // the root's incoming bytes
       return {
-          1, (n - 1) * size * incast(ranks), (n - 1) * size,
+          1,
+          (n - 1) * size * incast(ranks),
+          (n - 1) * size,
           (n - 1) * segmentsOf(size)};
     case ReduceAlgorithm::kScatterGather: {
       const double shards = (n - 1) / n * size;
       return {
-          2, 2 * shards * incast(ranks), shards,
+          2,
+          2 * shards * incast(ranks),
+          shards,
           2 * (n - 1) * segmentsOf(size / n)};
     }
   }
@@ -103,8 +108,7 @@ Cost reduceCost(ReduceAlgorithm algorithm, int ranks, size_t bytes) {
 Cost broadcastCost(BroadcastAlgorithm algorithm, int ranks, size_t bytes) {
   const double n = ranks;
   const double size = static_cast<double>(bytes);
-  const double segment =
-      std::min(size, static_cast<double>(kSegmentBytes));
+  const double segment = std::min(size, static_cast<double>(kSegmentBytes));
   switch (algorithm) {
     case BroadcastAlgorithm::kFlat:
       return {1, (n - 1) * size, 0, n - 1};
@@ -119,7 +123,9 @@ Cost broadcastCost(BroadcastAlgorithm algorithm, int ranks, size_t bytes) {
       // The last segment is forwarded after the root has sent all.
       const double shard = size / (n - 1);
       return {
-          2, size * incast(ranks) + std::min(segment, shard) * (n - 2), 0,
+          2,
+          size * incast(ranks) + std::min(segment, shard) * (n - 2),
+          0,
           (n - 1) * segmentsOf(shard)};
     }
     case BroadcastAlgorithm::kChain:
@@ -136,8 +142,7 @@ Cost allGatherCost(AllGatherAlgorithm algorithm, int ranks, size_t bytes) {
       return {1, size * incast(ranks), 0, n - 1};
     case AllGatherAlgorithm::kRing:
       return {
-          n - 1, size, 0,
-          (n - 1) * segmentsOf(static_cast<double>(bytes) / n)};
+          n - 1, size, 0, (n - 1) * segmentsOf(static_cast<double>(bytes) / n)};
   }
   return {};
 }
@@ -160,8 +165,7 @@ AllReduceAlgorithm chooseAllReduce(int ranks, size_t bytes, CostModel model) {
   const size_t peers = ranks > 1 ? static_cast<size_t>(ranks - 1) : 1;
   if (bytes <= kUnsegmentedScratchBytesMax / peers) {
     return cheapest(
-        {A::kFlat, A::kRecursiveDoubling, A::kDirect, A::kRing}, costOf,
-        model);
+        {A::kFlat, A::kRecursiveDoubling, A::kDirect, A::kRing}, costOf, model);
   }
   if (bytes <= kUnsegmentedScratchBytesMax) {
     return cheapest(

@@ -23,7 +23,10 @@ Task direct(
   for (size_t i = 1; i < n; ++i) {
     const size_t from = (me + n - i) % n;
     comm.startRecv(
-        recvs[from], static_cast<int>(from), slotOf(1, 0), outputs[from],
+        recvs[from],
+        static_cast<int>(from),
+        slotOf(1, 0),
+        outputs[from],
         bytes[from]);
   }
   for (size_t i = 1; i < n; ++i) {
@@ -76,7 +79,9 @@ Task ring(
     do {
       const size_t size = std::min(tuning.segmentBytes, bytes[part] - offset);
       list.push_back(
-          {part, offset, size,
+          {part,
+           offset,
+           size,
            slotOf(1, (static_cast<uint64_t>(part) << 20) | s)});
       offset += size;
       ++s;
@@ -90,8 +95,11 @@ Task ring(
   const auto postRecv = [&](size_t i) {
     const Unit& unit = incoming[i];
     comm.startRecv(
-        recvs[i % window], left, unit.slot,
-        at(outputs[unit.part], unit.offset), unit.bytes);
+        recvs[i % window],
+        left,
+        unit.slot,
+        at(outputs[unit.part], unit.offset),
+        unit.bytes);
   };
   for (size_t i = 0; i < window; ++i) {
     postRecv(i);
@@ -107,8 +115,11 @@ Task ring(
     if (i < passedOn) {
       const Unit& unit = incoming[i];
       comm.startSend(
-          sends[own.size() + i], right, unit.slot,
-          at(outputs[unit.part], unit.offset), unit.bytes);
+          sends[own.size() + i],
+          right,
+          unit.slot,
+          at(outputs[unit.part], unit.offset),
+          unit.bytes);
     }
     if (i + window < incoming.size()) {
       postRecv(i + window);
@@ -130,7 +141,8 @@ Task allGatherWith(
     Tuning tuning) {
   const size_t n = static_cast<size_t>(comm.size());
   require(
-      outputs.size() == n && bytes.size() == n, "all_gather",
+      outputs.size() == n && bytes.size() == n,
+      "all_gather",
       "needs one output and one size per rank");
   Task chosen;
   switch (algorithm) {
@@ -156,8 +168,12 @@ Task allGather(
     std::vector<size_t> bytes) {
   const size_t total = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
   return allGatherWith(
-      chooseAllGather(comm.size(), total, CostModel()), comm, input,
-      std::move(outputs), std::move(bytes), Tuning());
+      chooseAllGather(comm.size(), total, CostModel()),
+      comm,
+      input,
+      std::move(outputs),
+      std::move(bytes),
+      Tuning());
 }
 
 // Rounds 1; bytes: the root receives all the others' inputs.
@@ -178,17 +194,22 @@ Task gather(
   }
   const size_t me = static_cast<size_t>(root);
   require(
-      outputs.size() == n && outputBytes.size() == n, "gather",
+      outputs.size() == n && outputBytes.size() == n,
+      "gather",
       "the root needs one output and one size per rank");
   require(
-      outputBytes[me] == bytes, "gather",
+      outputBytes[me] == bytes,
+      "gather",
       "the root's own output and input differ in size");
   auto recvs = std::make_unique<Transfer[]>(n);
   ComputeBudget budget;
   for (size_t i = 1; i < n; ++i) {
     const size_t from = (me + i) % n;
     comm.startRecv(
-        recvs[from], static_cast<int>(from), slotOf(1, 0), outputs[from],
+        recvs[from],
+        static_cast<int>(from),
+        slotOf(1, 0),
+        outputs[from],
         outputBytes[from]);
   }
   Task copying = copySliced(comm, budget, outputs[me], input, bytes);
@@ -216,17 +237,22 @@ Task scatter(
   }
   const size_t me = static_cast<size_t>(root);
   require(
-      inputs.size() == n && inputBytes.size() == n, "scatter",
+      inputs.size() == n && inputBytes.size() == n,
+      "scatter",
       "the root needs one input and one size per rank");
   require(
-      inputBytes[me] == bytes, "scatter",
+      inputBytes[me] == bytes,
+      "scatter",
       "the root's own input and output differ in size");
   auto sends = std::make_unique<Transfer[]>(n);
   ComputeBudget budget;
   for (size_t i = 1; i < n; ++i) {
     const size_t to = (me + i) % n;
     comm.startSend(
-        sends[to], static_cast<int>(to), slotOf(1, 0), inputs[to],
+        sends[to],
+        static_cast<int>(to),
+        slotOf(1, 0),
+        inputs[to],
         inputBytes[to]);
   }
   Task copying = copySliced(comm, budget, output, inputs[me], bytes);

@@ -62,7 +62,8 @@ template <typename T>
 [[gnu::always_inline]] inline T load(const void* base, size_t i) {
   T value;
   std::memcpy(
-      &value, static_cast<const unsigned char*>(base) + i * sizeof(T),
+      &value,
+      static_cast<const unsigned char*>(base) + i * sizeof(T),
       sizeof(T));
   return value;
 }
@@ -129,7 +130,9 @@ struct BoolCodec {
 // Integers wrap: computed unsigned and at least 32 bits wide, since the sum
 // of two int, and the product of two promoted uint16, may overflow.
 template <typename T>
-using Wrapping = std::conditional_t<(sizeof(T) < 4), uint32_t,
+using Wrapping = std::conditional_t<
+    (sizeof(T) < 4),
+    uint32_t,
     std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>>;
 
 struct Sum {
@@ -201,23 +204,25 @@ struct Bxor {
 
 template <typename Codec, typename Op>
 struct BinaryLoop {
-  [[gnu::always_inline]] static inline void run(
-      void* out, const void* a, const void* b, size_t count) {
+  [[gnu::always_inline]] static inline void
+  run(void* out, const void* a, const void* b, size_t count) {
     using S = typename Codec::Storage;
     RESILIENT_INDEPENDENT
     for (size_t i = 0; i < count; ++i) {
       store<S>(
-          out, i,
-          Codec::encode(Op::template apply<typename Codec::Compute>(
-              Codec::decode(load<S>(a, i)), Codec::decode(load<S>(b, i)))));
+          out,
+          i,
+          Codec::encode(
+              Op::template apply<typename Codec::Compute>(
+                  Codec::decode(load<S>(a, i)), Codec::decode(load<S>(b, i)))));
     }
   }
 };
 
 template <typename Codec>
 struct ComplexProductLoop {
-  [[gnu::always_inline]] static inline void run(
-      void* out, const void* a, const void* b, size_t count) {
+  [[gnu::always_inline]] static inline void
+  run(void* out, const void* a, const void* b, size_t count) {
     using S = typename Codec::Storage;
     using C = typename Codec::Compute;
     RESILIENT_INDEPENDENT
@@ -242,8 +247,8 @@ struct ComplexProductLoop {
 
 template <typename Codec>
 struct ScaleLoop {
-  [[gnu::always_inline]] static inline void run(
-      void* out, const void* in, double factor, size_t count) {
+  [[gnu::always_inline]] static inline void
+  run(void* out, const void* in, double factor, size_t count) {
     using S = typename Codec::Storage;
     const auto by = static_cast<typename Codec::Compute>(factor);
     RESILIENT_INDEPENDENT
@@ -255,13 +260,14 @@ struct ScaleLoop {
 
 template <typename Codec>
 struct DivideLoop {
-  [[gnu::always_inline]] static inline void run(
-      void* data, uint64_t divisor, size_t count) {
+  [[gnu::always_inline]] static inline void
+  run(void* data, uint64_t divisor, size_t count) {
     using S = typename Codec::Storage;
     using C = typename Codec::Compute;
     // Integers divide at 64 bits: 200 ranks do not fit into an int8.
     using D = std::conditional_t<
-        std::is_floating_point_v<C>, C,
+        std::is_floating_point_v<C>,
+        C,
         std::conditional_t<std::is_signed_v<C>, int64_t, uint64_t>>;
     const auto by = static_cast<D>(divisor);
     RESILIENT_INDEPENDENT
@@ -459,10 +465,8 @@ bool hasHalfConversion() {
   return kHas;
 }
 
-__attribute__((target("avx2,f16c"))) void decodeHalf(
-    float* out,
-    const unsigned char* in,
-    size_t count) {
+__attribute__((target("avx2,f16c"))) void
+decodeHalf(float* out, const unsigned char* in, size_t count) {
   size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     const __m128i codes =
@@ -474,10 +478,8 @@ __attribute__((target("avx2,f16c"))) void decodeHalf(
   }
 }
 
-__attribute__((target("avx2,f16c"))) void encodeHalf(
-    unsigned char* out,
-    const float* in,
-    size_t count) {
+__attribute__((target("avx2,f16c"))) void
+encodeHalf(unsigned char* out, const float* in, size_t count) {
   size_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm_storeu_si128(
@@ -526,8 +528,8 @@ constexpr size_t kBlockBytes = 8192;
 
 bool reductionSupported(DType dtype, ReduceOp op, std::string* why) {
   const char* reason = nullptr;
-  const bool bitwise = op == ReduceOp::kBand || op == ReduceOp::kBor ||
-      op == ReduceOp::kBxor;
+  const bool bitwise =
+      op == ReduceOp::kBand || op == ReduceOp::kBor || op == ReduceOp::kBxor;
   if (op == ReduceOp::kNone) {
     reason = "is no reduction";
   } else if (isOpaque(dtype)) {
@@ -619,8 +621,12 @@ void reduceOrdered(
       reduceOut(partial, partial, operand(i), n, dtype, op);
     }
     reduceOut(
-        static_cast<unsigned char*>(out) + offset, partial,
-        operand(operandCount - 1), n, dtype, op);
+        static_cast<unsigned char*>(out) + offset,
+        partial,
+        operand(operandCount - 1),
+        n,
+        dtype,
+        op);
   }
 }
 

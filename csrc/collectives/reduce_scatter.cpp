@@ -16,8 +16,7 @@ Task reduceAlone(
     Reduction reduction) {
   ComputeBudget budget;
   if (reduction.op == ReduceOp::kPreMulSum) {
-    Task scaling =
-        scaleSliced(comm, budget, output, input, count, reduction);
+    Task scaling = scaleSliced(comm, budget, output, input, count, reduction);
     co_await scaling;
   } else {
     Task copying = copySliced(
@@ -40,7 +39,8 @@ Task reduceScatterWith(
   const size_t n = static_cast<size_t>(comm.size());
   requireReduction("reduce_scatter", reduction);
   require(
-      inputs.size() == n && counts.size() == n, "reduce_scatter",
+      inputs.size() == n && counts.size() == n,
+      "reduce_scatter",
       "needs one input and one count per rank");
   if (n == 1) {
     Task alone = reduceAlone(comm, output, inputs[0], counts[0], reduction);
@@ -65,7 +65,11 @@ Task reduceScatter(
     Reduction reduction,
     CostModel /*cost*/) {
   return reduceScatterWith(
-      comm, std::move(inputs), std::move(counts), output, reduction,
+      comm,
+      std::move(inputs),
+      std::move(counts),
+      output,
+      reduction,
       tuningForFanIn(comm.size()));
 }
 
@@ -128,8 +132,13 @@ Task reduce(
     CostModel cost) {
   const size_t bytes = count * dtypeBytes(reduction.dtype);
   return reduceWith(
-      chooseReduce(comm.size(), bytes, cost), comm, data, count, reduction,
-      root, tuningForFanIn(comm.size()));
+      chooseReduce(comm.size(), bytes, cost),
+      comm,
+      data,
+      count,
+      reduction,
+      root,
+      tuningForFanIn(comm.size()));
 }
 
 } // namespace resilient

@@ -69,8 +69,8 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
   const bool owner = segments[me] > 0;
   auto incoming = std::make_unique_for_overwrite<unsigned char[]>(
       owner ? lanes * (n - 1) * mineBytes : 0);
-  auto scaledInputs = std::make_unique_for_overwrite<unsigned char[]>(
-      lanes * n * scaledBytes);
+  auto scaledInputs =
+      std::make_unique_for_overwrite<unsigned char[]>(lanes * n * scaledBytes);
   auto passedOn =
       std::make_unique_for_overwrite<unsigned char[]>(lanes * resultBytes);
 
@@ -87,9 +87,8 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
     return incoming.get() + (lane * (n - 1) + index) * mineBytes;
   };
   const auto contributionAt = [&](size_t lane, size_t r, size_t s) {
-    return scaled
-        ? scaledInputs.get() + (lane * n + r) * scaledBytes
-        : at(job.inputs[r], s * segmentCount * elementBytes);
+    return scaled ? scaledInputs.get() + (lane * n + r) * scaledBytes
+                  : at(job.inputs[r], s * segmentCount * elementBytes);
   };
 
   // The first `lanes` turns only post; the others finish segment `turn -
@@ -113,7 +112,12 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
             ? at(job.output, s * segmentCount * elementBytes)
             : passedOn.get() + lane * resultBytes;
         Task reducing = reduceSliced(
-            comm, budget, result, operands, countOf(me, s), job.reduction,
+            comm,
+            budget,
+            result,
+            operands,
+            countOf(me, s),
+            job.reduction,
             true);
         co_await reducing;
         for (size_t i = 1; sendsResult && i < n; ++i) {
@@ -121,8 +125,11 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
           if (job.results == Results::kToAll ||
               peer == static_cast<size_t>(job.root)) {
             comm.startSend(
-                resultSends[lane * n + peer], static_cast<int>(peer),
-                slotOf(kResult, s), result, countOf(me, s) * elementBytes);
+                resultSends[lane * n + peer],
+                static_cast<int>(peer),
+                slotOf(kResult, s),
+                result,
+                countOf(me, s) * elementBytes);
           }
         }
       }
@@ -132,7 +139,8 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
         co_await finish(contributionSends[lane * n + r]);
         if (receivesResults && r != me && s < segments[r]) {
           comm.startRecv(
-              resultRecvs[lane * n + r], static_cast<int>(r),
+              resultRecvs[lane * n + r],
+              static_cast<int>(r),
               slotOf(kResult, s),
               at(job.places[r], s * segmentCount * elementBytes),
               countOf(r, s) * elementBytes);
@@ -146,8 +154,10 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
       const size_t from = (me + n - i) % n;
       if (turn < segments[me]) {
         comm.startRecv(
-            contributionRecvs[lane * n + from], static_cast<int>(from),
-            slotOf(kContribution, turn), incomingAt(lane, from),
+            contributionRecvs[lane * n + from],
+            static_cast<int>(from),
+            slotOf(kContribution, turn),
+            incomingAt(lane, from),
             countOf(me, turn) * elementBytes);
       }
     }
@@ -160,15 +170,20 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
       }
       if (scaled) {
         Task scaling = scaleSliced(
-            comm, budget, scaledInputs.get() + (lane * n + to) * scaledBytes,
+            comm,
+            budget,
+            scaledInputs.get() + (lane * n + to) * scaledBytes,
             at(job.inputs[to], turn * segmentCount * elementBytes),
-            countOf(to, turn), job.reduction);
+            countOf(to, turn),
+            job.reduction);
         co_await scaling;
       }
       if (to != me) {
         comm.startSend(
-            contributionSends[lane * n + to], static_cast<int>(to),
-            slotOf(kContribution, turn), contributionAt(lane, to, turn),
+            contributionSends[lane * n + to],
+            static_cast<int>(to),
+            slotOf(kContribution, turn),
+            contributionAt(lane, to, turn),
             countOf(to, turn) * elementBytes);
       }
     }

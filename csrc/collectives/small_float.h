@@ -7,10 +7,8 @@ namespace resilient {
 
 // Both values exist before the choice, so that no compiler makes it a branch:
 // one in the loop and the loop no longer vectorises.
-[[gnu::always_inline]] inline uint32_t chooseBits(
-    bool condition,
-    uint32_t yes,
-    uint32_t no) {
+[[gnu::always_inline]] inline uint32_t
+chooseBits(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return no ^ ((yes ^ no) & mask);
 }
@@ -137,13 +135,12 @@ template <typename Format>
           std::bit_cast<float>(magnitude) +
           std::bit_cast<float>(Format::kSubnormalMagic)) -
       Format::kSubnormalMagic;
-  uint32_t code =
-      chooseBits(magnitude < Format::kMinNormal, subnormal, normal);
-  code = chooseBits(
-      magnitude >= Format::kOverflow, Format::kOverflowCode, code);
+  uint32_t code = chooseBits(magnitude < Format::kMinNormal, subnormal, normal);
+  code =
+      chooseBits(magnitude >= Format::kOverflow, Format::kOverflowCode, code);
   if constexpr (Format::kSaturates) {
-    code = chooseBits(
-        code > Format::kOverflowCode, Format::kOverflowCode, code);
+    code =
+        chooseBits(code > Format::kOverflowCode, Format::kOverflowCode, code);
   }
   if constexpr (Format::kUnsignedZero) {
     code = chooseBits(code == 0, 0, code | sign);

@@ -66,9 +66,7 @@ void CollectiveRun::onCheck() {
   const auto [culprit, why] = group_.blame(sequence_, waitingFor());
   failedPeer_ = culprit;
   fail(
-      Status(
-          StatusCode::kTimeout,
-          timedOutText(spec_.timeout) + why),
+      Status(StatusCode::kTimeout, timedOutText(spec_.timeout) + why),
       /*tellOthers=*/true);
 }
 

@@ -43,8 +43,8 @@ std::string GroupImpl::silence(int rank) const {
     const Report& r = *m.report;
     std::string s = describe(rank) + " is alive";
     if (r.running) {
-      s += ", but itself in collective #" +
-          std::to_string(r.runningSequence) + ", " + r.signature.toString();
+      s += ", but itself in collective #" + std::to_string(r.runningSequence) +
+          ", " + r.signature.toString();
       if (r.waitingFor >= 0 && r.waitingFor < size()) {
         s += ", waiting for rank " + std::to_string(r.waitingFor);
       }
@@ -61,8 +61,7 @@ std::string GroupImpl::silence(int rank) const {
   }
   std::string s = describe(rank) + " does not respond: ";
   s += heard ? "last sign of life " + secondsText(now - *heard) + " ago"
-             : std::string("never heard of it (") + m.link->pathSummary() +
-          ')';
+             : std::string("never heard of it (") + m.link->pathSummary() + ')';
   const FrameHeader& last = m.link->channel().lastCollective();
   if (last.group == id_ && last.stream != 0) {
     s += ", then in " + last.signature.toString() + " #" +
@@ -74,9 +73,8 @@ std::string GroupImpl::silence(int rank) const {
 // Not simply whom we wait for: that rank may wait for another one in turn. A
 // rank that answers nobody is to blame, else one that has not called the
 // collective, else the end of the chain of waiting.
-std::pair<int, std::string> GroupImpl::blame(
-    uint64_t sequence,
-    int waitingFor) const {
+std::pair<int, std::string> GroupImpl::blame(uint64_t sequence, int waitingFor)
+    const {
   const TimePoint now = engine_->loop().now();
   std::vector<int> silent;
   std::vector<int> behind;

@@ -228,11 +228,10 @@ void Engine::startListening(const std::string& storeHost) {
     SocketAddress at = a.address;
     at.setPort(listener_->port());
     self_.addresses.push_back(at);
-    where += (where.empty() ? "" : ", ") + at.toString() + " (" +
-        a.interface + ')';
+    where +=
+        (where.empty() ? "" : ", ") + at.toString() + " (" + a.interface + ')';
   }
-  logMessage(
-      LogLevel::kInfo, "listening at " + where + ": " + choice.reason);
+  logMessage(LogLevel::kInfo, "listening at " + where + ": " + choice.reason);
 }
 
 Engine::~Engine() {
@@ -310,8 +309,7 @@ void Engine::stop(Nanos linger) {
   });
   waitUntil(deadline, [this] {
     for (auto& [uid, link] : links_) {
-      if (link->state() == PeerLink::State::kUp &&
-          !link->channel().drained()) {
+      if (link->state() == PeerLink::State::kUp && !link->channel().drained()) {
         return false;
       }
     }
@@ -422,8 +420,8 @@ void Engine::writeDump(const std::string& reason) {
     return;
   }
   ::mkdir(options_.dump_dir.c_str(), 0777); // it mostly exists
-  const std::string path = options_.dump_dir + "/rank" +
-      std::to_string(globalRank_) + ".txt";
+  const std::string path =
+      options_.dump_dir + "/rank" + std::to_string(globalRank_) + ".txt";
   std::ofstream out(path, std::ios::app);
   out << text << std::flush;
   logMessage(
@@ -593,8 +591,7 @@ void setFaultStep(int64_t step) {
 
 bool helpEngine(const std::function<bool()>& done, TimePoint until) {
   const auto engine = Engine::current();
-  return engine && !process().forkedChild &&
-      engine->loop().help(done, until);
+  return engine && !process().forkedChild && engine->loop().help(done, until);
 }
 
 void wakeEngineHelper() {

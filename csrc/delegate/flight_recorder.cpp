@@ -58,9 +58,8 @@ std::string FlightRecorder::dump() const {
     out += '#' + std::to_string(e.id) + ' ' + time + " group " + e.group;
     if (e.signature.kind == OpKind::kSend) {
       out += (e.isSend ? " send to " : " recv from ") +
-          (e.peer < 0 ? std::string("any") : std::to_string(e.peer)) +
-          " tag " + std::to_string(e.tag) + ' ' +
-          dtypeName(e.signature.dtype) + '[' +
+          (e.peer < 0 ? std::string("any") : std::to_string(e.peer)) + " tag " +
+          std::to_string(e.tag) + ' ' + dtypeName(e.signature.dtype) + '[' +
           std::to_string(e.signature.count) + ']';
     } else {
       out += " collective " + std::to_string(e.sequence) + ' ' +

@@ -43,8 +43,7 @@ std::shared_ptr<Group> joinGroup(GroupConfig config) {
       ? config.rank
       : static_cast<int64_t>(
             config.globalRanks[static_cast<size_t>(config.rank)]);
-  auto engine =
-      Engine::acquire(*config.store, static_cast<int32_t>(global));
+  auto engine = Engine::acquire(*config.store, static_cast<int32_t>(global));
   std::shared_ptr<GroupImpl> group;
   try {
     group = std::make_shared<GroupImpl>(std::move(config), engine);
@@ -80,8 +79,8 @@ GroupImpl::~GroupImpl() {
 }
 
 std::string GroupImpl::key(const char* what, int rank) const {
-  return std::string("resilient/") + what + '/' +
-      std::to_string(generation_) + '/' + std::to_string(rank);
+  return std::string("resilient/") + what + '/' + std::to_string(generation_) +
+      '/' + std::to_string(rank);
 }
 
 // What the ranks tell each other through the store:
@@ -92,22 +91,20 @@ std::string GroupImpl::key(const char* what, int rank) const {
 //                                 unless one is given by option
 //   resilient/at/<generation>/<rank>  PeerAddress
 void GroupImpl::join() {
-  generation_ =
-      store_->add("resilient/generation/" + std::to_string(rank_), 1);
+  generation_ = store_->add("resilient/generation/" + std::to_string(rank_), 1);
   const std::string& given = engine_->options().secret;
   std::string job = randomHex(8);
   if (given.empty()) {
     job += ' ' + randomHex(kSecretBytes);
   }
   job = store_->setIfAbsent(key("job", 0), job);
-  const auto parsed =
-      std::from_chars(job.data(), job.data() + std::min<size_t>(16, job.size()), id_, 16);
+  const auto parsed = std::from_chars(
+      job.data(), job.data() + std::min<size_t>(16, job.size()), id_, 16);
   if (parsed.ec != std::errc() || parsed.ptr != job.data() + 16 ||
       job.size() != (given.empty() ? 17 + 2 * kSecretBytes : 16)) {
     throw StatusError(Status(
         StatusCode::kInvalidArgument,
-        "group " + name_ + ": the store holds \"" +
-            std::to_string(job.size()) +
+        "group " + name_ + ": the store holds \"" + std::to_string(job.size()) +
             " bytes\" as its key that this rank cannot use. Either all ranks "
             "are given TORCH_RESILIENT_SECRET (or _SECRET_FILE) or none"));
   }
@@ -156,17 +153,15 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
     entry.group = name_;
     entry.signature = shared->signature;
     entry.sequence = sequence;
-    entry.bytes =
-        shared->signature.count * dtypeBytes(shared->signature.dtype);
+    entry.bytes = shared->signature.count * dtypeBytes(shared->signature.dtype);
     if (!closed_) {
       const uint64_t id = engine_->recorder().begin(std::move(entry));
-      posted = engine_->loop().postQuietly([self = shared_from_this(),
-                                            shared,
-                                            sequence,
-                                            id] {
-        self->start(std::make_shared<CollectiveRun>(
-            *self, sequence, std::move(*shared), id));
-      });
+      posted = engine_->loop().postQuietly(
+          [self = shared_from_this(), shared, sequence, id] {
+            self->start(
+                std::make_shared<CollectiveRun>(
+                    *self, sequence, std::move(*shared), id));
+          });
     }
   }
   if (posted) {
@@ -174,8 +169,9 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
   } else {
     shared->done(Status(
         StatusCode::kAborted,
-        "group " + name_ + " was destroyed or aborted: no further "
-        "operations on it"));
+        "group " + name_ +
+            " was destroyed or aborted: no further "
+            "operations on it"));
   }
   return sequence;
 }
@@ -195,16 +191,16 @@ void GroupImpl::submit(PointToPointSpec spec) {
     entry.bytes = shared->bytes;
     if (!closed_) {
       const uint64_t id = engine_->recorder().begin(std::move(entry));
-      posted = engine_->loop().postQuietly([self = shared_from_this(),
-                                            shared,
-                                            id] {
-        self->start(std::make_shared<PointToPointRun>(
-            *self,
-            ++self->lastPointToPoint_,
-            std::move(*shared),
-            id,
-            self->engine_->loop().now()));
-      });
+      posted =
+          engine_->loop().postQuietly([self = shared_from_this(), shared, id] {
+            self->start(
+                std::make_shared<PointToPointRun>(
+                    *self,
+                    ++self->lastPointToPoint_,
+                    std::move(*shared),
+                    id,
+                    self->engine_->loop().now()));
+          });
     }
   }
   if (posted) {
@@ -213,8 +209,9 @@ void GroupImpl::submit(PointToPointSpec spec) {
     shared->done(
         Status(
             StatusCode::kAborted,
-            "group " + name_ + " was destroyed or aborted: no further "
-            "operations on it"),
+            "group " + name_ +
+                " was destroyed or aborted: no further "
+                "operations on it"),
         -1);
   }
 }
@@ -270,8 +267,7 @@ void GroupImpl::shutdown(Nanos linger) {
   }
   Engine::release(
       engine_,
-      std::max<Nanos>(
-          deadline - std::chrono::steady_clock::now(), Nanos(0)));
+      std::max<Nanos>(deadline - std::chrono::steady_clock::now(), Nanos(0)));
 }
 
 GroupStats GroupImpl::stats() {
@@ -358,8 +354,7 @@ void GroupImpl::resolved(int rank, const std::string& text) {
     return; // operations with it end by their time-outs
   }
   m.link = &engine_->link(address.uid);
-  m.link->setAddress(
-      address, secret_, static_cast<int32_t>(m.globalRank));
+  m.link->setAddress(address, secret_, static_cast<int32_t>(m.globalRank));
   if (eagerConnect_ && !m.eager) {
     m.eager = true;
     m.link->addInterest();
@@ -393,9 +388,9 @@ void GroupImpl::forgetWaiting(Record& record) {
 bool GroupImpl::drained() const {
   return std::all_of(
       members_.begin(), members_.end(), [group = id_](const Member& m) {
-    return m.link == nullptr || !m.link->usable() ||
-        m.link->channel().drained(group);
-  });
+        return m.link == nullptr || !m.link->usable() ||
+            m.link->channel().drained(group);
+      });
 }
 
 // --- operations
@@ -534,8 +529,7 @@ void GroupImpl::failAll(const Status& status) {
     }
   }
   while (!pointToPoints_.empty()) {
-    const std::shared_ptr<PointToPointRun> run =
-        pointToPoints_.begin()->second;
+    const std::shared_ptr<PointToPointRun> run = pointToPoints_.begin()->second;
     run->fail(status);
   }
 }
@@ -619,8 +613,8 @@ void GroupImpl::onMismatch(
   const Status status(
       StatusCode::kMismatch,
       "rank " + std::to_string(remote.sourceRank) + " called " +
-          remote.signature.toString() + " where rank " +
-          std::to_string(rank_) + " called " + local.toString() +
+          remote.signature.toString() + " where rank " + std::to_string(rank_) +
+          " called " + local.toString() +
           ". All ranks must call the same operations in the same order with "
           "the same shapes and types");
   auto found = collectives_.find(sequence);
@@ -636,8 +630,8 @@ void GroupImpl::onMismatch(
   notice.sequence = Notice::kWholeGroup;
   notice.code = StatusCode::kMismatch;
   notice.reporter = rank_;
-  notice.text = "collective #" + std::to_string(sequence) + ": " +
-      status.message();
+  notice.text =
+      "collective #" + std::to_string(sequence) + ": " + status.message();
   tell(notice);
   if (failure_.ok()) {
     failure_ = Status(StatusCode::kMismatch, notice.text);
@@ -691,8 +685,7 @@ Report GroupImpl::report() const {
     r.waitingFor = run.waitingFor();
     r.silentNanos = -1;
     if (r.waitingFor >= 0) {
-      const PeerLink* link =
-          members_[static_cast<size_t>(r.waitingFor)].link;
+      const PeerLink* link = members_[static_cast<size_t>(r.waitingFor)].link;
       if (const auto heard = link ? link->heardAt() : std::nullopt) {
         r.silentNanos = (engine_->loop().now() - *heard).count();
       }

@@ -126,9 +126,10 @@ void PeerLink::setAddress(
       address_->addresses = address.addresses;
     }
   }
-  ensureSlots(static_cast<size_t>(
-      sameHost ? engine_.options().paths_same_host
-               : engine_.options().paths_remote));
+  ensureSlots(
+      static_cast<size_t>(
+          sameHost ? engine_.options().paths_same_host
+                   : engine_.options().paths_remote));
   if (interest_ > 0) {
     for (size_t i = 0; i < slots_.size(); ++i) {
       connect(i);
@@ -288,10 +289,7 @@ void PeerLink::checkNeverConnected() {
               "TORCH_RESILIENT_INTERFACE names a network that both share"));
 }
 
-void PeerLink::install(
-    size_t index,
-    FileDescriptor fd,
-    uint64_t eagerBudget) {
+void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   Slot& slot = slots_[index];
   engine_.loop().cancel(slot.retryTimer);
   slot.retryTimer = 0;
@@ -330,8 +328,8 @@ void PeerLink::install(
     logMessage(
         slot.connections > 1 ? LogLevel::kInfo : LogLevel::kDebug,
         "path " + std::to_string(index) + " to " + describe() + " is up (" +
-            slot.path->localAddress() + " -> " +
-            slot.path->remoteAddress() + ')');
+            slot.path->localAddress() + " -> " + slot.path->remoteAddress() +
+            ')');
   }
   const bool first = state_ == State::kUnconnected;
   state_ = State::kUp;
@@ -355,8 +353,7 @@ HelloCode PeerLink::decide(const HelloInfo& hello) {
       now - slot.attemptAt < kAttemptPriority) {
     return HelloCode::kDuplicateSlot;
   }
-  slot.reservedUntil =
-      now + fromSeconds(engine_.options().handshake_timeout_s);
+  slot.reservedUntil = now + fromSeconds(engine_.options().handshake_timeout_s);
   return HelloCode::kOk;
 }
 
@@ -570,8 +567,7 @@ void PeerLink::onHealthTimer() {
 // A path may be silent four round trips: less would call every WAN path with
 // a full queue dead.
 Nanos PeerLink::stallLimit(const TcpPath& path) const {
-  const double roundTrip =
-      channel_.pathStatistics(path.id()).roundTripS();
+  const double roundTrip = channel_.pathStatistics(path.id()).roundTripS();
   return fromSeconds(
       std::max(engine_.options().stall_timeout_s, 4 * roundTrip));
 }

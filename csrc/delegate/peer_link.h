@@ -97,9 +97,7 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
 
   // ChannelHost
   void channelReady(Channel& channel) override;
-  void onControl(
-      Channel& channel,
-      std::span<const std::byte> payload) override;
+  void onControl(Channel& channel, std::span<const std::byte> payload) override;
   void onBye(Channel& channel) override;
   // TcpPathOwner
   void onPathClosed(TcpPath& path, const Status& why) override;

@@ -36,9 +36,8 @@ void PointToPointRun::start() {
   armDeadline();
   const OpSignature& signature = spec_.signature;
   if (spec_.isSend) {
-    send_.emplace(group_, spec_.peer, [this](const Status& status) {
-      end(status, -1);
-    });
+    send_.emplace(
+        group_, spec_.peer, [this](const Status& status) { end(status, -1); });
     SendOp& op = send_->op();
     op.key = {group_.id(), spec_.tag, 0};
     op.numberByChannel = true;
@@ -86,9 +85,7 @@ void PointToPointRun::onCheck() {
   const std::string why = spec_.peer < 0
       ? std::string("no rank sent a message with this tag")
       : group_.silence(spec_.peer);
-  fail(Status(
-      StatusCode::kTimeout,
-      timedOutText(spec_.timeout) + why));
+  fail(Status(StatusCode::kTimeout, timedOutText(spec_.timeout) + why));
 }
 
 void PointToPointRun::fail(const Status& status) {
@@ -110,9 +107,8 @@ void PointToPointRun::end(const Status& cause, int sourceRank) {
   if (!cause.ok()) {
     status = Status(
         cause.code(),
-        describe() + " failed on rank " + std::to_string(group_.rank()) +
-            ": " + cause.message() + " [" + std::to_string(spec_.bytes) +
-            " bytes, " +
+        describe() + " failed on rank " + std::to_string(group_.rank()) + ": " +
+            cause.message() + " [" + std::to_string(spec_.bytes) + " bytes, " +
             secondsText(group_.engine().loop().now() - startedAt_) +
             " elapsed" +
             (spec_.peer >= 0 ? ", " + group_.pathSummary(spec_.peer)

@@ -105,8 +105,7 @@ void Resolver::run(const std::shared_ptr<Shared>& shared) {
       }
       std::function<void(const std::string&)> found;
       lock.lock();
-      for (auto it = shared->wanted.begin(); it != shared->wanted.end();
-           ++it) {
+      for (auto it = shared->wanted.begin(); it != shared->wanted.end(); ++it) {
         if (it->store == w.store && it->key == w.key) {
           found = std::move(it->found);
           shared->wanted.erase(it);

@@ -27,14 +27,14 @@ void onSignal(int) {
 }
 
 bool takeSignal() {
-  struct sigaction now {};
+  struct sigaction now{};
   if (::sigaction(SIGUSR1, nullptr, &now) != 0) {
     return false;
   }
   if ((now.sa_flags & SA_SIGINFO) != 0 || now.sa_handler != SIG_DFL) {
     return now.sa_handler == &onSignal;
   }
-  struct sigaction ours {};
+  struct sigaction ours{};
   ours.sa_handler = &onSignal;
   ours.sa_flags = SA_RESTART;
   sigemptyset(&ours.sa_mask);

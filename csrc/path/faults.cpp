@@ -95,10 +95,8 @@ class RuleText {
         number(key, 0, kSecondsMax, "seconds, 0 or more (to 1e9)"));
   }
   int64_t count(const std::string& key, int64_t least = 0) const {
-    std::string want =
-        "a whole number, " + std::to_string(least) + " or more";
-    double x = number(
-        key, static_cast<double>(least), kCountMax, want.c_str());
+    std::string want = "a whole number, " + std::to_string(least) + " or more";
+    double x = number(key, static_cast<double>(least), kCountMax, want.c_str());
     if (x != std::floor(x)) {
       fail(key + "=" + values_.at(key) + ": want " + want);
     }
@@ -139,8 +137,8 @@ void checkKeys(const RuleText& in, const KindName& kind) {
     if (std::string(kCommonKeys).find(padded) == std::string::npos &&
         std::string(kind.ownKeys).find(padded) == std::string::npos) {
       in.fail(
-          "there is no key " + key + " for " + kind.name + "; allowed:" +
-          kind.ownKeys + std::string(kCommonKeys).substr(1));
+          "there is no key " + key + " for " + kind.name +
+          "; allowed:" + kind.ownKeys + std::string(kCommonKeys).substr(1));
     }
   }
 }
@@ -196,13 +194,12 @@ void readCut(const RuleText& in, std::optional<Nanos> now, FaultRule& r) {
   } else if (in.has("at_s") || in.has("every_s") || now) {
     if (in.has("every_s")) {
       // A cut each microsecond would keep the loop from anything else.
-      r.cutEvery = fromSeconds(in.number(
-          "every_s", 0.001, kSecondsMax, "seconds, 0.001 or more"));
+      r.cutEvery = fromSeconds(
+          in.number("every_s", 0.001, kSecondsMax, "seconds, 0.001 or more"));
     }
     r.cutAt = r.from != Nanos::min() ? r.from : now.value_or(Nanos(0));
   } else {
-    in.fail(
-        "when? cut needs one of at_s, every_s, at_step or after_bytes");
+    in.fail("when? cut needs one of at_s, every_s, at_step or after_bytes");
   }
 }
 
@@ -386,16 +383,15 @@ TimePoint PathFaults::release(TimePoint now, size_t bytes) {
     } else if (r.kind == Kind::kDelay) {
       delay += r.delay;
       if (r.jitter.count() > 0) {
-        delay += fromSeconds(
-            toSeconds(r.jitter) * (2 * random_.uniform() - 1));
+        delay += fromSeconds(toSeconds(r.jitter) * (2 * random_.uniform() - 1));
       }
     }
   }
   linkFree_ = std::max(linkFree_, now);
   if (rate > 0) {
     // Bounded, so that a rate of 1 byte a second cannot overflow the clock.
-    linkFree_ += fromSeconds(
-        std::min(static_cast<double>(bytes) / rate, kSecondsMax));
+    linkFree_ +=
+        fromSeconds(std::min(static_cast<double>(bytes) / rate, kSecondsMax));
     linkFree_ = std::min(linkFree_, now + fromSeconds(kSecondsMax));
   }
   TimePoint at = linkFree_ + std::max(delay, Nanos(0));
@@ -454,18 +450,15 @@ bool PathFaults::cutPending(const FaultRule& r, TimePoint now) const {
   return false;
 }
 
-size_t PathFaults::bytesLeft(
-    const FaultRule& r,
-    uint64_t sent,
-    TimePoint now) const {
+size_t PathFaults::bytesLeft(const FaultRule& r, uint64_t sent, TimePoint now)
+    const {
   auto done = byteCuts_.find(r.id);
   if (!r.cutAfterBytes || !active(r, now) ||
       (done != byteCuts_.end() && done->second >= r.cutTimes)) {
     return SIZE_MAX;
   }
-  return *r.cutAfterBytes > sent
-      ? static_cast<size_t>(*r.cutAfterBytes - sent)
-      : 0;
+  return *r.cutAfterBytes > sent ? static_cast<size_t>(*r.cutAfterBytes - sent)
+                                 : 0;
 }
 
 size_t PathFaults::bytesUntilCut(uint64_t sent, TimePoint now) {

@@ -31,8 +31,7 @@ class LinkStatistics {
     if (elapsed < kWindow) {
       return;
     }
-    const double rate =
-        static_cast<double>(windowBytes_) / toSeconds(elapsed);
+    const double rate = static_cast<double>(windowBytes_) / toSeconds(elapsed);
     goodput_ = goodput_ == 0 ? rate : goodput_ + (rate - goodput_) / 4;
     windowStart_ = now;
     windowBytes_ = 0;

@@ -48,8 +48,7 @@ std::string chosen(const std::string& option, const char* store = nullptr) {
 TEST(an_option_chooses_by_name_beginning_or_number) {
   CHECK_EQ(chosen("eth1"), std::string("eth1/10.1.0.7"));
   CHECK_EQ(
-      chosen("eth"),
-      std::string("eth0/10.0.0.7 eth1/10.1.0.7 eth10/10.9.0.7"));
+      chosen("eth"), std::string("eth0/10.0.0.7 eth1/10.1.0.7 eth10/10.9.0.7"));
   CHECK_EQ(chosen("eth1,eth0"), std::string("eth1/10.1.0.7 eth0/10.0.0.7"));
   CHECK_EQ(
       chosen(" 10.0.0.8 , ib0 ,"), std::string("eth0/10.0.0.8 ib0/fd02::7"));
@@ -161,8 +160,10 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            replaced("resilient/1", "resilient/2"),
            replaced("uid=f0", "uid=f"),
            replaced("uid=f0", "uid=F0"),
-           replaced("uid=", "uid="
-                            "00"),
+           replaced(
+               "uid=",
+               "uid="
+               "00"),
            replaced("host=01", "host=zz"),
            replaced("host=01", "host="),
            replaced("node-3", ""),

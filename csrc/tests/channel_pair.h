@@ -3,6 +3,7 @@
 #include <cstring>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -46,8 +47,7 @@ struct TestRecv : RecvOp {
     ++ends;
     status = s;
   }
-  TestRecv(Channel* from, size_t size, uint64_t tag = 0)
-      : content(size, '?') {
+  TestRecv(Channel* from, size_t size, uint64_t tag = 0) : content(size, '?') {
     key.group = 1;
     key.stream = tag;
     ordered = true;
@@ -75,7 +75,10 @@ struct TestProcess : ChannelHost, MailboxListener {
     ++byes;
   }
   void onCollectiveMismatch(
-      uint64_t, uint64_t, const OpSignature& local, const FrameHeader& remote,
+      uint64_t,
+      uint64_t,
+      const OpSignature& local,
+      const FrameHeader& remote,
       Channel&) override {
     ++mismatches;
     lastLocal = local;

@@ -332,8 +332,7 @@ TEST(channel_acknowledges_on_time) {
   CHECK(pair.move(pair.a, 1).has_value());
   // Nobody waits for the second chunk's acknowledgement: it may be late.
   CHECK(!pair.move(pair.b, 1).has_value());
-  CHECK_EQ(
-      (pair.b.channel.deadline() - pair.now).count(), kAckDelay.count());
+  CHECK_EQ((pair.b.channel.deadline() - pair.now).count(), kAckDelay.count());
   const auto last = pair.move(pair.a, 1);
   CHECK_EQ(last->flags & kFlagAckNow, kFlagAckNow); // the owner waits
   CHECK(pair.b.channel.hasFrames(1));
@@ -356,14 +355,12 @@ TEST(channel_refuses_acknowledgement_of_what_is_not_written) {
   lie.type = FrameType::kAck;
   lie.ack = 1;
   CHECK_EQ(
-      pair.a.channel.onHeader(1, lie, pair.now).code(),
-      StatusCode::kProtocol);
+      pair.a.channel.onHeader(1, lie, pair.now).code(), StatusCode::kProtocol);
   pair.a.channel.popWritten(1);
   CHECK(pair.a.channel.onHeader(1, lie, pair.now).ok());
   lie.ack = 2;
   CHECK_EQ(
-      pair.a.channel.onHeader(1, lie, pair.now).code(),
-      StatusCode::kProtocol);
+      pair.a.channel.onHeader(1, lie, pair.now).code(), StatusCode::kProtocol);
   pair.a.channel.cancelSend(&send, "over", pair.now);
 }
 
@@ -550,8 +547,7 @@ TEST(channel_refuses_grants_of_what_was_never_sent) {
   CHECK(pair.b.channel.onHeader(1, h, pair.now).ok());
   const uint64_t number = 7;
   std::memcpy(pair.b.channel.destination(1), &number, 8);
-  CHECK_EQ(
-      pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
+  CHECK_EQ(pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
 }
 
 } // namespace

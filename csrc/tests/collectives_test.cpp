@@ -30,11 +30,15 @@ const ReduceOp kAllOps[] = {
 #undef X
 };
 const AllReduceAlgorithm kAllReduces[] = {
-    AllReduceAlgorithm::kFlat, AllReduceAlgorithm::kRecursiveDoubling,
-    AllReduceAlgorithm::kDirect, AllReduceAlgorithm::kRing};
+    AllReduceAlgorithm::kFlat,
+    AllReduceAlgorithm::kRecursiveDoubling,
+    AllReduceAlgorithm::kDirect,
+    AllReduceAlgorithm::kRing};
 const BroadcastAlgorithm kBroadcasts[] = {
-    BroadcastAlgorithm::kFlat, BroadcastAlgorithm::kTree,
-    BroadcastAlgorithm::kSpread, BroadcastAlgorithm::kChain};
+    BroadcastAlgorithm::kFlat,
+    BroadcastAlgorithm::kTree,
+    BroadcastAlgorithm::kSpread,
+    BroadcastAlgorithm::kChain};
 const size_t kCounts[] = {0, 1, 2, 3, 7, 64, 1000};
 
 Bytes randomBytes(Prng& random, size_t bytes) {
@@ -98,7 +102,10 @@ struct Case {
     if (reduction.op == ReduceOp::kPreMulSum) {
       for (size_t r = 0; r < result.size(); ++r) {
         scaleOut(
-            result[r].data(), inputs[r].data(), count, reduction.dtype,
+            result[r].data(),
+            inputs[r].data(),
+            count,
+            reduction.dtype,
             factors[r]);
       }
     }
@@ -112,8 +119,7 @@ struct Case {
   }
   Bytes averaged(Bytes x) const {
     if (reduction.op == ReduceOp::kAvg && ranks > 1) {
-      divideBy(
-          x.data(), count, reduction.dtype, static_cast<uint64_t>(ranks));
+      divideBy(x.data(), count, reduction.dtype, static_cast<uint64_t>(ranks));
     }
     return x;
   }
@@ -157,7 +163,8 @@ struct Case {
       const Bytes folded = leftFold(c);
       const size_t bytes = counts[c] * size();
       std::copy_n(
-          folded.begin() + static_cast<long>(offset), bytes,
+          folded.begin() + static_cast<long>(offset),
+          bytes,
           result.begin() + static_cast<long>(offset));
       offset += bytes;
     }
@@ -175,12 +182,7 @@ struct Case {
   }
 };
 
-Case makeCase(
-    Prng& random,
-    int ranks,
-    size_t count,
-    DType dtype,
-    ReduceOp op) {
+Case makeCase(Prng& random, int ranks, size_t count, DType dtype, ReduceOp op) {
   Case c;
   c.ranks = ranks;
   c.count = count;
@@ -209,8 +211,12 @@ void checkAllReduce(
   const auto outcome = LoopbackNetwork::run(
       {.ranks = c.ranks, .seed = random.next()}, [&](Communicator& comm) {
         return allReduceWith(
-            algorithm, comm, data[static_cast<size_t>(comm.rank())].data(),
-            c.count, c.of(comm.rank()), tuning);
+            algorithm,
+            comm,
+            data[static_cast<size_t>(comm.rank())].data(),
+            c.count,
+            c.of(comm.rank()),
+            tuning);
       });
   expectAllOk(outcome);
   const Bytes expected = c.allReduced(algorithm);
@@ -278,26 +284,42 @@ struct Everything {
             kBroadcasts[kind - 4], comm, a[me].data(), bytes, root, tuning);
       case 8:
         return reduceWith(
-            ReduceAlgorithm::kDirect, comm, a[me].data(), count, sum, root,
+            ReduceAlgorithm::kDirect,
+            comm,
+            a[me].data(),
+            count,
+            sum,
+            root,
             tuning);
       case 9:
         return reduceWith(
-            ReduceAlgorithm::kScatterGather, comm, a[me].data(), count, sum,
-            root, tuning);
+            ReduceAlgorithm::kScatterGather,
+            comm,
+            a[me].data(),
+            count,
+            sum,
+            root,
+            tuning);
       case 10:
         return allGatherWith(
-            AllGatherAlgorithm::kDirect, comm, ins[me][me].data(), out, uneven,
+            AllGatherAlgorithm::kDirect,
+            comm,
+            ins[me][me].data(),
+            out,
+            uneven,
             tuning);
       case 11:
         return allGatherWith(
-            AllGatherAlgorithm::kRing, comm, ins[me][me].data(), out, uneven,
+            AllGatherAlgorithm::kRing,
+            comm,
+            ins[me][me].data(),
+            out,
+            uneven,
             tuning);
       case 12:
-        return gather(
-            comm, ins[me][me].data(), uneven[me], out, uneven, root);
+        return gather(comm, ins[me][me].data(), uneven[me], out, uneven, root);
       case 13:
-        return scatter(
-            comm, in, uneven, a[me].data(), uneven[me], root);
+        return scatter(comm, in, uneven, a[me].data(), uneven[me], root);
       case 14:
         return reduceScatterWith(comm, in, counts, a[me].data(), sum, tuning);
       case 15:
@@ -337,10 +359,14 @@ TEST(collectives_all_reduce_every_type_and_operation) {
           const Tuning tuning = randomTuning(random);
           const int ranks = 1 + static_cast<int>(random.below(9));
           checkAllReduce(
-              random, algorithm,
+              random,
+              algorithm,
               makeCase(
-                  random, ranks, kCounts[random.below(std::size(kCounts))],
-                  dtype, op),
+                  random,
+                  ranks,
+                  kCounts[random.below(std::size(kCounts))],
+                  dtype,
+                  op),
               tuning);
         }
       }
@@ -358,7 +384,9 @@ TEST(collectives_all_reduce_every_size) {
           ReduceOp op;
           randomReduction(random, dtype, op);
           checkAllReduce(
-              random, algorithm, makeCase(random, ranks, count, dtype, op),
+              random,
+              algorithm,
+              makeCase(random, ranks, count, dtype, op),
               randomTuning(random));
         }
       }
@@ -368,9 +396,9 @@ TEST(collectives_all_reduce_every_size) {
         Tuning tuning = randomTuning(random);
         tuning.segmentBytes = 8192;
         checkAllReduce(
-            random, algorithm,
-            makeCase(
-                random, ranks, 100003, DType::kBFloat16, ReduceOp::kAvg),
+            random,
+            algorithm,
+            makeCase(random, ranks, 100003, DType::kBFloat16, ReduceOp::kAvg),
             tuning);
       }
     }
@@ -385,8 +413,11 @@ TEST(collectives_all_reduce_random_networks) {
     ReduceOp op;
     randomReduction(random, dtype, op);
     const Case c = makeCase(
-        random, 1 + static_cast<int>(random.below(9)),
-        randomCount(random, tuning), dtype, op);
+        random,
+        1 + static_cast<int>(random.below(9)),
+        randomCount(random, tuning),
+        dtype,
+        op);
     checkAllReduce(
         random, kAllReduces[random.below(std::size(kAllReduces))], c, tuning);
   });
@@ -398,16 +429,23 @@ TEST(collectives_all_reduce_chooses_by_itself) {
     const int ranks = 1 + static_cast<int>(random.below(9));
     const size_t counts[] = {0, 1, 1000, 100003, 700001};
     const Case c = makeCase(
-        random, ranks, counts[random.below(std::size(counts))],
-        DType::kFloat32, ReduceOp::kSum);
+        random,
+        ranks,
+        counts[random.below(std::size(counts))],
+        DType::kFloat32,
+        ReduceOp::kSum);
     std::vector<Bytes> data = c.inputs;
     const CostModel cost;
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          return allReduce(
-              comm, data[static_cast<size_t>(comm.rank())].data(), c.count,
-              c.of(comm.rank()), cost);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              return allReduce(
+                  comm,
+                  data[static_cast<size_t>(comm.rank())].data(),
+                  c.count,
+                  c.of(comm.rank()),
+                  cost);
+            }));
     const Bytes expected =
         c.allReduced(chooseAllReduce(ranks, c.inputs[0].size(), cost));
     for (const Bytes& result : data) {
@@ -432,15 +470,22 @@ TEST(collectives_reduce_leaves_other_ranks_alone) {
         : ReduceAlgorithm::kScatterGather;
     const bool choose = random.chance(0.2);
     std::vector<Bytes> data = c.inputs;
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          void* mine = data[static_cast<size_t>(comm.rank())].data();
-          const Reduction reduction = c.of(comm.rank());
-          return choose
-              ? reduce(comm, mine, c.count, reduction, root, CostModel())
-              : reduceWith(
-                    algorithm, comm, mine, c.count, reduction, root, tuning);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              void* mine = data[static_cast<size_t>(comm.rank())].data();
+              const Reduction reduction = c.of(comm.rank());
+              return choose
+                  ? reduce(comm, mine, c.count, reduction, root, CostModel())
+                  : reduceWith(
+                        algorithm,
+                        comm,
+                        mine,
+                        c.count,
+                        reduction,
+                        root,
+                        tuning);
+            }));
     for (int r = 0; r < ranks; ++r) {
       const size_t i = static_cast<size_t>(r);
       CHECK(data[i] == (r == root ? c.leftFold(0) : c.inputs[i]));
@@ -461,8 +506,7 @@ TEST(collectives_reduce_scatter_in_rank_order) {
     std::vector<size_t> counts;
     const bool even = random.chance(0.5);
     for (size_t r = 0; r < n; ++r) {
-      counts.push_back(
-          even && r > 0 ? counts[0] : randomCount(random, tuning));
+      counts.push_back(even && r > 0 ? counts[0] : randomCount(random, tuning));
       parts.push_back(makeCase(random, ranks, counts[r], dtype, op));
       parts[r].factors = parts[0].factors;
     }
@@ -475,17 +519,22 @@ TEST(collectives_reduce_scatter_in_rank_order) {
     const auto outputOf = [&](size_t r) -> Bytes& {
       return inPlace ? sent[r].inputs[r] : apart[r];
     };
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          const size_t me = static_cast<size_t>(comm.rank());
-          std::vector<const void*> inputs;
-          for (size_t r = 0; r < n; ++r) {
-            inputs.push_back(sent[r].inputs[me].data());
-          }
-          return reduceScatterWith(
-              comm, inputs, counts, outputOf(me).data(),
-              parts[0].of(comm.rank()), tuning);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              const size_t me = static_cast<size_t>(comm.rank());
+              std::vector<const void*> inputs;
+              for (size_t r = 0; r < n; ++r) {
+                inputs.push_back(sent[r].inputs[me].data());
+              }
+              return reduceScatterWith(
+                  comm,
+                  inputs,
+                  counts,
+                  outputOf(me).data(),
+                  parts[0].of(comm.rank()),
+                  tuning);
+            }));
     for (size_t r = 0; r < n; ++r) {
       CHECK(outputOf(r) == parts[r].leftFold(0));
     }
@@ -517,16 +566,20 @@ TEST(collectives_broadcast_every_algorithm_size_and_root) {
             data.push_back(randomBytes(random, bytes));
           }
           const Bytes expected = data[static_cast<size_t>(root)];
-          expectAllOk(LoopbackNetwork::run(
-              {.ranks = ranks, .seed = random.next()},
-              [&](Communicator& comm) {
-                void* mine = data[static_cast<size_t>(comm.rank())].data();
-                return algorithm == 4
-                    ? broadcast(comm, mine, bytes, root)
-                    : broadcastWith(
-                          kBroadcasts[algorithm], comm, mine, bytes, root,
-                          tuning);
-              }));
+          expectAllOk(
+              LoopbackNetwork::run(
+                  {.ranks = ranks, .seed = random.next()},
+                  [&](Communicator& comm) {
+                    void* mine = data[static_cast<size_t>(comm.rank())].data();
+                    return algorithm == 4 ? broadcast(comm, mine, bytes, root)
+                                          : broadcastWith(
+                                                kBroadcasts[algorithm],
+                                                comm,
+                                                mine,
+                                                bytes,
+                                                root,
+                                                tuning);
+                  }));
           for (const Bytes& result : data) {
             CHECK(result == expected);
           }
@@ -573,18 +626,23 @@ TEST(collectives_gather_scatter_and_all_gather) {
         outputs[r][r] = parts[r];
       }
     }
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          const size_t me = static_cast<size_t>(comm.rank());
-          const void* input = inPlace ? outputs[me][me].data()
-                                      : parts[me].data();
-          return algorithm == 2
-              ? allGather(comm, input, addresses(outputs[me]), sizes)
-              : allGatherWith(
-                    algorithm == 0 ? AllGatherAlgorithm::kDirect
-                                   : AllGatherAlgorithm::kRing,
-                    comm, input, addresses(outputs[me]), sizes, tuning);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              const size_t me = static_cast<size_t>(comm.rank());
+              const void* input =
+                  inPlace ? outputs[me][me].data() : parts[me].data();
+              return algorithm == 2
+                  ? allGather(comm, input, addresses(outputs[me]), sizes)
+                  : allGatherWith(
+                        algorithm == 0 ? AllGatherAlgorithm::kDirect
+                                       : AllGatherAlgorithm::kRing,
+                        comm,
+                        input,
+                        addresses(outputs[me]),
+                        sizes,
+                        tuning);
+            }));
     for (size_t r = 0; r < n; ++r) {
       CHECK(outputs[r] == parts);
     }
@@ -593,34 +651,44 @@ TEST(collectives_gather_scatter_and_all_gather) {
     if (inPlace) {
       gathered[rootIndex] = parts[rootIndex];
     }
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          const size_t me = static_cast<size_t>(comm.rank());
-          const bool isRoot = comm.rank() == root;
-          const void* input = isRoot && inPlace ? gathered[me].data()
-                                                : parts[me].data();
-          return gather(
-              comm, input, sizes[me],
-              isRoot ? addresses(gathered) : std::vector<void*>(),
-              isRoot ? sizes : std::vector<size_t>(), root);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              const size_t me = static_cast<size_t>(comm.rank());
+              const bool isRoot = comm.rank() == root;
+              const void* input =
+                  isRoot && inPlace ? gathered[me].data() : parts[me].data();
+              return gather(
+                  comm,
+                  input,
+                  sizes[me],
+                  isRoot ? addresses(gathered) : std::vector<void*>(),
+                  isRoot ? sizes : std::vector<size_t>(),
+                  root);
+            }));
     CHECK(gathered == parts);
 
     std::vector<Bytes> scattered = blank();
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          const size_t me = static_cast<size_t>(comm.rank());
-          std::vector<const void*> inputs;
-          std::vector<size_t> inputBytes;
-          if (comm.rank() == root) {
-            for (const Bytes& b : parts) {
-              inputs.push_back(b.data());
-            }
-            inputBytes = sizes;
-          }
-          return scatter(
-              comm, inputs, inputBytes, scattered[me].data(), sizes[me], root);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              const size_t me = static_cast<size_t>(comm.rank());
+              std::vector<const void*> inputs;
+              std::vector<size_t> inputBytes;
+              if (comm.rank() == root) {
+                for (const Bytes& b : parts) {
+                  inputs.push_back(b.data());
+                }
+                inputBytes = sizes;
+              }
+              return scatter(
+                  comm,
+                  inputs,
+                  inputBytes,
+                  scattered[me].data(),
+                  sizes[me],
+                  root);
+            }));
     CHECK(scattered == parts);
   });
 }
@@ -641,20 +709,21 @@ TEST(collectives_all_to_all_uneven) {
         received[to].push_back(Bytes(sent[from][to].size()));
       }
     }
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          const size_t me = static_cast<size_t>(comm.rank());
-          std::vector<const void*> in;
-          std::vector<void*> out;
-          std::vector<size_t> inBytes, outBytes;
-          for (size_t p = 0; p < n; ++p) {
-            in.push_back(sent[me][p].data());
-            inBytes.push_back(sent[me][p].size());
-            out.push_back(received[me][p].data());
-            outBytes.push_back(received[me][p].size());
-          }
-          return allToAll(comm, in, inBytes, out, outBytes);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              const size_t me = static_cast<size_t>(comm.rank());
+              std::vector<const void*> in;
+              std::vector<void*> out;
+              std::vector<size_t> inBytes, outBytes;
+              for (size_t p = 0; p < n; ++p) {
+                in.push_back(sent[me][p].data());
+                inBytes.push_back(sent[me][p].size());
+                out.push_back(received[me][p].data());
+                outBytes.push_back(received[me][p].size());
+              }
+              return allToAll(comm, in, inBytes, out, outBytes);
+            }));
     for (size_t to = 0; to < n; ++to) {
       for (size_t from = 0; from < n; ++from) {
         CHECK(received[to][from] == sent[from][to]);
@@ -681,13 +750,12 @@ TEST(collectives_barriers_hold_everyone_back) {
             return monitoredBarrier(comm, random.chance(0.5));
         }
       };
-      expectAllOk(
-          LoopbackNetwork::run({.ranks = ranks, .seed = seed}, body));
+      expectAllOk(LoopbackNetwork::run({.ranks = ranks, .seed = seed}, body));
       if (ranks == 1) {
         continue;
       }
-      const int late = static_cast<int>(
-          random.below(static_cast<uint64_t>(ranks)));
+      const int late =
+          static_cast<int>(random.below(static_cast<uint64_t>(ranks)));
       const auto outcome = LoopbackNetwork::run(
           {.ranks = ranks, .seed = seed, .absent = {late}, .deadline = true},
           body);
@@ -741,23 +809,26 @@ TEST(collectives_coalesced_parts_do_not_mix) {
       randomReduction(random, dtype, op);
       cases.push_back(makeCase(random, ranks, random.below(70), dtype, op));
       data.push_back(cases.back().inputs);
-      algorithms.push_back(
-          kAllReduces[random.below(std::size(kAllReduces))]);
+      algorithms.push_back(kAllReduces[random.below(std::size(kAllReduces))]);
     }
-    expectAllOk(LoopbackNetwork::run(
-        {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
-          const size_t me = static_cast<size_t>(comm.rank());
-          std::vector<std::function<Task(Communicator&)>> parts;
-          for (size_t part = 0; part < 4; ++part) {
-            parts.push_back([&, me, part](Communicator& c) {
-              return allReduceWith(
-                  algorithms[part], c, data[part][me].data(),
-                  cases[part].count, cases[part].of(static_cast<int>(me)),
-                  tuning);
-            });
-          }
-          return coalesced(comm, parts);
-        }));
+    expectAllOk(
+        LoopbackNetwork::run(
+            {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
+              const size_t me = static_cast<size_t>(comm.rank());
+              std::vector<std::function<Task(Communicator&)>> parts;
+              for (size_t part = 0; part < 4; ++part) {
+                parts.push_back([&, me, part](Communicator& c) {
+                  return allReduceWith(
+                      algorithms[part],
+                      c,
+                      data[part][me].data(),
+                      cases[part].count,
+                      cases[part].of(static_cast<int>(me)),
+                      tuning);
+                });
+              }
+              return coalesced(comm, parts);
+            }));
     for (size_t part = 0; part < 4; ++part) {
       for (const Bytes& result : data[part]) {
         CHECK(result == cases[part].allReduced(algorithms[part]));
@@ -811,14 +882,15 @@ TEST(collectives_reject_what_cannot_be) {
           1,
           [&](Communicator& comm) {
             return allReduce(
-                comm, &x, 1, {DType::kFloat32, ReduceOp::kBand, 1},
+                comm,
+                &x,
+                1,
+                {DType::kFloat32, ReduceOp::kBand, 1},
                 CostModel());
           }),
       "all_reduce: BAND of float32");
   CHECK_CONTAINS(
-      failing(
-          1,
-          [&](Communicator& comm) { return broadcast(comm, &x, 4, 1); }),
+      failing(1, [&](Communicator& comm) { return broadcast(comm, &x, 4, 1); }),
       "no such root");
   CHECK_CONTAINS(
       failing(
@@ -832,12 +904,15 @@ TEST(collectives_reject_what_cannot_be) {
 TEST(collectives_hand_the_thread_back_while_computing) {
   const size_t count = 2u << 20; // 8 MiB of float32, 2 ranks
   std::vector<Bytes> data(2, Bytes(count * 4));
-  const auto outcome = LoopbackNetwork::run(
-      {.ranks = 2, .seed = 1}, [&](Communicator& comm) {
+  const auto outcome =
+      LoopbackNetwork::run({.ranks = 2, .seed = 1}, [&](Communicator& comm) {
         return allReduceWith(
-            AllReduceAlgorithm::kDirect, comm,
-            data[static_cast<size_t>(comm.rank())].data(), count,
-            {DType::kFloat32, ReduceOp::kSum, 1}, Tuning());
+            AllReduceAlgorithm::kDirect,
+            comm,
+            data[static_cast<size_t>(comm.rank())].data(),
+            count,
+            {DType::kFloat32, ReduceOp::kSum, 1},
+            Tuning());
       });
   expectAllOk(outcome);
   // Each reduces 4 MiB with two operands, 1 MiB at a time.
@@ -899,8 +974,7 @@ TEST(collectives_cost_what_the_formula_says) {
           });
       expectAllOk(outcome);
       CHECK_EQ(
-          *std::max_element(
-              outcome.bytesSent.begin(), outcome.bytesSent.end()),
+          *std::max_element(outcome.bytesSent.begin(), outcome.bytesSent.end()),
           bytes);
       CHECK(broadcastCost(a, ranks, bytes).bytes >= double(bytes));
     }
@@ -919,8 +993,9 @@ TEST(collectives_choice_follows_size_and_ranks) {
   const CostModel lan;
   using A = AllReduceAlgorithm;
   CHECK(chooseAllReduce(4, 64, lan) == A::kFlat);
-  CHECK(chooseAllReduce(64, 64, lan) == A::kFlat ||
-        chooseAllReduce(64, 64, lan) == A::kRecursiveDoubling);
+  CHECK(
+      chooseAllReduce(64, 64, lan) == A::kFlat ||
+      chooseAllReduce(64, 64, lan) == A::kRecursiveDoubling);
   CHECK(chooseAllReduce(8, 64u << 20, lan) == A::kDirect);
   CHECK(chooseAllReduce(32, 256u << 20, lan) == A::kRing);
   // A slow, distant link: bytes and rounds weigh more, never the ring's
@@ -931,8 +1006,7 @@ TEST(collectives_choice_follows_size_and_ranks) {
   CHECK(chooseBroadcast(8, 64u << 20, lan) == BroadcastAlgorithm::kSpread);
   CHECK(chooseBroadcast(3, 8, lan) == BroadcastAlgorithm::kFlat);
   CHECK(chooseReduce(2, 1u << 16, lan) == ReduceAlgorithm::kDirect);
-  CHECK(
-      chooseReduce(8, 64u << 20, lan) == ReduceAlgorithm::kScatterGather);
+  CHECK(chooseReduce(8, 64u << 20, lan) == ReduceAlgorithm::kScatterGather);
   CHECK(chooseAllGather(8, 64u << 20, lan) == AllGatherAlgorithm::kDirect);
   CHECK(chooseAllGather(32, 256u << 20, lan) == AllGatherAlgorithm::kRing);
   CHECK(chooseBarrier(4, lan) == BarrierAlgorithm::kFlat);

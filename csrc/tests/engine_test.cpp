@@ -158,8 +158,7 @@ std::vector<Rank> startRanks(int size, const EngineOptions& options) {
     config.store = std::make_unique<MapKeyValue>(map);
     Rank& rank = ranks[static_cast<size_t>(r)];
     rank.engine = Engine::start(options, "127.0.0.1", r);
-    rank.group =
-        std::make_shared<GroupImpl>(std::move(config), rank.engine);
+    rank.group = std::make_shared<GroupImpl>(std::move(config), rank.engine);
     rank.group->join();
   }
   return ranks;
@@ -218,8 +217,9 @@ TEST(engineSurvivesCutsOfItsPaths) {
   EngineOptions options;
   options.paths_same_host = 3;
   options.chunk_bytes = 16 << 10;
-  options.faults = "cut rank=0 after_bytes=500000; "
-                   "cut rank=1 path=1 after_bytes=90000; seed=3";
+  options.faults =
+      "cut rank=0 after_bytes=500000; "
+      "cut rank=1 path=1 after_bytes=90000; seed=3";
   std::vector<Rank> ranks = startRanks(2, options);
   onEach(ranks, [&](int r) {
     for (int i = 0; i < 10; ++i) {
@@ -253,8 +253,7 @@ TEST(engineTimeOutNamesTheRankThatDidNotCall) {
     if (r == 1) {
       return;
     }
-    const Status status =
-        rank.allReduce(data, std::chrono::milliseconds(600));
+    const Status status = rank.allReduce(data, std::chrono::milliseconds(600));
     CHECK(!status.ok());
     CHECK(status.message().find("rank 1") != std::string::npos);
     CHECK(status.message().find("not called by all") != std::string::npos);

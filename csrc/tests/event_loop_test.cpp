@@ -333,8 +333,7 @@ TEST(the_timer_queue_equals_a_sorted_map) {
       }
       CHECK_EQ(queue.size(), twin.size());
       CHECK(
-          queue.next() ==
-          (twin.empty() ? kNever : twin.begin()->first.first));
+          queue.next() == (twin.empty() ? kNever : twin.begin()->first.first));
     }
   }
 }

@@ -256,11 +256,12 @@ TEST(any_plan_keeps_its_promises) {
     for (uint64_t i = random.below(6); i > 0; --i) {
       std::string window = random.chance(0.5)
           ? " at_s=" + number(10) + " for_s=" + number(5, 1)
-          : random.chance(0.5) ? " from_s=" + number(10) : "";
+          : random.chance(0.5) ? " from_s=" + number(10)
+                               : "";
       switch (random.below(6)) {
         case 0:
-          text += ";delay ms=" + number(900) + " jitter_ms=" + number(300) +
-              window;
+          text +=
+              ";delay ms=" + number(900) + " jitter_ms=" + number(300) + window;
           break;
         case 1:
           text += ";rate bytes_per_s=" + number(100000, 1000) + window;

@@ -81,23 +81,77 @@ struct Golden {
 };
 
 const Golden kGolden[] = {
-    {FrameType::kData, "54524631" "01" "02" "0200" "f4010000" "e8030000",
+    {FrameType::kData,
+     "54524631"
+     "01"
+     "02"
+     "0200"
+     "f4010000"
+     "e8030000",
      "1ad6eabf"},
-    {FrameType::kGrant, "54524631" "02" "02" "0000" "10000000" "00000000",
+    {FrameType::kGrant,
+     "54524631"
+     "02"
+     "02"
+     "0000"
+     "10000000"
+     "00000000",
      "43a367d7"},
-    {FrameType::kReject, "54524631" "03" "02" "0000" "4d000000" "00000000",
+    {FrameType::kReject,
+     "54524631"
+     "03"
+     "02"
+     "0000"
+     "4d000000"
+     "00000000",
      "402d497e"},
-    {FrameType::kCancel, "54524631" "04" "02" "0000" "4d000000" "00000000",
+    {FrameType::kCancel,
+     "54524631"
+     "04"
+     "02"
+     "0000"
+     "4d000000"
+     "00000000",
      "ecad9ceb"},
-    {FrameType::kControl, "54524631" "05" "02" "0000" "4d000000" "00000000",
+    {FrameType::kControl,
+     "54524631"
+     "05"
+     "02"
+     "0000"
+     "4d000000"
+     "00000000",
      "fc602860"},
-    {FrameType::kBye, "54524631" "06" "02" "0000" "00000000" "00000000",
+    {FrameType::kBye,
+     "54524631"
+     "06"
+     "02"
+     "0000"
+     "00000000"
+     "00000000",
      "96ae4436"},
-    {FrameType::kAck, "54524631" "07" "02" "0000" "00000000" "00000000",
+    {FrameType::kAck,
+     "54524631"
+     "07"
+     "02"
+     "0000"
+     "00000000"
+     "00000000",
      "6d2483b8"},
-    {FrameType::kPing, "54524631" "08" "02" "0000" "00000000" "00000000",
+    {FrameType::kPing,
+     "54524631"
+     "08"
+     "02"
+     "0000"
+     "00000000"
+     "00000000",
      "fac6da5b"},
-    {FrameType::kPong, "54524631" "09" "02" "0000" "00000000" "00000000",
+    {FrameType::kPong,
+     "54524631"
+     "09"
+     "02"
+     "0000"
+     "00000000"
+     "00000000",
      "1cd04a4c"},
 };
 
@@ -160,8 +214,8 @@ TEST(frame_round_trip_of_random_headers) {
           h.totalBytes == 0 ? 1 : (h.totalBytes - 1) / h.chunkBytes + 1;
       h.offset = prng.below(chunks) * h.chunkBytes;
       if ((h.flags & kFlagOffer) == 0) {
-        h.payloadBytes = static_cast<uint32_t>(std::min<uint64_t>(
-            h.chunkBytes, h.totalBytes - h.offset));
+        h.payloadBytes = static_cast<uint32_t>(
+            std::min<uint64_t>(h.chunkBytes, h.totalBytes - h.offset));
       }
     } else if (h.type == FrameType::kGrant) {
       h.payloadBytes = static_cast<uint32_t>(8 * prng.below(8193));
@@ -230,13 +284,11 @@ TEST(frame_claims_are_checked) {
   });
   refused("operation", [](FrameHeader& h) { h.signature.kind = OpKind(12); });
   refused("operation", [](FrameHeader& h) { h.signature.dtype = DType(25); });
-  refused("operation", [](FrameHeader& h) {
-    h.signature.reduceOp = ReduceOp(10);
-  });
+  refused(
+      "operation", [](FrameHeader& h) { h.signature.reduceOp = ReduceOp(10); });
   refused("chunk bytes", [](FrameHeader& h) { h.chunkBytes = 0; });
-  refused("chunk bytes", [](FrameHeader& h) {
-    h.chunkBytes = kMaxChunkBytes + 1;
-  });
+  refused(
+      "chunk bytes", [](FrameHeader& h) { h.chunkBytes = kMaxChunkBytes + 1; });
   refused("message bytes", [](FrameHeader& h) {
     h.totalBytes = kMaxMessageBytes + 1;
   });
@@ -261,9 +313,8 @@ TEST(frame_claims_are_checked) {
   refusedControl(FrameType::kControl, [](FrameHeader& h) {
     h.payloadBytes = kMaxControlBytes + 1;
   });
-  refusedControl(FrameType::kGrant, [](FrameHeader& h) {
-    h.payloadBytes = 12;
-  });
+  refusedControl(
+      FrameType::kGrant, [](FrameHeader& h) { h.payloadBytes = 12; });
   for (FrameType type : {FrameType::kBye, FrameType::kAck, FrameType::kPing}) {
     refusedControl(type, [](FrameHeader& h) { h.payloadBytes = 1; });
   }

@@ -115,8 +115,8 @@ void runUntilStopped(EventLoop& loop) {
 OutgoingResult World::connect(OutgoingSpec s) {
   OutgoingResult result;
   int calls = 0;
-  auto handshake = OutgoingHandshake::start(
-      loop, std::move(s), [&](OutgoingResult r) {
+  auto handshake =
+      OutgoingHandshake::start(loop, std::move(s), [&](OutgoingResult r) {
         ++calls;
         result = std::move(r);
         loop.stop();
@@ -128,8 +128,8 @@ OutgoingResult World::connect(OutgoingSpec s) {
 }
 
 SocketAddress closedPort() {
-  FileDescriptor fd(checkSyscall(
-      "socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
+  FileDescriptor fd(
+      checkSyscall("socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
   auto at = *SocketAddress::parse("127.0.0.1", 0);
   checkSyscall("bind", ::bind(fd.get(), at.raw(), at.rawBytes()));
   return localAddress(fd.get());
@@ -137,8 +137,8 @@ SocketAddress closedPort() {
 
 // Takes connections into the kernel's queue and never says a word.
 FileDescriptor silentServer(SocketAddress& at) {
-  FileDescriptor fd(checkSyscall(
-      "socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
+  FileDescriptor fd(
+      checkSyscall("socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
   at = *SocketAddress::parse("127.0.0.1", 0);
   checkSyscall("bind", ::bind(fd.get(), at.raw(), at.rawBytes()));
   checkSyscall("listen", ::listen(fd.get(), 16));
@@ -224,8 +224,7 @@ TEST(the_next_address_is_tried_after_a_refused_or_silent_one) {
   world.listen();
   SocketAddress silentAt;
   FileDescriptor silent = silentServer(silentAt);
-  OutgoingSpec spec =
-      world.spec({closedPort(), silentAt, world.address()});
+  OutgoingSpec spec = world.spec({closedPort(), silentAt, world.address()});
   spec.attemptTimeout = 1s;
   OutgoingResult result = world.connect(std::move(spec));
   CHECK(result.status.ok());
@@ -241,8 +240,7 @@ TEST(a_silent_address_is_not_a_dead_peer) {
   OutgoingResult result = world.connect(std::move(spec));
   CHECK(!result.failure.refusedEverywhere);
   CHECK(!result.status.ok());
-  CHECK_CONTAINS(
-      result.status.message(), "no end of the handshake in 0.05 s");
+  CHECK_CONTAINS(result.status.message(), "no end of the handshake in 0.05 s");
 }
 
 TEST(a_connection_closed_in_the_midst_is_not_a_dead_peer) {
@@ -292,8 +290,7 @@ TEST(refusals_name_their_reason) {
     CHECK(result.failure.verdict == c.code);
     CHECK_CONTAINS(result.status.message(), helloCodeText(c.code));
     CHECK(!result.fd);
-    CHECK_EQ(
-        result.failure.refusedEverywhere, c.code == HelloCode::kWrongPeer);
+    CHECK_EQ(result.failure.refusedEverywhere, c.code == HelloCode::kWrongPeer);
     CHECK(world.peers.empty());
     CHECK_EQ(world.listener->stats().refused, 1);
     CHECK_EQ(world.log.lines.size(), 1);
@@ -402,8 +399,7 @@ TEST(a_thousand_silent_strangers_do_not_keep_a_peer_out) {
     for (int i = 0; i < 10 && strangers.size() < 1000; ++i) {
       FileDescriptor fd;
       bool connected;
-      CHECK(startConnect(
-                world.address(), {}, SocketOptions(), fd, connected)
+      CHECK(startConnect(world.address(), {}, SocketOptions(), fd, connected)
                 .ok());
       strangers.push_back(std::move(fd));
     }
@@ -486,8 +482,7 @@ TEST(a_busy_port_is_named_with_a_remedy) {
     Listener listener(world.loop, second);
     CHECK(false);
   } catch (const StatusError& e) {
-    CHECK_CONTAINS(
-        e.what(), "listen on port " + std::to_string(second.port));
+    CHECK_CONTAINS(e.what(), "listen on port " + std::to_string(second.port));
     CHECK_CONTAINS(e.what(), "Address already in use");
     CHECK_CONTAINS(e.what(), "another process has that port");
   }
@@ -496,8 +491,7 @@ TEST(a_busy_port_is_named_with_a_remedy) {
   CHECK_THROWS(
       StatusError, "no interface of this host", Listener(world.loop, second));
   second.bindIp = "nonsense";
-  CHECK_THROWS(
-      StatusError, "not an IP address", Listener(world.loop, second));
+  CHECK_THROWS(StatusError, "not an IP address", Listener(world.loop, second));
 }
 
 } // namespace

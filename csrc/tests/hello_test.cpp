@@ -44,8 +44,7 @@ struct World {
   World() {
     identity.uid = counting<16>(0x40);
     identity.eagerBudgetBytes = 0x1122334455667788;
-    identity.secretOf =
-        [](const KeyId& id) -> std::optional<std::string> {
+    identity.secretOf = [](const KeyId& id) -> std::optional<std::string> {
       if (id == keyIdOf(kSecret)) {
         return kSecret;
       }
@@ -108,8 +107,7 @@ TEST(a_handshake_ends_with_both_sides_knowing_the_other) {
   expected.keyId = keyIdOf(kSecret);
   CHECK(server.info() == expected);
   CHECK(client.accepted().code == HelloCode::kOk);
-  CHECK_EQ(
-      client.accepted().eagerBudgetBytes, world.identity.eagerBudgetBytes);
+  CHECK_EQ(client.accepted().eagerBudgetBytes, world.identity.eagerBudgetBytes);
   CHECK_EQ(e.hello.size(), kHelloBytes);
   CHECK_EQ(e.challenge.size(), kChallengeBytes);
   CHECK_EQ(e.proof.size(), kProofBytes);
@@ -123,18 +121,26 @@ TEST(the_bytes_on_the_wire_are_the_documented_ones) {
   auto client = world.client();
   auto server = world.server();
   Exchange e = talk(client, server);
-  CHECK_EQ(hex(e.hello), std::string(
+  CHECK_EQ(
+      hex(e.hello),
+      std::string(
           "52534c480100600061ddb3b79b97ff37202122232425262728292a2b2c2d2e2f"
           "404142434445464748494a4b4c4d4e4f03000400070000000807060504030201"
           "606162636465666768696a6b6c6d6e6f707172737475767778797a7b7c7d7e7f"));
-  CHECK_EQ(hex(e.challenge), std::string(
+  CHECK_EQ(
+      hex(e.challenge),
+      std::string(
           "52534c430100580000000000000000008877665544332211a0a1a2a3a4a5a6a7"
           "a8a9aaabacadaeafb0b1b2b3b4b5b6b7b8b9babbbcbdbebfa723690524b6787b"
           "e9c564ffd61d7b051f363396e3f4beb4eea29a8d3f82209a"));
-  CHECK_EQ(hex(e.proof), std::string(
+  CHECK_EQ(
+      hex(e.proof),
+      std::string(
           "52534c50010028007847e267a8ef71412b7e6bcd14b66a8c3e263bddca74ecf4"
           "484a60fe51828444"));
-  CHECK_EQ(hex(e.accept), std::string(
+  CHECK_EQ(
+      hex(e.accept),
+      std::string(
           "52534c410100300000000000000000009b967e42598429789f2bc7983fb11cc8"
           "6371ed10849dd99307b387ac75c56647"));
 }
@@ -158,8 +164,7 @@ TEST(torn_input_makes_no_difference) {
   }
   CHECK(client.state() == State::kDone);
   CHECK(server.state() == State::kDone);
-  CHECK_EQ(
-      moved, kHelloBytes + kChallengeBytes + kProofBytes + kAcceptBytes);
+  CHECK_EQ(moved, kHelloBytes + kChallengeBytes + kProofBytes + kAcceptBytes);
 }
 
 TEST(wanted_never_reaches_past_the_handshake) {

@@ -81,8 +81,7 @@ class LoopbackNetwork {
 
   class Rank : public Communicator {
    public:
-    Rank(LoopbackNetwork& network, int rank)
-        : network_(network), rank_(rank) {}
+    Rank(LoopbackNetwork& network, int rank) : network_(network), rank_(rank) {}
     int rank() const override {
       return rank_;
     }
@@ -100,8 +99,11 @@ class LoopbackNetwork {
       network_.posted(r);
     }
     void startRecv(
-        Transfer& t, int peer, uint64_t slot, void* data, size_t bytes)
-        override {
+        Transfer& t,
+        int peer,
+        uint64_t slot,
+        void* data,
+        size_t bytes) override {
       Record& r = network_.add(*this, t, Record::kRecv, peer, slot, bytes);
       r.recvInto = static_cast<unsigned char*>(data);
       network_.posted(r);
@@ -122,8 +124,7 @@ class LoopbackNetwork {
   explicit LoopbackNetwork(const Options& options)
       : options_(options), random_(options.seed) {
     const size_t n = static_cast<size_t>(options.ranks);
-    outcome_.status.assign(
-        n, Status(StatusCode::kInternal, "never ended"));
+    outcome_.status.assign(n, Status(StatusCode::kInternal, "never ended"));
     outcome_.bytesSent.assign(n, 0);
     outcome_.messagesSent.assign(n, 0);
   }
@@ -135,7 +136,10 @@ class LoopbackNetwork {
   }
 
   static bool overlap(
-      const unsigned char* a, size_t an, const unsigned char* b, size_t bn) {
+      const unsigned char* a,
+      size_t an,
+      const unsigned char* b,
+      size_t bn) {
     return an > 0 && bn > 0 && a < b + bn && b < a + an;
   }
 
@@ -174,9 +178,8 @@ class LoopbackNetwork {
           (other->kind == Record::kSend && r.kind == Record::kSend)) {
         continue;
       }
-      const unsigned char* theirs = other->kind == Record::kSend
-          ? other->sendFrom
-          : other->recvInto;
+      const unsigned char* theirs =
+          other->kind == Record::kSend ? other->sendFrom : other->recvInto;
       if (overlap(memory, r.bytes, theirs, other->bytes)) {
         fault(
             "rank " + std::to_string(r.rank) + " lent memory twice, slot " +
@@ -217,9 +220,10 @@ class LoopbackNetwork {
   }
 
   void forget(Record* r) {
-    const auto it = std::find_if(
-        records_.begin(), records_.end(),
-        [r](const auto& x) { return x.get() == r; });
+    const auto it =
+        std::find_if(records_.begin(), records_.end(), [r](const auto& x) {
+          return x.get() == r;
+        });
     records_.erase(it);
   }
 
@@ -317,8 +321,7 @@ class LoopbackNetwork {
     const size_t n = static_cast<size_t>(options_.ranks);
     std::vector<size_t> unstarted;
     for (size_t r = 0; r < n; ++r) {
-      ranks_.push_back(
-          std::make_unique<Rank>(*this, static_cast<int>(r)));
+      ranks_.push_back(std::make_unique<Rank>(*this, static_cast<int>(r)));
       tasks_.emplace_back();
       if (options_.absent.count(static_cast<int>(r)) == 0) {
         unstarted.push_back(r);

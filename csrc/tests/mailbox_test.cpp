@@ -15,8 +15,11 @@ OpSignature signature(OpKind kind, uint64_t count = 4) {
 }
 
 struct ExactSend : TestSend {
-  ExactSend(std::string_view text, uint64_t sequence, uint64_t order,
-            const OpSignature& s)
+  ExactSend(
+      std::string_view text,
+      uint64_t sequence,
+      uint64_t order,
+      const OpSignature& s)
       : TestSend(text, kCollectiveBit | sequence) {
     numberByChannel = false;
     key.order = order;

@@ -31,10 +31,14 @@ constexpr uint64_t kSchedules = 500;
 
 // In a process of its own: some of the mistakes write to memory that was given
 // back, so a crash counts as found, and must not reach the other tests.
-void mustBeFound(const char* name, bool PlantedBugs::*bug) {
+void mustBeFound(const char* name, bool PlantedBugs::* bug) {
   void* shared = mmap(
-      nullptr, sizeof(Report), PROT_READ | PROT_WRITE,
-      MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+      nullptr,
+      sizeof(Report),
+      PROT_READ | PROT_WRITE,
+      MAP_SHARED | MAP_ANONYMOUS,
+      -1,
+      0);
   CHECK(shared != MAP_FAILED);
   auto* report = new (shared) Report;
   const pid_t child = fork();
@@ -48,8 +52,7 @@ void mustBeFound(const char* name, bool PlantedBugs::*bug) {
       report->seed = seed;
       const SimulationResult r = simulate(seed);
       if (!r.error.empty()) {
-        std::strncpy(
-            report->error, r.error.c_str(), sizeof(report->error) - 1);
+        std::strncpy(report->error, r.error.c_str(), sizeof(report->error) - 1);
         _exit(1);
       }
     }
@@ -71,8 +74,8 @@ void mustBeFound(const char* name, bool PlantedBugs::*bug) {
   }
   if (WIFEXITED(status) && WEXITSTATUS(status) == 0) {
     throw Failure(
-        std::string(name) + " was not found in " +
-        std::to_string(kSchedules) + " schedules");
+        std::string(name) + " was not found in " + std::to_string(kSchedules) +
+        " schedules");
   }
   std::cout << name << ": found at seed " << seed << ": " << how << "\n";
 }
@@ -81,9 +84,9 @@ TEST(planted_bugs_none_is_none) {
   mustBeFound("none", nullptr);
 }
 
-#define PLANTED(name)                              \
-  TEST(planted_bugs_##name) {                      \
-    mustBeFound(#name, &PlantedBugs::name);        \
+#define PLANTED(name)                       \
+  TEST(planted_bugs_##name) {               \
+    mustBeFound(#name, &PlantedBugs::name); \
   }
 
 PLANTED(noDuplicateCheck)

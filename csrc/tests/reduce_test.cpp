@@ -81,9 +81,8 @@ uint32_t twinEncode(const FormatSpec& f, float input, uint32_t nanCode) {
     const double above = low + 1 < count ? twinDecode(f, low + 1) : next;
     const double toBelow = magnitude - below;
     const double toAbove = above - magnitude;
-    code = toBelow < toAbove || (toBelow == toAbove && low % 2 == 0)
-        ? low
-        : low + 1;
+    code = toBelow < toAbove || (toBelow == toAbove && low % 2 == 0) ? low
+                                                                     : low + 1;
   }
   if (code >= count) {
     if (f.fnuz) {
@@ -102,8 +101,8 @@ void checkFormat(const FormatSpec& f) {
   const uint32_t codes = 1u << f.bits();
   std::vector<float> interesting;
   for (uint32_t code = 0; code < codes; ++code) {
-    const float got = decodeSmallFloat<Format>(
-        static_cast<typename Format::Storage>(code));
+    const float got =
+        decodeSmallFloat<Format>(static_cast<typename Format::Storage>(code));
     const double want = twinDecode(f, code);
     if (std::isnan(want)) {
       CHECK(std::isnan(got));
@@ -130,11 +129,20 @@ void checkFormat(const FormatSpec& f) {
     interesting.push_back(std::nextafterf(middle, 0));
     interesting.push_back(std::nextafterf(middle, INFINITY));
   }
-  for (float edge :
-       {0.0f, 1e-45f, 1e-20f, 240.f, 247.9f, 248.f, 255.f, 256.f, 448.f,
-        463.9f, 464.f, 464.1f, 479.f, 480.f, 500.f, 57344.f, 61439.f, 61440.f,
-        61441.f, 65504.f, 65519.f, 65520.f, 65535.f, 65536.f, 1e30f,
-        std::numeric_limits<float>::max(), INFINITY, NAN}) {
+  for (float edge : {0.0f,     1e-45f,
+                     1e-20f,   240.f,
+                     247.9f,   248.f,
+                     255.f,    256.f,
+                     448.f,    463.9f,
+                     464.f,    464.1f,
+                     479.f,    480.f,
+                     500.f,    57344.f,
+                     61439.f,  61440.f,
+                     61441.f,  65504.f,
+                     65519.f,  65520.f,
+                     65535.f,  65536.f,
+                     1e30f,    std::numeric_limits<float>::max(),
+                     INFINITY, NAN}) {
     interesting.push_back(edge);
   }
   for (float x : interesting) {
@@ -147,13 +155,10 @@ void checkFormat(const FormatSpec& f) {
 }
 
 template <typename T>
-std::vector<T> apply(
-    std::vector<T> a,
-    const std::vector<T>& b,
-    DType dtype,
-    ReduceOp op) {
-  reduceInto(a.data(), b.data(), a.size() * sizeof(T) / dtypeBytes(dtype),
-             dtype, op);
+std::vector<T>
+apply(std::vector<T> a, const std::vector<T>& b, DType dtype, ReduceOp op) {
+  reduceInto(
+      a.data(), b.data(), a.size() * sizeof(T) / dtypeBytes(dtype), dtype, op);
   return a;
 }
 
@@ -227,8 +232,7 @@ TEST(reduce_integers_wrap_and_compare_by_sign) {
   CHECK_EQ(
       apply<uint16_t>({65535}, {65535}, DType::kUInt16, ReduceOp::kProduct)[0],
       uint16_t(65535u * 65535u));
-  CHECK_EQ(
-      apply<int32_t>({-5}, {3}, DType::kInt32, ReduceOp::kMin)[0], -5);
+  CHECK_EQ(apply<int32_t>({-5}, {3}, DType::kInt32, ReduceOp::kMin)[0], -5);
   CHECK_EQ(
       apply<uint32_t>({0xfffffffb}, {3}, DType::kUInt32, ReduceOp::kMin)[0],
       3u);
@@ -262,8 +266,8 @@ TEST(reduce_bool_is_logic) {
 
 TEST(reduce_min_and_max_pass_nan_on_from_either_side) {
   const float nan = std::bit_cast<float>(0xffc12345u);
-  for (ReduceOp op : {ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kSum,
-                      ReduceOp::kProduct}) {
+  for (ReduceOp op :
+       {ReduceOp::kMin, ReduceOp::kMax, ReduceOp::kSum, ReduceOp::kProduct}) {
     const std::vector<float> a{nan, 1, nan};
     const std::vector<float> b{1, nan, std::bit_cast<float>(0x7f800001u)};
     for (const auto& result :
@@ -391,13 +395,21 @@ TEST(reduce_gives_the_same_bits_one_by_one_and_at_once) {
         const auto b = randomBytes(random, count * size + shift);
         std::vector<unsigned char> whole(count * size + shift);
         reduceOut(
-            whole.data() + shift, a.data() + shift, b.data() + shift, count, t,
+            whole.data() + shift,
+            a.data() + shift,
+            b.data() + shift,
+            count,
+            t,
             op);
         std::vector<unsigned char> single(count * size);
         for (size_t i = 0; i < count; ++i) {
           reduceOut(
-              single.data() + i * size, a.data() + shift + i * size,
-              b.data() + shift + i * size, 1, t, op);
+              single.data() + i * size,
+              a.data() + shift + i * size,
+              b.data() + shift + i * size,
+              1,
+              t,
+              op);
         }
         CHECK_EQ(
             std::memcmp(single.data(), whole.data() + shift, count * size), 0);
@@ -407,7 +419,11 @@ TEST(reduce_gives_the_same_bits_one_by_one_and_at_once) {
             std::memcmp(onA.data() + shift, single.data(), count * size), 0);
         auto onB = b;
         reduceOut(
-            onB.data() + shift, a.data() + shift, onB.data() + shift, count, t,
+            onB.data() + shift,
+            a.data() + shift,
+            onB.data() + shift,
+            count,
+            t,
             op);
         CHECK_EQ(
             std::memcmp(onB.data() + shift, single.data(), count * size), 0);
@@ -443,8 +459,7 @@ TEST(reduce_ordered_is_a_left_fold_wherever_it_writes) {
     std::vector<unsigned char> apart(count * size);
     unsigned char* out = target < n ? inputs[target].data() : apart.data();
     reduceOrdered(out, operands.data(), n, count, t, op);
-    CHECK(
-        count == 0 || std::memcmp(out, expected.data(), count * size) == 0);
+    CHECK(count == 0 || std::memcmp(out, expected.data(), count * size) == 0);
   });
 }
 

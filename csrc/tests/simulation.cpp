@@ -137,8 +137,8 @@ class Simulation final : public SimulatedNetwork::Listener {
     return prng_.below(n);
   }
   Nanos upTo(Nanos d) {
-    return Nanos(static_cast<int64_t>(
-        below(static_cast<uint64_t>(d.count()) + 1)));
+    return Nanos(
+        static_cast<int64_t>(below(static_cast<uint64_t>(d.count()) + 1)));
   }
   template <typename T>
   T oneOf(std::initializer_list<T> list) {
@@ -152,7 +152,10 @@ class Simulation final : public SimulatedNetwork::Listener {
 
   // --- what messages are: pure functions of the seed, known to both ends
   uint64_t hashOf(
-      uint64_t src, uint64_t dst, uint64_t group, uint64_t stream,
+      uint64_t src,
+      uint64_t dst,
+      uint64_t group,
+      uint64_t stream,
       uint64_t order) const {
     uint64_t h = seed_;
     for (uint64_t x : {src, dst, group, stream, order}) {
@@ -178,7 +181,10 @@ class Simulation final : public SimulatedNetwork::Listener {
     return static_cast<DType>(mixBits(h ^ 2) % 4);
   }
   uint64_t messageHash(
-      size_t src, size_t dst, uint64_t group, uint64_t tag,
+      size_t src,
+      size_t dst,
+      uint64_t group,
+      uint64_t tag,
       uint64_t k) const {
     // With any source, messages must be alike, or they would not fit.
     return tag == kAnySourceTag ? hashOf(99, dst, group, tag, 0)
@@ -205,12 +211,23 @@ class Simulation final : public SimulatedNetwork::Listener {
   void sayBye();
 
   void send(
-      size_t src, size_t dst, uint64_t group, uint64_t stream,
-      uint64_t order, bool collective, const OpSignature& signature);
+      size_t src,
+      size_t dst,
+      uint64_t group,
+      uint64_t stream,
+      uint64_t order,
+      bool collective,
+      const OpSignature& signature);
   void sendNext(const StreamId& id);
   void receive(
-      size_t dst, int src, uint64_t group, uint64_t stream, uint64_t order,
-      bool collective, uint64_t bytes, DType dtype,
+      size_t dst,
+      int src,
+      uint64_t group,
+      uint64_t stream,
+      uint64_t order,
+      bool collective,
+      uint64_t bytes,
+      DType dtype,
       const OpSignature& signature);
   void receiveNext(const StreamId& id, bool any, bool mayMismatch);
   void cancelSend(size_t index);
@@ -231,7 +248,8 @@ class Simulation final : public SimulatedNetwork::Listener {
 
   // --- SimulatedNetwork::Listener
   void onControl(
-      size_t process, size_t peer,
+      size_t process,
+      size_t peer,
       std::span<const std::byte> payload) override {
     uint64_t number = 0;
     if (payload.size() < 8) {
@@ -246,15 +264,18 @@ class Simulation final : public SimulatedNetwork::Listener {
   void onBye(size_t process, size_t peer) override {
     ++byes_[{peer, process}];
   }
-  void onProtocolError(
-      size_t process, size_t peer, const Status& status) override {
+  void onProtocolError(size_t process, size_t peer, const Status& status)
+      override {
     fail(
         "process " + std::to_string(process) + " refused bytes of " +
         std::to_string(peer) + ": " + status.toString());
   }
   void onCollectiveMismatch(
-      uint64_t group, uint64_t sequence, const OpSignature& local,
-      const FrameHeader& remote, Channel& channel) override {
+      uint64_t group,
+      uint64_t sequence,
+      const OpSignature& local,
+      const FrameHeader& remote,
+      Channel& channel) override {
     const auto [process, peer] = net_.ownerOf(channel);
     if (local == remote.signature) {
       fail("a mismatch was reported of equal signatures");
@@ -285,8 +306,7 @@ class Simulation final : public SimulatedNetwork::Listener {
           fail(
               "process " + std::to_string(a) + " holds " +
               std::to_string(c.bufferedBytes()) + " bytes for " +
-              std::to_string(b) + ", budget " +
-              std::to_string(eagerBytes_[a]));
+              std::to_string(b) + ", budget " + std::to_string(eagerBytes_[a]));
         }
       }
     }
@@ -297,8 +317,8 @@ class Simulation final : public SimulatedNetwork::Listener {
     net_.at(end, [&over] { over = true; });
     while (result_.error.empty() && !over) {
       if (net_.events() > kEventLimit) {
-        fail("no end in sight after " + std::to_string(kEventLimit) +
-             " events");
+        fail(
+            "no end in sight after " + std::to_string(kEventLimit) + " events");
       }
       net_.step();
     }
@@ -321,8 +341,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   std::vector<Receive> receives_;
   std::map<StreamId, std::vector<size_t>> sent_; // messages_, in order
   // By (dst, group, tag): receives_ in order of post.
-  std::map<std::tuple<size_t, uint64_t, uint64_t>, std::vector<size_t>>
-      posted_;
+  std::map<std::tuple<size_t, uint64_t, uint64_t>, std::vector<size_t>> posted_;
   std::vector<Collective> collectives_;
   // Which part an operation belongs to.
   std::map<size_t, size_t> collectiveOfSend_, collectiveOfReceive_;
@@ -339,11 +358,14 @@ class Simulation final : public SimulatedNetwork::Listener {
 
 SimulatedLink Simulation::randomLink() {
   SimulatedLink l;
-  l.latency = Nanos(1000) + upTo(oneOf<Nanos>(
-      {std::chrono::microseconds(50), std::chrono::milliseconds(2),
-       std::chrono::milliseconds(40)}));
+  l.latency = Nanos(1000) +
+      upTo(oneOf<Nanos>(
+          {std::chrono::microseconds(50),
+           std::chrono::milliseconds(2),
+           std::chrono::milliseconds(40)}));
   l.jitter = oneOf<Nanos>(
-      {Nanos(0), std::chrono::microseconds(100),
+      {Nanos(0),
+       std::chrono::microseconds(100),
        std::chrono::milliseconds(10)});
   l.bytesPerS = oneOf<uint64_t>({20'000, 1'000'000, 100'000'000});
   l.windowBytes = oneOf<uint64_t>({100, 500, 3000, 60'000});
@@ -363,10 +385,11 @@ void Simulation::plan() {
   for (size_t i = 0; i < processes_; ++i) {
     config.copyBytes = oneOf<uint64_t>({0, 32, 512, 8192});
     config.stageAfter = oneOf<Nanos>(
-        {std::chrono::microseconds(100), std::chrono::milliseconds(2),
+        {std::chrono::microseconds(100),
+         std::chrono::milliseconds(2),
          std::chrono::milliseconds(100)});
-    config.ownEagerBytes = oneOf<uint64_t>(
-        {0, chunkBytes_ / 2, chunkBytes_ * 3, 3000, 1 << 20});
+    config.ownEagerBytes =
+        oneOf<uint64_t>({0, chunkBytes_ / 2, chunkBytes_ * 3, 3000, 1 << 20});
     eagerBytes_.push_back(config.ownEagerBytes);
     net_.addProcess(config, oneOf<uint64_t>({0, 1000, 10'000, 1 << 20}));
   }
@@ -390,8 +413,7 @@ void Simulation::plan() {
   if (below(10) == 0) {
     const size_t a = below(processes_);
     const size_t b = (a + 1) % processes_;
-    net_.at(
-        net_.now() + upTo(duration_), [this, a, b] { failChannel(a, b); });
+    net_.at(net_.now() + upTo(duration_), [this, a, b] { failChannel(a, b); });
   }
 }
 
@@ -508,8 +530,13 @@ void Simulation::planCollectives() {
 // --- operations
 
 void Simulation::send(
-    size_t src, size_t dst, uint64_t group, uint64_t stream, uint64_t order,
-    bool collective, const OpSignature& signature) {
+    size_t src,
+    size_t dst,
+    uint64_t group,
+    uint64_t stream,
+    uint64_t order,
+    bool collective,
+    const OpSignature& signature) {
   const size_t index = messages_.size();
   Message& m = messages_.emplace_back();
   const uint64_t h = collective ? hashOf(src, dst, group, stream, order)
@@ -552,13 +579,24 @@ void Simulation::send(
 
 void Simulation::sendNext(const StreamId& id) {
   send(
-      id.src, id.dst, id.group, id.tag, sent_[id].size(),
-      /*collective=*/false, OpSignature());
+      id.src,
+      id.dst,
+      id.group,
+      id.tag,
+      sent_[id].size(),
+      /*collective=*/false,
+      OpSignature());
 }
 
 void Simulation::receive(
-    size_t dst, int src, uint64_t group, uint64_t stream, uint64_t order,
-    bool collective, uint64_t bytes, DType dtype,
+    size_t dst,
+    int src,
+    uint64_t group,
+    uint64_t stream,
+    uint64_t order,
+    bool collective,
+    uint64_t bytes,
+    DType dtype,
     const OpSignature& signature) {
   const size_t index = receives_.size();
   Receive& r = receives_.emplace_back();
@@ -576,8 +614,8 @@ void Simulation::receive(
   Recv& op = *r.op;
   op.key = MessageKey{group, stream, order};
   op.ordered = !collective;
-  op.source = src == kAny ? nullptr
-                          : &net_.channel(dst, static_cast<size_t>(src));
+  op.source =
+      src == kAny ? nullptr : &net_.channel(dst, static_cast<size_t>(src));
   op.signature = signature;
   if (!collective) {
     op.signature.dtype = dtype;
@@ -626,14 +664,20 @@ void Simulation::receiveNext(const StreamId& id, bool any, bool mayMismatch) {
     }
   }
   receive(
-      id.dst, any ? kAny : static_cast<int>(id.src), id.group, id.tag, 0,
-      /*collective=*/false, bytes, dtype, OpSignature());
+      id.dst,
+      any ? kAny : static_cast<int>(id.src),
+      id.group,
+      id.tag,
+      0,
+      /*collective=*/false,
+      bytes,
+      dtype,
+      OpSignature());
 }
 
 // The owner does with its memory what it likes: at once, and roughly.
 void Simulation::giveBack(Buffer& buffer) {
-  std::memset(
-      buffer.data.get(), static_cast<int>(kGarbage), buffer.bytes);
+  std::memset(buffer.data.get(), static_cast<int>(kGarbage), buffer.bytes);
   if (below(2) == 0) {
     graveyard_.push_back(std::move(buffer)); // checked at the end
   } else {
@@ -661,8 +705,7 @@ void Simulation::cancelReceive(size_t index) {
   }
   net_.note(13, index, 0, "cancel of receive");
   if (r.op->matchedSource != nullptr) {
-    r.matched =
-        static_cast<int>(net_.ownerOf(*r.op->matchedSource).second);
+    r.matched = static_cast<int>(net_.ownerOf(*r.op->matchedSource).second);
   }
   net_.mailbox(r.dst).cancel(r.op.get(), "cancelled");
   r.outcome = Outcome::kCancelled;
@@ -702,13 +745,11 @@ void Simulation::receiveFinished(size_t index, const Status& status) {
   r.outcome = status.ok() ? Outcome::kOk : Outcome::kError;
   r.status = status;
   if (r.op->matchedSource != nullptr) {
-    r.matched =
-        static_cast<int>(net_.ownerOf(*r.op->matchedSource).second);
+    r.matched = static_cast<int>(net_.ownerOf(*r.op->matchedSource).second);
   }
   if (status.ok()) {
     ++result_.delivered;
-    r.content.assign(
-        r.buffer.data.get(), r.buffer.data.get() + r.buffer.bytes);
+    r.content.assign(r.buffer.data.get(), r.buffer.data.get() + r.buffer.bytes);
   } else {
     ++result_.failed;
   }
@@ -751,18 +792,29 @@ void Simulation::startPart(size_t c, size_t process) {
         }
         ++part.open;
         if ((step == 0) == receivesFirst) {
-          const uint64_t h =
-              hashOf(peer, process, x.group, stream, order);
+          const uint64_t h = hashOf(peer, process, x.group, stream, order);
           part.receives.push_back(receives_.size());
           collectiveOfReceive_[receives_.size()] = c;
           receive(
-              process, static_cast<int>(peer), x.group, stream, order,
-              /*collective=*/true, bytesOf(h), dtypeOf(h), signature);
+              process,
+              static_cast<int>(peer),
+              x.group,
+              stream,
+              order,
+              /*collective=*/true,
+              bytesOf(h),
+              dtypeOf(h),
+              signature);
         } else {
           part.sends.push_back(messages_.size());
           collectiveOfSend_[messages_.size()] = c;
           send(
-              process, peer, x.group, stream, order, /*collective=*/true,
+              process,
+              peer,
+              x.group,
+              stream,
+              order,
+              /*collective=*/true,
               signature);
         }
       }
@@ -910,8 +962,7 @@ void Simulation::heal() {
   }
   for (const Receive& r : receives_) {
     if (!r.collective && r.src != kAny) {
-      streams.insert(
-          {static_cast<size_t>(r.src), r.dst, r.group, r.stream});
+      streams.insert({static_cast<size_t>(r.src), r.dst, r.group, r.stream});
     }
   }
   for (const StreamId& id : streams) {
@@ -973,9 +1024,13 @@ void Simulation::checkEnd() {
     }
     std::vector<std::byte> expected(r.bytes);
     fill(
-        expected.data(), r.bytes,
+        expected.data(),
+        r.bytes,
         hashOf(
-            static_cast<uint64_t>(r.src) + 1000, r.dst, r.group, r.stream,
+            static_cast<uint64_t>(r.src) + 1000,
+            r.dst,
+            r.group,
+            r.stream,
             r.order));
     if (r.content != expected) {
       fail("a collective received wrong bytes");
@@ -1004,8 +1059,8 @@ void Simulation::checkEnd() {
         continue;
       }
       const Channel& c = net_.channel(a, b);
-      const std::string name = "channel " + std::to_string(a) + " to " +
-          std::to_string(b) + ": ";
+      const std::string name =
+          "channel " + std::to_string(a) + " to " + std::to_string(b) + ": ";
       if (c.openMessages() != 0 || !c.drained()) {
         fail(name + "messages remain open at the sender");
       }
@@ -1040,8 +1095,7 @@ void Simulation::checkStreams() {
     }
     const bool excused =
         closed_.contains({id.dst, id.group}) || dead(id.src, id.dst);
-    if (took.size() > list.size() ||
-        (!excused && took.size() != list.size())) {
+    if (took.size() > list.size() || (!excused && took.size() != list.size())) {
       fail(
           std::to_string(list.size()) + " messages were sent from " +
           std::to_string(id.src) + " to " + std::to_string(id.dst) +
@@ -1103,8 +1157,7 @@ void Simulation::sayBye() {
   for (size_t a = 0; a < processes_; ++a) {
     for (size_t b = 0; b < processes_; ++b) {
       if (a != b && !dead(a, b) && byes_[{a, b}] != 1) {
-        fail(
-            "a goodbye came " + std::to_string(byes_[{a, b}]) + " times");
+        fail("a goodbye came " + std::to_string(byes_[{a, b}]) + " times");
       }
     }
   }

@@ -28,8 +28,8 @@ TEST(simulation_holds_its_promises) {
   const auto one = [&](uint64_t seed) {
     const SimulationResult r = simulate(seed, trace);
     if (!r.error.empty()) {
-      throw Failure("seed " + std::to_string(seed) + ": " + r.error +
-                    again(seed));
+      throw Failure(
+          "seed " + std::to_string(seed) + ": " + r.error + again(seed));
     }
     sum.delivered += r.delivered;
     sum.failed += r.failed;
@@ -58,8 +58,7 @@ TEST(simulation_holds_its_promises) {
   std::cout << "simulation: " << schedules << " schedules, " << sum.events
             << " events, " << sum.delivered << " messages, " << sum.failed
             << " failed and " << sum.cancelled << " cancelled operations, "
-            << sum.cuts << " cuts, " << sum.duplicates
-            << " duplicate chunks\n";
+            << sum.cuts << " cuts, " << sum.duplicates << " duplicate chunks\n";
   // A simulation in which nothing happens shows nothing.
   if (schedules >= 200) {
     CHECK(sum.delivered > schedules * 5);

@@ -183,8 +183,8 @@ AddressChoice chooseAddresses(
     choice.addresses = std::move(once);
     choice.reason = "as the option \"" + option + "\" asks";
   } else if (towardsStore) {
-    auto it = std::find_if(
-        interfaces.begin(), interfaces.end(), [&](const auto& i) {
+    auto it =
+        std::find_if(interfaces.begin(), interfaces.end(), [&](const auto& i) {
           return i.address.ip() == towardsStore->ip();
         });
     InterfaceAddress a;
@@ -200,8 +200,9 @@ AddressChoice chooseAddresses(
       for (const InterfaceAddress& i : interfaces) {
         if (i.up && !i.loopback) {
           choice.addresses.push_back(i);
-          choice.reason = "loopback leads to the store, and other hosts may "
-                          "come by the first interface that is up";
+          choice.reason =
+              "loopback leads to the store, and other hosts may "
+              "come by the first interface that is up";
           break;
         }
       }
@@ -229,8 +230,7 @@ AddressChoice chooseAddresses(
             familyName(choice.addresses[0].address.family()) +
             "; the route to the store is not known";
   }
-  choice.reason =
-      "using " + describe(choice.addresses) + ": " + choice.reason;
+  choice.reason = "using " + describe(choice.addresses) + ": " + choice.reason;
   return choice;
 }
 
@@ -306,7 +306,7 @@ std::string hostIdentity() {
   std::string bootId;
   std::getline(
       std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, bootId);
-  struct stat netns {};
+  struct stat netns{};
   // Without /proc the rest must do; the worst is loopback tried in vain.
   (void)::stat("/proc/self/ns/net", &netns);
   std::string all = bootId + "\n" + std::to_string(netns.st_dev) + ":" +
@@ -316,8 +316,8 @@ std::string hostIdentity() {
 }
 
 std::string PeerAddress::toString() const {
-  std::string text = std::string(kFirstWord) + " uid=" +
-      toHex(uid.data(), uid.size()) + " host=" + hostId +
+  std::string text = std::string(kFirstWord) +
+      " uid=" + toHex(uid.data(), uid.size()) + " host=" + hostId +
       " name=" + printable(hostName) + " pid=" + std::to_string(pid) + " at=";
   for (size_t i = 0; i < addresses.size(); ++i) {
     text += (i == 0 ? "" : ",") + addresses[i].toString();

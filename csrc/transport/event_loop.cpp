@@ -62,8 +62,7 @@ EventLoop::~EventLoop() = default;
 class EventLoop::Turn {
  public:
   explicit Turn(EventLoop& loop) : loop_(loop) {
-    loop_.runner_.store(
-        std::this_thread::get_id(), std::memory_order_relaxed);
+    loop_.runner_.store(std::this_thread::get_id(), std::memory_order_relaxed);
 #if defined(__SSE2__)
     saved_ = _mm_getcsr();
     _mm_setcsr(0x1f80);
@@ -97,8 +96,8 @@ bool EventLoop::post(std::function<void()> run) {
     }
     posted_.push_back(std::move(run));
     // Whoever is in a turn looks here before it sleeps or goes away.
-    wake = runner_.load(std::memory_order_relaxed) !=
-            std::this_thread::get_id() &&
+    wake =
+        runner_.load(std::memory_order_relaxed) != std::this_thread::get_id() &&
         std::exchange(maySleep_, false);
   }
   if (wake) {
@@ -121,8 +120,7 @@ void EventLoop::runPosted(bool here) {
     return; // in a turn: the next one runs it
   }
   bool wake = true;
-  if (here && running_.load(std::memory_order_relaxed) &&
-      turn_.try_lock()) {
+  if (here && running_.load(std::memory_order_relaxed) && turn_.try_lock()) {
     std::lock_guard lock(turn_, std::adopt_lock);
     takeTurn(nullptr, 0);
     // Something is left, or is due before anybody wakes up by itself.
@@ -178,8 +176,7 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
 
 void EventLoop::wakeHelper() {
   // A helper that has done it itself sees it when its turn is over.
-  if (helped_.load() &&
-      helperThread_.load() != std::this_thread::get_id()) {
+  if (helped_.load() && helperThread_.load() != std::this_thread::get_id()) {
     wakeUp();
   }
 }
@@ -233,9 +230,7 @@ void EventLoop::add(int fd, uint32_t events, Handler* handler) {
   r.handler = handler;
 }
 
-EventLoop::Registration& EventLoop::registration(
-    int fd,
-    const char* attempt) {
+EventLoop::Registration& EventLoop::registration(int fd, const char* attempt) {
   auto index = static_cast<size_t>(fd);
   if (fd < 0 || index >= registrations_.size() ||
       registrations_[index].handler == nullptr) {

@@ -22,9 +22,8 @@ Status exchangeBytes(int fd, Handshake& handshake) {
   for (;;) {
     std::vector<uint8_t>& out = handshake.output();
     if (!out.empty()) {
-      ssize_t n = retryInterrupted([&] {
-        return ::send(fd, out.data(), out.size(), MSG_NOSIGNAL);
-      });
+      ssize_t n = retryInterrupted(
+          [&] { return ::send(fd, out.data(), out.size(), MSG_NOSIGNAL); });
       if (n < 0) {
         if (errno == EAGAIN) {
           return Status();
@@ -39,8 +38,7 @@ Status exchangeBytes(int fd, Handshake& handshake) {
     }
     uint8_t buffer[128];
     size_t want = std::min(handshake.wanted(), sizeof(buffer));
-    ssize_t n =
-        retryInterrupted([&] { return ::recv(fd, buffer, want, 0); });
+    ssize_t n = retryInterrupted([&] { return ::recv(fd, buffer, want, 0); });
     if (n < 0) {
       if (errno == EAGAIN) {
         return Status();
@@ -115,8 +113,7 @@ void OutgoingHandshake::tryNext() {
       failure_.attempts = lastStatus_.message();
     }
     result.status = Status(
-        failure_.refusedEverywhere ? StatusCode::kPeerDied
-                                   : lastStatus_.code(),
+        failure_.refusedEverywhere ? StatusCode::kPeerDied : lastStatus_.code(),
         "connect to " + failure_.attempts);
     result.failure = std::move(failure_);
     finish(std::move(result));
@@ -138,8 +135,7 @@ void OutgoingHandshake::tryNext() {
   connecting_ = true;
   loop_.add(fd_.get(), EPOLLOUT, this);
   timer_ = loop_.after(spec_.attemptTimeout, [this] {
-    std::string what =
-        connecting_ ? "no answer" : "no end of the handshake";
+    std::string what = connecting_ ? "no answer" : "no end of the handshake";
     attemptFailed(
         Status(
             StatusCode::kTimeout,

@@ -57,10 +57,8 @@ class OutgoingHandshake final : private Handler {
  public:
   using Callback = std::function<void(OutgoingResult)>;
 
-  static std::unique_ptr<OutgoingHandshake> start(
-      EventLoop& loop,
-      OutgoingSpec spec,
-      Callback callback);
+  static std::unique_ptr<OutgoingHandshake>
+  start(EventLoop& loop, OutgoingSpec spec, Callback callback);
   ~OutgoingHandshake() override;
 
  private:

@@ -63,8 +63,8 @@ Listener::~Listener() {
 // Empty if the machine does not know this family.
 FileDescriptor Listener::open(const SocketAddress& at) {
   bool v6 = at.family() == AF_INET6;
-  FileDescriptor fd(::socket(
-      at.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  FileDescriptor fd(
+      ::socket(at.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!fd) {
     if (errno == EAFNOSUPPORT) {
       return fd;
@@ -74,8 +74,8 @@ FileDescriptor Listener::open(const SocketAddress& at) {
   }
   int off = 0, on = 1;
   if (v6) {
-    dualStack_ = ::setsockopt(
-                     fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)) ==
+    dualStack_ =
+        ::setsockopt(fd.get(), IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off)) ==
         0;
   }
   if (config_.port != 0) {
@@ -111,7 +111,8 @@ FileDescriptor Listener::open(const SocketAddress& at) {
           "free port is taken) or give each process of this host another one"
         : error == EADDRNOTAVAIL
         ? "; no interface of this host has that address"
-        : error == EACCES ? "; ports below 1024 need privileges" : "";
+        : error == EACCES ? "; ports below 1024 need privileges"
+                          : "";
     throw StatusError(Status(status.code(), status.message() + remedy));
   }
   return fd;
@@ -188,8 +189,8 @@ void Listener::onDescriptorsExhausted() {
 bool Listener::dropOldest() {
   // One that is let in and only waits to hear so is no stranger; its place is
   // reserved already.
-  auto oldest = std::find_if(
-      pending_.begin(), pending_.end(), [](const auto& handshake) {
+  auto oldest =
+      std::find_if(pending_.begin(), pending_.end(), [](const auto& handshake) {
         return !handshake->authenticated();
       });
   if (oldest == pending_.end()) {
@@ -230,8 +231,7 @@ void Listener::onResult(
   bool suspicious = false;
   if (result.status.ok()) {
     ++stats_.admitted;
-    config_.onPeer(
-        std::move(result.info), std::move(result.fd), result.remote);
+    config_.onPeer(std::move(result.info), std::move(result.fd), result.remote);
     return;
   }
   if (result.verdict == HelloCode::kOk) {
@@ -240,8 +240,7 @@ void Listener::onResult(
   } else if (result.status.code() == StatusCode::kTimeout) {
     ++stats_.timedOut;
     suspicious = true;
-  } else if (result.verdict ||
-             result.status.code() == StatusCode::kProtocol) {
+  } else if (result.verdict || result.status.code() == StatusCode::kProtocol) {
     ++stats_.refused;
     suspicious = true;
   } else {

@@ -76,8 +76,7 @@ bool SimulatedNetwork::step() {
     return false;
   }
   // The top is const only to protect the order, which moving leaves alone.
-  std::function<void()> what =
-      std::move(const_cast<Event&>(queue_.top()).what);
+  std::function<void()> what = std::move(const_cast<Event&>(queue_.top()).what);
   now_ = queue_.top().when;
   queue_.pop();
   ++events_;
@@ -159,10 +158,8 @@ void SimulatedNetwork::armTimer(Channel& channel) {
   });
 }
 
-SimulatedNetwork::PathRef SimulatedNetwork::connect(
-    size_t a,
-    size_t b,
-    const SimulatedLink& link) {
+SimulatedNetwork::PathRef
+SimulatedNetwork::connect(size_t a, size_t b, const SimulatedLink& link) {
   const PathRef ref = paths_.size();
   auto path = std::make_unique<Path>();
   path->link = link;
@@ -215,8 +212,9 @@ void SimulatedNetwork::cut(PathRef ref, Nanos notice) {
   for (int side = 0; side < 2; ++side) {
     Stream& s = path.ends[side].stream;
     s.bytesLeft = prng_.below(s.inFlightBytes + 1);
-    const auto delay = Nanos(static_cast<int64_t>(
-        prng_.below(static_cast<uint64_t>(notice.count()) + 1)));
+    const auto delay = Nanos(
+        static_cast<int64_t>(
+            prng_.below(static_cast<uint64_t>(notice.count()) + 1)));
     at(now_ + delay, [this, ref, side] { closeEnd(ref, side); });
   }
 }
@@ -259,8 +257,7 @@ void SimulatedNetwork::write(PathRef ref, int side) {
     const size_t whole = kFrameHeaderBytes + f.payloadBytes;
     const bool inHeader = s.writtenOfFrame < kFrameHeaderBytes;
     const size_t end = inHeader ? kFrameHeaderBytes : whole;
-    const size_t n =
-        std::min<uint64_t>(room, end - s.writtenOfFrame);
+    const size_t n = std::min<uint64_t>(room, end - s.writtenOfFrame);
     const std::byte* from = inHeader
         ? f.header.data() + s.writtenOfFrame
         : f.payload + (s.writtenOfFrame - kFrameHeaderBytes);
@@ -278,14 +275,15 @@ void SimulatedNetwork::write(PathRef ref, int side) {
   note(6, ref, piece.size(), "written, path and bytes");
   const auto jitter = path.link.jitter.count() == 0
       ? Nanos(0)
-      : Nanos(static_cast<int64_t>(prng_.below(
-            static_cast<uint64_t>(path.link.jitter.count()))));
+      : Nanos(
+            static_cast<int64_t>(
+                prng_.below(static_cast<uint64_t>(path.link.jitter.count()))));
   s.inFlightBytes += piece.size();
   s.linkFree = std::max(s.linkFree, now_) +
       Nanos(static_cast<int64_t>(
           piece.size() * 1'000'000'000 / path.link.bytesPerS));
-  s.lastArrival = std::max(
-      s.lastArrival, s.linkFree + path.link.latency + jitter);
+  s.lastArrival =
+      std::max(s.lastArrival, s.linkFree + path.link.latency + jitter);
   s.pieces.emplace_back(s.lastArrival, std::move(piece));
   planDelivery(ref, side);
 }

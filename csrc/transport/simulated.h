@@ -49,10 +49,8 @@ class SimulatedNetwork : private ChannelHost {
         std::span<const std::byte> payload) = 0;
     virtual void onBye(size_t process, size_t peer) = 0;
     // A channel refused the bytes of its peer: a bug, here.
-    virtual void onProtocolError(
-        size_t process,
-        size_t peer,
-        const Status& status) = 0;
+    virtual void
+    onProtocolError(size_t process, size_t peer, const Status& status) = 0;
     // After every event, when all that follows from it has happened.
     virtual void onSettled() = 0;
   };
@@ -171,8 +169,7 @@ class SimulatedNetwork : private ChannelHost {
   };
 
   void channelReady(Channel& channel) override;
-  void onControl(Channel& channel, std::span<const std::byte> payload)
-      override;
+  void onControl(Channel& channel, std::span<const std::byte> payload) override;
   void onBye(Channel& channel) override;
 
   void settle();
@@ -180,8 +177,12 @@ class SimulatedNetwork : private ChannelHost {
   void write(PathRef path, int side);
   void planDelivery(PathRef path, int side);
   void deliver(PathRef path, int side);
-  bool read(Path& path, End& reader, Stream& stream, const std::byte* data,
-            size_t bytes);
+  bool read(
+      Path& path,
+      End& reader,
+      Stream& stream,
+      const std::byte* data,
+      size_t bytes);
   void closeEnd(PathRef path, int side);
 
   Listener& listener_;

@@ -22,12 +22,8 @@ const sockaddr_in6* asV6(const sockaddr_storage& s) {
   return reinterpret_cast<const sockaddr_in6*>(&s);
 }
 
-Status setOption(
-    int fd,
-    int level,
-    int option,
-    const char* name,
-    int64_t value) {
+Status
+setOption(int fd, int level, int option, const char* name, int64_t value) {
   int v = static_cast<int>(std::min<int64_t>(value, INT32_MAX));
   if (::setsockopt(fd, level, option, &v, sizeof(v)) != 0) {
     return errnoStatus(
@@ -190,8 +186,8 @@ Status startConnect(
   if (source) {
     attempt += " from " + source->ip();
   }
-  FileDescriptor s(::socket(
-      remote.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  FileDescriptor s(
+      ::socket(remote.family(), SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
   if (!s) {
     return errnoStatus(StatusCode::kNetwork, attempt + ": socket", errno);
   }
@@ -247,10 +243,7 @@ int connectOutcome(int fd) {
   return a.port() == b.port() && a.ip() == b.ip() ? ECONNREFUSED : 0;
 }
 
-int acceptConnection(
-    int listener,
-    FileDescriptor& fd,
-    SocketAddress& remote) {
+int acceptConnection(int listener, FileDescriptor& fd, SocketAddress& remote) {
   sockaddr_storage raw{};
   socklen_t bytes = sizeof(raw);
   int result = retryInterrupted([&] {
@@ -296,8 +289,7 @@ bool isLocalConnection(int fd) {
 }
 
 void setNotSentLowat(int fd, int bytes) {
-  (void)::setsockopt(
-      fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof(bytes));
+  (void)::setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof(bytes));
 }
 
 SocketAddress localAddress(int fd) {
@@ -328,8 +320,7 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.bytesAcked = raw.tcpi_bytes_acked;
   info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
   info.notSentBytes = static_cast<uint64_t>(std::max(unsent, 0));
-  info.sinceLastReceived =
-      std::chrono::milliseconds(raw.tcpi_last_data_recv);
+  info.sinceLastReceived = std::chrono::milliseconds(raw.tcpi_last_data_recv);
   info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   return info;
 }

@@ -123,8 +123,7 @@ size_t TcpPath::gather(iovec* out, size_t capacity, size_t limit) const {
   size_t skip = frontWritten_;
   size_t index = 0;
   for (const OutFrame& f : channel_.unwritten(id_)) {
-    if (n + 2 > capacity || limit == 0 ||
-        releases_[index++] > loop_.now()) {
+    if (n + 2 > capacity || limit == 0 || releases_[index++] > loop_.now()) {
       break;
     }
     if (skip < kFrameHeaderBytes) {
@@ -250,8 +249,7 @@ void TcpPath::faultsChanged() {
     return;
   }
   applyFaultState();
-  if (faults_.any() &&
-      faults_.bytesUntilCut(writtenTotal_, loop_.now()) == 0) {
+  if (faults_.any() && faults_.bytesUntilCut(writtenTotal_, loop_.now()) == 0) {
     cut();
     return;
   }
@@ -265,16 +263,15 @@ void TcpPath::onEvents(uint32_t events) {
   if ((events & ~uint32_t(EPOLLOUT)) != 0 && !deaf_) {
     // A short read means that there is no more now, unless the end of the
     // stream has come with the data: no further event would announce that.
-    const bool toTheEnd =
-        (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+    const bool toTheEnd = (events & (EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
     size_t total = 0;
     Read last = Read::kFull;
     while (!closed_ && total < kReadPerTurn &&
            (last == Read::kFull || (toTheEnd && last == Read::kShort))) {
       last = readSome(total);
     }
-    if (!closed_ && (last == Read::kFull ||
-                     (toTheEnd && last == Read::kShort))) {
+    if (!closed_ &&
+        (last == Read::kFull || (toTheEnd && last == Read::kShort))) {
       readLater(events); // the others first
     }
   }
@@ -381,8 +378,7 @@ Status TcpPath::consume(const std::byte* data, size_t bytes) {
       payloadBytes_ = header.payloadBytes;
       payloadRead_ = 0;
     } else {
-      const size_t take =
-          std::min<size_t>(payloadBytes_ - payloadRead_, bytes);
+      const size_t take = std::min<size_t>(payloadBytes_ - payloadRead_, bytes);
       if (std::byte* to = channel_.destination(id_)) {
         std::memcpy(to + payloadRead_, data, take);
       }

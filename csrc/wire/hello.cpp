@@ -95,10 +95,8 @@ uint16_t versionOf(const std::vector<uint8_t>& message) {
 }
 
 // What is wrong with the first 8 bytes, but for the version; empty if nothing.
-std::string headerError(
-    const std::vector<uint8_t>& m,
-    MessageKind kind,
-    size_t bytes) {
+std::string
+headerError(const std::vector<uint8_t>& m, MessageKind kind, size_t bytes) {
   if (std::memcmp(m.data(), "RSL", 3) != 0 || m[3] != kind) {
     return "it does not begin like one of this protocol";
   }
@@ -175,8 +173,7 @@ StatusCode statusCodeOf(HelloCode code) {
 }
 
 std::string refusalText(HelloCode code) {
-  return std::string("the peer refused the connection: ") +
-      helloCodeText(code);
+  return std::string("the peer refused the connection: ") + helloCodeText(code);
 }
 
 } // namespace

@@ -162,8 +162,7 @@ TEST(future_threads_callback_may_wait_for_a_future_of_its_own) {
     auto waiting = inner->get_future();
     FutureThreads::post(
         FutureThreads::levelForCaller(), [inner] { inner->set_value(); });
-    outer.set_value(
-        waiting.wait_for(kPatience) == std::future_status::ready);
+    outer.set_value(waiting.wait_for(kPatience) == std::future_status::ready);
   });
   auto result = outer.get_future();
   CHECK(result.wait_for(2 * kPatience) == std::future_status::ready);
