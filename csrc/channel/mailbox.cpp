@@ -180,7 +180,7 @@ std::string Mailbox::mismatchText(
     const FrameHeader& remote) {
   return "collective #" + std::to_string(sequence) + " does not match: rank " +
       std::to_string(remote.sourceRank) + " called " +
-      remote.signature.toString() + " where this rank called " +
+      remote.signature.toString() + " where the receiver called " +
       local.toString();
 }
 

@@ -302,19 +302,22 @@ void Engine::stop(Nanos linger) {
     return; // never started
   }
   const auto deadline = std::chrono::steady_clock::now() + linger;
-  callInLoop([this] {
-    for (auto& [uid, link] : links_) {
-      link->leave();
-    }
-  });
-  waitUntil(deadline, [this] {
+  const auto drained = [this] {
     for (auto& [uid, link] : links_) {
       if (link->state() == PeerLink::State::kUp && !link->channel().drained()) {
         return false;
       }
     }
     return true;
+  };
+  // A goodbye says that nothing follows: what was sent must have arrived.
+  waitUntil(deadline - linger / 4, drained);
+  callInLoop([this] {
+    for (auto& [uid, link] : links_) {
+      link->leave();
+    }
   });
+  waitUntil(deadline, drained);
   callInLoop([this] {
     // Groups that are still there: the process ends without destroying them.
     for (auto& [id, group] : groups_) {

@@ -15,6 +15,9 @@ namespace {
 
 constexpr size_t kSecretBytes = 32;
 
+// In place of the address of a rank that could not join, before the reason.
+const std::string kJoinFailed = "failed: ";
+
 // Operations up to this size are started in the caller's thread if the loop is
 // asleep: about 20 us of work, where waking the loop would take as long. What
 // is larger goes to the loop thread, so that isend returns at once.
@@ -102,11 +105,14 @@ void GroupImpl::join() {
       job.data(), job.data() + std::min<size_t>(16, job.size()), id_, 16);
   if (parsed.ec != std::errc() || parsed.ptr != job.data() + 16 ||
       job.size() != (given.empty() ? 17 + 2 * kSecretBytes : 16)) {
-    throw StatusError(Status(
+    const Status status(
         StatusCode::kInvalidArgument,
         "group " + name_ + ": the store holds \"" + std::to_string(job.size()) +
             " bytes\" as its key that this rank cannot use. Either all ranks "
-            "are given TORCH_RESILIENT_SECRET (or _SECRET_FILE) or none"));
+            "are given TORCH_RESILIENT_SECRET (or _SECRET_FILE) or none");
+    // So that the others need not wait for their time-outs.
+    store_->set(key("at", rank_), kJoinFailed + status.message());
+    throw StatusError(status);
   }
   secret_ = given.empty() ? job.substr(17) : given;
   engine_->addSecret(secret_);
@@ -344,6 +350,16 @@ void GroupImpl::seek(int rank) {
 
 void GroupImpl::resolved(int rank, const std::string& text) {
   Member& m = members_[static_cast<size_t>(rank)];
+  if (text.starts_with(kJoinFailed)) {
+    if (failure_.ok()) {
+      failure_ = Status(
+          StatusCode::kInvalidArgument,
+          "rank " + std::to_string(rank) +
+              " could not join: " + text.substr(kJoinFailed.size()));
+      failAll(failure_);
+    }
+    return;
+  }
   PeerAddress address;
   const Status status = PeerAddress::parse(text, address);
   if (!status.ok() || address.uid == engine_->self().uid) {

@@ -285,8 +285,12 @@ void PeerLink::checkNeverConnected() {
               std::to_string(
                   static_cast<int>(engine_.options().connect_timeout_s)) +
               " s (TORCH_RESILIENT_CONNECT_TIMEOUT_S): " + pathSummary() +
-              ". Check that its port is open and that "
-              "TORCH_RESILIENT_INTERFACE names a network that both share"));
+              (pathSummary().find("secret") != std::string::npos
+                   ? ". Give all ranks the same TORCH_RESILIENT_SECRET (or "
+                     "_SECRET_FILE)"
+                   : ". Check that its port is open and that "
+                     "TORCH_RESILIENT_INTERFACE names a network that both "
+                     "share")));
 }
 
 void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {

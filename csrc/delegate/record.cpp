@@ -25,6 +25,13 @@ void SendRecord::finished(const Status& status) {
   over();
   // `done` may destroy this record, and with it the function.
   const RecordDone done = std::move(done_);
+  if (status.code() == StatusCode::kMismatch) {
+    // The receiver's words do not say which rank it is.
+    done(Status(
+        status.code(),
+        "rank " + std::to_string(peer()) + " refused it: " + status.message()));
+    return;
+  }
   done(status);
 }
 

@@ -76,7 +76,8 @@ TEST(an_option_that_matches_nothing_lists_what_there_is) {
 
 TEST(without_an_option_the_route_to_the_store_decides) {
   CHECK_EQ(chosen("", "10.1.0.7"), std::string("eth1/10.1.0.7"));
-  CHECK_EQ(chosen("", "127.0.0.1"), std::string("lo/127.0.0.1"));
+  // Other hosts cannot use our loopback.
+  CHECK_EQ(chosen("", "127.0.0.1"), std::string("lo/127.0.0.1 eth0/10.0.0.7"));
   CHECK_EQ(chosen("", "10.77.0.1"), std::string("?/10.77.0.1"));
   CHECK_EQ(chosen(""), std::string("eth0/10.0.0.7"));
   auto reason = chooseAddresses(host(), "", std::nullopt).reason;

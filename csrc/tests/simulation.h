@@ -15,10 +15,7 @@ struct SimulationResult {
   uint64_t failed = 0; // operations that ended with an error, as they must
   uint64_t cancelled = 0; // operations
   uint64_t cuts = 0; // paths
-  uint64_t repeated = 0; // chunks sent again by another path
   uint64_t duplicates = 0; // chunks that arrived in vain
-  uint64_t staged = 0; // sends that ended before their acknowledgement
-  uint64_t offersOnly = 0; // schedules without any eager budget
 };
 
 // Runs one random program on one random network, both decided by the seed:

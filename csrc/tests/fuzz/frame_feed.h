@@ -244,7 +244,8 @@ class FrameFeed {
         FrameBytes bytes;
         encodeFrame(header(), bytes);
         read(p, {reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
-        const size_t n = std::min<size_t>(input_.size(), byte());
+        size_t n = byte();
+        n = std::min(n, input_.size());
         if (p.open && p.headerRead == kFrameHeaderBytes) {
           const size_t most = p.frame.payloadBytes - p.payloadRead;
           read(p, input_.first(std::min(n, most)));
@@ -263,10 +264,10 @@ class FrameFeed {
         channel().onTimer(now_);
         break;
       case 8:
-        send(byte(), byte() % 3);
+        send(what >= 128 ? 250 : what, byte() % 3);
         break;
       case 9:
-        post(what >= 128 ? 250 : byte(), byte() % 3);
+        post(what >= 128 ? 250 : what, byte() % 3);
         break;
       case 10:
         if (!sends_.empty()) {
