@@ -1,231 +1,376 @@
-"""resilient against gloo on one machine, interleaved in one run.
-
-Both backends live in the same processes; every repetition runs one after the other, and the order
-changes each time, so that what the machine does meanwhile hits both alike. A row is the median
-over all repetitions of the slowest rank's time; `ratio` is gloo's time over resilient's (above 1:
-resilient is faster), with the 10th and 90th percentile of the ratio of neighbouring repetitions.
-
-    python benchmarks/compare_gloo.py                      # everything, some minutes
-    python benchmarks/compare_gloo.py --quick              # a look, under a minute
-    python benchmarks/compare_gloo.py --ops all_reduce --sizes 8,1M,64M --ranks 4
-"""
+"""This backend against gloo, operation by operation, on the loopback of this machine."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from common import (
+    Report,
+    Row,
+    add_common_arguments,
+    format_size,
+    median,
+    parse_size,
+    quantile,
+    run_ranks,
+    write_rows,
+)
 
-SIZES = [8, 1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20, 256 << 20]
-OPS = ["send_recv", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"]
-OPS += ["barrier"]
-# All ranks' buffers of one row together. Larger rows are left out, so that nothing swaps.
-MEMORY_BYTES_MAX = 6 << 30
+ABOUT = """\
+How it measures. In each process both backends are alive at the same time, with the same buffers,
+and take turns: gloo, resilient, then resilient, gloo, and so on. What disturbs the machine so
+disturbs both, and each pair of neighbours gives one ratio of times.
+
+  ratio = time of gloo / time of resilient      above 1: resilient is faster
+
+A row shows the median time of one operation for each, the median ratio, and between which ratios
+80 % of the pairs lie. One sample is a batch of back-to-back operations, long enough to be timed
+well, and counts the time of the slowest rank. Before a row is timed, the results of both backends
+are checked.
+
+Sizes. For send and recv, all_reduce and broadcast: of the tensor. For all_gather (output),
+reduce_scatter (input) and all_to_all: of the whole tensor, of which each rank has its share; at
+least 4 bytes for each rank.
+
+  p2p_latency    ping-pong between neighbours (0-1, 2-3), half of the round trip
+  p2p_bandwidth  time for each message of a window of isends that one small answer ends
+  broadcast      each time from the next rank, so that no root can run ahead
+
+Examples:
+  compare_gloo.py --quick                                  all operations, coarse, < 60 s
+  compare_gloo.py --ops all_reduce --sizes 8,64K --ranks 4   only these
+  compare_gloo.py --realtime --budget-s 10 --json out.jsonl  for the record
+"""
+
+# torch renames some calls; their old names work in all the versions that are supported.
+warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+BACKENDS = ("gloo", "resilient")
+SIZES = "8,64,1K,4K,16K,64K,256K,1M,4M,16M,64M,256M"
+QUICK_SIZES = "8,4K,64K,1M,16M"
+
+# A batch lasts at least this long: a hundred times the cost of reading the clock and leaving
+# the barrier before it. Shorter: noise; longer: fewer pairs.
+BATCH_S = 0.003
+# Waiting for a descriptor of each operation costs memory; a batch is never longer than this.
+BATCH_MAX = 128
+# Of what one window of p2p_bandwidth sends: enough to keep a connection busy.
+WINDOW_BYTES = 64 * 1024**2
+WINDOW_MAX = 32
+# Rows that would need more are left out; an operation holds up to 5 copies (input, output, and
+# what the backends hold: gloo copies the input, this one up to 256 MiB of sends).
+MEMORY_BYTES = 6 * 1024**3
+COPIES = 5
+
+Run = Callable[[dist.ProcessGroup, int], None]
 
 
-def parse_size(text: str) -> int:
-    """`"64M"` as bytes."""
-    units = {"K": 10, "M": 20, "G": 30}
-    unit = text[-1].upper()
-    return int(text[:-1]) << units[unit] if unit in units else int(text)
+class Case(NamedTuple):
+    """One row's operation, bound to its buffers."""
+
+    forms: dict[str, Run]  # ways to call it, by name; the first that a backend has is used
+    fill: Callable[[], None]  # sets the inputs
+    right: Callable[[], bool]  # whether the result of one run is right
+    tensors: list[torch.Tensor]
+    parts: int = 1  # what one run counts for
 
 
-def size_text(size: int) -> str:
-    for shift, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if size >= 1 << shift:
-            return f"{size >> shift} {unit}"
-    return f"{size} B"
+def _repeat(once: Callable[[dist.ProcessGroup, int], object]) -> Run:
+    def run(group: dist.ProcessGroup, times: int) -> None:
+        for i in range(times):
+            once(group, i)
+
+    return run
 
 
-def row_bytes(op: str, size: int, ranks: int) -> int:
-    """Memory of one row: every operation has its input, some a copy of all ranks' inputs."""
-    return ranks * size * (2 if op in ("send_recv", "all_reduce", "broadcast") else 3)
+def _p2p(op: str, rank: int, size: int) -> Case:
+    count = max(1, size // 4)
+    data, out = torch.empty(count), torch.empty(count)
+    answer = torch.zeros(1)
+    peer = rank ^ 1
+    window = max(1, min(WINDOW_MAX, WINDOW_BYTES // (4 * count)))
+
+    def ping_pong(group: dist.ProcessGroup, _: int) -> None:
+        if rank < peer:
+            dist.send(data, peer, group)
+            dist.recv(out, peer, group)
+        else:
+            dist.recv(out, peer, group)
+            dist.send(data, peer, group)
+
+    def stream(group: dist.ProcessGroup, _: int) -> None:
+        if rank < peer:
+            works = [dist.isend(data, peer, group) for _ in range(window)]
+            dist.recv(answer, peer, group)
+            for work in works:
+                assert work is not None
+                work.wait()
+        else:
+            for _ in range(window):
+                dist.recv(out, peer, group)
+            dist.send(answer, peer, group)
+
+    def fill() -> None:
+        data.fill_(rank + 1.0)
+        out.fill_(0.0)
+
+    latency = op == "p2p_latency"
+    return Case(
+        {"send, recv": _repeat(ping_pong)} if latency else {"isend, recv": _repeat(stream)},
+        fill,
+        lambda: (not latency and rank < peer) or bool((out == peer + 1.0).all()),
+        [data, out],
+        2 if latency else window,
+    )
 
 
-def operation(op: str, size: int, rank: int, ranks: int) -> Callable[[Any], None]:
-    """The operation on `size` bytes a rank: input of all_gather: size / ranks; else all of it."""
+def build(op: str, rank: int, ranks: int, size: int) -> Case:
+    """The case for operation `op` with about `size` bytes (see ABOUT)."""
+    if op.startswith("p2p"):
+        return _p2p(op, rank, size)
     if op == "barrier":
-        return lambda group: dist.barrier(group=group)
-    count = max(size // 4, ranks)
-    count -= count % ranks
-    data = torch.ones(count)
-    part = torch.ones(count // ranks)
-    if op == "send_recv":
-        # Ping-pong between neighbours; the row is half of a round trip.
-        peer = rank ^ 1
-
-        def ping_pong(group: Any) -> None:
-            if rank % 2 == 0:
-                dist.send(data, peer, group=group)
-                dist.recv(data, peer, group=group)
-            else:
-                dist.recv(data, peer, group=group)
-                dist.send(data, peer, group=group)
-
-        return ping_pong
-    if op == "all_reduce":
-        return lambda group: dist.all_reduce(data, group=group)
-    if op == "broadcast":
-        return lambda group: dist.broadcast(data, 0, group=group)
+        forms = {"barrier": _repeat(lambda group, _: dist.barrier(group=group))}
+        return Case(forms, lambda: None, lambda: True, [])
+    total = ranks * (ranks + 1) / 2.0
+    if op in ("all_reduce", "broadcast"):
+        data = torch.empty(max(1, size // 4))
+        calls: dict[str, Callable[[dist.ProcessGroup, int], object]] = {
+            "all_reduce": lambda group, _: dist.all_reduce(data, group=group),
+            "broadcast": lambda group, i: dist.broadcast(data, i % ranks, group=group),
+        }
+        expected = total if op == "all_reduce" else 1.0
+        return Case(
+            {op: _repeat(calls[op])},
+            lambda: void(data.fill_(rank + 1.0)),
+            lambda: bool((data == expected).all()),
+            [data],
+        )
+    part = max(1, size // 4 // ranks)
+    whole, other, own = torch.empty(ranks * part), torch.empty(ranks * part), torch.empty(part)
+    shares = list(whole.chunk(ranks))
+    by_rank = torch.arange(1.0, ranks + 1).repeat_interleave(part)
     if op == "all_gather":
-        return lambda group: dist.all_gather_into_tensor(data, part, group=group)
+        return Case(
+            {
+                "all_gather_into_tensor": _repeat(
+                    lambda group, _: dist.all_gather_into_tensor(whole, own, group)
+                ),
+                "all_gather (list)": _repeat(lambda group, _: dist.all_gather(shares, own, group)),
+            },
+            lambda: void(own.fill_(rank + 1.0)),
+            lambda: torch.equal(whole, by_rank),
+            [whole, own],
+        )
     if op == "reduce_scatter":
-        return lambda group: dist.reduce_scatter_tensor(part, data, group=group)
-    if op == "all_to_all":
-        output = torch.empty_like(data)
-        return lambda group: dist.all_to_all_single(output, data, group=group)
-    raise ValueError(f"--ops {op}: choose from {', '.join(OPS)}")
+        return Case(
+            {
+                "reduce_scatter_tensor": _repeat(
+                    lambda group, _: dist.reduce_scatter_tensor(own, whole, group=group)
+                ),
+                "reduce_scatter (list)": _repeat(
+                    lambda group, _: dist.reduce_scatter(own, shares, group=group)
+                ),
+            },
+            lambda: void(whole.fill_(rank + 1.0)),
+            lambda: bool((own == total).all()),
+            [whole, own],
+        )
+    assert op == "all_to_all", op
+    return Case(
+        {op: _repeat(lambda group, _: dist.all_to_all_single(other, whole, group=group))},
+        lambda: void(whole.fill_(rank + 1.0)),
+        lambda: torch.equal(other, by_rank),
+        [whole, other],
+    )
+
+
+def void(_: object) -> None:
+    """Makes an expression a statement."""
+
+
+# In the order of the table; barrier has no size.
+OPS = (
+    "p2p_latency",
+    "p2p_bandwidth",
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "broadcast",
+    "barrier",
+)
+
+
+class Bench:
+    """The measurements of one rank. All ranks call the same methods in the same order."""
+
+    def __init__(self, rank: int, ranks: int, budget_s: float) -> None:
+        self.rank, self.ranks, self.budget_s = rank, ranks, budget_s
+        resilient = dist.new_group(backend="resilient")
+        assert dist.group.WORLD is not None
+        self.groups = {"gloo": dist.group.WORLD, "resilient": resilient}
+        # Agreements go over a group of their own, so that they are the same for both.
+        self.control = dist.new_group(backend="gloo")
+
+    def _all_ranks(self, value: bool) -> bool:
+        answer = torch.tensor([int(value)])
+        dist.all_reduce(answer, dist.ReduceOp.MIN, self.control)
+        return bool(answer.item())
+
+    def _form(self, case: Case, backend: str) -> tuple[str, Run]:
+        """The first form that the backend has and that gives the right result."""
+        errors = []
+        for name, run in case.forms.items():
+            case.fill()
+            try:
+                run(self.groups[backend], 1)
+            except (RuntimeError, ValueError, NotImplementedError) as error:
+                errors.append(f"{name}: {str(error).splitlines()[0]}")
+                continue
+            if not self._all_ranks(case.right()):
+                raise RuntimeError(f"{backend}, {name}, {self.ranks} ranks: wrong result")
+            return name, run
+        raise NotImplementedError(f"{backend} cannot: {'; '.join(errors)}")
+
+    def _sample(self, run: Run, backend: str, times: int) -> float:
+        dist.barrier(group=self.control)
+        start = time.perf_counter()
+        run(self.groups[backend], times)
+        return (time.perf_counter() - start) / times
+
+    def row(self, op: str, size: int) -> Row:
+        """Measures one row; `samples_us` and so on are there on all ranks, unless `error` is."""
+        case = build(op, self.rank, self.ranks, size)
+        row: Row = {"benchmark": "compare_gloo", "op": op, "ranks": self.ranks, "bytes": size}
+        try:
+            forms = {backend: self._form(case, backend) for backend in BACKENDS}
+        except NotImplementedError as error:
+            return {**row, "error": str(error)}
+        for tensor in case.tensors:
+            tensor.zero_()  # so that sums stay finite
+        runs = {backend: form[1] for backend, form in forms.items()}
+
+        pilot = [min(self._sample(runs[b], b, 1) for _ in range(3)) for b in BACKENDS]
+        times = max(1, min(BATCH_MAX, round(BATCH_S / min(pilot))))
+        rounds = max(3, min(1000, round(self.budget_s / (times * sum(pilot)))))
+        plan = torch.tensor([times, rounds])
+        dist.broadcast(plan, 0, self.control)
+        times, rounds = int(plan[0]), int(plan[1])
+
+        samples: list[list[float]] = [[], []]
+        for i in range(rounds):
+            for which in (0, 1) if i % 2 == 0 else (1, 0):
+                backend = BACKENDS[which]
+                samples[which].append(self._sample(runs[backend], backend, times))
+        worst = torch.tensor(samples, dtype=torch.float64)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, self.control)
+        gloo_us, resilient_us = (worst * (1e6 / case.parts)).tolist()
+        ratios = [g / r for g, r in zip(gloo_us, resilient_us, strict=True)]
+        return {
+            **row,
+            "via": {backend: form[0] for backend, form in forms.items()},
+            "batch": times,
+            "gloo_us": median(gloo_us),
+            "resilient_us": median(resilient_us),
+            "ratio": median(ratios),
+            "ratio_p10": quantile(ratios, 0.1),
+            "ratio_p90": quantile(ratios, 0.9),
+            "samples_us": {"gloo": gloo_us, "resilient": resilient_us},
+        }
 
 
 def measure(
-    body: Callable[[Any], None], groups: dict[str, Any], budget_s: float, least: int
-) -> dict[str, list[float]]:
-    """Seconds per repetition (the slowest rank's), by backend; collective over all ranks."""
-    times: dict[str, list[float]] = {name: [] for name in groups}
-    names = list(groups)
-    for name in names:  # connections, caches
-        body(groups[name])
-        body(groups[name])
-    began = time.perf_counter()
-    repetition = 0
-    # Rank 0 decides when the time is over; the flag travels over gloo, between repetitions.
-    while True:
-        for name in names if repetition % 2 == 0 else names[::-1]:
-            dist.barrier(group=groups["gloo"])
-            start = time.perf_counter()
-            body(groups[name])
-            times[name].append(time.perf_counter() - start)
-        repetition += 1
-        more = torch.tensor([repetition < least or time.perf_counter() - began < budget_s])
-        if repetition % 8 == 0 or repetition >= least:
-            dist.broadcast(more, 0, group=groups["gloo"])
-            if not bool(more[0]):
-                break
-    for name in names:
-        slowest = torch.tensor(times[name], dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups["gloo"])
-        times[name] = slowest.tolist()
-    return times
+    rank: int,
+    ranks: int,
+    report: Report,
+    ops: Sequence[str],
+    sizes: Sequence[int],
+    budget_s: float,
+) -> None:
+    """Runs all rows of one number of ranks; rank 0 reports them."""
+    bench = Bench(rank, ranks, budget_s)
+    for op in ops:
+        for size in sizes if op != "barrier" else [0]:
+            if ranks * size * COPIES <= MEMORY_BYTES:
+                report(bench.row(op, size))
 
 
-def percentile(values: list[float], fraction: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+HEAD = (
+    f"{'op':<14} {'ranks':>5} {'size':>8} {'gloo us':>10} {'resil. us':>10} {'ratio':>6}  p10 - p90"
+)
 
 
-def rank_main(rank: int, ranks: int, arguments: argparse.Namespace, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    groups = {"gloo": dist.group.WORLD, "resilient": dist.new_group(backend="resilient")}
-    with open(out, "a", encoding="utf-8") as file:
-        for op in arguments.ops:
-            for size in arguments.sizes if op != "barrier" else [0]:
-                if row_bytes(op, size, ranks) > MEMORY_BYTES_MAX:
-                    continue
-                body = operation(op, size, rank, ranks)
-                times = measure(body, groups, arguments.budget_s, arguments.least)
-                if rank != 0:
-                    continue
-                half = 2 if op == "send_recv" else 1
-                gloo = [t / half for t in times["gloo"]]
-                ours = [t / half for t in times["resilient"]]
-                pairs = [a / b for a, b in zip(gloo, ours, strict=True)]
-                row = {
-                    "op": op,
-                    "ranks": ranks,
-                    "bytes": size,
-                    "gloo_us": statistics.median(gloo) * 1e6,
-                    "resilient_us": statistics.median(ours) * 1e6,
-                    "ratio": statistics.median(gloo) / statistics.median(ours),
-                    "ratio_p10": percentile(pairs, 0.1),
-                    "ratio_p90": percentile(pairs, 0.9),
-                    "samples": len(ours),
-                }
-                file.write(json.dumps(row) + "\n")
-                file.flush()
-                print(format_row(row), flush=True)
-    dist.destroy_process_group()
+def show(row: Row) -> str:
+    """One line of the table."""
+    place = f"{row['op']:<14} {row['ranks']:>5} {format_size(row['bytes']):>8}"
+    if "error" in row:
+        return f"{place}  {row['error']}"
+    note = "" if row["ratio"] >= 1.0 else "  <"
+    if row["via"]["gloo"] != row["via"]["resilient"]:
+        note += f"  gloo by {row['via']['gloo']}"
+    spread = f"{row['ratio_p10']:.2f} - {row['ratio_p90']:.2f}"
+    times = f"{row['gloo_us']:>10.1f} {row['resilient_us']:>10.1f} {row['ratio']:>6.2f}"
+    return f"{place} {times}  {spread:<13}{note}".rstrip()
 
 
-def format_row(row: dict[str, Any]) -> str:
-    size = size_text(row["bytes"]) if row["bytes"] else ""
+def summary(rows: Sequence[Row]) -> str:
+    """Worst row, median row, and how many are below 1.0."""
+    timed = sorted((row for row in rows if "ratio" in row), key=lambda row: float(row["ratio"]))
+    if not timed:
+        return "no rows"
+    below = sum(row["ratio"] < 1.0 for row in timed)
+    surely = sum(row["ratio_p90"] < 1.0 for row in timed)
     return (
-        f"{row['op']:<15}{row['ranks']:>5}{size:>9}{row['gloo_us']:>13,.1f}"
-        f"{row['resilient_us']:>15,.1f}{row['ratio']:>8.2f}"
-        f"   {row['ratio_p10']:.2f} - {row['ratio_p90']:.2f}   {row['samples']}"
+        f"worst  {show(timed[0])}\nmedian {show(timed[len(timed) // 2])}\n"
+        f"{below} of {len(timed)} rows below 1.0, {surely} of them in nine of ten pairs"
     )
 
 
-def about() -> dict[str, Any]:
-    """What a result needs to be understood later."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    return {
-        "command": " ".join(["python", *sys.argv]),
-        "commit": commit,
-        "torch": str(torch.__version__),
-        "machine": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-    }
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ops", default=",".join(OPS), help="comma-separated: %(default)s")
-    parser.add_argument("--sizes", help="bytes a rank, comma-separated, K, M, G allowed")
-    parser.add_argument("--ranks", default="2,4", help="numbers of ranks: %(default)s")
-    parser.add_argument("--budget-s", type=float, default=4.0, help="seconds a row: %(default)s")
-    parser.add_argument("--least", type=int, default=9, help="least repetitions: %(default)s")
-    parser.add_argument("--quick", action="store_true", help="few sizes, half a second a row")
-    parser.add_argument("--json", type=Path, help="write one JSON object a row into this file")
-    arguments = parser.parse_args()
-    arguments.ops = arguments.ops.split(",")
-    if arguments.quick:
-        arguments.sizes = arguments.sizes or "8,64K,4M"
-        arguments.budget_s, arguments.least = 0.5, 5
-    arguments.sizes = (
-        [parse_size(s) for s in arguments.sizes.split(",")] if arguments.sizes else SIZES
+    parser.add_argument("--ops", default=",".join(OPS), help=f"of {', '.join(OPS)}")
+    parser.add_argument("--sizes", help=f"bytes, with K or M (default {SIZES})")
+    parser.add_argument(
+        "--ranks", help="numbers of processes, all even (default 2,4)", default="2,4"
     )
-    for op in arguments.ops:
-        if op not in OPS:
-            parser.error(f"--ops {op}: choose from {', '.join(OPS)}")
-    print(
-        f"{'operation':<15}{'ranks':>5}{'size':>9}{'gloo us':>13}{'resilient us':>15}{'ratio':>8}"
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/rows"
-        for ranks in (int(r) for r in arguments.ranks.split(",")):
-            store = f"{folder}/store{ranks}"
-            mp.spawn(rank_main, (ranks, arguments, store, out), nprocs=ranks)
-        rows = [json.loads(line) for line in Path(out).read_text().splitlines()]
-    ratios = sorted(row["ratio"] for row in rows)
-    slower = [row for row in rows if row["ratio"] < 1]
-    worst = min(rows, key=lambda row: row["ratio"])
-    print(
-        f"\n{len(rows)} rows; median ratio {statistics.median(ratios):.2f}; "
-        f"{len(slower)} below 1.0; worst {worst['ratio']:.2f} "
-        f"({worst['op']}, {worst['ranks']} ranks, {size_text(worst['bytes'])})"
-    )
-    if arguments.json:
-        described = [{**about(), **row} for row in rows]
-        arguments.json.write_text("".join(json.dumps(row) + "\n" for row in described))
+    parser.add_argument("--budget-s", type=float, help="seconds for each row (default 3)")
+    add_common_arguments(parser)
+    options = parser.parse_args(arguments)
+    ops = options.ops.split(",")
+    if unknown := set(ops) - set(OPS):
+        parser.error(f"--ops: {', '.join(sorted(unknown))}: expected some of {', '.join(OPS)}")
+    try:
+        sizes = [
+            parse_size(text)
+            for text in (options.sizes or (QUICK_SIZES if options.quick else SIZES)).split(",")
+        ]
+        all_ranks = [int(text) for text in options.ranks.split(",")]
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        parser.error(str(error))
+    if any(ranks < 2 or ranks % 2 for ranks in all_ranks):
+        parser.error("--ranks: send and recv go between pairs, so the numbers must be even")
+    budget_s = options.budget_s or (0.2 if options.quick else 3.0)
+
+    rows: list[Row] = []
+    print(HEAD, flush=True)
+    for ranks in all_ranks:
+        for row in run_ranks(measure, ranks, ops, sizes, budget_s, realtime=options.realtime):
+            print(show(row), flush=True)
+            rows.append(row)
+            write_rows(options.json, [row])
+    print(f"\n{summary(rows)}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

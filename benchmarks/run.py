@@ -1,22 +1,48 @@
-"""All measurements in their quick form: `make bench`."""
+"""All benchmarks, and one summary: quick by default (about two minutes), --full for the record."""
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-HERE = Path(__file__).parent
-RUNS = [["compare_gloo.py", "--quick"], ["hol_blocking.py", "--quick"], ["idle_cpu.py"]]
+HERE = Path(__file__).resolve().parent
+SCRIPTS = ("compare_gloo.py", "hol_blocking.py", "idle_cpu.py")
+
+ABOUT = """\
+Runs compare_gloo.py, hol_blocking.py and idle_cpu.py, one after the other; each explains itself
+with --help. The first compares and has no limits; the others end with status 1 if they miss one,
+and then so does this.
+"""
 
 
 def main() -> int:
-    failed = 0
-    for name, *arguments in RUNS:
-        print(f"\n== {name} {' '.join(arguments)}", flush=True)
-        run = subprocess.run([sys.executable, HERE / name, *arguments], check=False)
-        failed = failed or run.returncode
-    return failed
+    """Runs them; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--full", action="store_true", help="the whole measurement, long")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append all rows to this file")
+    parser.add_argument("--realtime", action="store_true", help="at real-time priority")
+    options = parser.parse_args()
+    common = [] if options.full else ["--quick"]
+    if options.json:
+        common += ["--json", str(options.json.resolve())]
+    if options.realtime:
+        common.append("--realtime")
+
+    results = []
+    for script in SCRIPTS:
+        print(f"== {script}", flush=True)
+        start = time.monotonic()
+        status = subprocess.run([sys.executable, HERE / script, *common], check=False).returncode
+        result = "ok" if status == 0 else f"FAILED ({status})"
+        results.append(f"{script:<16} {result}, {time.monotonic() - start:.0f} s")
+        print(flush=True)
+    print("\n".join(results))
+    return int(any("FAILED" in result for result in results))
 
 
 if __name__ == "__main__":

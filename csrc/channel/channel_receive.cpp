@@ -215,7 +215,7 @@ Status Channel::onPayload(PathId path, TimePoint now) {
       if (p.pingSent &&
           static_cast<uint64_t>(p.pingSent->time_since_epoch().count()) ==
               h.message) {
-        p.statistics.onRoundTrip(now - *p.pingSent);
+        p.statistics.onRoundTrip(now - *p.pingSent, now);
         p.pingSent.reset();
       }
       return Status();

@@ -129,6 +129,17 @@ void Channel::finishSend(OutMessage& m, const Status& status) {
 // acknowledgement, or that has waited long for its turn, is copied.
 void Channel::stageLent(TimePoint now) {
   bool staged = false;
+  // On a short link the acknowledgement is only late because both ends are
+  // busy, and a copy would make them busier. A link nobody has measured yet
+  // gets a little longer to show that it is short.
+  double least = 0;
+  for (const auto& [id, p] : paths_) {
+    const double s = p.statistics.leastRoundTripS();
+    least = least == 0 ? s : std::min(least, s == 0 ? least : s);
+  }
+  const Nanos patience = least == 0              ? 5 * config_.stageAfter
+      : fromSeconds(least) >= config_.stageAfter ? config_.stageAfter
+                                                 : Nanos::max();
   std::deque<uint64_t> keep;
   for (uint64_t number : lent_) {
     auto found = out_.find(number);
@@ -139,8 +150,7 @@ void Channel::stageLent(TimePoint now) {
     // What a fast link would need: it finishes before we would have copied.
     const Nanos fair = 10 * config_.stageAfter +
         Nanos(static_cast<int64_t>(2 * m.header.totalBytes));
-    const bool waitsForAck =
-        m.allHandedOut() && now - m.pulledAt >= config_.stageAfter;
+    const bool waitsForAck = m.allHandedOut() && now - m.pulledAt >= patience;
     if ((waitsForAck || now - m.postedAt >= fair) && stage(m)) {
       staged = true;
       continue;
@@ -419,7 +429,7 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     InFlight f = std::move(p.inFlight.front());
     p.inFlight.pop_front();
     if (f.ackNow) {
-      p.statistics.onRoundTrip(now - f.at);
+      p.statistics.onRoundTrip(now - f.at, now);
     }
     if (f.control && f.control->header.type != FrameType::kCancel) {
       rejects_ -= f.control->header.type == FrameType::kReject;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "base/time.h"
@@ -10,13 +11,16 @@ namespace resilient {
 // smoothed. Passive: it costs no traffic of its own.
 class LinkStatistics {
  public:
-  void onRoundTrip(Nanos sample) {
+  void onRoundTrip(Nanos sample, TimePoint now) {
     const double s = toSeconds(sample);
     // RFC 6298's gain: one sample in eight.
     roundTripS_ = roundTripS_ == 0 ? s : roundTripS_ + (s - roundTripS_) / 8;
-    if (minRoundTripS_ == 0 || s < minRoundTripS_) {
-      minRoundTripS_ = s;
+    if (now - leastSince_ >= kLeastWindow) {
+      leastBefore_ = least_;
+      least_ = 0;
+      leastSince_ = now;
     }
+    least_ = least_ == 0 ? s : std::min(least_, s);
   }
 
   // `busySince`: since when the path has had unacknowledged bytes. Idle time
@@ -40,8 +44,12 @@ class LinkStatistics {
   double roundTripS() const {
     return roundTripS_;
   }
-  double minRoundTripS() const {
-    return minRoundTripS_;
+  // The least of the last seconds: what the link itself takes, without our own
+  // queue in front of it. 0 while unknown.
+  double leastRoundTripS() const {
+    return leastBefore_ == 0 ? least_
+        : least_ == 0        ? leastBefore_
+                             : std::min(least_, leastBefore_);
   }
   double goodputBytesPerS() const {
     return goodput_;
@@ -53,7 +61,12 @@ class LinkStatistics {
   static constexpr Nanos kWindow = std::chrono::milliseconds(100);
 
   double roundTripS_ = 0;
-  double minRoundTripS_ = 0;
+  // Long enough to hold a sample of a quiet moment, short enough to notice a
+  // link that has become slow.
+  static constexpr Nanos kLeastWindow = std::chrono::seconds(1);
+  double least_ = 0; // since leastSince_
+  double leastBefore_ = 0; // in the window before
+  TimePoint leastSince_{};
   double goodput_ = 0;
   TimePoint windowStart_{};
   uint64_t windowBytes_ = 0;
