@@ -24,7 +24,7 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format cpp-test python-test asan tsan \
+.PHONY: help setup demo test lint format cpp-test python-test asan tsan planted \
   nightly fuzz bench options-doc clean
 
 help: ## this list
@@ -50,7 +50,7 @@ build/installed: $(VENV)/tools $(BUILT_FROM)
 demo: setup ## the demonstration: training goes on while the network fails
 	$(BIN)/python examples/run_demo.py $(ARGS)
 
-test: lint asan tsan python-test ## everything that must pass before a commit
+test: lint asan tsan planted python-test ## everything that must pass before a commit
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .
@@ -77,6 +77,10 @@ asan: ## tests of the C++ core under the address and undefined sanitizers
 tsan: ## tests of the C++ core under the thread sanitizer
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=tsan all
 	$(MAKE) -C csrc VARIANT=tsan test
+
+planted: ## mistakes on purpose, each of which the simulation must find
+	$(MAKE) -C csrc -j$(JOBS) VARIANT=planted all
+	$(MAKE) -C csrc VARIANT=planted test ARGS=planted
 
 nightly: ## CASES=100000 random networks for each simulation
 	$(MAKE) -C csrc -j$(JOBS) all
