@@ -24,7 +24,7 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format cpp-test python-test asan tsan planted \
+.PHONY: help setup demo test lint format cpp-test python-test slow-test asan tsan planted \
   nightly fuzz bench options-doc clean
 
 help: ## this list
@@ -68,7 +68,10 @@ cpp-test: ## tests of the C++ core, ARGS="part of a name"
 	$(MAKE) -C csrc test
 
 python-test: setup ## tests of the package, ARGS="-k expression"
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+slow-test: setup ## the tests that take long or much memory
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 asan: ## tests of the C++ core under the address and undefined sanitizers
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=asan all

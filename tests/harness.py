@@ -9,7 +9,7 @@ timeout, the stacks of all threads) of every rank.
 
 Ranks are forked from a server process that has imported torch but never run it, so a rank is a
 fresh process and yet starts in about 20 ms instead of 3 s. `start="spawn"` gives a fresh
-interpreter. The key-value store lives in the calling process: it outlives any rank.
+interpreter. The key-value store does not live in a rank: it outlives all of them.
 
 The backend under test is "resilient"; RESILIENT_TEST_BACKEND=gloo runs the same tests on gloo,
 which tells a wrong test from a wrong backend.
@@ -148,7 +148,9 @@ def make_store(prefix: str = "") -> dist.Store:
     return dist.PrefixStore(prefix, store) if prefix else store
 
 
-def init_group(prefix: str = "", backend: str | None = None, timeout_s: float | None = None) -> None:
+def init_group(
+    prefix: str = "", backend: str | None = None, timeout_s: float | None = None
+) -> None:
     """In a rank: initialises the default group; `prefix` keeps several of them apart."""
     assert _current is not None, "only in a rank process"
     dist.init_process_group(
@@ -196,7 +198,7 @@ def run_outcomes(
     world_size: int = 2,
     backend: str | None = None,
     init: bool = True,
-    store: str = "tcp",
+    store: str = "file",
     group_timeout_s: float = 30,
     timeout_s: float = 60,
     start: str = "fork",
@@ -207,7 +209,9 @@ def run_outcomes(
     `function` must be a module-level function; it is called as function(rank, *args). `init`:
     initialise the default group before and destroy it after. `group_timeout_s` is the group's
     timeout, `timeout_s` the time after which all ranks are killed. `env` is added to the
-    environment of the ranks.
+    environment of the ranks. `store`: "file", or "tcp" for a TCPStore as in a real job. The latter
+    looks up the name of ::ffff:127.0.0.1 for each connection; where the name server does not
+    always answer, all ranks then stand still for 5 s.
     """
     context = _context(start)
     folder = tempfile.mkdtemp(prefix="ranks_")
@@ -217,9 +221,7 @@ def run_outcomes(
     outcomes = [Outcome(rank) for rank in range(world_size)]
     try:
         if store == "tcp":
-            server = dist.TCPStore(
-                "127.0.0.1", 0, None, is_master=True, wait_for_workers=False
-            )
+            server = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         for rank in range(world_size):
             job = _Job(
                 function=function,

@@ -45,7 +45,7 @@ MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 BAND, BOR, BXOR = dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR
 
 
-# ---- inputs and oracles -------------------------------------------------------------------
+# ---- inputs and oracles -------------------------------------------------------------------------
 
 
 def generator(*key: object) -> torch.Generator:
@@ -133,8 +133,10 @@ class Checks:
 
     def close(self, got: torch.Tensor, want: torch.Tensor, case: str) -> None:
         self.count += 1
-        if got.shape != want.shape or got.dtype != want.dtype or not torch.allclose(
-            got.double(), want.double(), **tolerance(got.dtype)
+        if (
+            got.shape != want.shape
+            or got.dtype != want.dtype
+            or not torch.allclose(got.double(), want.double(), **tolerance(got.dtype))
         ):
             self.wrong.append(f"{case}: got {brief(got)}, want about {brief(want)}")
 
@@ -170,7 +172,7 @@ def assert_good(reports: list[tuple[int, list[str], str]], min_checks: int = 1) 
     assert len(digests) == 1, "results that must be equal on all ranks differ"
 
 
-# ---- reductions ---------------------------------------------------------------------------
+# ---- reductions ---------------------------------------------------------------------------------
 
 
 def exact_cases() -> Iterator[tuple[Any, torch.dtype, tuple[int, ...]]]:
@@ -343,7 +345,7 @@ def test_premul_sum(size: int) -> None:
     assert_good(run_ranks(premul_sum, world_size=size))
 
 
-# ---- moves --------------------------------------------------------------------------------
+# ---- moves --------------------------------------------------------------------------------------
 
 
 def moves(rank: int, dtypes: list[torch.dtype]) -> Any:
@@ -454,7 +456,7 @@ def test_uneven_sizes(size: int) -> None:
     assert_good(run_ranks(uneven, world_size=size))
 
 
-# ---- layouts, aliases, asynchronous calls ----------------------------------------------------
+# ---- layouts, aliases, asynchronous calls -------------------------------------------------------
 
 
 def layouts() -> list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]]:
@@ -615,7 +617,7 @@ def test_many_asynchronous_operations(size: int) -> None:
     )
 
 
-# ---- coalesced, functional, objects, barriers -------------------------------------------------
+# ---- coalesced, functional, objects, barriers ---------------------------------------------------
 
 
 def coalesced(rank: int) -> Any:
@@ -678,9 +680,7 @@ def coalesced(rank: int) -> Any:
         stacked = [torch.cat([t] * size) for t in inputs[rank]]
         got = funcol.reduce_scatter_tensor(stacked[3], "sum", 0, group)
         checks.equal(got.clone(), sums[3], "funcol.reduce_scatter_tensor")
-        many = funcol.reduce_scatter_tensor_coalesced(
-            stacked, "sum", [0] * len(stacked), group
-        )
+        many = funcol.reduce_scatter_tensor_coalesced(stacked, "sum", [0] * len(stacked), group)
         for got, want in zip(many, sums, strict=True):
             checks.equal(got.clone(), want, "funcol.reduce_scatter_tensor_coalesced")
         got = funcol.broadcast(inputs[rank][3], 1, group)
@@ -714,12 +714,14 @@ def objects(rank: int) -> None:
     everything: list[Any] = [None] * size
     dist.all_gather_object(everything, thing)
     for r in range(size):
-        assert everything[r]["rank"] == r and len(everything[r]["list"]) == r * 1000
+        assert everything[r]["rank"] == r
+        assert len(everything[r]["list"]) == r * 1000
         assert torch.equal(everything[r]["tensor"], torch.arange(r + 1))
     at_root: list[Any] | None = [None] * size if rank == 1 else None
     dist.gather_object(thing, at_root, 1)
     if rank == 1:
-        assert at_root is not None and [t["rank"] for t in at_root] == list(range(size))
+        assert at_root is not None
+        assert [t["rank"] for t in at_root] == list(range(size))
     many: list[Any] = ["a", None, {"b": 1.5}] if rank == 1 else [None, None, None]
     dist.broadcast_object_list(many, 1)
     assert many == ["a", None, {"b": 1.5}]
@@ -731,7 +733,8 @@ def objects(rank: int) -> None:
     elif rank == 1:
         received: list[Any] = [None, None, None]
         dist.recv_object_list(received, 0)
-        assert received[:2] == [1, "two"] and received[2]["rank"] == 0
+        assert received[:2] == [1, "two"]
+        assert received[2]["rank"] == 0
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -773,18 +776,16 @@ def monitored_barrier_names_the_absent(rank: int, absent: list[int], wait_all: b
 
 @pytest.mark.parametrize("wait_all", [False, True])
 def test_monitored_barrier_names_the_absent(wait_all: bool) -> None:
-    outcomes = run_outcomes(
-        monitored_barrier_names_the_absent, [1, 3], wait_all, world_size=4
-    )
+    outcomes = run_outcomes(monitored_barrier_names_the_absent, [1, 3], wait_all, world_size=4)
     errors = [outcome.value for outcome in outcomes]
     if wait_all:
         assert "Ranks 1, 3 failed to pass monitoredBarrier" in errors[0]
     else:
         assert "Rank 1 failed to pass monitoredBarrier" in errors[0]
-    assert errors[2] and "0" in errors[2], "the present rank hears that it failed"
+    assert "rank 0" in errors[2].lower(), "the present rank hears that it failed"
 
 
-# ---- refusals -----------------------------------------------------------------------------
+# ---- refusals -----------------------------------------------------------------------------------
 
 
 def refusals(rank: int) -> list[str]:
@@ -874,7 +875,7 @@ def test_ranks_that_disagree_find_out(kind: str) -> None:
     assert any(all(word in text for word in words[kind]) for text in texts), texts
 
 
-# ---- large ----------------------------------------------------------------------------------
+# ---- large --------------------------------------------------------------------------------------
 
 
 def large(rank: int, count: int) -> None:
@@ -897,9 +898,11 @@ def test_tens_of_megabytes() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_more_than_two_gibibytes() -> None:
-    """Sizes and offsets beyond 31 bits. Needs about 20 GiB (int64 inputs in two ranks aside)."""
-    run_ranks(large_without_wide_input, (2 << 30) + (1 << 20) + 17, timeout_s=500, group_timeout_s=400)
+    """Sizes and offsets beyond 31 bits. Needs about 10 GiB of memory."""
+    count = (2 << 30) + (1 << 20) + 17
+    run_ranks(large_without_wide_input, count, timeout_s=500, group_timeout_s=400)
 
 
 def large_without_wide_input(rank: int, count: int) -> None:

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from harness import (
     error_of,
-    init_group,
     make_store,
     on_gloo,
     run_outcomes,
@@ -43,7 +42,7 @@ def expect(tensor: torch.Tensor, *key: int) -> None:
     assert torch.equal(tensor, want), f"message {key}: got {tensor.view(-1)[:4].tolist()}"
 
 
-# ---- orders -------------------------------------------------------------------------------
+# ---- orders -------------------------------------------------------------------------------------
 
 
 def blocking(rank: int) -> None:
@@ -96,7 +95,7 @@ def many_outstanding(rank: int, seed: int) -> None:
     mine = [(kind, peer) for peer in range(size) if peer != rank for kind in ("send", "recv")]
     todo = [entry for entry in mine for _ in range(count)]
     random.Random(seed * 100 + rank).shuffle(todo)
-    posted = {entry: 0 for entry in mine}
+    posted = dict.fromkeys(mine, 0)
     works: list[tuple[Any, torch.Tensor, tuple[int, int, int] | None]] = []
     for kind, peer in todo:
         i = posted[kind, peer]
@@ -213,7 +212,7 @@ def test_batch_isend_irecv_in_random_order(size: int, seed: int) -> None:
     run_ranks(batches, seed, world_size=size)
 
 
-# ---- a random program for each rank -----------------------------------------------------------
+# ---- a random program for each rank -------------------------------------------------------------
 
 
 def random_program(rank: int, seed: int) -> None:
@@ -331,7 +330,7 @@ def test_threads_with_tags_of_their_own() -> None:
     run_ranks(from_many_threads)
 
 
-# ---- tensors ----------------------------------------------------------------------------------
+# ---- tensors ------------------------------------------------------------------------------------
 
 
 def requires_grad_and_inference(rank: int) -> None:
@@ -349,7 +348,8 @@ def requires_grad_and_inference(rank: int) -> None:
         work = dist.irecv(buffer, 0)
         work.wait()
         expect(buffer.detach(), 1)
-        assert buffer.is_leaf and buffer.requires_grad
+        assert buffer.is_leaf
+        assert buffer.requires_grad
         (buffer * 2).sum().backward()
         assert torch.equal(buffer.grad, torch.full((64,), 2.0))
         plain = torch.zeros(64)
@@ -509,7 +509,7 @@ def test_a_peer_that_does_not_read_delays_nobody() -> None:
     run_ranks(slow_peer_delays_nobody, world_size=3)
 
 
-# ---- mistakes -------------------------------------------------------------------------------------
+# ---- mistakes -----------------------------------------------------------------------------------
 
 
 def mismatch(rank: int, kind: str) -> str:
@@ -554,10 +554,11 @@ def bad_arguments(rank: int) -> None:
     assert error_of(lambda: dist.send(torch.ones(1), rank))  # to itself
     assert error_of(lambda: dist.send(torch.ones(1), size))
     assert error_of(lambda: dist.recv(torch.ones(1), -2))
-    assert error_of(lambda: dist.isend(torch.ones(1), 1 - rank, tag=-1)) if not on_gloo() else True
+    assert error_of(lambda: dist.isend(torch.ones(1), 1 - rank, tag=-1))
     both_send_first(rank, 10)
 
 
+@pytest.mark.skipif(on_gloo(), reason="gloo crashes on a negative source")
 def test_bad_arguments() -> None:
     run_ranks(bad_arguments)
 
@@ -583,7 +584,8 @@ def recv_times_out(rank: int) -> str:
 @not_gloo
 def test_a_receive_that_expires_names_the_sender() -> None:
     text = run_ranks(recv_times_out, group_timeout_s=2)[1]
-    assert "rank 0" in text and "timed out" in text.lower(), text
+    assert "rank 0" in text, text
+    assert "timed out" in text.lower(), text
 
 
 def dead_sender(rank: int) -> str:
@@ -607,11 +609,5 @@ def test_a_dead_sender_is_named_soon() -> None:
     assert "rank 0" in outcomes[1].value, outcomes[1].value
 
 
-def one_after_the_other(rank: int) -> None:
-    init_group("late")
-    blocking(rank)
-    dist.destroy_process_group()
-
-
-def test_file_store() -> None:
-    run_ranks(one_after_the_other, store="file", init=False)
+def test_tcp_store() -> None:
+    run_ranks(blocking, world_size=3, store="tcp")

@@ -42,7 +42,8 @@ def urgent_behind_bulk(rank: int, urgent_class: str) -> list[str]:
         works["urgent"].wait()
         order = ["urgent", "bulk"] if not works["bulk"].is_completed() else ["bulk first"]
         works["bulk"].wait()
-    assert bool((bulk == 1).all()) and bool((urgent == 1).all())
+    assert bool((bulk == 1).all())
+    assert bool((urgent == 1).all())
     dist.barrier()
     return order
 
