@@ -354,6 +354,10 @@ const OutFrame* Channel::pullControl(PathState& p, TimePoint now) {
 }
 
 const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
+  const bool opening = p.window < kOpenWindowBytes;
+  if (opening && p.inFlightBytes >= p.window) {
+    return nullptr; // until an acknowledgement, which calls ready()
+  }
   uint32_t chunk = 0;
   bool repeated = false;
   OutMessage* m = nextSendable(chunk, repeated);
@@ -367,8 +371,10 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   } else {
     h.offset = uint64_t(chunk) * h.chunkBytes;
     h.payloadBytes = m->chunkPayload(chunk);
-    // The owner waits for its buffer: ask for an acknowledgement at once.
-    if (m->op != nullptr && m->allHandedOut()) {
+    // The owner waits for its buffer, or we for the window: ask for an
+    // acknowledgement at once.
+    if ((opening && p.inFlightBytes + h.payloadBytes >= p.window) ||
+        (m->op != nullptr && m->allHandedOut())) {
       h.flags |= kFlagAckNow;
     }
   }
@@ -454,6 +460,10 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     eraseIfDone(m);
   }
   if (progress) {
+    if (p.window < kOpenWindowBytes) {
+      p.window += bytes;
+      ready();
+    }
     p.progressAt = now;
     counters_.bytesSent += bytes;
     if (bytes != 0) {

@@ -39,6 +39,15 @@ inline constexpr size_t kGrantBatch = 64;
 // of 16 MiB holds up the loop for 2 to 3 ms.
 inline constexpr uint64_t kMaxStagedBytes = 16u << 20;
 
+// A new connection carries this much before its first acknowledgement (and the
+// chunk that goes beyond it); each acknowledgement lets that much more out, so
+// it doubles every round trip, ahead of TCP's own slow start. Without it a
+// connection that breaks soon, again and again, would each time lose all it was
+// given, and nothing would ever be acknowledged.
+inline constexpr uint64_t kFirstWindowBytes = 64u << 10;
+// From here on a path takes what its transport takes.
+inline constexpr uint64_t kOpenWindowBytes = 4u << 20;
+
 inline constexpr uint32_t kOfferChunk = UINT32_MAX;
 
 struct Channel::OutMessage {
@@ -96,6 +105,7 @@ struct Channel::PathState {
   // sending
   std::deque<InFlight> inFlight;
   uint64_t inFlightBytes = 0;
+  uint64_t window = kFirstWindowBytes; // of inFlightBytes
   uint64_t acknowledged = 0; // frames
   uint64_t handedOut = 0; // frames
   uint64_t written = 0; // of these, whole: the peer can know no more
