@@ -34,6 +34,8 @@ def ready(job: dict[str, Any]) -> None:
 
 
 def run(job: dict[str, Any]) -> None:
+    # A test run in the background of a shell inherits SIGINT ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     dist.init_process_group(
         "resilient",
         store=dist.TCPStore("127.0.0.1", job["port"], is_master=False),
