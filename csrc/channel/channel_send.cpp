@@ -39,7 +39,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   }
   h.group = op->key.group;
   h.stream = op->key.stream;
-  h.order = op->numberByChannel ? nextOrder_[{op->key.group, op->key.stream}]++
+  h.order = op->pointToPoint ? nextOrder_[{op->key.group, op->key.stream}]++
                                 : op->key.order;
   h.signature = op->signature;
   h.sourceRank = op->sourceRank;
@@ -51,7 +51,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   ++unacknowledged_;
   out_.emplace(h.message, std::move(owned));
   const bool small = op->bytes <= config_.copyBytes;
-  if (!small || !stage(m)) {
+  if ((!small || !stage(m)) && op->pointToPoint) {
     lent_.push_back(h.message);
     stageInterval_ = config_.stageAfter;
     stageCheckAt_ = std::min(stageCheckAt_, now + stageInterval_);

@@ -47,8 +47,9 @@ class Operation {
 
 struct SendOp : Operation {
   MessageKey key;
-  // Point-to-point messages are numbered by the channel, in order of send.
-  bool numberByChannel = false;
+  // Numbered by the channel, in order of send; copied where that gives the
+  // buffer back earlier. (A collective waits for its other messages anyway.)
+  bool pointToPoint = false;
   OpSignature signature;
   TrafficClass trafficClass = TrafficClass::kGradient;
   int32_t sourceRank = -1;

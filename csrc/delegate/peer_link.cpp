@@ -30,6 +30,13 @@ constexpr int kPumpRounds = 8;
 
 constexpr Nanos kHealthInterval = std::chrono::milliseconds(100);
 
+// Of the budget that a peer on this host grants, we use this much. What comes
+// before its receive is posted is copied once more, which costs as much as the
+// transfer; asking first costs 50 us. (On a network it is the other way
+// round.) Measured with 4 ranks, all_to_all and broadcast of 4 to 256 MiB:
+// 1.3 to 1.6 times as fast as with the whole budget.
+constexpr uint64_t kLocalEagerBytes = 512u << 10;
+
 } // namespace
 
 PeerLink::PeerLink(Engine& engine, Uid uid, uint32_t channelId)
@@ -305,7 +312,9 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
     engine_.loop().cancel(slot.retryTimer);
     slot.retryTimer = 0;
   }
-  channel_.setPeerEagerBytes(eagerBudget);
+  channel_.setPeerEagerBytes(
+      isLocalConnection(fd.get()) ? std::min(eagerBudget, kLocalEagerBytes)
+                                  : eagerBudget);
   if (!slot.faults) {
     slot.faults = std::make_unique<PathFaults>(
         engine_.faults(),

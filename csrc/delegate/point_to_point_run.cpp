@@ -40,7 +40,7 @@ void PointToPointRun::start() {
         group_, spec_.peer, [this](const Status& status) { end(status, -1); });
     SendOp& op = send_->op();
     op.key = {group_.id(), spec_.tag, 0};
-    op.numberByChannel = true;
+    op.pointToPoint = true;
     op.signature = signature;
     op.trafficClass = spec_.trafficClass;
     op.sourceRank = group_.rank();

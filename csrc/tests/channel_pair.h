@@ -31,7 +31,7 @@ struct TestSend : SendOp {
       : content(text) {
     key.group = 1;
     key.stream = tag;
-    numberByChannel = true;
+    pointToPoint = true;
     trafficClass = cls;
     sourceRank = 0;
     data = reinterpret_cast<const std::byte*>(content.data());

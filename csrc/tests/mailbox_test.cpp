@@ -21,7 +21,7 @@ struct ExactSend : TestSend {
       uint64_t order,
       const OpSignature& s)
       : TestSend(text, kCollectiveBit | sequence) {
-    numberByChannel = false;
+    pointToPoint = false;
     key.order = order;
     signature = s;
   }

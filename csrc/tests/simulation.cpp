@@ -555,7 +555,7 @@ void Simulation::send(
   fill(m.buffer.data.get(), m.bytes, contentHash(m));
   Send& op = *m.op;
   op.key = MessageKey{group, stream, order};
-  op.numberByChannel = !collective;
+  op.pointToPoint = !collective;
   op.signature = signature;
   if (!collective) {
     op.signature.dtype = m.dtype;

@@ -284,12 +284,36 @@ SocketAddress addressOf(int fd, Call call) {
 
 } // namespace
 
+namespace {
+
+// Unsent bytes in the kernel on a connection within one host: measured 5 to
+// 10 % faster than the 128 KiB that a network path has.
+constexpr int kLocalNotSentBytes = 1 << 20;
+// CUBIC's HyStart takes the jitter of two busy processes for a queue and ends
+// slow start at 8 to 24 segments: the writer then waits for every second
+// acknowledgement. Measured within one host, 512 KiB and 1 MiB writes: 5.8 to
+// 6.4 GB/s with Reno, which has no HyStart, against 3.0 to 5.9 with CUBIC.
+constexpr char kLocalCongestionControl[] = "reno";
+
+} // namespace
+
 bool isLocalConnection(int fd) {
   return localAddress(fd).ip() == remoteAddress(fd).ip();
 }
 
-void setNotSentLowat(int fd, int bytes) {
-  (void)::setsockopt(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, &bytes, sizeof(bytes));
+void tuneLocalConnection(int fd) {
+  (void)::setsockopt(
+      fd,
+      IPPROTO_TCP,
+      TCP_NOTSENT_LOWAT,
+      &kLocalNotSentBytes,
+      sizeof(kLocalNotSentBytes));
+  (void)::setsockopt(
+      fd,
+      IPPROTO_TCP,
+      TCP_CONGESTION,
+      kLocalCongestionControl,
+      sizeof(kLocalCongestionControl) - 1);
 }
 
 SocketAddress localAddress(int fd) {

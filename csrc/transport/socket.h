@@ -67,10 +67,11 @@ struct SocketOptions {
   int receiveBufferBytes = 0;
 };
 
-// Both ends are on this host: then nothing is gained by keeping little unsent
-// in the kernel, and larger writes save turns of the loop. Best effort.
+// Both ends are on this host: there is no link whose queue could fill, so
+// nothing is gained by keeping little unsent in the kernel, nor by a congestion
+// window. Best effort.
 bool isLocalConnection(int fd);
-void setNotSentLowat(int fd, int bytes);
+void tuneLocalConnection(int fd);
 
 // Sets what is asked for; the error names the option.
 Status applySocketOptions(int fd, const SocketOptions& options);

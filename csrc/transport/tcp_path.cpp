@@ -41,7 +41,7 @@ TcpPath::TcpPath(
       heardAt_(loop.now()),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
   if (isLocalConnection(socket_.get())) {
-    setNotSentLowat(socket_.get(), kLocalNotSentBytes);
+    tuneLocalConnection(socket_.get());
   }
   // Edge-triggered: no system call to change what is watched, and one wake-up
   // per arrival however many threads sleep in the loop.

@@ -91,9 +91,6 @@ class TcpPath final : public Handler {
   // to be worth its cost, little enough that priorities still matter.
   static constexpr size_t kBatchBytes = 1u << 20;
   static constexpr size_t kBatchFrames = 64;
-  // Unsent bytes in the kernel on a connection within one host: measured 5 to
-  // 10 % faster than the 128 KiB that a network path has.
-  static constexpr int kLocalNotSentBytes = 1 << 20;
   // With a fault that delays, what is "on the wire" waits here instead.
   static constexpr size_t kDelayedBytes = 64u << 20;
   // A link limited by a fault has a queue of this length, like a router's:
