@@ -54,6 +54,10 @@ void Channel::addPath(PathId path, TimePoint now) {
   ready();
 }
 
+// Paper: SHIFT §4.3.2. What was not acknowledged goes over to the other paths.
+// The peer may have some of it and drops what comes twice, so nothing waits
+// for a handshake.
+// Paper: PIPEMORPH §5.3 tries the whole operation again; here only chunks move.
 void Channel::removePath(PathId path, TimePoint now) {
   lastNow_ = now;
   auto it = paths_.find(path);
@@ -93,12 +97,6 @@ void Channel::removePath(PathId path, TimePoint now) {
 
 const std::deque<OutFrame>& Channel::unwritten(PathId path) const {
   return state(path).unwritten;
-}
-
-void Channel::popWritten(PathId path) {
-  PathState& p = state(path);
-  p.written += p.unwritten.front().reliable;
-  p.unwritten.pop_front();
 }
 
 bool Channel::hasFrames(PathId path) const {

@@ -40,7 +40,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   h.group = op->key.group;
   h.stream = op->key.stream;
   h.order = op->pointToPoint ? nextOrder_[{op->key.group, op->key.stream}]++
-                                : op->key.order;
+                             : op->key.order;
   h.signature = op->signature;
   h.sourceRank = op->sourceRank;
   m.chunks = h.totalBytes == 0
@@ -77,6 +77,18 @@ bool Channel::stage(OutMessage& m) {
   }
   finishSend(m, Status());
   return true;
+}
+
+void Channel::popWritten(PathId path) {
+  PathState& p = state(path);
+  const OutFrame& f = p.unwritten.front();
+  const uint64_t number = f.payloadBytes == 0 ? 0 : f.message;
+  p.written += f.reliable;
+  p.unwritten.pop_front();
+  if (const auto found = out_.find(number); found != out_.end() &&
+      found->second->copiedWhenWritten() && !stage(*found->second)) {
+    ping(path); // no memory for a copy: the answer acknowledges
+  }
 }
 
 // Frames that have not been written follow the message to its copy.
@@ -374,7 +386,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
     // The owner waits for its buffer, or we for the window: ask for an
     // acknowledgement at once.
     if ((opening && p.inFlightBytes + h.payloadBytes >= p.window) ||
-        (m->op != nullptr && m->allHandedOut())) {
+        (m->op != nullptr && m->allHandedOut() && !m->copiedWhenWritten())) {
       h.flags |= kFlagAckNow;
     }
   }
@@ -417,6 +429,9 @@ const OutFrame* Channel::pullUnreliable(PathState& p, TimePoint now) {
   return &appendFrame(p, h);
 }
 
+// Paper: SHIFT §3.2, C#2. Every frame tells how many the far end has had on
+// this path. So each end knows all along what to send again, where the paper
+// needs a handshake after the failure.
 Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
   if (count < p.acknowledged) {
     return Status(); // an older frame's view

@@ -39,6 +39,11 @@ inline constexpr size_t kGrantBatch = 64;
 // of 16 MiB holds up the loop for 2 to 3 ms.
 inline constexpr uint64_t kMaxStagedBytes = 16u << 20;
 
+// A point-to-point message above copyBytes and up to this is copied as soon as
+// it has been written, while the far end reads it: that takes less time than
+// an acknowledgement, which also would delay the far end.
+inline constexpr uint64_t kCopyWrittenBytes = 256u << 10;
+
 // A new connection carries this much before its first acknowledgement (and the
 // chunk that goes beyond it); each acknowledgement lets that much more out, so
 // it doubles every round trip, ahead of TCP's own slow start. Without it a
@@ -74,6 +79,10 @@ struct Channel::OutMessage {
   }
   bool allHandedOut() const {
     return nextChunk == chunks && again.empty();
+  }
+  bool copiedWhenWritten() const {
+    return op != nullptr && op->pointToPoint && chunks == 1 &&
+        header.totalBytes <= kCopyWrittenBytes;
   }
   bool hasUnsent() const {
     return !abandoned && !allHandedOut();
@@ -114,6 +123,7 @@ struct Channel::PathState {
   std::deque<OutFrame> unwritten;
 
   // receiving
+  // Paper: SHIFT §4.3.1, the counter of what is complete.
   uint64_t received = 0; // reliable frames, whole
   uint64_t ackedBack = 0; // of these, told to the sender
   uint64_t bytesSinceAck = 0;

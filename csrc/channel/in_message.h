@@ -18,6 +18,10 @@ struct RecvOp;
 // A message on its way in: which chunks are here, and where they are. Before
 // a receive matches it, chunks lie in blocks of their own.
 //
+// Paper: SHIFT §3.1. A second copy must not overwrite what is being read. Here
+// a chunk that is known is dropped, and nobody reads a message before it is
+// whole: so anything may be sent again.
+//
 // Invariant: op != nullptr implies blocks holds only chunks still being read.
 struct InMessage {
   InMessage(Channel& c, const FrameHeader& h) : channel(c), header(h) {}

@@ -39,6 +39,8 @@ class MailboxListener {
 // order of their sends, receives in the order of their posts; a receive from
 // any source takes the first message that no earlier receive can take. So any
 // interleaving of sends and receives is safe, and nothing overtakes.
+// Paper: SHIFT §3.2, C#3. The order is that of the numbers in the messages,
+// whichever paths they took: a change of paths needs no fence.
 // Collective: message and receive name the same (sequence, order, source).
 //
 // A message may come before its receive, before its collective has begun,

@@ -281,6 +281,116 @@ TEST(channel_copies_what_waits_long) {
   pair.checkEmpty();
 }
 
+// The far end is not asked to hurry: it has better things to do.
+TEST(channel_copies_a_small_message_once_it_is_written) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(90));
+  pair.a.channel.send(&send, pair.now);
+  pair.a.completions.drain();
+  CHECK_EQ(send.ends, 0); // not before: the copy takes time
+  const auto frame = pair.take(pair.a, 1);
+  CHECK_EQ(frame->fields().flags & kFlagAckNow, 0);
+  pair.a.completions.drain();
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(pair.a.staging.used, 90u);
+  send.content.assign(90, 'X'); // its owner's again
+  pair.down(1); // the frame is lost
+  TestRecv recv(&pair.b.channel, 90);
+  pair.b.mailbox.post(&recv);
+  pair.settle({2});
+  CHECK_EQ(recv.content, text(90));
+  pair.checkEmpty();
+}
+
+TEST(channel_without_room_for_copies_asks_for_the_acknowledgement) {
+  ChannelPair pair;
+  pair.a.staging.limit = 0;
+  pair.up(1);
+  TestSend send(text(90));
+  TestRecv recv(&pair.b.channel, 90);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.move(pair.a, 1).has_value());
+  // No time passes: what follows was asked for.
+  CHECK(pair.move(pair.a, 1)->type == FrameType::kPing);
+  CHECK(pair.move(pair.b, 1).has_value());
+  pair.a.completions.drain();
+  CHECK_EQ(send.ends, 1);
+  pair.settle({1});
+  pair.checkEmpty();
+}
+
+TEST(channel_opens_a_new_path_by_acknowledgements) {
+  constexpr uint32_t kChunk = 16u << 10;
+  ChannelConfig config = ChannelPair::defaults();
+  config.chunkBytes = kChunk;
+  ChannelPair pair(config);
+  pair.up(1);
+  TestSend send(text(4 * kFirstWindowBytes));
+  TestRecv recv(&pair.b.channel, send.bytes);
+  pair.b.mailbox.post(&recv);
+  pair.b.channel.onTimer(pair.now); // grants, in case there are any
+  pair.a.channel.send(&send, pair.now);
+  uint64_t expected = kFirstWindowBytes;
+  for (int burst = 0; burst < 2; ++burst) {
+    uint64_t bytes = 0;
+    uint16_t lastFlags = 0;
+    while (const auto header = pair.move(pair.a, 1)) {
+      bytes += header->payloadBytes;
+      lastFlags = header->flags;
+    }
+    CHECK_EQ(bytes, expected);
+    CHECK((lastFlags & kFlagAckNow) != 0); // or nothing would go on
+    while (pair.move(pair.b, 1)) {
+    }
+    expected = 2 * kFirstWindowBytes;
+  }
+  pair.settle({1});
+  CHECK_EQ(recv.content, send.content);
+  pair.checkEmpty();
+}
+
+// Each connection breaks soon. Had it been given all there is at once, its
+// acknowledgements would never come back, and each would begin from the start.
+TEST(channel_makes_progress_over_short_lived_paths) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.chunkBytes = 16u << 10;
+  ChannelPair pair(config);
+  TestSend send(text(1 << 20));
+  TestRecv recv(&pair.b.channel, send.bytes);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  PathId life = 0;
+  while (recv.ends == 0) {
+    CHECK(++life < 40);
+    pair.up(life);
+    // The sender hands over all that it may before the first answer comes.
+    std::vector<ChannelPair::Frame> wire;
+    while (auto frame = pair.take(pair.a, life)) {
+      wire.push_back(std::move(*frame));
+    }
+    uint64_t carried = 0;
+    for (const auto& frame : wire) {
+      carried += frame.payload.size();
+      if (carried > 2 * kFirstWindowBytes) {
+        break; // cut
+      }
+      CHECK(pair.give(pair.b, life, frame).ok());
+    }
+    while (carried <= 2 * kFirstWindowBytes && pair.move(pair.b, life)) {
+    }
+    pair.down(life);
+    pair.b.completions.drain();
+  }
+  pair.up(++life);
+  pair.settle({life});
+  CHECK_EQ(recv.content, send.content);
+  CHECK_EQ(send.ends, 1);
+  pair.checkEmpty();
+}
+
 TEST(channel_cancelled_send_keeps_its_half_written_frame) {
   ChannelPair pair;
   pair.up(1);

@@ -158,6 +158,77 @@ TEST(an_idle_loop_sleeps) {
   r.sync([&] { r.loop.remove(pair.a.get()); });
 }
 
+// Whoever runs the loop at a time, nothing may be slept through: what is
+// posted without a wake-up, what a descriptor brings, timers.
+TEST(help_that_comes_and_goes_leaves_nothing_undone) {
+  Running r;
+  Pair pair;
+  Recorder handler;
+  std::atomic<int> arrived{0};
+  handler.run = [&](uint32_t) {
+    char sink[256];
+    const ssize_t n = ::read(pair.a.get(), sink, sizeof(sink));
+    arrived += n > 0 ? static_cast<int>(n) : 0;
+  };
+  std::atomic<int> ticks{0};
+  std::function<void()> tick = [&] {
+    ++ticks;
+    r.loop.after(300us, [&] { tick(); });
+  };
+  r.sync([&] {
+    r.loop.add(pair.a.get(), EPOLLIN | EPOLLET, &handler);
+    tick();
+  });
+  std::atomic<bool> over{false};
+  std::atomic<int> poked{0};
+  std::thread poker([&] {
+    while (!over) {
+      pair.poke();
+      ++poked;
+      ::usleep(50);
+    }
+  });
+  const auto soon = [](const std::function<bool()>& condition) {
+    const TimePoint limit = std::chrono::steady_clock::now() + 10s;
+    while (!condition() && std::chrono::steady_clock::now() < limit) {
+      std::this_thread::yield();
+    }
+    return condition();
+  };
+  const auto callers = [&](int times) {
+    for (int i = 0; i < times; ++i) {
+      std::atomic<bool> done{false};
+      CHECK(r.loop.postQuietly([&] { done = true; }));
+      r.loop.runPosted(/*here=*/i % 2 == 0);
+      if (i % 3 != 0) {
+        r.loop.help([&] { return done.load(); }, kNever);
+      }
+      CHECK(soon([&] { return done.load(); }));
+    }
+  };
+  callers(3000);
+  const int before = ticks;
+  CHECK(soon([&] { return ticks > before + 3; }));
+  r.sync([&] { tick = [] {}; });
+  // Nothing but descriptors: nobody helps when the last ones are due.
+  const int seen = arrived;
+  r.loop.help([&] { return arrived > seen + 500; }, kNever);
+  over = true;
+  poker.join();
+  CHECK(soon([&] { return arrived == poked; }));
+  pair.poke();
+  CHECK(soon([&] { return arrived == poked + 1; }));
+  r.sync([&] { r.loop.remove(pair.a.get()); });
+}
+
+TEST(what_is_posted_quietly_runs_without_help) {
+  Running r;
+  std::promise<void> ran;
+  CHECK(r.loop.postQuietly([&] { ran.set_value(); }));
+  r.loop.runPosted(/*here=*/false);
+  CHECK(ran.get_future().wait_for(10s) == std::future_status::ready);
+}
+
 TEST(a_handler_removed_by_another_in_the_same_batch_is_not_called) {
   EventLoop loop;
   Pair one, two;

@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
+#include <sys/timerfd.h>
 #include <unistd.h>
 #if defined(__SSE2__)
 #include <xmmintrin.h>
@@ -26,7 +27,7 @@ namespace {
 // calls of epoll_wait under load, nothing else.
 constexpr int kEventsPerTurn = 128;
 
-// The generation that marks our own eventfd; descriptors start at 1.
+// The generation that marks our own descriptors; others start at 1.
 constexpr uint64_t kWakeMark = 0;
 
 uint64_t packEvent(int fd, uint32_t generation) {
@@ -46,13 +47,21 @@ void checkInLoop(bool inLoop, const char* file, int line) {
 EventLoop::EventLoop()
     : epoll_(checkSyscall("epoll_create1", ::epoll_create1(EPOLL_CLOEXEC))),
       wake_(checkSyscall("eventfd", ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
-      now_(std::chrono::steady_clock::now()) {
+      now_(std::chrono::steady_clock::now()),
+      // The clock of std::chrono::steady_clock. Blocking: see parkWhileHelped.
+      wakeTimer_(checkSyscall(
+          "timerfd_create",
+          ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC))),
+      wakeTimerAt_(kNever) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;
   event.data.u64 = kWakeMark;
   checkSyscall(
       "watch the eventfd",
       ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event));
+  checkSyscall(
+      "watch the timerfd",
+      ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wakeTimer_.get(), &event));
 }
 
 EventLoop::~EventLoop() = default;
@@ -119,21 +128,71 @@ void EventLoop::runPosted(bool here) {
   if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
     return; // in a turn: the next one runs it
   }
-  bool wake = true;
   if (here && running_.load(std::memory_order_relaxed) && turn_.try_lock()) {
     std::lock_guard lock(turn_, std::adopt_lock);
     takeTurn(nullptr, 0);
-    // Something is left, or is due before anybody wakes up by itself.
-    wake = !endOfTurn_.empty() || timers_.next() < sleepsUntil_;
-    std::lock_guard posted(mutex_);
-    wake = (wake || !posted_.empty()) && std::exchange(maySleep_, false);
-  } else {
+    wakeBy(wakeNeededBy());
+    return;
+  }
+  bool wake;
+  {
     std::lock_guard posted(mutex_);
     wake = std::exchange(maySleep_, false);
   }
   if (wake) {
-    wakeUp();
+    if (helped_.load()) {
+      wakeUp();
+    } else {
+      wakeBy(std::chrono::steady_clock::now() + kSoon);
+    }
   }
+}
+
+// When the thread in run() has to wake up at the latest, if it would not do so
+// by itself. In a turn, or rather just after it.
+TimePoint EventLoop::wakeNeededBy() {
+  const TimePoint now = std::chrono::steady_clock::now();
+  const bool parked = parked_.load();
+  TimePoint by = timers_.next();
+  if (parked) {
+    by = std::min(by, now + kParkLinger);
+  }
+  {
+    std::lock_guard lock(mutex_);
+    if (!endOfTurn_.empty() || !posted_.empty() || stopping_) {
+      by = std::min(by, now + kSoon);
+    }
+  }
+  return parked || by < sleepsUntil_ ? by : kNever;
+}
+
+void EventLoop::wakeBy(TimePoint when) {
+  std::lock_guard lock(wakeTimerMutex_);
+  if (when < wakeTimerAt_) {
+    wakeTimerAt_ = when;
+    setWakeTimer(when);
+  }
+}
+
+// Whoever slept is awake: a timer that has gone off has served its purpose.
+void EventLoop::wakeTimerNoticed() {
+  std::lock_guard lock(wakeTimerMutex_);
+  if (wakeTimerAt_ <= std::chrono::steady_clock::now()) {
+    wakeTimerAt_ = kNever;
+  }
+}
+
+void EventLoop::setWakeTimer(TimePoint when) {
+  // In the past: at once. 0 would disarm it.
+  const int64_t ns = std::max<int64_t>(when.time_since_epoch().count(), 1);
+  itimerspec value{};
+  if (when != kNever) {
+    value.it_value.tv_sec = ns / 1000000000;
+    value.it_value.tv_nsec = ns % 1000000000;
+  }
+  checkSyscall(
+      "timerfd_settime",
+      ::timerfd_settime(wakeTimer_.get(), TFD_TIMER_ABSTIME, &value, nullptr));
 }
 
 bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
@@ -143,6 +202,14 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   std::lock_guard helper(helper_, std::adopt_lock);
   helperThread_.store(std::this_thread::get_id());
   helped_.store(true);
+  {
+    // What it would wake somebody for is ours to do now.
+    std::lock_guard lock(wakeTimerMutex_);
+    if (wakeTimerAt_ <= std::chrono::steady_clock::now() + kParkLinger) {
+      wakeTimerAt_ = kNever;
+      setWakeTimer(kNever);
+    }
+  }
   epoll_event events[kEventsPerTurn];
   while (!done() && std::chrono::steady_clock::now() < until) {
     {
@@ -153,24 +220,16 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
     }
     sleepAndTakeTurn(events, until, /*helper=*/true);
   }
-  {
-    std::lock_guard park(parkMutex_);
-    helped_.store(false);
-  }
-  unpark_.notify_one();
+  helped_.store(false);
+  wakeTimerNoticed();
   // The thread in run() may sleep as it did before we came: nothing that has
   // come up since must be slept through.
-  bool wake = false;
+  std::lock_guard turn(turn_);
   {
-    std::lock_guard turn(turn_);
-    wake = !endOfTurn_.empty() || timers_.next() < sleepsUntil_;
     std::lock_guard lock(mutex_);
-    wake = wake || !posted_.empty() || stopping_;
     maySleep_ = true;
   }
-  if (wake) {
-    wakeUp();
-  }
+  wakeBy(wakeNeededBy());
   return true;
 }
 
@@ -188,8 +247,14 @@ void EventLoop::parkWhileHelped() {
     return;
   }
   wakeUp();
-  std::unique_lock park(parkMutex_);
-  unpark_.wait(park, [this] { return !helped_.load(); });
+  parked_.store(true);
+  while (helped_.load()) {
+    // If the helper goes before we sleep, it sees parked_ and sets the timer.
+    uint64_t expirations = 0;
+    (void)!::read(wakeTimer_.get(), &expirations, sizeof(expirations));
+  }
+  parked_.store(false);
+  wakeTimerNoticed();
 }
 
 void EventLoop::stop() {
@@ -209,6 +274,10 @@ void EventLoop::wakeUp() {
   // Fails only with EAGAIN, at 2^64 - 2 unread wake-ups: awake anyway.
   (void)!retryInterrupted(
       [&] { return ::write(wake_.get(), &one, sizeof(one)); });
+  // A helper reads the eventfd's event before it goes, or comes back here.
+  if (parked_.load() && !helped_.load()) {
+    wakeBy(TimePoint::min());
+  }
 }
 
 void EventLoop::add(int fd, uint32_t events, Handler* handler) {
@@ -352,6 +421,9 @@ void EventLoop::sleepAndTakeTurn(
   if (count < 0 && errno != EINTR) {
     checkSyscall("epoll_wait", count);
   }
+  if (!helper) {
+    wakeTimerNoticed();
+  }
   std::lock_guard turn(turn_);
   takeTurn(events, count);
 }
@@ -410,6 +482,7 @@ void EventLoop::closeInForkedChild() {
   }
   ::close(epoll_.get());
   ::close(wake_.get());
+  ::close(wakeTimer_.get());
 }
 
 } // namespace resilient

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -60,7 +59,8 @@ class EventLoop {
   // As post(), but wakes nobody: runPosted() must follow.
   bool postQuietly(std::function<void()> run);
   // Sees to it that what is posted runs. `here`: in the caller's thread if no
-  // turn is being taken; for work that is short.
+  // turn is being taken, for work that is short; else soon, in a thread that
+  // helps or in the one in run().
   void runPosted(bool here);
   // Takes turns in the caller's thread until `done` or `until`. False if the
   // caller cannot help (another thread does, or this is the loop): then it has
@@ -111,12 +111,23 @@ class EventLoop {
     uint32_t generation = 0;
   };
 
+  // What is posted without a turn in the caller's thread starts this much
+  // later, unless the caller waits for it: it does so within that time.
+  static constexpr Nanos kSoon = std::chrono::microseconds(30);
+  // What nobody waits for is delayed by this much at most. Shorter than what a
+  // Python program needs between two operations, it would be of no use.
+  static constexpr Nanos kParkLinger = std::chrono::microseconds(200);
+
   class Turn;
   void wakeUp();
   bool prepareToSleep(TimePoint& until, bool helper);
   void sleepAndTakeTurn(epoll_event* events, TimePoint limit, bool helper);
   void takeTurn(const epoll_event* events, int count) noexcept;
   void parkWhileHelped();
+  TimePoint wakeNeededBy();
+  void wakeBy(TimePoint when);
+  void wakeTimerNoticed();
+  void setWakeTimer(TimePoint when);
   int wait(epoll_event* events, int capacity, Nanos timeout);
   void dispatch(const epoll_event* events, int count);
   void runAll(std::vector<std::function<void()>>& functions);
@@ -140,12 +151,23 @@ class EventLoop {
 
   // Who helps; held for as long as it does. The thread in run() then sleeps in
   // epoll_wait too. The kernel wakes the last one that went to sleep first,
-  // which is the helper; if it wakes the other one, that one steps aside.
+  // which is the helper. While the helper is in a turn it wakes the other one,
+  // which is in the way then: it steps aside and sleeps on wakeTimer_, until
+  // kParkLinger after the last help: a caller that waits for one message after
+  // the other has the loop to itself.
+  // Invariant: parked_ implies helped_ or that wakeTimer_ is set.
   std::mutex helper_;
   std::atomic<bool> helped_{false};
   std::atomic<std::thread::id> helperThread_{};
-  std::mutex parkMutex_;
-  std::condition_variable unpark_;
+  std::atomic<bool> parked_{false};
+
+  // Wakes the thread in run() where that need not be at once: in epoll_wait,
+  // or parked. A caller mostly waits for what it has posted, and then nobody
+  // has to be woken.
+  FileDescriptor wakeTimer_; // timerfd
+  std::mutex wakeTimerMutex_;
+  // By wakeTimerMutex_. In the past: it may have gone off, unnoticed as yet.
+  TimePoint wakeTimerAt_;
 
   std::mutex mutex_;
   // Guarded by mutex_.

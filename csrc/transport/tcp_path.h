@@ -98,7 +98,7 @@ class TcpPath final : public Handler {
   static constexpr Nanos kLimitedQueue = std::chrono::milliseconds(20);
   // Reads in one turn of the loop, so that no path starves the others.
   static constexpr size_t kReadPerTurn = 4u << 20;
-  static constexpr size_t kReadBuffer = 64u << 10;
+  static constexpr size_t kReadBuffer = 16u << 10;
 
   void end(const Status& why);
   enum class Read { kNothing, kShort, kFull };
