@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar, final
 from torch_resilient import _native
 
 # In order of priority: as in csrc/base/traffic_class.h.
+# Paper: SMART §3.1, the application's tag of each message.
 CLASSES = ("activation", "activation_gradient", "gradient", "bulk")
 
 _P = ParamSpec("_P")

@@ -12,6 +12,9 @@ namespace resilient {
 
 namespace {
 
+// Paper: PIPEMORPH §5.2, Figures 11 and 12. Pinned buffers, and behind the
+// copies of one direction a signal on the same stream: an event, which a
+// stream can wait for, where the paper sets flags in memory.
 class StreamStaging : public DeviceStaging {
  public:
   explicit StreamStaging(c10::Device device)

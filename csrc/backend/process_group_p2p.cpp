@@ -1,5 +1,7 @@
 // Messages between two ranks. They are delivered in the order of the calls
 // for each (source, destination, tag); any number may be outstanding.
+// Paper: PIPEMORPH §3.2. No queue fills up on a slow link, so no call blocks,
+// and a message does not wait for those to other peers.
 
 #include "backend/checks.h"
 #include "backend/process_group.h"

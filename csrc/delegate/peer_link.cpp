@@ -247,6 +247,9 @@ void PeerLink::onAttempt(size_t index, OutgoingResult result) {
   retryLater(index, fromSeconds(seconds));
 }
 
+// Paper: SHIFT §4.3.3 probes the failed path again and again, then moves the
+// traffic back behind a fence. Here the attempt to connect is the probe, and
+// there is no fence: the order of messages does not depend on paths.
 void PeerLink::retryLater(size_t index, Nanos delay) {
   Slot& slot = slots_[index];
   engine_.loop().cancel(slot.retryTimer);
@@ -275,7 +278,7 @@ void PeerLink::countRefusal() {
   }
 }
 
-// Paper: SHIFT §4.3 leaves the first connection to the application; ours has
+// Paper: SHIFT §4.2 leaves the first connection to the application; ours has
 // a limit of its own, since a wrong address or a firewall never heals.
 void PeerLink::checkNeverConnected() {
   const TimePoint now = engine_.loop().now();
@@ -478,6 +481,9 @@ void PeerLink::onBye(Channel&) {
   });
 }
 
+// Paper: ATLAS §4.1. Several connections to one peer, since one alone does not
+// fill a long link. Each takes what it has room for, so a fast one carries
+// more. How many there are is an option: nothing is measured beforehand.
 void PeerLink::pump() {
   if (!usable() || slots_.empty()) {
     return;
@@ -602,6 +608,8 @@ bool PeerLink::othersProgress(size_t index, TimePoint now) const {
 // soon as another path shows that the peer is alive, or a new connection in
 // its place does; until then (the peer may be stopped, the network down) it
 // is kept, and may simply go on.
+// Paper: SHIFT §4.4 leaves silent failures to other tools; this finds those
+// in which nothing moves at all.
 void PeerLink::checkPath(size_t index, TimePoint now) {
   Slot& slot = slots_[index];
   TcpPath& path = *slot.path;

@@ -106,6 +106,8 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   bool dirty = false; // in the engine's list of links to pump
 
  private:
+  // Paper: SHIFT §4.3. A table of states for a default and a backup becomes
+  // three for each path alone: up, suspect (still connected) or down (none).
   struct Slot {
     std::unique_ptr<PathFaults> faults; // outlives the slot's connections
     std::unique_ptr<TcpPath> path;

@@ -25,6 +25,8 @@ namespace resilient {
 //   drop rank=1 peer=2 at_s=3 for_s=2;
 //   seed=7
 //
+// Paper: SHIFT §5.1. Injection that needs no rights over the network.
+//
 // Rules are separated by ';' or newlines; '#' begins a comment.
 //
 // kind   what happens while it applies         keys of its own

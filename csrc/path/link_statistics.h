@@ -9,6 +9,7 @@ namespace resilient {
 
 // What acknowledgements tell about one path: round trip and goodput, both
 // smoothed. Passive: it costs no traffic of its own.
+// Paper: PIPEMORPH §6, what the profiler knows of communication.
 class LinkStatistics {
  public:
   void onRoundTrip(Nanos sample, TimePoint now) {
