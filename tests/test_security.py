@@ -12,11 +12,14 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import error_of, make_store, on_gloo, run_outcomes, run_ranks, scratch, wait_until
+
+from torch_resilient import stats
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo lets everybody in")
 
@@ -60,8 +63,17 @@ def job_of_two(rank: int) -> dist.Store:
     return store
 
 
-def work_until_told(rank: int, store: dist.Store) -> tuple[int, float, int]:
-    """Exchanges messages, checking each; returns how many, the longest wait and the growth."""
+class Worked(NamedTuple):
+    """What a rank saw while it worked."""
+
+    rounds: int = 0
+    longest_s: float = 0.0
+    growth_bytes: int = 0
+    callers: dict[str, int] | None = None  # the listener's counters
+
+
+def work_until_told(rank: int, store: dist.Store) -> Worked:
+    """Exchanges messages, checking each."""
     x = torch.arange(1 << 16, dtype=torch.float32)
     dist.all_reduce(x.clone())
     store.set(f"running/{rank}", "")
@@ -75,17 +87,18 @@ def work_until_told(rank: int, store: dist.Store) -> tuple[int, float, int]:
         longest = max(longest, time.monotonic() - began)
         rounds += 1
         # Both must stop after the same round.
-        stop = torch.tensor([float(store.check(["stop"]))])
+        stop = torch.tensor([float(rounds > 1 and store.check(["stop"]))])
         dist.all_reduce(stop, dist.ReduceOp.MAX)
         if stop.item():
             break
     growth = memory_bytes() - before
+    callers = stats()["listener"]
     dist.destroy_process_group()
     store.set(f"done/{rank}", "")
-    return rounds, longest, growth
+    return Worked(rounds, longest, growth, callers)
 
 
-def attacked(rank: int, attack: str) -> tuple[int, float, int]:
+def attacked(rank: int, attack: str) -> Worked:
     store = job_of_two(rank)
     if rank < 2:
         return work_until_told(rank, store)
@@ -93,7 +106,7 @@ def attacked(rank: int, attack: str) -> tuple[int, float, int]:
     (port,) = listening_ports(int(store.get("pid/0")))
     ATTACKS[attack](port)
     store.set("stop", "")
-    return 0, 0.0, 0
+    return Worked()
 
 
 def connect(port: int) -> socket.socket:
@@ -180,6 +193,10 @@ ATTACKS: dict[str, Callable[[int], None]] = {
 }
 
 
+# A connection that is reset before it is accepted never shows.
+STRANGERS_COUNTED = {"garbage": 48, "crowd": STRANGERS, "in and out": STRANGERS // 2}
+
+
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_job_does_not_notice(attack: str) -> None:
     results = run_ranks(
@@ -189,11 +206,17 @@ def test_a_job_does_not_notice(attack: str) -> None:
         init=False,
         env={"TORCH_RESILIENT_HANDSHAKE_TIMEOUT_S": "1", "TORCH_RESILIENT_LOG_LEVEL": "error"},
     )
-    for rounds, longest, growth in results[:2]:
-        print(f"{attack}: {rounds} rounds, longest {longest:.3f} s, growth {growth / 1e6:.1f} MB")
-        assert rounds > 1
-        assert longest < 5
-        assert growth < GROWTH_BYTES_MAX
+    for seen in results[:2]:
+        print(f"{attack}: {seen}")
+        assert seen.rounds > 1
+        assert seen.longest_s < 5
+        assert seen.growth_bytes < GROWTH_BYTES_MAX
+    # They all knocked at rank 0: each is counted, and none as one of us.
+    callers = results[0].callers
+    strangers = sum(callers[key] for key in ("refused", "timed_out", "broken_off", "dropped"))
+    assert callers["accepted"] == callers["admitted"] + strangers + callers["pending"]
+    assert callers["admitted"] <= 2
+    assert strangers >= STRANGERS_COUNTED[attack]
 
 
 class Proxy:
@@ -227,7 +250,7 @@ class Proxy:
                 s.shutdown(socket.SHUT_RDWR)
 
 
-def replayed(rank: int) -> tuple[int, float, int]:
+def replayed(rank: int) -> Worked:
     """Rank 2 has put itself between the others, and says later what it has heard."""
     store = job_of_two(rank)
     if rank < 2:
@@ -262,14 +285,15 @@ def replayed(rank: int) -> tuple[int, float, int]:
     assert refused > 0
     store.set("stop", "")
     store.wait(["done/0", "done/1"])  # their connections lead through here
-    return 0, 0.0, 0
+    return Worked()
 
 
 def test_a_replayed_handshake_is_refused() -> None:
     results = run_ranks(replayed, world_size=3, init=False)
-    for rounds, longest, _ in results[:2]:
-        assert rounds > 1
-        assert longest < 5
+    for seen in results[:2]:
+        assert seen.rounds > 1
+        assert seen.longest_s < 5
+    assert sum(seen.callers["refused"] for seen in results[:2]) > 0
 
 
 # ---- settings -----------------------------------------------------------------------------

@@ -60,6 +60,12 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `chunks_sent`, `chunks_retransmitted`, `round_trip_s` (smoothed, 0 while unknown),
     `goodput_bytes_per_s` (smoothed, acknowledged bytes only), `reconnects`, `last_error`.
 
+    `listener` counts the callers at this process's port: `accepted`, and of these `admitted`
+    (proved that they belong to the job), `refused` (wrong proof, version or bytes, or not
+    expected), `timed_out`, `broken_off` (by the caller), `dropped` (too many at a time) and
+    `pending` (now). Anything but `admitted` points at strangers or at ranks with other
+    settings; the log has more.
+
     Counters belong to the process's one engine: groups with the same ranks share them.
 
     Raises ValueError as find_backend() does; RuntimeError in a child of fork().

@@ -253,6 +253,15 @@ py::dict toPython(const GroupStats& s) {
     peers.append(toPython(peer));
   }
   d["peers"] = std::move(peers);
+  py::dict listener;
+  listener["accepted"] = s.listener.accepted;
+  listener["admitted"] = s.listener.admitted;
+  listener["refused"] = s.listener.refused;
+  listener["timed_out"] = s.listener.timedOut;
+  listener["broken_off"] = s.listener.brokenOff;
+  listener["dropped"] = s.listener.dropped;
+  listener["pending"] = s.listener.pending;
+  d["listener"] = std::move(listener);
   return d;
 }
 

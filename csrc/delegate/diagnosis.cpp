@@ -46,7 +46,10 @@ std::string GroupImpl::silence(int rank) const {
       s += ", but itself in collective #" + std::to_string(r.runningSequence) +
           ", " + r.signature.toString();
       if (r.waitingFor >= 0 && r.waitingFor < size()) {
-        s += ", waiting for rank " + std::to_string(r.waitingFor);
+        s += ", waiting for rank " + std::to_string(r.waitingFor) +
+            (r.silentNanos < 0 ? std::string(", of which it has never heard")
+                               : ", of which it heard " +
+                     secondsText(Nanos(r.silentNanos)) + " before");
       }
     } else if (r.lastSequence != 0) {
       s += ", its last collective was #" + std::to_string(r.lastSequence) +

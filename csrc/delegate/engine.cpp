@@ -103,21 +103,29 @@ std::shared_ptr<Engine> Engine::acquire(
       return engine;
     }
   }
-  std::shared_ptr<Engine> engine = start(
+  std::shared_ptr<Engine> engine = make(
       p.defaults ? *p.defaults : EngineOptions::fromEnvironment(),
       store.serverHost(),
       globalRank);
-  engine->callInLoop([&] {
-    for (Process::Fault& f : p.faults) {
-      f.planId = engine->faults_.add(f.rule, engine->startedAt_);
-    }
-    engine->faults_.setStep(p.faultStep);
-  });
+  for (Process::Fault& f : p.faults) {
+    f.planId = engine->faults_.add(f.rule, engine->startedAt_);
+  }
+  engine->faults_.setStep(p.faultStep);
+  engine->startThread();
   p.engine = engine;
   return engine;
 }
 
 std::shared_ptr<Engine> Engine::start(
+    EngineOptions options,
+    const std::string& storeHost,
+    int32_t globalRank) {
+  auto engine = make(std::move(options), storeHost, globalRank);
+  engine->startThread();
+  return engine;
+}
+
+std::shared_ptr<Engine> Engine::make(
     EngineOptions options,
     const std::string& storeHost,
     int32_t globalRank) {
@@ -127,11 +135,14 @@ std::shared_ptr<Engine> Engine::start(
   std::shared_ptr<Engine> engine(
       new Engine(std::move(options), storeHost, globalRank));
   engine->groupsOpen_ = 1;
-  engine->thread_ = std::thread([raw = engine.get()] {
-    pthread_setname_np(pthread_self(), "resilient");
-    raw->loop_.run();
-  });
   return engine;
+}
+
+void Engine::startThread() {
+  thread_ = std::thread([this] {
+    pthread_setname_np(pthread_self(), "resilient");
+    loop_.run();
+  });
 }
 
 void Engine::release(const std::shared_ptr<Engine>& engine, Nanos linger) {
@@ -488,6 +499,21 @@ void Engine::onLinkUp(PeerLink& link) {
   }
 }
 
+ListenerCounters Engine::listenerCounters() const {
+  if (!listener_) {
+    return {}; // stopping
+  }
+  const ListenerStats s = listener_->stats();
+  return {
+      s.accepted,
+      s.admitted,
+      s.refused,
+      s.timedOut,
+      s.brokenOff,
+      s.dropped,
+      s.pending};
+}
+
 void Engine::eachLink(const std::function<void(PeerLink&)>& call) {
   for (auto& [uid, link] : links_) {
     call(*link);
@@ -499,6 +525,9 @@ void Engine::onLinkClosed(PeerLink& link, const Status& why) {
       link.state() == PeerLink::State::kDead ? LogLevel::kWarning
                                              : LogLevel::kInfo,
       why.message());
+  for (auto& [id, group] : groups_) {
+    group->onLinkClosed(why);
+  }
 }
 
 void Engine::onCollectiveMismatch(

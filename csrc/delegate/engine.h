@@ -32,6 +32,9 @@ class Resolver;
 // The one engine of a process: the delegate. One loop thread owns all
 // channels, connections and running collectives of all groups; one listening
 // port serves them. Starts with the first group, stops with the last.
+// Paper: PIPEMORPH §5.2. There, processes take over once a link is slow, and
+// several of them because each sends one message after another. Here one
+// thread carries everything from the start, any number of messages at a time.
 //
 // Thread: methods under "any thread" from anywhere; all others on the loop
 // thread.
@@ -106,6 +109,7 @@ class Engine final : public MailboxListener {
   PathId nextPathId() {
     return ++lastPathId_;
   }
+  ListenerCounters listenerCounters() const;
   TimePoint startedAt() const {
     return startedAt_;
   }
@@ -138,6 +142,9 @@ class Engine final : public MailboxListener {
       EngineOptions options,
       const std::string& storeHost,
       int32_t globalRank);
+  static std::shared_ptr<Engine>
+  make(EngineOptions options, const std::string& storeHost, int32_t globalRank);
+  void startThread();
   void startListening(const std::string& storeHost);
   void scheduleTurn();
   void turn();

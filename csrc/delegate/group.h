@@ -95,12 +95,25 @@ struct PeerStats {
   std::string lastError;
   std::vector<PathStats> paths;
 };
+// Callers at the process's listening port. Those who did not come through are
+// strangers, or ranks with other settings; the log names them.
+struct ListenerCounters {
+  uint64_t accepted = 0; // connections
+  uint64_t admitted = 0; // proved that they belong to the job
+  uint64_t refused = 0; // wrong proof, version or bytes, or not expected
+  uint64_t timedOut = 0;
+  uint64_t brokenOff = 0; // by the caller
+  uint64_t dropped = 0; // the oldest of too many at a time
+  uint64_t pending = 0; // now
+};
+
 struct GroupStats {
   std::string group;
   int rank = 0, size = 1;
   uint64_t collectives = 0;
   uint64_t operationsPending = 0;
   std::vector<PeerStats> peers;
+  ListenerCounters listener; // of the process, all groups
 };
 
 // A group of ranks on the process's one engine. Thread-safe: every method may

@@ -93,6 +93,7 @@ std::string GroupImpl::key(const char* what, int rank) const {
 //   resilient/job/<generation>/0  a number for the group, and the secret
 //                                 unless one is given by option
 //   resilient/at/<generation>/<rank>  PeerAddress
+// Paper: SHIFT §4.2, what it takes to connect goes through a key-value store.
 void GroupImpl::join() {
   generation_ = store_->add("resilient/generation/" + std::to_string(rank_), 1);
   const std::string& given = engine_->options().secret;
@@ -295,6 +296,7 @@ GroupStats GroupImpl::stats() {
         link->fillStats(p);
       }
     }
+    stats.listener = engine_->listenerCounters();
   });
   return stats;
 }
@@ -409,6 +411,31 @@ bool GroupImpl::drained() const {
       });
 }
 
+bool GroupImpl::allOthersGone() const {
+  for (int r = 0; r < size(); ++r) {
+    const PeerLink* link = members_[static_cast<size_t>(r)].link;
+    if (r != rank_ && (link == nullptr || link->usable())) {
+      return false;
+    }
+  }
+  return size() > 1;
+}
+
+// What waits for one rank fails with its channel. What waits for any rank
+// fails when there is none left.
+void GroupImpl::onLinkClosed(const Status& why) {
+  if (!allOthersGone()) {
+    return;
+  }
+  const auto runs = pointToPoints_; // fail() removes
+  for (const auto& [id, run] : runs) {
+    if (run->spec().peer < 0) {
+      run->fail(
+          Status(why.code(), "no rank is left to send: " + why.message()));
+    }
+  }
+}
+
 // --- operations
 
 void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
@@ -423,6 +450,8 @@ void GroupImpl::start(std::shared_ptr<PointToPointRun> run) {
   run->start();
   if (!failure_.ok()) {
     run->fail(failure_);
+  } else if (run->spec().peer < 0 && allOthersGone()) {
+    run->fail(Status(StatusCode::kPeerDied, "no rank is left to send"));
   }
 }
 

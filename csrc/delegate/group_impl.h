@@ -90,6 +90,7 @@ class GroupImpl final : public Group,
   Report report() const;
   // A first connection to this process: it may have missed some news.
   void onLinkUp(PeerLink& link);
+  void onLinkClosed(const Status& why);
 
  private:
   struct Member {
@@ -122,6 +123,7 @@ class GroupImpl final : public Group,
   void tell(const Notice& notice, PeerLink& link);
   std::string key(const char* what, int rank) const;
   bool drained() const;
+  bool allOthersGone() const;
 
   const std::string name_;
   const int rank_;
