@@ -23,14 +23,31 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import torch_resilient
+
 
 def peer_of(job: dict[str, Any]) -> int:
     return (int(job["rank"]) + 1) % int(job["size"])
 
 
+def process_state(pid: int) -> str:
+    """One letter of ps, of the main thread: "S" sleeps, "T" is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
 def ready(job: dict[str, Any]) -> None:
-    """Tells the test that this rank is about to wait."""
-    (Path(job["folder"]) / f"ready_{job['rank']}").touch()
+    """Tells the test, and the other ranks, that this one has nothing left to do but to wait."""
+    partial = Path(job["folder"]) / f"partial_{job['rank']}"
+    partial.write_text(str(os.getpid()))
+    partial.rename(partial.with_name(f"ready_{job['rank']}"))
+
+
+def wait_for(job: dict[str, Any], work: Any) -> None:
+    """Waits for the operation, once the engine has begun it and the test knows."""
+    while torch_resilient.stats()["operations_pending"] == 0:
+        time.sleep(0.001)
+    ready(job)
+    work.wait()
 
 
 def run(job: dict[str, Any]) -> None:
@@ -49,14 +66,12 @@ def run(job: dict[str, Any]) -> None:
 
 
 def wait_in_recv(job: dict[str, Any]) -> None:
-    ready(job)
-    dist.recv(torch.empty(10), peer_of(job))
+    wait_for(job, dist.irecv(torch.empty(10), peer_of(job)))
 
 
 def wait_in_all_reduce(job: dict[str, Any]) -> None:
     if job["rank"] == 0:
-        ready(job)
-        dist.all_reduce(torch.ones(10))
+        wait_for(job, dist.all_reduce(torch.ones(10), async_op=True))
     else:
         ready(job)
         time.sleep(60)
@@ -64,9 +79,8 @@ def wait_in_all_reduce(job: dict[str, Any]) -> None:
 
 def catch_interrupt(job: dict[str, Any]) -> None:
     """The group is usable after Ctrl-C was caught."""
-    ready(job)
     try:
-        dist.recv(torch.empty(10), peer_of(job), tag=1)
+        wait_for(job, dist.irecv(torch.empty(10), peer_of(job), tag=1))
     except KeyboardInterrupt:
         print("caught", flush=True)
     dist.all_reduce(torch.ones(10))
@@ -131,7 +145,8 @@ def destroy_with_a_hung_peer(job: dict[str, Any]) -> None:
         ready(job)
         os.kill(os.getpid(), signal.SIGSTOP)
         return
-    while not (Path(job["folder"]) / "ready_1").exists():
+    other = Path(job["folder"]) / "ready_1"
+    while not other.exists() or process_state(int(other.read_text())) != "T":
         time.sleep(0.001)
     dist.isend(torch.ones(1 << 22), 1)
     ready(job)

@@ -192,6 +192,13 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20) 
         time.sleep(0.002)
 
 
+def wait_until_pending() -> None:
+    """In a rank: waits until the engine has begun an operation that has not ended."""
+    from torch_resilient import stats
+
+    wait_until(lambda: stats()["operations_pending"] > 0, "an operation is pending")
+
+
 def run_outcomes(
     function: Callable[..., Any],
     *args: Any,

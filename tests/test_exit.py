@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from exit_program import process_state
 from harness import on_gloo, wait_until
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo promises none of this")
@@ -56,7 +58,15 @@ class Programs:
                 (self._folder / f"ready_{rank}").exists,
                 f"rank {rank} is about to wait: {self.output(rank)}",
             )
-        time.sleep(0.05)  # from "about to" to "in it"; either is a fair moment
+
+    def wait_blocked(self, *ranks: int) -> None:
+        """Until the ranks are in their waits, of which their main threads sleep."""
+        self.wait_ready(*ranks)
+        for rank in ranks:
+            wait_until(partial(self._sleeps, rank), f"rank {rank} is blocked: {self.output(rank)}")
+
+    def _sleeps(self, rank: int) -> bool:
+        return process_state(self._pids[rank]) == "S"
 
     def signal(self, rank: int, number: int) -> None:
         os.kill(self._pids[rank], number)
@@ -124,7 +134,7 @@ def programs(server: tuple[Any, Path]) -> Iterator[Programs]:
 @pytest.mark.parametrize("scenario", ["wait_in_recv", "wait_in_all_reduce"])
 def test_ctrl_c_ends_a_blocked_wait(programs: Programs, scenario: str) -> None:
     programs.start(scenario)
-    programs.wait_ready(0, 1)
+    programs.wait_blocked(0, 1)
     for rank in (0, 1):
         programs.signal(rank, signal.SIGINT)
     for rank in (0, 1):
@@ -135,7 +145,7 @@ def test_ctrl_c_ends_a_blocked_wait(programs: Programs, scenario: str) -> None:
 
 def test_the_group_is_usable_after_ctrl_c_was_caught(programs: Programs) -> None:
     programs.start("catch_interrupt")
-    programs.wait_ready(0, 1)
+    programs.wait_blocked(0, 1)
     for rank in (0, 1):
         programs.signal(rank, signal.SIGINT)
     for rank in (0, 1):
@@ -145,7 +155,7 @@ def test_the_group_is_usable_after_ctrl_c_was_caught(programs: Programs) -> None
 
 def test_sigterm_ends_a_blocked_wait_at_once(programs: Programs) -> None:
     programs.start("wait_in_recv")
-    programs.wait_ready(0, 1)
+    programs.wait_blocked(0, 1)
     programs.signal(0, signal.SIGTERM)
     assert programs.end(0) == -signal.SIGTERM
     assert programs.end(1) == 1  # it learns that its peer died

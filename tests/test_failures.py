@@ -23,6 +23,7 @@ from harness import (
     run_outcomes,
     run_ranks,
     wait_until,
+    wait_until_pending,
     world_size,
 )
 
@@ -81,6 +82,17 @@ def paths_bytes_sent() -> int:
     return sum(path["bytes_sent"] for peer in peers for path in peer["paths"])
 
 
+def bytes_acknowledged() -> int:
+    from torch_resilient import stats
+
+    return sum(peer["bytes_sent"] for peer in stats()["peers"])
+
+
+def wait_until_in_barrier(store: dist.Store, ranks: list[int]) -> None:
+    """For the victim, which has no part in it that could tell."""
+    store.wait([f"in/{r}" for r in ranks])
+
+
 def failure_in(rank: int, name: str, victim: int, sign: int, warm: bool) -> tuple[float, str]:
     """`victim` gets signal `sign` in mid-operation; the others return when and how they failed.
 
@@ -102,7 +114,7 @@ def failure_in(rank: int, name: str, victim: int, sign: int, warm: bool) -> tupl
         if name != "barrier":
             wait_until(lambda: paths_bytes_sent() - before > 100_000, "the operation is under way")
         else:
-            time.sleep(0.1)  # so that the others are in it
+            wait_until_in_barrier(store, [r for r in range(world_size()) if r != victim])
         store.set("at", repr(time.monotonic()))
         os.kill(os.getpid(), sign)
         # Only a stopped one gets here, if the others let it go on.
@@ -110,6 +122,9 @@ def failure_in(rank: int, name: str, victim: int, sign: int, warm: bool) -> tupl
         error_of(work.wait)
         return 0.0, ""
     work = start_operation(name, rank, victim)
+    if name == "barrier":
+        wait_until_pending()
+        store.set(f"in/{rank}", "")
     error = error_of(work.wait)
     failed_at = time.monotonic()
     signalled_at = float(store.get("at"))
@@ -170,6 +185,33 @@ def test_all_survivors_learn_who_died(name: str, size: int) -> None:
         assert "elapsed" in error
 
 
+def wait_for_any(rank: int) -> tuple[float, list[str]]:
+    """Rank 1 dies; rank 0 returns how long after that its receives from any source failed."""
+    dist.barrier()
+    store = make_store("test")
+    if rank == 1:
+        store.wait(["waiting"])
+        store.set("at", repr(time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    work = dist.irecv(torch.zeros(4))
+    assert work is not None
+    wait_until_pending()
+    store.set("waiting", "")
+    # The second one starts when nobody is left.
+    errors = [error_of(work.wait), error_of(lambda: dist.recv(torch.zeros(4)))]
+    return time.monotonic() - float(store.get("at")), errors
+
+
+def test_a_receive_from_any_source_ends_with_the_last_rank() -> None:
+    outcomes = run_outcomes(wait_for_any, world_size=2, group_timeout_s=LIMIT_S)
+    victim_ended(outcomes, 1)
+    seconds, errors = outcomes[0].value
+    assert seconds < DEATH_S * LOAD
+    assert "recv of float32[4] from any" in errors[0]
+    for text in errors:
+        assert "no rank is left to send" in text
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all", "barrier", "recv"])
 def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
     victim, limit_s = 2, 3.0
@@ -207,8 +249,10 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
         before = paths_bytes_sent()
         work = start_operation(name, rank, victim)
         if name != "barrier":
-            wait_until(lambda: paths_bytes_sent() - before > 100_000, "the operation is under way")
-        time.sleep(0.3)  # at that rate: until the first pieces of 0.13 s have arrived
+            # More than all that was ever sent before: some of it is of this operation.
+            wait_until(lambda: bytes_acknowledged() > before, "the first pieces have arrived")
+        else:
+            wait_until_in_barrier(store, others)
         os.kill(os.getpid(), signal.SIGSTOP)
         slow.clear()
         if work is not None:
@@ -218,7 +262,11 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
     pid = int(store.get("pid"))
     started = time.monotonic()
     if name != "recv" or rank == 3:
-        error = error_of(start_operation(name, rank, victim).wait)
+        work = start_operation(name, rank, victim)
+        if name == "barrier":
+            wait_until_pending()
+            store.set(f"in/{rank}", "")
+        error = error_of(work.wait)
     else:
         error = ""
     took = time.monotonic() - started
@@ -293,14 +341,19 @@ def test_the_group_is_usable_after_a_message_has_timed_out() -> None:
     assert took < 1 + LOAD
 
 
+# The test is about lateness, so it sleeps: longer than it takes to ask an idle peer for a sign of
+# life and to miss the answer (heartbeat_s and stall_timeout_s, 0.5 s each; a look every 0.1 s).
+LATE_S = 1.3
+
+
 def late(rank: int) -> None:
     if rank == 1:
-        time.sleep(2)  # the test is about lateness
+        time.sleep(LATE_S)
     x = torch.ones(1 << 18) * rank
     dist.all_reduce(x)
     assert torch.equal(x, torch.full((1 << 18,), 3.0))
     if rank == 2:
-        time.sleep(2)
+        time.sleep(LATE_S)
         dist.send(x, 0)
     elif rank == 0:
         dist.recv(x, 2)
@@ -482,13 +535,18 @@ def abort_elsewhere(rank: int) -> tuple[str, float]:
     aborted_at = []
 
     def abort() -> None:
+        store.wait([f"in/{r}" for r in range(3)])
         aborted_at.append(time.monotonic())
         backend.abort()
 
+    work = dist.irecv(torch.empty(10), (rank + 1) % 3)
+    assert work is not None
+    wait_until_pending()
+    store.set(f"in/{rank}", "")
     if rank == 0:
-        thread = threading.Timer(0.3, abort)
+        thread = threading.Thread(target=abort)
         thread.start()
-    error = error_of(lambda: dist.recv(torch.empty(10), (rank + 1) % 3))
+    error = error_of(work.wait)
     failed_at = time.monotonic()
     if rank == 0:
         thread.join()

@@ -84,7 +84,7 @@ struct PathCounters {
 // The relation to one remote process: messages in both directions over any
 // number of paths that come and go. It owns numbering, chunking, credit,
 // acknowledgement, re-queueing, reassembly and duplicate removal; it does no
-// I/O, has no clock and no thread (DESIGN.md, "The core has no I/O").
+// I/O, has no clock and no thread, so that it can be simulated.
 //
 // Sender. A message is cut into chunks of one size; each goes over whichever
 // path asks next. The channel keeps, per path, the frames it handed out in
