@@ -405,4 +405,13 @@ class LoopbackNetwork {
   std::vector<Task> tasks_;
 };
 
+inline void expectAllOk(const LoopbackNetwork::Outcome& outcome) {
+  for (size_t r = 0; r < outcome.status.size(); ++r) {
+    if (!outcome.status[r].ok()) {
+      throw Failure(
+          "rank " + std::to_string(r) + ": " + outcome.status[r].toString());
+    }
+  }
+}
+
 } // namespace resilient::test

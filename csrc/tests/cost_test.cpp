@@ -1,0 +1,123 @@
+#include "collectives/cost.h"
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "collectives/algorithms.h"
+#include "tests/check.h"
+#include "tests/loopback_communicator.h"
+
+namespace resilient {
+namespace {
+
+using test::expectAllOk;
+using test::LoopbackNetwork;
+using Bytes = std::vector<unsigned char>;
+
+// The formula's bytes and messages are those that are sent.
+TEST(collectives_cost_what_the_formula_says) {
+  const size_t bytes = 48 * 1024; // divisible by all numbers of ranks below
+  for (int ranks : {2, 3, 4, 6, 8}) {
+    const auto busiest = [&](const LoopbackNetwork::Body& body, Cost cost) {
+      const auto outcome =
+          LoopbackNetwork::run({.ranks = ranks, .seed = 7}, body);
+      expectAllOk(outcome);
+      const auto most = [](const std::vector<uint64_t>& v) {
+        return *std::max_element(v.begin(), v.end());
+      };
+      CHECK_EQ(static_cast<double>(most(outcome.messagesSent)), cost.messages);
+      return static_cast<double>(most(outcome.bytesSent));
+    };
+    std::vector<Bytes> data(static_cast<size_t>(ranks), Bytes(bytes));
+    const auto mine = [&](Communicator& comm) {
+      return data[static_cast<size_t>(comm.rank())].data();
+    };
+    const Reduction sum{DType::kFloat32, ReduceOp::kSum, 1};
+    for (AllReduceAlgorithm a :
+         {AllReduceAlgorithm::kFlat,
+          AllReduceAlgorithm::kRecursiveDoubling,
+          AllReduceAlgorithm::kDirect,
+          AllReduceAlgorithm::kRing}) {
+      if (a == AllReduceAlgorithm::kRecursiveDoubling &&
+          !std::has_single_bit(static_cast<unsigned>(ranks))) {
+        continue; // the formula counts a critical path, not one rank
+      }
+      const Cost cost = allReduceCost(a, ranks, bytes);
+      CHECK_EQ(
+          busiest(
+              [&](Communicator& comm) {
+                return allReduceWith(
+                    a, comm, mine(comm), bytes / 4, sum, Tuning());
+              },
+              cost),
+          cost.bytes);
+    }
+    for (BroadcastAlgorithm a :
+         {BroadcastAlgorithm::kFlat, BroadcastAlgorithm::kTree}) {
+      const Cost cost = broadcastCost(a, ranks, bytes);
+      CHECK_EQ(
+          busiest(
+              [&](Communicator& comm) {
+                return broadcastWith(a, comm, mine(comm), bytes, 0, Tuning());
+              },
+              cost),
+          cost.bytes);
+    }
+    // The pipelined ones send the data once; the formula adds the time in
+    // which the pipeline fills.
+    for (BroadcastAlgorithm a :
+         {BroadcastAlgorithm::kSpread, BroadcastAlgorithm::kChain}) {
+      const auto outcome = LoopbackNetwork::run(
+          {.ranks = ranks, .seed = 7}, [&](Communicator& comm) {
+            return broadcastWith(a, comm, mine(comm), bytes, 0, Tuning());
+          });
+      expectAllOk(outcome);
+      CHECK_EQ(
+          *std::max_element(outcome.bytesSent.begin(), outcome.bytesSent.end()),
+          bytes);
+      CHECK(broadcastCost(a, ranks, bytes).bytes >= double(bytes));
+    }
+    for (BarrierAlgorithm a :
+         {BarrierAlgorithm::kFlat, BarrierAlgorithm::kDissemination}) {
+      CHECK_EQ(
+          busiest(
+              [&](Communicator& comm) { return barrierWith(a, comm); },
+              barrierCost(a, ranks)),
+          0.0);
+    }
+  }
+}
+
+TEST(collectives_choice_follows_size_and_ranks) {
+  const CostModel lan;
+  using A = AllReduceAlgorithm;
+  CHECK(chooseAllReduce(4, 64, lan) == A::kFlat);
+  CHECK(
+      chooseAllReduce(64, 64, lan) == A::kFlat ||
+      chooseAllReduce(64, 64, lan) == A::kRecursiveDoubling);
+  CHECK(chooseAllReduce(8, 64u << 20, lan) == A::kDirect);
+  CHECK(chooseAllReduce(32, 256u << 20, lan) == A::kRing);
+  // A slow, distant link: bytes and rounds weigh more, never the ring's
+  // many rounds for little data.
+  const CostModel wan{20e-3, 1 / 1e8, 1 / 8e9};
+  CHECK(chooseAllReduce(8, 1u << 20, wan) == A::kDirect);
+  CHECK(chooseAllReduce(8, 1000, wan) == A::kFlat);
+  CHECK(chooseBroadcast(8, 64u << 20, lan) == BroadcastAlgorithm::kSpread);
+  CHECK(chooseBroadcast(3, 8, lan) == BroadcastAlgorithm::kFlat);
+  CHECK(chooseReduce(2, 1u << 16, lan) == ReduceAlgorithm::kDirect);
+  CHECK(chooseReduce(8, 64u << 20, lan) == ReduceAlgorithm::kScatterGather);
+  CHECK(chooseAllGather(8, 64u << 20, lan) == AllGatherAlgorithm::kDirect);
+  CHECK(chooseAllGather(32, 256u << 20, lan) == AllGatherAlgorithm::kRing);
+  CHECK(chooseBarrier(4, lan) == BarrierAlgorithm::kFlat);
+  CHECK(chooseBarrier(1000, lan) == BarrierAlgorithm::kDissemination);
+  for (int ranks : {2, 9, 64, 1000}) {
+    const Tuning tuning = tuningForFanIn(ranks);
+    CHECK(tuning.segmentBytes % 16 == 0);
+    CHECK(tuning.segmentBytes >= kSegmentBytesMin);
+    CHECK(tuning.segmentBytes <= kSegmentBytes);
+  }
+}
+
+} // namespace
+} // namespace resilient
