@@ -1,0 +1,257 @@
+"""`torch-resilient plan`: a pipeline schedule for given times, as JSON and as pictures."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch_resilient.pipelining import timeline
+from torch_resilient.pipelining.costs import PipelineCosts, per_place
+from torch_resilient.pipelining.planner import POLICIES, Plan, plan_schedule
+from torch_resilient.pipelining.replay import replay
+
+ABOUT = """\
+input, a JSON object; times in milliseconds; all but the first five fields may be left out:
+  stages, microbatches   how many
+  tF, tB, tW             forward, backward of inputs, backward of weights: a number or one per stage
+  c                      delay of each link in both directions: a number or one per link; or
+  cf, cb                 the delays of activations and of gradients
+  cap                    the most microbatches between F and B: a number or one per stage
+  mem                    the most microbatches between F and W: a number or one per stage
+  policy                 """
+
+ABOUT_OUTPUT = """
+  budget_ms              for the search; 100
+
+output: the same object with `orders`, `iteration_ms`, `lower_bound_ms`, `bubble` (the idle part of
+all stages' time), `bubbles_ms` (by stage and cause), `peak` (the most microbatches of each stage
+between F and B, between F and W, and its memory in activations), `chosen` (what made the orders).
+
+exit status: 0, or 2 if the input cannot be used; then one line on stderr names the field.
+"""
+
+# Of all stages together: 512 stages of 512 take ten seconds. More is a mistake in the input, which
+# would end with no memory left.
+_MOST_MICROBATCHES = 300_000
+_REQUIRED = ("stages", "microbatches", "tF", "tB", "tW")
+_OPTIONAL = ("c", "cf", "cb", "cap", "mem", "policy", "budget_ms")
+# What this command adds: its output may be its input again.
+_ADDED = ("orders", "iteration_ms", "lower_bound_ms", "bubble", "bubbles_ms", "peak", "chosen")
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this command to those of an argparse parser."""
+    parser = commands.add_parser(
+        "plan",
+        help="a pipeline schedule for given times and delays",
+        description=__doc__,
+        epilog=ABOUT + ", ".join(POLICIES) + ABOUT_OUTPUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--json", required=True, metavar="FILE", help="the input; - is standard input"
+    )
+    parser.add_argument("--grid", action="store_true", help="draw the plan as text on stderr")
+    parser.add_argument(
+        "--chrome-trace", type=Path, metavar="FILE", help="write it for chrome://tracing"
+    )
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE", help="draw it as .svg; as .png with matplotlib"
+    )
+
+
+def _whole(name: str, value: object) -> int:
+    """Raises ValueError, naming the field, unless `value` is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name}: expected an integer, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name}: expected at least 1, got {value}")
+    return value
+
+
+def _limit(name: str, value: object, stages: int) -> int | list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        return _whole(name, value)
+    if len(value) != stages:
+        raise ValueError(
+            f"{name}: expected a number or {stages} of them, one per stage, got {len(value)}"
+        )
+    return [_whole(f"{name}[{i}]", each) for i, each in enumerate(value)]
+
+
+def _seconds(name: str, value: object, count: int, place: str) -> list[float]:
+    return [each / 1e3 for each in per_place(name, value, count, place)]
+
+
+def _costs(given: dict[str, Any], stages: int) -> PipelineCosts:
+    if "c" in given and ("cf" in given or "cb" in given):
+        raise ValueError("c: give either c, or cf and cb")
+    if ("cf" in given) != ("cb" in given):
+        missing, there = ("cb", "cf") if "cf" in given else ("cf", "cb")
+        raise ValueError(f"{missing}: missing, but {there} is there")
+    forward, backward = ("cf", "cb") if "cf" in given else ("c", "c")
+    return PipelineCosts.of(
+        stages,
+        forward_s=_seconds("tF", given["tF"], stages, "stage"),
+        input_backward_s=_seconds("tB", given["tB"], stages, "stage"),
+        weight_backward_s=_seconds("tW", given["tW"], stages, "stage"),
+        delay_forward_s=_seconds(forward, given.get(forward, 0), stages - 1, "link"),
+        delay_backward_s=_seconds(backward, given.get(backward, 0), stages - 1, "link"),
+    )
+
+
+def _parse(text: str) -> Any:
+    def constant(name: str) -> float:
+        raise ValueError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=constant)
+
+
+def _plan(given: object) -> tuple[Plan, PipelineCosts]:
+    """Raises ValueError, whose text begins with the field's name."""
+    if not isinstance(given, dict):
+        raise ValueError(f"input: expected a JSON object, got {type(given).__name__}")
+    for name in given:
+        if name not in (*_REQUIRED, *_OPTIONAL, *_ADDED):
+            raise ValueError(f"{name}: no such field")
+    for name in _REQUIRED:
+        if name not in given:
+            raise ValueError(f"{name}: missing")
+    stages = _whole("stages", given["stages"])
+    microbatches = _whole("microbatches", given["microbatches"])
+    if stages * microbatches > _MOST_MICROBATCHES:
+        raise ValueError(
+            f"stages: {stages} times {microbatches} microbatches is more than "
+            f"{_MOST_MICROBATCHES}, the most this command plans"
+        )
+    costs = _costs(given, stages)
+    cap = _limit("cap", given.get("cap"), stages)
+    mem = _limit("mem", given.get("mem"), stages)
+    budget_ms = given.get("budget_ms", 100)
+    if isinstance(budget_ms, bool) or not isinstance(budget_ms, int | float):
+        raise ValueError(f"budget_ms: expected a number, got {budget_ms!r}")
+    if not math.isfinite(budget_ms) or budget_ms < 0:
+        raise ValueError(f"budget_ms: expected a finite number, not negative, got {budget_ms!r}")
+    policy = given.get("policy", "best")
+    if policy not in POLICIES:
+        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    plan = plan_schedule(
+        costs,
+        microbatches,
+        activation_limit=cap,
+        weight_limit=mem,
+        policy=policy,
+        budget_ms=budget_ms,
+    )
+    return plan, costs
+
+
+def _png(path: Path, plan: Plan, costs: PipelineCosts) -> None:
+    """Raises ValueError if matplotlib is not installed."""
+    try:
+        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
+    except ImportError:
+        raise ValueError(
+            f"--picture: {path} needs matplotlib, which is not installed; .svg needs nothing"
+        ) from None
+    timed = replay(plan.orders, costs)
+    figure = Figure(figsize=(14, 1 + 0.35 * len(timed.stages)))
+    axes = figure.add_subplot()
+    for stage, spans in enumerate(timed.stages):
+        for kind, colour in timeline.COLOURS.items():
+            axes.broken_barh(
+                [
+                    (start_s * 1e3, (end_s - start_s) * 1e3)
+                    for operation, start_s, end_s in spans
+                    if operation.kind == kind
+                ],
+                (stage - 0.42, 0.84),
+                facecolors=colour,
+                edgecolors="white",
+                linewidth=0.4,
+            )
+    axes.set_yticks(range(len(timed.stages)), [f"stage {i}" for i in range(len(timed.stages))])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"ms; {plan.policy}, {plan.iteration_s * 1e3:.6g} ms")
+    figure.savefig(path, dpi=150, bbox_inches="tight")
+
+
+def _write_pictures(options: argparse.Namespace, plan: Plan, costs: PipelineCosts) -> None:
+    """Raises ValueError for a picture that cannot be made, OSError for a file."""
+    if not (options.grid or options.chrome_trace or options.picture):
+        return
+    timed = replay(plan.orders, costs)
+    if options.grid:
+        sys.stderr.write(timeline.text_grid(timed))
+    if options.chrome_trace:
+        options.chrome_trace.write_text(json.dumps(timeline.chrome_trace(timed)), encoding="utf-8")
+    if options.picture:
+        suffix = options.picture.suffix.lower()
+        if suffix == ".svg":
+            size = f"{costs.num_stages} stages, {plan.num_microbatches} microbatches"
+            title = f"{size}: {plan.policy}"
+            options.picture.write_text(timeline.svg(timed, title), encoding="utf-8")
+        elif suffix == ".png":
+            _png(options.picture, plan, costs)
+        else:
+            raise ValueError(f"--picture: expected a name in .svg or .png, got {options.picture}")
+
+
+def _milliseconds(seconds: float) -> float:
+    # Nanoseconds; what comes after is rounding.
+    return round(seconds * 1e3, 6)
+
+
+def _output(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    return {
+        **{name: value for name, value in given.items() if name not in _ADDED},
+        "iteration_ms": _milliseconds(plan.iteration_s),
+        "lower_bound_ms": _milliseconds(plan.lower_bound_s),
+        "bubble": round(plan.bubble, 9),
+        "bubbles_ms": [
+            {
+                "warm_up": _milliseconds(each.warm_up_s),
+                "forward": _milliseconds(each.forward_s),
+                "backward": _milliseconds(each.backward_s),
+                "cool_down": _milliseconds(each.cool_down_s),
+            }
+            for each in plan.bubbles
+        ],
+        "peak": {
+            "F-B": list(plan.peak_activations),
+            "F-W": list(plan.peak_pending),
+            "units": [round(each, 6) for each in plan.peak_units],
+        },
+        "chosen": plan.policy,
+        "orders": [[str(operation) for operation in order] for order in plan.orders],
+    }
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the plan; returns the exit status."""
+    try:
+        if options.json == "-":
+            text = sys.stdin.read()
+        else:
+            text = Path(options.json).read_text(encoding="utf-8")
+        try:
+            given = _parse(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"input: not JSON: {error}") from None
+        plan, costs = _plan(given)
+        _write_pictures(options, plan, costs)
+    except (ValueError, OSError) as error:
+        sys.stderr.write(f"torch-resilient plan: {_one_line(error)}\n")
+        return 2
+    print(json.dumps(_output(given, plan)))
+    return 0
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
