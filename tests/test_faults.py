@@ -201,7 +201,8 @@ def test_one_of_several_connections_falls_silent(kind: str, name: str) -> None:
     )
     print(f"{name}, {kind}: {max(t for t, _ in results):.3f} s")
     assert sum(c["reconnects"] for _, c in results) > 0, "no path was given up"
-    assert max(t for t, _ in results) < 2 * PAUSE_S
+    # Once for the path that falls silent; its successors, silent too, get nothing to lose.
+    assert max(t for t, _ in results) < PAUSE_S
 
 
 @pytest.mark.parametrize("kind", ["stall", "drop"])

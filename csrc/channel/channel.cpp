@@ -109,6 +109,21 @@ bool Channel::hasFrames(PathId path) const {
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
+// Paper: SHIFT §4.3.3. A path that has come back must show that it works.
+void Channel::putOnProbation(PathId path) {
+  state(path).onProbation = true;
+  ping(path);
+}
+
+bool Channel::onProbation(PathId path) const {
+  return state(path).onProbation;
+}
+
+void Channel::trust(PathId path) {
+  state(path).onProbation = false;
+  ready();
+}
+
 void Channel::ping(PathId path) {
   state(path).pingDue = true;
   ready();

@@ -162,6 +162,12 @@ class Channel {
   std::byte* destination(PathId path);
   Status onPayload(PathId path, TimePoint now);
   void ping(PathId path);
+  // Nothing but a ping goes over the path, until its answer ends that or
+  // trust() does. For one that has broken before, where others work: what it
+  // were given might be stuck until it breaks again.
+  void putOnProbation(PathId path);
+  bool onProbation(PathId path) const;
+  void trust(PathId path);
 
   // --- time
   TimePoint deadline() const; // when onTimer has something to do

@@ -218,6 +218,10 @@ Status Channel::onPayload(PathId path, TimePoint now) {
         p.statistics.onRoundTrip(now - *p.pingSent, now);
         p.pingSent.reset();
       }
+      // Whichever ping it answers, that went there and back.
+      if (p.onProbation) {
+        trust(path);
+      }
       return Status();
     }
     case FrameType::kAck:

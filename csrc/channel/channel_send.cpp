@@ -330,9 +330,12 @@ const OutFrame* Channel::pull(PathId path, TimePoint now) {
   }
   PathState& p = state(path);
   const bool wasIdle = p.inFlight.empty();
-  const OutFrame* f = pullControl(p, now);
-  if (f == nullptr) {
-    f = pullChunk(p, now);
+  const OutFrame* f = nullptr;
+  if (!p.onProbation) {
+    f = pullControl(p, now);
+    if (f == nullptr) {
+      f = pullChunk(p, now);
+    }
   }
   if (f == nullptr) {
     return pullUnreliable(p, now);

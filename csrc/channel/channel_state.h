@@ -133,6 +133,7 @@ struct Channel::PathState {
   InMessage* message = nullptr; // its message, if it is a wanted chunk
   std::vector<std::byte> control;
 
+  bool onProbation = false;
   bool pingDue = false;
   std::optional<TimePoint> pingSent; // not answered yet
   bool pongDue = false;

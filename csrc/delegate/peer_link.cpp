@@ -334,7 +334,9 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
       *slot.faults,
       *this);
   slot.failures = 0;
-  ++slot.connections;
+  if (++slot.connections > 1) {
+    channel_.putOnProbation(slot.path->id());
+  }
   slot.progress = 0;
   slot.progressAt = engine_.loop().now();
   slot.pingAt = kNever;
@@ -487,6 +489,17 @@ void PeerLink::onBye(Channel&) {
 void PeerLink::pump() {
   if (!usable() || slots_.empty()) {
     return;
+  }
+  // Probation is for paths beside others that work.
+  const bool proven =
+      std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
+        return slot.path && !slot.suspect &&
+            !channel_.onProbation(slot.path->id());
+      });
+  for (Slot& slot : slots_) {
+    if (!proven && slot.path && channel_.onProbation(slot.path->id())) {
+      channel_.trust(slot.path->id());
+    }
   }
   for (int round = 0; round < kPumpRounds; ++round) {
     // One frame per path in turn, so that a message spreads over all of them.

@@ -391,6 +391,27 @@ TEST(channel_makes_progress_over_short_lived_paths) {
   pair.checkEmpty();
 }
 
+TEST(channel_probes_a_path_that_came_back) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  pair.a.channel.putOnProbation(2);
+  TestSend send(text(300));
+  TestRecv recv(&pair.b.channel, 300);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.move(pair.a, 2)->type == FrameType::kPing);
+  CHECK(!pair.move(pair.a, 2)); // that is all
+  CHECK(pair.move(pair.a, 1)->type == FrameType::kData);
+  CHECK(pair.a.channel.onProbation(2));
+  CHECK(pair.move(pair.b, 2)->type == FrameType::kPong);
+  CHECK(!pair.a.channel.onProbation(2));
+  CHECK(pair.move(pair.a, 2)->type == FrameType::kData);
+  pair.settle({1, 2});
+  CHECK_EQ(recv.content, text(300));
+  pair.checkEmpty();
+}
+
 TEST(channel_cancelled_send_keeps_its_half_written_frame) {
   ChannelPair pair;
   pair.up(1);
