@@ -221,6 +221,49 @@ TEST(help_that_comes_and_goes_leaves_nothing_undone) {
   r.sync([&] { r.loop.remove(pair.a.get()); });
 }
 
+// A helper sleeps until what it knows of is due; what another caller's turn
+// leaves behind may be due earlier.
+TEST(a_helper_learns_of_what_another_caller_leaves_behind) {
+  Running r;
+  Pair pair;
+  Recorder handler;
+  handler.run = [&](uint32_t) {
+    char sink[256];
+    (void)!::read(pair.a.get(), sink, sizeof(sink));
+  };
+  r.sync([&] { r.loop.add(pair.a.get(), EPOLLIN | EPOLLET, &handler); });
+  std::atomic<bool> over{false};
+  std::thread helper([&] {
+    while (!over) {
+      r.loop.help([&] { return over.load(); }, kNever);
+    }
+  });
+  for (int i = 0; i < 300; ++i) {
+    for (int k = 0; k < 20; ++k) {
+      pair.poke(); // in the helper's turns: wakes the thread in run(), too
+    }
+    std::promise<void> due;
+    auto fired = due.get_future();
+    CHECK(r.loop.postQuietly([&] {
+      r.loop.after(500us, [&] {
+        r.loop.post([&] { due.set_value(); }); // and what a turn posts
+      });
+    }));
+    r.loop.runPosted(/*here=*/true);
+    if (fired.wait_for(5s) != std::future_status::ready) {
+      over = true;
+      r.loop.wakeHelper();
+      helper.join();
+      fired.wait();
+      CHECK(!"slept through a timer");
+    }
+  }
+  over = true;
+  r.loop.wakeHelper();
+  helper.join();
+  r.sync([&] { r.loop.remove(pair.a.get()); });
+}
+
 TEST(what_is_posted_quietly_runs_without_help) {
   Running r;
   std::promise<void> ran;

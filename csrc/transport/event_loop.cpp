@@ -131,7 +131,13 @@ void EventLoop::runPosted(bool here) {
   if (here && running_.load(std::memory_order_relaxed) && turn_.try_lock()) {
     std::lock_guard lock(turn_, std::adopt_lock);
     takeTurn(nullptr, 0);
-    wakeBy(wakeNeededBy());
+    if (helped_.load()) {
+      // Not by the timer: a parked thread might take that away. The helper
+      // sees for itself what is due.
+      wakeUp();
+    } else {
+      wakeBy(wakeNeededBy());
+    }
     return;
   }
   bool wake;
