@@ -312,3 +312,76 @@ def test_operations_appear_in_the_profile() -> None:
     for names in run_ranks(profiled):
         assert any(name.endswith(":all_reduce") for name in names), names
         assert any(name.endswith(":broadcast") for name in names), names
+
+
+def waits_for_any(rank: int) -> None:
+    from torch_resilient._native import load
+
+    wait_any = load().wait_any
+    store = make_store("any")
+    if rank == 1:
+        for tag in (2, 0, 1):
+            store.wait([f"send {tag}"])
+            dist.send(torch.full((4,), float(tag)), 0, tag=tag)
+        return
+    assert wait_any([]) is None
+    tensors = [torch.zeros(4) for _ in range(3)]
+    works = [dist.irecv(tensor, 1, tag=tag) for tag, tensor in enumerate(tensors)]
+    assert wait_any(works, 0.0) is None
+    assert wait_any(works, 0.01) is None
+    found: list[int | None] = []
+    # Two threads wait for the same works, one of them for some of them only.
+    threads = [
+        threading.Thread(target=lambda: found.append(wait_any(works))),
+        threading.Thread(target=lambda: found.append(wait_any(works[1:]))),
+    ]
+    for thread in threads:
+        thread.start()
+    store.set("send 2", "1")
+    for thread in threads:
+        thread.join(20)
+    assert sorted(str(each) for each in found) == ["1", "2"]
+    store.set("send 0", "1")
+    assert wait_any(works[:2]) == 0
+    store.set("send 1", "1")
+    assert wait_any([works[1]]) == 0
+    assert [int(tensor[0]) for tensor in tensors] == [0, 1, 2]
+    with pytest.raises(ValueError, match="timeout_s: expected 0 to 1e9"):
+        wait_any(works, -1.0)
+
+
+@not_gloo
+def test_waiting_for_the_first_of_several_works() -> None:
+    run_ranks(waits_for_any)
+
+
+def a_failure_is_an_end(rank: int) -> None:
+    from torch_resilient._native import load
+
+    store = make_store("failure")
+    if rank == 0:
+        works = [dist.irecv(torch.zeros(4), 1, tag=tag) for tag in range(2)]
+        store.set("posted", "1")
+        assert load().wait_any(works) in (0, 1)
+        with pytest.raises(RuntimeError, match="rank 1"):
+            works[0].wait()
+    else:
+        store.wait(["posted"])
+
+
+@not_gloo
+def test_a_failed_work_has_ended() -> None:
+    run_ranks(a_failure_is_an_end)
+
+
+def other_backends_work(rank: int) -> None:
+    from torch_resilient._native import load
+
+    works = [dist.all_reduce(torch.ones(1), async_op=True)]
+    with pytest.raises(TypeError, match="works of the resilient backend only"):
+        load().wait_any(works, 0.0)
+    works[0].wait()
+
+
+def test_works_of_another_backend_are_refused() -> None:
+    run_ranks(other_backends_work, backend="gloo")

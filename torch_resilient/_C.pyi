@@ -1,9 +1,10 @@
 """The compiled module (csrc/backend/bindings.cpp)."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypedDict
 
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 class OptionRow(TypedDict):
     kind: str
@@ -70,6 +71,7 @@ class ProcessGroupResilient:
 
 def create(dist_opts: Any, options: Options | None = None) -> ProcessGroupResilient: ...
 def stats(group: ProcessGroupResilient | ProcessGroup) -> dict[str, Any]: ...
+def wait_any(works: Sequence[Work], timeout_s: float | None = None) -> int | None: ...
 def dump() -> str: ...
 def option_table() -> list[OptionRow]: ...
 def set_traffic_class(traffic_class: int) -> int: ...

@@ -58,7 +58,9 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     never), `last_error`, and `paths`, one dict for each: `slot`, `state` ("up", "connecting"
     or "down"), `local_address`, `remote_address`, `bytes_sent`, `bytes_received`,
     `chunks_sent`, `chunks_retransmitted`, `round_trip_s` (smoothed, 0 while unknown),
-    `goodput_bytes_per_s` (smoothed, acknowledged bytes only), `reconnects`, `last_error`.
+    `round_trip_least_s` (the least of the last one to two seconds), `round_trips` (how many were
+    measured), `round_trips_s` (the last 32 of them, oldest first), `goodput_bytes_per_s`
+    (smoothed, acknowledged bytes only), `reconnects`, `last_error`.
 
     `listener` counts the callers at this process's port: `accepted`, and of these `admitted`
     (proved that they belong to the job), `refused` (wrong proof, version or bytes, or not

@@ -214,6 +214,9 @@ py::dict toPython(const PathStats& s) {
   d["chunks_sent"] = s.chunksSent;
   d["chunks_retransmitted"] = s.chunksRetransmitted;
   d["round_trip_s"] = s.roundTripS;
+  d["round_trip_least_s"] = s.leastRoundTripS;
+  d["round_trips"] = s.roundTrips;
+  d["round_trips_s"] = s.recentRoundTripsS;
   d["goodput_bytes_per_s"] = s.goodputBytesPerS;
   d["reconnects"] = s.reconnects;
   d["last_error"] = s.lastError;
@@ -388,7 +391,40 @@ void bindGroup(py::module_& m) {
       py::arg("group"));
 }
 
+// The index of the first ended work, or None when the time is up.
+py::object waitAny(
+    const std::vector<c10::intrusive_ptr<c10d::Work>>& works,
+    std::optional<double> timeoutS) {
+  std::vector<c10::intrusive_ptr<WorkResilient>> ours;
+  for (const auto& work : works) {
+    auto* raw = dynamic_cast<WorkResilient*>(work.get());
+    if (raw == nullptr) {
+      throw py::type_error(
+          "wait_any: expected works of the resilient backend only");
+    }
+    ours.push_back(c10::intrusive_ptr<WorkResilient>::reclaim_copy(raw));
+  }
+  if (timeoutS && !(*timeoutS >= 0 && *timeoutS <= 1e9)) {
+    throw py::value_error("wait_any: timeout_s: expected 0 to 1e9 or None");
+  }
+  std::optional<size_t> found;
+  {
+    py::gil_scoped_release release;
+    const TimePoint deadline = timeoutS
+        ? std::chrono::steady_clock::now() + fromSeconds(*timeoutS)
+        : kNever;
+    found = WorkResilient::waitAny(ours, deadline);
+    ours.clear();
+  }
+  return found ? py::object(py::int_(*found)) : py::none();
+}
+
 void bindControl(py::module_& m) {
+  m.def(
+      "wait_any",
+      &waitAny,
+      py::arg("works"),
+      py::arg("timeout_s") = py::none());
   m.def(
       "dump",
       [] { return dumpRecentOperations(); },

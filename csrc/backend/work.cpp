@@ -121,6 +121,64 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+std::optional<size_t> WorkResilient::waitAny(
+    const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
+    TimePoint deadline) {
+  const auto ended = [&works]() -> std::optional<size_t> {
+    for (size_t i = 0; i < works.size(); ++i) {
+      std::lock_guard<std::mutex> lock(works[i]->mutex_);
+      if (works[i]->completed_) {
+        return i;
+      }
+    }
+    return std::nullopt;
+  };
+  if (const auto found = ended(); found || works.empty() || deadline <= now()) {
+    return found;
+  }
+  auto waiter = std::make_shared<Waiter>();
+  for (const auto& work : works) {
+    std::lock_guard<std::mutex> lock(work->mutex_);
+    work->helped_.store(true);
+    if (work->completed_) {
+      waiter->woken.store(true);
+    } else {
+      work->waiters_.push_back(waiter);
+    }
+  }
+  const auto forget = [&] {
+    for (const auto& work : works) {
+      std::lock_guard<std::mutex> lock(work->mutex_);
+      std::erase(work->waiters_, waiter);
+    }
+  };
+  auto slice = kFirstSlice;
+  while (!waiter->woken.load()) {
+    const TimePoint until = std::min(TimePoint(now() + slice), deadline);
+    slice = kSlice;
+    const bool helped =
+        helpEngine([&waiter] { return waiter->woken.load(); }, until);
+    if (!helped) {
+      std::unique_lock<std::mutex> lock(waiter->mutex);
+      waiter->wake.wait_until(
+          lock, until, [&waiter] { return waiter->woken.load(); });
+    }
+    if (waiter->woken.load() || now() >= deadline) {
+      break;
+    }
+    if (auto* hook = interruptHook.load()) {
+      try {
+        hook();
+      } catch (...) {
+        forget();
+        throw;
+      }
+    }
+  }
+  forget();
+  return ended();
+}
+
 void WorkResilient::synchronize() {
   if (tensors_.device()) {
     tensors_.device()->blockCurrentStream();
@@ -214,6 +272,16 @@ void WorkResilient::finishNow(std::exception_ptr error) {
       state.emplace(callerState_);
     }
     finish(std::move(error));
+  }
+  std::vector<std::shared_ptr<Waiter>> waiters;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    waiters.swap(waiters_);
+  }
+  for (const auto& waiter : waiters) {
+    std::lock_guard<std::mutex> lock(waiter->mutex);
+    waiter->woken.store(true);
+    waiter->wake.notify_all();
   }
   if (helped_.load()) {
     wakeEngineHelper();

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <atomic>
+#include <condition_variable>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -61,6 +64,13 @@ class WorkResilient : public c10d::Work {
     epilogue_ = std::move(epilogue);
   }
 
+  // The index of the first of `works` that has ended, whether well or not; none
+  // by `deadline`. Any thread may wait for any works; kNever is bounded by the
+  // works' own time-outs.
+  static std::optional<size_t> waitAny(
+      const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
+      TimePoint deadline);
+
   // The operation has ended: copies results to where they belong if need be,
   // then ends the Work. Exactly once, from any thread; never blocks, runs no
   // user code.
@@ -70,6 +80,13 @@ class WorkResilient : public c10d::Work {
       int sourceRank = -1);
 
  private:
+  // What a thread in waitAny() sleeps on.
+  struct Waiter {
+    std::mutex mutex;
+    std::condition_variable wake;
+    std::atomic<bool> woken{false};
+  };
+
   void finishNow(std::exception_ptr error);
   void completeFuture();
   // Gives away a reference that may be the last one: see the .cpp.
@@ -89,6 +106,7 @@ class WorkResilient : public c10d::Work {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   int futureLevel_ = 0;
   bool futureClaimed_ = false; // getFuture() completes it itself
+  std::vector<std::shared_ptr<Waiter>> waiters_;
 };
 
 } // namespace resilient

@@ -81,6 +81,9 @@ struct PathStats {
   uint64_t bytesSent = 0, bytesReceived = 0;
   uint64_t chunksSent = 0, chunksRetransmitted = 0;
   double roundTripS = 0; // smoothed; 0 while unknown
+  double leastRoundTripS = 0; // of the last seconds; 0 while unknown
+  uint64_t roundTrips = 0; // how many were measured
+  std::vector<double> recentRoundTripsS; // the last of them, oldest first
   double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
   uint64_t reconnects = 0;
   std::string lastError;

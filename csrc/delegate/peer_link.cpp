@@ -714,6 +714,9 @@ void PeerLink::fillStats(PeerStats& stats) const {
       p.chunksRetransmitted += now_.chunksRetransmitted;
       const LinkStatistics& s = channel_.pathStatistics(slot.path->id());
       p.roundTripS = s.roundTripS();
+      p.leastRoundTripS = s.leastRoundTripS();
+      p.roundTrips = s.roundTrips();
+      p.recentRoundTripsS = s.recentRoundTripsS();
       p.goodputBytesPerS = s.goodputBytesPerS();
       p.localAddress = slot.path->localAddress();
       p.remoteAddress = slot.path->remoteAddress();
