@@ -1,10 +1,14 @@
 """Pipeline schedules that adapt to slow links: costs, exact replay, the papers' rules, a planner.
 
 `plan_schedule` makes a schedule for given `PipelineCosts`; `replay` tells exactly what any schedule
-does with them. Nothing here imports torch.
+does with them. Nothing of this imports torch. `SchedulePlanned` and `ScheduleLive` run a stage of
+torch's, and are loaded on first use.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.dispatch import Gates, StageGates, gates_for
 from torch_resilient.pipelining.generator import paper_schedule
 from torch_resilient.pipelining.orders import (
     Operation,
@@ -19,14 +23,22 @@ from torch_resilient.pipelining.replay import Replay, replay
 from torch_resilient.pipelining.slackness import tolerated_delay_s
 from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
 
+if TYPE_CHECKING:
+    from torch_resilient.pipelining.schedule import ScheduleLive, SchedulePlanned
+
 __all__ = [
     "POLICIES",
+    "Gates",
     "Operation",
     "OrderError",
     "PipelineCosts",
     "Plan",
     "Replay",
+    "ScheduleLive",
+    "SchedulePlanned",
+    "StageGates",
     "adapted_warmup",
+    "gates_for",
     "gpipe",
     "initial_warmup",
     "one_f_one_b",
@@ -37,3 +49,12 @@ __all__ = [
     "zb_h1",
     "zb_h2",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The schedule classes, which need torch."""
+    if name in ("ScheduleLive", "SchedulePlanned"):
+        from torch_resilient.pipelining import schedule
+
+        return getattr(schedule, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,333 @@
+"""The schedule classes: whatever runs when, the numbers stay, and nothing waits without need."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from torch_resilient.pipelining import (
+    OrderError,
+    PipelineCosts,
+    ScheduleLive,
+    SchedulePlanned,
+    StageGates,
+    gpipe,
+    one_f_one_b,
+    plan_schedule,
+    zb_h1,
+    zb_h2,
+)
+from torch_resilient.pipelining.orders import Order
+from torch_resilient.pipelining.schedule import checked_orders
+
+WIDTH = 12
+ROWS = 3
+MICROBATCHES = 6
+STEPS = 3
+
+
+class Part(nn.Module):
+    """One stage: has a bias that is added twice, and a second input for the first stage."""
+
+    def __init__(self, index: int, as_view: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(100 + index)
+        self.first = nn.Linear(WIDTH, 2 * WIDTH)
+        self.second = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+        self.shift = nn.Parameter(torch.empty(WIDTH))
+        self.as_view = as_view
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(0, 0.5, generator=generator)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        y = torch.tanh(self.first(x + self.shift)) * scale
+        y = torch.tanh(self.second(y) + self.shift) + x
+        return y.view(y.shape[0], WIDTH) if self.as_view else y
+
+
+def loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output, target)
+
+
+def batch_of(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    rows = ROWS * MICROBATCHES
+    return (
+        torch.randn(rows, WIDTH, generator=generator),
+        torch.randn(rows, WIDTH, generator=generator),
+    )
+
+
+def costs_of(stages: int) -> PipelineCosts:
+    return PipelineCosts.of(stages, forward_s=1, input_backward_s=1, weight_backward_s=1)
+
+
+def orders_of(name: str, stages: int) -> list[Order]:
+    if name == "adapted":
+        slow = costs_of(stages).with_delay(stages - 2, 3.0)
+        return plan_schedule(slow, MICROBATCHES, policy="portfolio").orders
+    makers = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb_h1": zb_h1, "zb_h2": zb_h2}
+    return makers[name](stages, MICROBATCHES)
+
+
+def make(name: str, stage: PipelineStage, rank: int) -> Any:
+    """A schedule by its name; "random gates" are others on each rank."""
+    stages = stage.num_stages
+    if name == "torch 1F1B":
+        return Schedule1F1B(stage, MICROBATCHES, loss_of)
+    if name.startswith("live"):
+        rng = random.Random(f"{name} {rank}")
+        gates = StageGates(*(rng.randint(1, MICROBATCHES) for _ in range(3)))
+        if name == "live":
+            gates = StageGates(2 * (stages - rank) - 1, MICROBATCHES, MICROBATCHES)
+        return ScheduleLive(stage, MICROBATCHES, loss_of, gates=gates)
+    return SchedulePlanned(stage, MICROBATCHES, loss_of, orders=orders_of(name, stages))
+
+
+def numbers(tensors: Any) -> list[list[str]]:
+    return [[float(x).hex() for x in t.detach().flatten()] for t in tensors]
+
+
+def train(rank: int, name: str, as_view: bool = False) -> dict[str, Any]:
+    """Some steps of training; returns losses, outputs and the last weights and gradients."""
+    stages = dist.get_world_size()
+    module = Part(rank, as_view)
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    result: dict[str, Any] = {"losses": [], "outputs": []}
+    for step in range(STEPS):
+        x, target = batch_of(step)
+        losses: list[Tensor] = []
+        optimizer.zero_grad()
+        inputs = (x,) if stage.is_first else ()
+        extra = {"target": target, "losses": losses} if stage.is_last else {}
+        output = schedule.step(*inputs, scale=1.5, **extra)
+        optimizer.step()
+        if stage.is_last:
+            result["losses"].append(numbers(losses))
+            result["outputs"].append(numbers([output]))
+    result["weights"] = numbers(module.parameters())
+    result["gradients"] = numbers(p.grad for p in module.parameters())
+    if not name.startswith("torch"):
+        result["waits"] = vars(schedule.waits)
+        result["ran"] = [(s.kind, s.microbatch) for s in schedule.last_spans if s.kind != "wait"]
+    return result
+
+
+def same_numbers(got: list[dict[str, Any]], want: list[dict[str, Any]]) -> None:
+    for rank, (ours, theirs) in enumerate(zip(got, want, strict=True)):
+        for what in ("losses", "outputs", "gradients", "weights"):
+            assert ours[what] == theirs[what], f"rank {rank}: {what}"
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[dict[str, Any]]:
+    """torch's own 1F1B over gloo, of three stages."""
+    result: list[dict[str, Any]] = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
+    assert result[-1]["losses"]
+    return result
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1", "zb_h2", "adapted", "live"])
+def test_same_bits_as_torch(name: str, reference: list[dict[str, Any]]) -> None:
+    got = run_ranks(train, name, world_size=3)
+    same_numbers(got, reference)
+    if name != "live":
+        orders = orders_of(name, 3)
+        assert [rank["ran"] for rank in got] == [[tuple(o) for o in order] for order in orders]
+    else:
+        assert all(rank["waits"]["while_ready"] == 0 for rank in got)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_other_gates_on_each_rank_and_late_messages(
+    seed: int, reference: list[dict[str, Any]]
+) -> None:
+    rng = random.Random(seed)
+    rules = [
+        f"delay rank={a} peer={b} ms={rng.randint(0, 12)} jitter_ms={rng.randint(0, 5)}"
+        for a, b in ((0, 1), (1, 0), (1, 2), (2, 1))
+    ]
+    env = {"TORCH_RESILIENT_FAULTS": "; ".join(rules)}
+    got = run_ranks(train, f"live random gates {seed}", world_size=3, env=env)
+    same_numbers(got, reference)
+    assert all(rank["waits"]["while_ready"] == 0 for rank in got)
+    assert any(rank["waits"]["blocked"] for rank in got), rules
+
+
+def test_a_fixed_order_waits_although_it_could_work(reference: list[dict[str, Any]]) -> None:
+    env = {"TORCH_RESILIENT_FAULTS": "delay rank=2 peer=1 ms=30; delay rank=1 peer=2 ms=30"}
+    got = run_ranks(train, "1f1b", world_size=3, env=env)
+    same_numbers(got, reference)
+    assert got[0]["waits"]["while_ready"] > 0, got[0]["waits"]
+
+
+def test_fixed_orders_over_gloo(reference: list[dict[str, Any]]) -> None:
+    same_numbers(run_ranks(train, "adapted", world_size=3, backend="gloo"), reference)
+
+
+def test_a_stage_whose_output_is_a_view() -> None:
+    want = run_ranks(train, "torch 1F1B", True)
+    same_numbers(run_ranks(train, "zb_h1", True), want)
+
+
+def refused_over_gloo(rank: int) -> str:
+    with pytest.raises(RuntimeError, match='needs the "resilient" backend'):
+        train(rank, "live")
+    return "refused"
+
+
+def test_live_dispatch_is_refused_over_gloo() -> None:
+    assert run_ranks(refused_over_gloo, backend="gloo") == ["refused"] * 2
+
+
+def several_steps(rank: int, name: str) -> dict[str, Any]:
+    """Evaluates before and between training steps."""
+    stages = dist.get_world_size()
+    module = Part(rank)
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    x, target = batch_of(0)
+    inputs = (x,) if stage.is_first else ()
+    found: dict[str, Any] = {"evaluated": []}
+    for _ in range(3):
+        with torch.no_grad():
+            losses: list[Tensor] = []
+            extra = {"target": target, "losses": losses} if stage.is_last else {}
+            output = schedule.eval(*inputs, **extra)
+        if stage.is_last:
+            found["evaluated"].append(numbers([output, *losses]))
+        # torch's own schedules divide gradients that are there once more, also in eval().
+        module.zero_grad()
+        schedule.step(*inputs, **({"target": target} if stage.is_last else {}))
+    found["gradients"] = numbers(p.grad for p in module.parameters())
+    return found
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "live"])
+def test_evaluation_between_training_steps(name: str) -> None:
+    want = run_ranks(several_steps, "torch 1F1B")
+    got = run_ranks(several_steps, name)
+    assert got == want
+    # Weights did not change: each evaluation gives the same.
+    evaluated = got[-1]["evaluated"]
+    assert evaluated[0] == evaluated[1] == evaluated[2]
+
+
+def bad_batches(rank: int) -> None:
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    schedule = make("live", stage, rank)
+    if rank == 0:
+        with pytest.raises(ValueError, match=r"input of microbatch 2 has shapes .* divisible by 6"):
+            schedule.step(torch.randn(ROWS * MICROBATCHES - 4, WIDTH))
+    else:
+        with pytest.raises(ValueError, match="the last stage needs target"):
+            schedule.step()
+
+
+def test_uneven_batches_and_a_missing_target_are_refused() -> None:
+    run_ranks(bad_batches)
+
+
+@pytest.mark.parametrize(
+    ("orders", "text"),
+    [
+        ([["F0", "B0", "W0"]], "expected 2, one per stage, got 1"),
+        ([["F0", "B0", "W0"], ["F0", "W0", "B0"]], "stage 1: W0 comes before B0"),
+        ([["F0", "B0", "W0"], ["F1", "B0", "W0"]], "stage 1: F1 where F0 is due"),
+        ([["F0", "B0", "W0"], ["F0", "B0"]], "W0 is missing"),
+        ([["F0", "B0", "W0"], []], "stage 1 has 0 forwards, and the schedule 1 microbatches"),
+        ([["F0", "B0", "X0"], ["F0", "B0", "W0"]], "operation 'X0'"),
+    ],
+)
+def test_impossible_orders_are_refused(orders: list[list[str]], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        checked_orders(orders, 2, 1)
+
+
+def test_deadlocks_are_refused() -> None:
+    first = ["F0", "B0", "W0", "F1", "B1", "W1"]
+    second = ["F0", "F1", "B0", "B1", "W0", "W1"]
+    with pytest.raises(OrderError, match="deadlock: stage 0 waits to run B0"):
+        checked_orders([first, second], 2, 2)
+
+
+def data_parallel(rank: int, name: str, wrapper: str) -> dict[str, Any]:
+    """Two replicas of two stages: ranks 0 and 1 hold the first replica."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    replica, index = mesh.get_coordinate()
+    module: Any = Part(index)
+    names = [each for each, _ in module.named_parameters()]
+    if wrapper == "ddp":
+        module = DistributedDataParallel(module, process_group=mesh.get_group("replica"))
+    elif wrapper == "fsdp":
+        module = fully_shard(module, mesh=mesh["replica"])
+    stage = PipelineStage(module, index, 2, torch.device("cpu"), group=mesh.get_group("stage"))
+    schedule = make(name, stage, index)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x, target = batch_of(10 * replica + step)
+        optimizer.zero_grad()
+        schedule.step(*((x,) if index == 0 else ()), **({"target": target} if index else {}))
+        if wrapper == "none":
+            for parameter in module.parameters():
+                dist.all_reduce(parameter.grad, group=mesh.get_group("replica"))
+                parameter.grad /= 2
+        optimizer.step()
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in module.parameters()]
+    return dict(zip(names, numbers(whole), strict=True))
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+@pytest.mark.parametrize("name", ["zb_h1", "live"])
+def test_gradients_are_reduced_within_a_stage(name: str, wrapper: str) -> None:
+    want = run_ranks(data_parallel, "zb_h2", "none", world_size=4)
+    got = run_ranks(data_parallel, name, wrapper, world_size=4)
+    for rank in range(4):
+        assert got[rank].keys() == want[rank].keys()
+        for parameter, values in got[rank].items():
+            ours = [
+                float.fromhex(x) for row in values for x in ([row] if isinstance(row, str) else row)
+            ]
+            theirs = [
+                float.fromhex(x)
+                for row in want[rank][parameter]
+                for x in ([row] if isinstance(row, str) else row)
+            ]
+            assert ours == pytest.approx(theirs, rel=1e-5, abs=1e-7), f"rank {rank} {parameter}"
+    # Both replicas hold the same bits.
+    assert got[0] == got[2]
+    assert got[1] == got[3]
+
+
+def compiled(rank: int, name: str, in_place: bool) -> dict[str, Any]:
+    module: Any = Part(rank)
+    plain = list(module.parameters())
+    if in_place:
+        module.compile(backend="aot_eager")
+    else:
+        module = torch.compile(module, backend="aot_eager")
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    x, target = batch_of(0)
+    schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
+    return {"gradients": numbers(p.grad for p in plain)}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_compiled_stages(in_place: bool) -> None:
+    want = run_ranks(compiled, "torch 1F1B", in_place)
+    assert run_ranks(compiled, "live", in_place) == want

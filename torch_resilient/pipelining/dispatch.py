@@ -1,0 +1,149 @@
+"""Live dispatch: which operation a stage runs next, chosen from what has arrived.
+
+The paper re-plans at iteration boundaries and leaves deciding within an iteration to future work.
+Here each stage decides for itself, operation by operation. No message between ranks is needed: each
+direction of a link carries its messages in microbatch order whatever the stages choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.generator import Limits, Rules, generate
+from torch_resilient.pipelining.warmup import adapted_warmup
+
+
+@dataclass(frozen=True)
+class StageGates:
+    """What one stage keeps to; all are numbers of microbatches.
+
+    Attributes:
+        warmup: F comes before B while fewer than these are between F and B: x_i of the paper, which
+            keeps the slack of slow links.
+        activations: F waits while this many are between F and B.
+        pending: F waits while this many are between F and W; with torch's split backward nothing
+            is freed before W, so this one bounds memory.
+    """
+
+    warmup: int
+    activations: int
+    pending: int
+
+    def __post_init__(self) -> None:
+        if self.warmup < 0 or self.activations < 1 or self.pending < 1:
+            raise ValueError(f"{self}: expected a warm-up of at least 0 and limits of at least 1")
+
+
+@dataclass(frozen=True)
+class Gates:
+    """The gates of all stages."""
+
+    warmup: tuple[int, ...]
+    activations: tuple[int, ...]
+    pending: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not len(self.warmup) == len(self.activations) == len(self.pending) >= 1:
+            raise ValueError(f"{self}: expected as many counts of each kind, one per stage")
+        for stage in range(len(self.warmup)):
+            self.of_stage(stage)
+
+    def of_stage(self, stage: int) -> StageGates:
+        return StageGates(self.warmup[stage], self.activations[stage], self.pending[stage])
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.warmup)
+
+
+class Progress:
+    """How many F, B and W a stage has started in this iteration, each in microbatch order."""
+
+    __slots__ = ("backwards", "forwards", "num_microbatches", "weights")
+
+    def __init__(self, num_microbatches: int) -> None:
+        self.num_microbatches = num_microbatches
+        self.forwards = self.backwards = self.weights = 0
+
+    def forward_allowed(self, gates: StageGates) -> bool:
+        """Whether there is an F left for which the gates have room."""
+        return (
+            self.forwards < self.num_microbatches
+            and self.forwards - self.backwards < gates.activations
+            and self.forwards - self.weights < gates.pending
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.weights == self.num_microbatches
+
+    def count(self, kind: str) -> int:
+        """Counts the next operation of this kind; returns its microbatch."""
+        if kind == "F":
+            self.forwards += 1
+            return self.forwards - 1
+        if kind == "B":
+            self.backwards += 1
+            return self.backwards - 1
+        self.weights += 1
+        return self.weights - 1
+
+
+def choose(
+    progress: Progress, gates: StageGates, input_arrived: bool, gradient_arrived: bool
+) -> str | None:
+    """The kind of operation to run now: "F", "B" or "W"; None if none can run.
+
+    `input_arrived` and `gradient_arrived`: whether what the next F and the next B need is there.
+    B comes before F before W, but F before B while less than the warm-up is held. Stages with any
+    gates work together without deadlock: the oldest microbatch that is not finished passes every
+    gate, since those before it hold nothing, and a W that a gate waits for can always run.
+    """
+    forward = input_arrived and progress.forward_allowed(gates)
+    held = progress.forwards - progress.backwards
+    if gradient_arrived and not (forward and held < gates.warmup):
+        return "B"
+    if forward:
+        return "F"
+    if progress.weights < progress.backwards:
+        return "W"
+    return None
+
+
+def gates_for(
+    costs: PipelineCosts,
+    num_microbatches: int,
+    limits: Limits | None = None,
+    warmup: Sequence[int] | None = None,
+) -> Gates:
+    """Gates for these costs: the warm-up of Algorithm 2, and room above it for jitter.
+
+    Each stage may hold 1.5 times its warm-up between F and B, and twice the first stage's warm-up
+    between F and W, as far as `limits` allow. Over the traces of PIPEMORPH's Figure 18 that is as
+    fast as no gates at all, while gates at the warm-up itself cost up to 5 %, and 20 % between F
+    and W (benchmarks/live_dispatch.py).
+
+    Args:
+        costs: of the pipeline.
+        num_microbatches: of one iteration.
+        limits: of memory; None for none.
+        warmup: the counts x_i if not those of Algorithm 2.
+    """
+    n = num_microbatches
+    quotas = list(adapted_warmup(costs, n) if warmup is None else warmup)
+    activations = [min(n, 3 * each // 2 + 1) for each in quotas]
+    pending = [min(n, 2 * quotas[0] + 1)] * len(quotas)
+    if limits is not None:
+        pending = [min(pair) for pair in zip(pending, limits.pending, strict=True)]
+        activations = [min(pair) for pair in zip(activations, limits.activations, strict=True)]
+    activations = [min(pair) for pair in zip(activations, pending, strict=True)]
+    quotas = [min(pair) for pair in zip(quotas, activations, strict=True)]
+    return Gates(tuple(quotas), tuple(activations), tuple(pending))
+
+
+def predicted_s(costs: PipelineCosts, num_microbatches: int, gates: Gates) -> float:
+    """Seconds of an iteration with live dispatch under these gates, if the costs are constant."""
+    rules = Rules(gates.warmup, forward_first=True)
+    return generate(costs, num_microbatches, rules, Limits(gates.activations, gates.pending))[1]

@@ -1,0 +1,194 @@
+"""Runs one iteration of a stage, by a fixed order or by live dispatch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from torch_resilient import _native
+from torch_resilient.pipelining.dispatch import Progress, StageGates, choose
+from torch_resilient.pipelining.orders import Operation
+from torch_resilient.pipelining.recorder import Recorder
+from torch_resilient.pipelining.torch_actions import StageActions
+
+# For the number of microbatches between F and W, the context in which the next F runs.
+AroundForward = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+@dataclass
+class Waits:
+    """How the compute thread was blocked since the schedule was made.
+
+    Attributes:
+        blocked: how often it had to wait for a message.
+        blocked_s: for how many seconds in all.
+        while_ready: how often of these another operation could have run: never with live dispatch;
+            with a fixed order whenever a late message holds up what does not need it.
+    """
+
+    blocked: int = 0
+    blocked_s: float = 0.0
+    while_ready: int = 0
+
+
+class Arrivals:
+    """The messages of one direction, in microbatch order.
+
+    Args:
+        post: posts the receives of a microbatch and returns their works; none where nothing has to
+            be received.
+        count: the number of microbatches.
+    """
+
+    def __init__(self, post: Callable[[int], list[dist.Work]], count: int) -> None:
+        self._post = post
+        self._count = count
+        self._works: list[list[dist.Work]] = []
+        self._next = 0
+
+    def post_all(self) -> None:
+        """Posts all receives; a second call does nothing."""
+        while len(self._works) < self._count:
+            self._works.append(self._post(len(self._works)))
+
+    @property
+    def next_works(self) -> list[dist.Work]:
+        """The works of the next message; empty if there are none, or no message is left."""
+        return self._works[self._next] if self._next < len(self._works) else []
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the next message is there; asks without waiting."""
+        return self._next < self._count and self.missing is None
+
+    @property
+    def missing(self) -> dist.Work | None:
+        """A work of the next message that has not ended."""
+        for work in self.next_works:
+            if _native.load().wait_any([work], 0.0) is None:
+                return work
+        return None
+
+    def take(self) -> None:
+        """Waits until the next message is there, and goes on to the one after it."""
+        for work in self.next_works:
+            work.wait()
+        self._works[self._next] = []
+        self._next += 1
+
+
+def tells_ends(works: Sequence[dist.Work]) -> bool:
+    """Whether works such as these tell that they have ended without being waited for.
+
+    Those of gloo do not: is_completed() stays False until somebody waits.
+    """
+    try:
+        _native.load().wait_any(list(works), 0.0)
+    except (ImportError, TypeError):
+        return False
+    return True
+
+
+class StageRun:
+    """One iteration of a stage: all its F and, if the iteration has a backward, its B and W.
+
+    Args:
+        actions: the operations.
+        recorder: measures what is done.
+        waits: counts how the thread was blocked.
+        around_forward: see AroundForward.
+    """
+
+    def __init__(
+        self,
+        actions: StageActions,
+        recorder: Recorder,
+        waits: Waits,
+        around_forward: AroundForward = lambda _: contextlib.nullcontext(),
+    ) -> None:
+        self._actions = actions
+        self._recorder = recorder
+        self._waits = waits
+        self._around_forward = around_forward
+        self._progress = Progress(actions.num_microbatches)
+        self._inputs = Arrivals(actions.receive_input, actions.num_microbatches)
+        self._gradients = Arrivals(actions.receive_gradient, actions.num_microbatches)
+        # Posted ahead of time, a message needs no round trip between the ranks before its data.
+        self._inputs.post_all()
+        if actions.backward:
+            self._gradients.post_all()
+        self.live_possible = tells_ends([*self._inputs.next_works, *self._gradients.next_works])
+
+    def run_live(self, gates: StageGates) -> None:
+        """Runs whatever `dispatch.choose` picks, until all is done."""
+        # Without a backward there is nothing to hold back F for.
+        while not self._finished:
+            forward = self._inputs.arrived
+            kind = (
+                choose(self._progress, gates, forward, self._gradient_arrived)
+                if self._actions.backward
+                else ("F" if forward else None)
+            )
+            if kind is not None:
+                self._do(kind)
+                continue
+            awaited = []
+            if not self._actions.backward or self._progress.forward_allowed(gates):
+                awaited.append(self._inputs.missing)
+            if self._progress.backwards < self._progress.forwards:
+                awaited.append(self._gradients.missing)
+            self._block([work for work in awaited if work is not None])
+
+    def run_fixed(self, order: Sequence[Operation]) -> None:
+        """Runs the operations in this order, each when what it needs has come."""
+        for kind, _ in order:
+            if not self._actions.backward and kind != "F":
+                continue
+            if self.live_possible and kind != "W":
+                missing = (self._inputs if kind == "F" else self._gradients).missing
+                if missing is not None:
+                    gates = StageGates(0, self._progress.num_microbatches, len(order))
+                    other = choose(
+                        self._progress, gates, self._inputs.arrived, self._gradient_arrived
+                    )
+                    self._waits.while_ready += other is not None
+                    self._block([missing])
+            self._do(kind)
+
+    @property
+    def _finished(self) -> bool:
+        if self._actions.backward:
+            return self._progress.finished
+        return self._progress.forwards == self._progress.num_microbatches
+
+    @property
+    def _gradient_arrived(self) -> bool:
+        # On the last stage nothing is received: F makes its own B possible.
+        return self._progress.backwards < self._progress.forwards and self._gradients.arrived
+
+    def _block(self, works: list[dist.Work]) -> None:
+        """Waits until one of these has ended; the backend's time-outs bound it."""
+        assert works, "nothing can run and nothing is awaited"
+        with self._recorder.wait() as waited:
+            _native.load().wait_any(works)
+        self._waits.blocked += 1
+        self._waits.blocked_s += waited.duration_s
+
+    def _do(self, kind: str) -> None:
+        held = self._progress.forwards - self._progress.weights
+        if kind == "F":
+            self._inputs.take()
+        elif kind == "B":
+            self._gradients.take()
+        microbatch = self._progress.count(kind)
+        with self._recorder.operation(kind, microbatch):
+            if kind == "F":
+                with self._around_forward(held):
+                    self._actions.forward(microbatch)
+            elif kind == "B":
+                self._actions.input_backward(microbatch)
+            else:
+                self._actions.weight_backward(microbatch)

@@ -1,0 +1,205 @@
+"""Schedules for torch's PipelineStage, one stage per rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.dispatch import StageGates
+from torch_resilient.pipelining.executor import StageRun, Waits
+from torch_resilient.pipelining.orders import Operation, Order, OrderError
+from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
+from torch_resilient.pipelining.replay import replay
+from torch_resilient.pipelining.torch_actions import StageActions, StageSchedule
+
+
+def checked_orders(
+    orders: Sequence[Sequence[Operation | str]], num_stages: int, num_microbatches: int
+) -> list[Order]:
+    """`orders`, one per stage, with texts such as "F0" parsed.
+
+    Raises OrderError, which names stage and operation, for orders that no pipeline can run, or that
+    do not run F, B and W each in microbatch order: other orders would change the numbers.
+    ValueError for another number of stages or microbatches.
+    """
+    parsed = [
+        [Operation.parse(each) if isinstance(each, str) else Operation(*each) for each in order]
+        for order in orders
+    ]
+    if len(parsed) != num_stages:
+        raise ValueError(f"orders: expected {num_stages}, one per stage, got {len(parsed)}")
+    for stage, order in enumerate(parsed):
+        done = dict.fromkeys("FBW", 0)
+        for operation in order:
+            kind, microbatch = operation
+            if kind in done:
+                if microbatch != done[kind]:
+                    raise OrderError(
+                        stage,
+                        operation,
+                        f"stage {stage}: {operation} where {kind}{done[kind]} is due: F, B and W "
+                        "each go through the microbatches in turn, or sums would be rounded "
+                        "otherwise",
+                    )
+                done[kind] += 1
+        if done["F"] != num_microbatches:
+            raise ValueError(
+                f"orders: stage {stage} has {done['F']} forwards, and the schedule "
+                f"{num_microbatches} microbatches"
+            )
+    # Any costs will do: whether orders deadlock does not depend on them.
+    replay(
+        parsed, PipelineCosts.of(num_stages, forward_s=1, input_backward_s=1, weight_backward_s=1)
+    )
+    return parsed
+
+
+class DispatchedSchedule(StageSchedule):
+    """What SchedulePlanned and ScheduleAdaptiveZB share: the operations, measured, as one of
+    `run_live` and `run_fixed` chooses them.
+
+    Attributes:
+        recorder: what the stage did in the last iteration.
+        waits: how the compute thread was blocked.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ) -> None:
+        super().__init__(
+            stage,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self.recorder = Recorder(stage.device)
+        self.waits = Waits()
+        self._steps = 0
+
+    @property
+    def last_spans(self) -> list[MeasuredSpan]:
+        """What this stage did in the last iteration; on a device, waits until it has."""
+        return self.recorder.end()
+
+    def around_forward(self, held: int) -> contextlib.AbstractContextManager[None]:
+        """The context in which the next F runs, while `held` microbatches are between F and W."""
+        return contextlib.nullcontext()
+
+    def _start(self, actions: StageActions) -> StageRun:
+        """Begins an iteration."""
+        self.recorder.begin(self._steps)
+        self._steps += 1
+        return StageRun(actions, self.recorder, self.waits, self.around_forward)
+
+
+class SchedulePlanned(DispatchedSchedule):
+    """Runs every stage by a fixed order, as given.
+
+    ::
+
+        costs = PipelineCosts.of(4, forward_s=0.01, input_backward_s=0.01, weight_backward_s=0.01)
+        orders = plan_schedule(costs, 12).orders
+        schedule = SchedulePlanned(stage, 12, loss_fn, orders=orders)
+        schedule.step(x)
+
+    The constructor's other arguments, `step()` and `eval()` are those of torch's single-stage
+    schedules; every rank gives the same `orders`: one list per stage, of Operation or texts such as
+    "F0". In `eval()`, only the forwards run. It works on any backend.
+
+    Gradients and losses have the bits they have with any other order. Within DDP or FSDP2, they are
+    reduced after the last W.
+
+    Raises as `checked_orders`.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        *,
+        orders: Sequence[Sequence[Operation | str]],
+    ) -> None:
+        super().__init__(
+            stage,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self.set_orders(orders)
+
+    def set_orders(self, orders: Sequence[Sequence[Operation | str]]) -> None:
+        """Other orders from the next step on; all ranks must change at the same step.
+
+        Raises as `checked_orders`.
+        """
+        checked = checked_orders(orders, self.stage.num_stages, self.num_microbatches)
+        self._order = checked[self.stage.stage_index]
+
+    def _run(self, actions: StageActions) -> None:
+        self._start(actions).run_fixed(self._order)
+
+
+class ScheduleLive(DispatchedSchedule):
+    """Live dispatch under fixed gates: each stage runs what has arrived, B before F before W.
+
+    `gates` may differ between ranks and may be replaced between steps, by assignment. On a backend
+    whose receives cannot tell that they have ended, such as gloo, it is refused at the first step.
+
+    The other arguments are those of torch's single-stage schedules.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        *,
+        gates: StageGates,
+    ) -> None:
+        super().__init__(
+            stage,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+        self.gates = gates
+
+    def _run(self, actions: StageActions) -> None:
+        run = self._start(actions)
+        if not run.live_possible:
+            raise RuntimeError(
+                'live dispatch needs the "resilient" backend: the receives of this one do not tell '
+                "when they have ended; use a fixed order (SchedulePlanned)"
+            )
+        run.run_live(self.gates)

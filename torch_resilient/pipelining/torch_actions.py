@@ -1,0 +1,339 @@
+"""torch's pipeline stages, operation by operation: the only file that knows torch's private names.
+
+Written for torch 2.11 to 2.14; tests/test_torch_pipelining.py guards each fact it builds on. The
+papers' letters are used: F, B (the gradient of a stage's inputs, torch's I) and W (of its weights).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch._dynamo import OptimizedModule
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_weight
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.nn.parallel import DistributedDataParallel
+
+
+def default_store() -> Store:
+    """The store of the default group. Raises ValueError if there is no such group."""
+    store = dist.distributed_c10d._get_default_store()
+    assert isinstance(store, Store)
+    return store
+
+
+def group_of(stage: PipelineStage) -> dist.ProcessGroup:
+    """The process group that carries the stage's messages."""
+    group = stage.group or dist.distributed_c10d._get_default_group()
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+class StageSchedule(PipelineScheduleSingle):
+    """A schedule with one stage per rank; subclasses say in `_run` what comes when.
+
+    Constructor and `step()` are those of torch's own single-stage schedules, such as Schedule1F1B.
+
+    Raises ValueError for a number of microbatches below 1.
+    """
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ) -> None:
+        if n_microbatches < 1:
+            raise ValueError(f"n_microbatches: expected at least 1, got {n_microbatches}")
+        super().__init__(
+            stage,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+        )
+
+    @property
+    def stage(self) -> PipelineStage:
+        assert isinstance(self._stage, PipelineStage)
+        return self._stage
+
+    @property
+    def num_microbatches(self) -> int:
+        return int(self._n_microbatches)
+
+    @abstractmethod
+    def _run(self, actions: StageActions) -> None:
+        """Runs one iteration: F of every microbatch in turn and, if `actions.backward`, B and W of
+        each in turn."""
+
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        if self._num_stages > 1:
+            for name, microbatches in (
+                ("input", arg_mbs),
+                ("keyword argument", kwarg_mbs),
+                ("target", target_mbs or []),
+            ):
+                _require_equal_shapes(name, microbatches, self.num_microbatches)
+        if self._has_backward and target_mbs is None and self._stage.is_last:
+            raise ValueError("step: the rank of the last stage needs target=..., for the loss")
+        first_target = target_mbs[0] if target_mbs else None
+        initialize = self._initialize_stage
+        module = self._stage.submod
+        ddp = isinstance(module, DistributedDataParallel)
+        # The first time, torch may run the module to learn its shapes: DDP must not take that for
+        # the forward whose gradients it has to reduce.
+        with module.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
+            initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)  # type: ignore[no-untyped-call]
+        actions = StageActions(self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_kwargs)
+        self._internal_losses.clear()
+        try:
+            self._run(actions)
+        except BaseException:
+            # So that nothing of a failed step is left to the next.
+            self._internal_losses.clear()
+            self._stage.clear_runtime_states()
+            self._stage.backward_state.clear()
+            self._stage.dw_runner.clear()
+            raise
+        # Mostly they have ended long ago: a send ends when its buffer may be reused.
+        actions.wait_for_sends()
+        if actions.backward:
+            actions.reduce_gradients()
+        self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
+
+
+class StageActions:
+    """The operations of one stage in one iteration. One thread uses it.
+
+    F, B and W must each run in microbatch order: torch keeps losses and outputs in the order of F,
+    and the order of the sums into the gradients decides their last bit.
+    """
+
+    def __init__(
+        self,
+        schedule: StageSchedule,
+        arg_mbs: list[Any],
+        kwarg_mbs: list[Any],
+        target_mbs: list[Any] | None,
+        return_outputs: bool,
+        loss_kwargs: dict[str, Any] | None,
+    ) -> None:
+        self._schedule = schedule
+        self._stage = schedule.stage
+        self._arguments = arg_mbs
+        self._keywords = kwarg_mbs
+        self._targets = target_mbs
+        self._return_outputs = return_outputs
+        self._loss_kwargs = loss_kwargs
+        self._sends: list[dist.Work] = []
+        self.num_microbatches = schedule.num_microbatches
+        self.backward: bool = schedule._has_backward
+        self.splits_backward = splits_backward(self._stage.submod)
+        if isinstance(self._stage.submod, FSDPModule):
+            _unshard(self._stage.submod, self.backward)
+
+    def receive_input(self, microbatch: int) -> list[dist.Work]:
+        """Posts the receives of what F needs; none on the first stage."""
+        return _post(self._stage.get_fwd_recv_ops(microbatch))
+
+    def receive_gradient(self, microbatch: int) -> list[dist.Work]:
+        """Posts the receives of what B needs; none on the last stage."""
+        return _post(self._stage.get_bwd_recv_ops(microbatch))
+
+    def forward(self, microbatch: int) -> None:
+        """Runs F, which must have received its input, and sends its output."""
+        stage = self._stage
+        output = stage.forward_one_chunk(
+            microbatch,
+            self._arguments[microbatch],
+            self._keywords[microbatch],
+            save_forward_output=self._return_outputs,
+        )
+        if not stage.is_last:
+            outputs, inputs = stage.fwd_cache[microbatch]
+            stage.fwd_cache[microbatch] = (tuple(_not_a_view(each) for each in outputs), inputs)
+            self._send(stage.get_fwd_send_ops(microbatch))
+        if not self.backward and not (stage.is_last and self._targets is not None):
+            return
+        compute_loss = self._schedule._maybe_compute_loss
+        compute_loss(stage, output, self._targets, microbatch, self._loss_kwargs)  # type: ignore[no-untyped-call]
+
+    def input_backward(self, microbatch: int) -> None:
+        """Runs B, which must have received its gradient, and sends the gradient of the inputs.
+
+        On the first stage, whose inputs need no gradient, W is the whole backward. Where the
+        backward cannot be split (`splits_backward`), B is, and W nothing.
+        """
+        loss = self._schedule._maybe_get_loss(self._stage, microbatch)  # type: ignore[no-untyped-call]
+        self._stage.backward_one_chunk(
+            microbatch,
+            loss=loss,
+            full_backward=not self.splits_backward,
+            last_backward=False,
+        )
+        self._send(self._stage.get_bwd_send_ops(microbatch))
+
+    def weight_backward(self, microbatch: int) -> None:
+        """Runs W, some time after B."""
+        stage = self._stage
+        if not self.splits_backward:
+            return
+        if stage.is_first or stage.dw_builder is not None:
+            # Never "last": torch then expects hooks of DDP that a split backward does not run.
+            stage.backward_weight_one_chunk(microbatch, last_backward=False)
+            return
+        del stage.dw_runner[microbatch]
+        _, groups, _, _ = stage.backward_state.pop(microbatch)
+        # A parameter used at several depths makes one group's graph run through those of others,
+        # which torch would have freed by then. With the group go the last references.
+        shared = any(len(group["intermediates"]) > 1 for group in groups)
+        stage_backward_weight(stage.submod.parameters(), groups, retain_graph=shared)
+
+    def reduce_gradients(self) -> None:
+        """After all W: averages the gradients over the ranks that hold the same stage, if the
+        module is wrapped by DDP or FSDP2, and divides them by the number of microbatches if the
+        schedule scales gradients."""
+        module = self._stage.submod
+        if isinstance(module, DistributedDataParallel):
+            _reduce_through_ddp(module)
+        scale = self.num_microbatches if self._schedule.scale_grads else 1
+        self._stage.perform_reduce_grad(scale)
+
+    def wait_for_sends(self) -> None:
+        """Until all buffers that were sent may be reused. Raises what a send ended with."""
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
+
+    def _send(self, operations: Sequence[dist.P2POp]) -> None:
+        while self._sends and self._sends[0].is_completed():
+            self._sends.pop(0).wait()  # raises its error
+        self._sends += _post(operations)
+
+
+def _post(operations: Iterable[dist.P2POp]) -> list[dist.Work]:
+    works = []
+    for each in operations:
+        peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+        works.append(each.op(each.tensor, group=each.group, tag=each.tag, **peer))
+    return works
+
+
+def _require_equal_shapes(name: str, microbatches: Sequence[Any], count: int) -> None:
+    """Raises ValueError if one microbatch differs: its receiver expects the shape of the first."""
+    shapes = [
+        [tuple(leaf.shape) for leaf in _leaves(microbatch) if isinstance(leaf, Tensor)]
+        for microbatch in microbatches
+    ]
+    for i, each in enumerate(shapes):
+        if each != shapes[0]:
+            raise ValueError(
+                f"{name} of microbatch {i} has shapes {each}, that of microbatch 0 {shapes[0]}: a "
+                f"pipeline needs microbatches of one size; make the batch divisible by {count} "
+                "(drop the rest or pad it)"
+            )
+
+
+def _leaves(value: Any) -> list[Any]:
+    return torch.utils._pytree.tree_leaves(value)
+
+
+def splits_backward(module: torch.nn.Module) -> bool:
+    """Whether B and W of this module can run apart.
+
+    Not if any of it is compiled: a compiled region has one backward for inputs and weights, which
+    can run only once.
+    """
+    return not any(
+        isinstance(each, OptimizedModule) or each._compiled_call_impl is not None
+        for each in module.modules()
+    )
+
+
+class _Owned(torch.autograd.Function):
+    """The identity; its output shares the memory of its input, but is no view of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        owner = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        with torch.no_grad():
+            owner.set_(
+                tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+            )
+        return owner
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0]
+
+
+def _not_a_view(output: Any) -> Any:
+    """torch's split backward detaches the stage's outputs in place, which a view refuses."""
+    if type(output) is Tensor and output.requires_grad and output._is_view():
+        return _Owned.apply(output)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _unshard(module: FSDPModule, backward: bool) -> None:
+    """Gathers all parameters of an FSDP2 module, to stay so until the gradients are reduced."""
+    # Between B and W the parameters must be the tensors that F has used.
+    module.set_reshard_after_forward(not backward)
+    handles = []
+    assert isinstance(module, torch.nn.Module)
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            handles.append(each.unshard(async_op=True))
+    for handle in handles:
+        if handle is not None:
+            handle.wait()
+
+
+def _reduce_through_ddp(module: DistributedDataParallel) -> None:
+    """Lets DDP average the gradients in its buckets, with its communication hook.
+
+    The split backward computes gradients with torch.autograd.grad, which runs no hooks: DDP would
+    never reduce them (pytorch/pytorch#144530). So a backward that adds -0.0 to each gradient, which
+    changes no bit of any number, runs the hooks.
+    """
+    parameters = [
+        parameter
+        for name, parameter in module.module.named_parameters()
+        if parameter.requires_grad and name not in module.parameters_to_ignore
+    ]
+    unused = [parameter for parameter in parameters if parameter.grad is None]
+    if unused:
+        if not module.find_unused_parameters:
+            raise RuntimeError(
+                f"DistributedDataParallel: {len(unused)} parameters of this stage had no part in "
+                "the loss; find_unused_parameters=True allows that"
+            )
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    # As DDP's own forward does where gradients are to be synchronised.
+    module.reducer.prepare_for_backward(parameters)
+    zeros = [torch.full((), -0.0, dtype=p.dtype, device=p.device).expand_as(p) for p in parameters]
+    torch.autograd.backward(parameters, zeros)
