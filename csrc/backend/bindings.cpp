@@ -391,18 +391,32 @@ void bindGroup(py::module_& m) {
       py::arg("group"));
 }
 
+WorkResilient& ours(c10d::Work& work, const char* function) {
+  auto* mine = dynamic_cast<WorkResilient*>(&work);
+  if (mine == nullptr) {
+    throw py::type_error(
+        std::string(function) +
+        ": expected works of the resilient backend only");
+  }
+  return *mine;
+}
+
+// Seconds by the clock of Python's time.monotonic(), or None.
+py::object endedAt(const c10::intrusive_ptr<c10d::Work>& work) {
+  const auto at = ours(*work, "ended_at").endedAt();
+  return at ? py::object(py::float_(toSeconds(at->time_since_epoch())))
+            : py::none();
+}
+
 // The index of the first ended work, or None when the time is up.
 py::object waitAny(
     const std::vector<c10::intrusive_ptr<c10d::Work>>& works,
     std::optional<double> timeoutS) {
-  std::vector<c10::intrusive_ptr<WorkResilient>> ours;
+  std::vector<c10::intrusive_ptr<WorkResilient>> mine;
   for (const auto& work : works) {
-    auto* raw = dynamic_cast<WorkResilient*>(work.get());
-    if (raw == nullptr) {
-      throw py::type_error(
-          "wait_any: expected works of the resilient backend only");
-    }
-    ours.push_back(c10::intrusive_ptr<WorkResilient>::reclaim_copy(raw));
+    mine.push_back(
+        c10::intrusive_ptr<WorkResilient>::reclaim_copy(
+            &ours(*work, "wait_any")));
   }
   if (timeoutS && !(*timeoutS >= 0 && *timeoutS <= 1e9)) {
     throw py::value_error("wait_any: timeout_s: expected 0 to 1e9 or None");
@@ -413,8 +427,7 @@ py::object waitAny(
     const TimePoint deadline = timeoutS
         ? std::chrono::steady_clock::now() + fromSeconds(*timeoutS)
         : kNever;
-    found = WorkResilient::waitAny(ours, deadline);
-    ours.clear();
+    found = WorkResilient::waitAny(mine, deadline);
   }
   return found ? py::object(py::int_(*found)) : py::none();
 }
@@ -425,6 +438,7 @@ void bindControl(py::module_& m) {
       &waitAny,
       py::arg("works"),
       py::arg("timeout_s") = py::none());
+  m.def("ended_at", &endedAt, py::arg("work"));
   m.def(
       "dump",
       [] { return dumpRecentOperations(); },

@@ -215,6 +215,11 @@ std::vector<at::Tensor> WorkResilient::result() {
   return outputs_;
 }
 
+std::optional<TimePoint> WorkResilient::endedAt() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_ ? std::optional(endedAt_) : std::nullopt;
+}
+
 int WorkResilient::sourceRank() const {
   return sourceRank_.load(std::memory_order_acquire);
 }
@@ -270,6 +275,10 @@ void WorkResilient::finishNow(std::exception_ptr error) {
     std::optional<at::ThreadLocalStateGuard> state;
     if (recordFunctionEndCallback_) {
       state.emplace(callerState_);
+    }
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      endedAt_ = now();
     }
     finish(std::move(error));
   }

@@ -71,6 +71,9 @@ class WorkResilient : public c10d::Work {
       const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
       TimePoint deadline);
 
+  // When it ended, by the steady clock; none before.
+  std::optional<TimePoint> endedAt() const;
+
   // The operation has ended: copies results to where they belong if need be,
   // then ends the Work. Exactly once, from any thread; never blocks, runs no
   // user code.
@@ -107,6 +110,7 @@ class WorkResilient : public c10d::Work {
   int futureLevel_ = 0;
   bool futureClaimed_ = false; // getFuture() completes it itself
   std::vector<std::shared_ptr<Waiter>> waiters_;
+  TimePoint endedAt_{};
 };
 
 } // namespace resilient

@@ -50,7 +50,7 @@ void Channel::ready() {
 
 void Channel::addPath(PathId path, TimePoint now) {
   lastNow_ = now;
-  paths_[path];
+  paths_[path].ackAskedAt = now;
   ready();
 }
 

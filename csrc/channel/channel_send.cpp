@@ -386,11 +386,13 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   } else {
     h.offset = uint64_t(chunk) * h.chunkBytes;
     h.payloadBytes = m->chunkPayload(chunk);
-    // The owner waits for its buffer, or we for the window: ask for an
-    // acknowledgement at once.
+    // The owner waits for its buffer, or we for the window, or the round trip
+    // has not been measured lately: ask for an acknowledgement at once.
     if ((opening && p.inFlightBytes + h.payloadBytes >= p.window) ||
-        (m->op != nullptr && m->allHandedOut() && !m->copiedWhenWritten())) {
+        (m->op != nullptr && m->allHandedOut() && !m->copiedWhenWritten()) ||
+        now - p.ackAskedAt >= kMeasureEvery) {
       h.flags |= kFlagAckNow;
+      p.ackAskedAt = now;
     }
   }
   OutFrame& f = appendFrame(p, h);

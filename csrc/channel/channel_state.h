@@ -31,6 +31,9 @@ inline constexpr uint32_t kAckEveryFrames = 64;
 // ...or this long. Nobody waits for such an acknowledgement; it only frees
 // records at the sender. Shorter costs wake-ups, longer memory.
 inline constexpr Nanos kAckDelay = std::chrono::milliseconds(5);
+// A path that carries data has its round trip measured at least this often:
+// several times in an iteration of a pipeline, for an acknowledgement each.
+inline constexpr Nanos kMeasureEvery = std::chrono::milliseconds(10);
 
 // Grants nobody waits for go out together, at most this many.
 inline constexpr size_t kGrantBatch = 64;
@@ -129,6 +132,7 @@ struct Channel::PathState {
   uint64_t bytesSinceAck = 0;
   TimePoint ackDue = kNever;
   bool ackUrgent = false;
+  TimePoint ackAskedAt{}; // when we last asked for one at once
   FrameHeader header; // of the frame being read
   InMessage* message = nullptr; // its message, if it is a wanted chunk
   std::vector<std::byte> control;

@@ -304,6 +304,28 @@ TEST(channel_copies_a_small_message_once_it_is_written) {
   pair.checkEmpty();
 }
 
+// Messages that are copied need no quick acknowledgement, so that some must ask
+// for one lest nobody knew how long the link takes.
+TEST(channel_measures_a_path_that_carries_small_messages_only) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend first(text(90));
+  TestSend second(text(90));
+  TestRecv firstRecv(&pair.b.channel, 90);
+  TestRecv secondRecv(&pair.b.channel, 90);
+  pair.b.mailbox.post(&firstRecv);
+  pair.b.mailbox.post(&secondRecv);
+  pair.a.channel.send(&first, pair.now);
+  pair.settle({1});
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTrips(), 0u);
+  pair.now += kMeasureEvery;
+  pair.a.channel.send(&second, pair.now);
+  pair.settle({1});
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTrips(), 1u);
+  CHECK_EQ(pair.a.channel.pathStatistics(1).recentRoundTripsS().size(), 1u);
+  pair.checkEmpty();
+}
+
 TEST(channel_without_room_for_copies_asks_for_the_acknowledgement) {
   ChannelPair pair;
   pair.a.staging.limit = 0;
