@@ -1,4 +1,4 @@
-"""Builds torch_resilient._C against the torch that is installed."""
+"""Builds torch_resilient._C against the torch that is installed, and _planning, which has none."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def sources(*patterns: str) -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """_C always; _cuda if this torch has CUDA, its compiler is here and there are kernels."""
-    flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
-    flags.append(f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"')
+    """_C, _planning; _cuda if this torch has CUDA, its compiler is here and there are kernels."""
+    plain_flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
+    flags = [*plain_flags, f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"']
     headers = sources("**/*.h", "**/*.def")
-    apart = ("csrc/tests/", "csrc/cuda/")
+    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/")
     core = [path for path in sources("**/*.cpp") if not path.startswith(apart)]
     if not any(path.startswith("csrc/backend/") for path in core):
         sys.exit(f"{ROOT}/csrc/backend holds no source file: this copy of the source is incomplete")
@@ -55,7 +55,17 @@ def extensions() -> list[Extension]:
             include_dirs=include,
             depends=headers,
             extra_compile_args={"cxx": flags},
-        )
+        ),
+        # Only pybind11 of torch, which is headers. Without contraction of sums and products the
+        # results are those of the Python twins, to the last bit.
+        Extension(
+            "torch_resilient._planning",
+            sources("planning/*.cpp"),
+            include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
+            depends=headers,
+            language="c++",
+            extra_compile_args={"cxx": [*plain_flags, "-ffp-contract=off"]},
+        ),
     ]
     kernels = sources("cuda/*.cu")
     if kernels and torch.version.cuda and shutil.which("nvcc"):

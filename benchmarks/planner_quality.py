@@ -7,6 +7,9 @@ links, each without a limit, with one on the microbatches between F and B, and w
 between F and W. Prints for each kind of limit how much longer than the best known the plans are.
 The best known is that of all plans and of OR-tools' CP-SAT, if it is installed (`pip install
 ortools`), else of a long local search.
+
+Before that, how long the planner's inner loops take for three sizes of pipelines, compiled and in
+Python, in turn; and how long a whole plan takes with the budget.
 """
 
 from __future__ import annotations
@@ -17,15 +20,23 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch_resilient import _planning
+from torch_resilient.pipelining import evaluator, generator
 from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.generator import Rules, no_limits
+from torch_resilient.pipelining.orders import classic_kinds
 from torch_resilient.pipelining.planner import Plan, limits_of, plan_schedule
+from torch_resilient.pipelining.warmup import adapted_warmup
 
 LIMITS = ("no limit", "limit on F-B", "limit on F-W")
 # Times are whole numbers of this many seconds, so that CP-SAT's integers are exact.
 UNIT_S = 1e-4
+# (stages, microbatches) whose planning times are printed.
+SIZES = ((8, 32), (16, 128), (64, 512))
 
 
 @dataclass(frozen=True)
@@ -38,14 +49,16 @@ class Problem:
     weight_limit: int | None
 
 
-def draw(dice: random.Random, limit: str) -> Problem:
-    """Operations around 10 ms, stages up to twice as slow as others, links of 0 to 60 ms."""
+def draw(dice: random.Random, limit: str, size: tuple[int, int] | None = None) -> Problem:
+    """Operations around 10 ms, stages up to twice as slow as others, links of 0 to 60 ms.
+
+    `size`: stages and microbatches, else 3 to 8 and 6 to 32.
+    """
 
     def whole(milliseconds: float) -> float:
         return max(1, round(milliseconds * 1e-3 / UNIT_S)) * UNIT_S
 
-    stages = dice.randint(3, 8)
-    count = dice.randint(6, 32)
+    stages, count = size or (dice.randint(3, 8), dice.randint(6, 32))
     stage_ms = [10 * dice.uniform(0.7, 1.4) for _ in range(stages)]
     base_ms = dice.choice([0, 1, 3])
     delays_ms = [base_ms * dice.uniform(0.5, 1.5) for _ in range(stages - 1)]
@@ -147,6 +160,44 @@ def plan(problem: Problem, policy: str, budget_ms: float) -> tuple[Plan, float]:
     return found, (time.perf_counter() - start_s) * 1e3
 
 
+def inner_loops(problem: Problem, budget_ms: float) -> dict[str, Callable[[], object]]:
+    """What is timed, by name."""
+    costs, count = problem.costs, problem.num_microbatches
+    rules = Rules(tuple(adapted_warmup(costs, count)), gate=True, forward_first=True)
+    limits = no_limits(costs.num_stages, count)
+    kinds = classic_kinds("zb_h1", costs.num_stages, count)
+    return {
+        "rules": lambda: _planning.generate(costs, count, rules, limits),
+        "rules, Python": lambda: generator.generate(costs, count, rules, limits),
+        "orders": lambda: _planning.evaluate(kinds, costs),
+        "orders, Python": lambda: evaluator.evaluate(kinds, costs),
+        "plan": lambda: plan_schedule(costs, count, budget_ms=budget_ms),
+    }
+
+
+def print_speed(seed: int, budget_ms: float) -> None:
+    """Milliseconds of the inner loops, compiled and in Python, and of a whole plan: medians."""
+    print(f"\nmilliseconds, medians: compiled / Python = ratio; plan with {budget_ms:g} ms")
+    print(f"{'stages x microbatches':24}{'one set of rules':>28}{'given orders':>28}{'plan':>8}")
+    for size, rounds in zip(SIZES, (40, 10, 3), strict=True):
+        took_ms: dict[str, list[float]] = {}
+        for number in range(rounds):
+            problem = draw(random.Random(f"{seed} {size} {number}"), LIMITS[0], size)
+            for name, call in inner_loops(problem, budget_ms).items():
+                start_s = time.perf_counter()
+                call()
+                took_ms.setdefault(name, []).append((time.perf_counter() - start_s) * 1e3)
+        middle = {name: statistics.median(times) for name, times in took_ms.items()}
+        cells = []
+        for name in ("rules", "orders"):
+            compiled, plain = middle[name], middle[f"{name}, Python"]
+            cells.append(f"{compiled:.3f} / {plain:.2f} = 1/{plain / compiled:.0f}")
+        print(
+            f"{f'{size[0]} x {size[1]}':24}{cells[0]:>28}{cells[1]:>28}{middle['plan']:8.1f}",
+            flush=True,
+        )
+
+
 def main() -> int:
     """Prints a table per kind of limit; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -164,6 +215,7 @@ def main() -> int:
         f"best, {options.budget_ms:g} ms": ("best", options.budget_ms),
     }
     print(f"seed {options.seed}, {options.profiles} profiles for each kind of limit")
+    print_speed(options.seed, options.budget_ms)
     for limit in LIMITS:
         dice = random.Random(f"{options.seed} {limit}")
         gaps: dict[str, list[float]] = {name: [] for name in planners}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch_resilient.pipelining import orders
 from torch_resilient.pipelining.costs import PipelineCosts
 from torch_resilient.pipelining.generator import Limits, Rules, generate, paper_schedule
-from torch_resilient.pipelining.local_search import improve
+from torch_resilient.pipelining.local_search import Search
 from torch_resilient.pipelining.orders import OrderError, alternating, held_at_most
 from torch_resilient.pipelining.planner import (
     POLICIES,
@@ -204,6 +204,8 @@ def check(plan: Plan, costs: PipelineCosts, limits: Limits) -> None:
     """Complete, free of deadlock, within its limits, as long as it says."""
     timed = replay(plan.orders, costs)
     assert timed.iteration_s == plan.iteration_s
+    assert (timed.bubble, timed.bubbles) == (plan.bubble, plan.bubbles)
+    assert timed.peak_units == plan.peak_units
     assert plan.iteration_s >= plan.lower_bound_s * (1 - 1e-12)
     for stage, order in enumerate(plan.orders):
         assert len(order) == 3 * plan.num_microbatches
@@ -280,25 +282,29 @@ def test_every_plan_is_sound_and_no_worse_than_the_others(
             assert plan.iteration_s <= other.iteration_s * (1 + 1e-9)
 
 
+@st.composite
+def rules_of(draw: st.DrawFn, stages: int, microbatches: int) -> Rules:
+    counts = st.lists(st.integers(1, microbatches), min_size=stages, max_size=stages)
+    return Rules(
+        # Rising counts, too: what cannot be waited for must not be.
+        tuple(draw(counts)),
+        wait_for_warmup=draw(st.booleans()),
+        gate=draw(st.booleans()),
+        forward_first=draw(st.booleans()),
+        weight_share=draw(st.sampled_from([0, 0.3, 0.5, 1])),
+        most_weights=draw(st.none() | st.integers(1, 4)),
+    )
+
+
 @settings(max_examples=60, deadline=None, print_blob=True)
 @given(problems(), st.data())
 def test_every_set_of_rules_ends_within_the_limits(
     problem: tuple[PipelineCosts, int, Limits], data: st.DataObject
 ) -> None:
     costs, microbatches, limits = problem
-    stages = costs.num_stages
-    counts = st.lists(st.integers(1, microbatches), min_size=stages, max_size=stages)
-    rules = Rules(
-        # Rising counts, too: what cannot be waited for must not be.
-        tuple(data.draw(counts)),
-        wait_for_warmup=data.draw(st.booleans()),
-        gate=data.draw(st.booleans()),
-        forward_first=data.draw(st.booleans()),
-        weight_share=data.draw(st.sampled_from([0, 0.5, 1])),
-        most_weights=data.draw(st.none() | st.integers(1, 4)),
-    )
+    rules = data.draw(rules_of(costs.num_stages, microbatches))
     kinds, time_s = generate(costs, microbatches, rules, limits)
-    assert limits.allow(kinds)
+    assert all(limits.allow_stage(stage, each) for stage, each in enumerate(kinds))
     timed = replay([orders.from_kinds(each) for each in kinds], costs)
     # The generator keeps time like replay: no stage waits though what it does next has arrived.
     assert timed.iteration_s <= time_s * (1 + 1e-12)
@@ -309,11 +315,11 @@ def test_every_set_of_rules_ends_within_the_limits(
 def brute_force(costs: PipelineCosts, microbatches: int, limits: Limits) -> float:
     """The shortest iteration over all orders in which each kind goes through the microbatches."""
 
-    def stage_orders(stage: int) -> list[list[int]]:
+    def stage_orders(stage: int) -> list[orders.Kinds]:
         found = []
         for kinds in set(itertools.permutations([0, 1, 2] * microbatches)):
-            if limits.allow_stage(stage, list(kinds)):
-                found.append(list(kinds))
+            if limits.allow_stage(stage, bytes(kinds)):
+                found.append(bytes(kinds))
         return found
 
     best_s = math.inf
@@ -370,15 +376,14 @@ def test_local_search_finds_what_the_rules_miss() -> None:
     costs = uniform(4).with_delay(0, 20)
     limits = limits_of(4, 12)
     plan = orders.one_f_one_b(4, 12)
-    kinds = [[orders.KINDS.index(operation.kind) for operation in order] for order in plan]
-    left = iter(range(4000))
-    found = improve(kinds, costs, 12, limits, 0.0, 3, lambda: next(left, None) is not None)
-    times = [time for time, _ in found]
+    search = Search(orders.classic_kinds("1f1b", 4, 12), costs, limits, 410, 3)
+    search.run(20_000)
+    times = [time for time, _ in search.found]
     assert times == sorted(times)
-    # 590 with W after each B; the bound is 410.
+    # With W after each B; the bound is 410.
     assert replay(plan, costs).iteration_s > 500
-    assert times[0] <= 440
-    for time, each in found:
+    assert times[0] <= 420
+    for time, each in search.found:
         assert replay([orders.from_kinds(stage) for stage in each], costs).iteration_s == time
 
 

@@ -1,8 +1,8 @@
 """Orders made by simulating the pipeline and choosing, at each moment: Algorithms 3 and 4.
 
 One function serves the paper's policy and the others of the planner, which differ in `Rules`. It
-works on compact orders: the kinds of a stage's operations, since each kind goes through the
-microbatches in turn.
+works on compact orders (`orders.Kinds`). csrc/planning/generator.cpp is the same in C++; `core`
+chooses.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from torch_resilient.pipelining.orders import (
     FORWARD,
     INPUT_BACKWARD,
     WEIGHT_BACKWARD,
+    Kinds,
     Order,
     from_kinds,
     require_microbatches,
 )
 from torch_resilient.pipelining.warmup import adapted_warmup, require_warmup
-
-# The kinds of one stage's operations in their order.
-Kinds = list[int]
 
 _NEVER = float("inf")
 
@@ -40,12 +38,8 @@ class Limits:
     activations: tuple[int, ...]
     pending: tuple[int, ...]
 
-    def allow(self, kinds: Sequence[Kinds]) -> bool:
-        """Whether the orders keep to them."""
-        return all(self.allow_stage(stage, stage_kinds) for stage, stage_kinds in enumerate(kinds))
-
     def allow_stage(self, stage: int, kinds: Kinds) -> bool:
-        """The same for one stage. False also for an order that no stage can run: B before F."""
+        """Whether the stage's order keeps to them; False, too, if it has a B before its F."""
         held, pending = 0, 0
         most_held, most_pending = self.activations[stage], self.pending[stage]
         for kind in kinds:
@@ -107,7 +101,7 @@ def generate(
     length = 3 * count
     forward_s, backward_s = costs.forward_s, costs.input_backward_s
     weight_s = costs.weight_backward_s
-    kinds: list[Kinds] = [[] for _ in range(num_stages)]
+    kinds = [bytearray() for _ in range(num_stages)]
     inputs: list[list[float]] = [[] for _ in range(num_stages)]
     inputs[0] = [0.0] * count
     gradients: list[list[float]] = [[] for _ in range(num_stages)]
@@ -185,7 +179,7 @@ def generate(
         # is free it may have looked already.
         if other >= 0 and free_s[other] <= arrival_s:
             heappush(events, (arrival_s, other))
-    return kinds, max(free_s)
+    return [bytes(each) for each in kinds], max(free_s)
 
 
 def no_limits(num_stages: int, num_microbatches: int) -> Limits:

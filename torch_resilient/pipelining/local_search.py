@@ -1,18 +1,29 @@
-"""Betters given orders by small changes on the critical path."""
+"""Betters given orders by small changes on the critical path.
+
+csrc/planning/local_search.cpp is the same in C++; `core` chooses.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from random import Random
+from collections.abc import Iterator, Sequence
 
 from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Kinds, Limits
-from torch_resilient.pipelining.orders import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD
+from torch_resilient.pipelining.evaluator import Evaluator
+from torch_resilient.pipelining.generator import Limits
+from torch_resilient.pipelining.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kinds
 
 # Late acceptance: a change is kept if the result is no longer than that of so many changes ago.
-# Fewer and the search is stuck sooner, more and it wanders when time is short.
-_MEMORY = 20
+# Fewer and the search is stuck sooner, more and it wanders when time is short. So large pipelines,
+# of which fewer changes are tried in a given time, get fewer: as many as it takes to evaluate so
+# many operations, between the least and the most.
+_MEMORY_OPERATIONS = 200_000
+_MEMORY_LEAST = 20
+_MEMORY_MOST = 300
+# A search that is stuck goes on from the best, and at first takes all that is at most that part
+# longer. Much less does not leave the dead end, more forgets what made the best good.
+_RESTART_ROOM = 0.02
+# It ends after so many such rounds without a new best.
+_ROUNDS = 30
 # How many operations before a critical block are searched for idle time, and how many such places
 # a W may go to. More makes long lists of moves of which nearly all are tried in vain.
 _LOOK_BACK = 40
@@ -22,227 +33,195 @@ _LONGEST_JUMP = 12
 # Results kept besides the best, for the choice by other delays.
 _KEPT = 8
 
-# When each operation of each stage starts, in seconds.
-Starts = list[list[float]]
-
-
-class Evaluator:
-    """Iteration times of compact orders: what `replay` says, and nothing else."""
-
-    def __init__(self, costs: PipelineCosts) -> None:
-        self.durations = list(
-            zip(costs.forward_s, costs.input_backward_s, costs.weight_backward_s, strict=True)
-        )
-        self._delays = list(
-            zip((*costs.delay_forward_s, 0.0), (0.0, *costs.delay_backward_s), strict=True)
-        )
-
-    def __call__(
-        self, kinds: list[Kinds], num_microbatches: int, most_s: float = math.inf
-    ) -> tuple[float, Starts] | None:
-        """(iteration time in seconds, starts); None if the stages wait for each other.
-
-        None also, and sooner, for more than `most_s`.
-        """
-        num_stages = len(kinds)
-        last = num_stages - 1
-        length = 3 * num_microbatches
-        inputs: list[list[float]] = [[] for _ in kinds]
-        inputs[0] = [0.0] * num_microbatches
-        gradients: list[list[float]] = [[] for _ in kinds]
-        starts: Starts = [[] for _ in kinds]
-        free_s = [0.0] * num_stages
-        counts = [(0, 0)] * num_stages
-        runnable = list(range(last, -1, -1))
-        queued = [True] * num_stages
-        while runnable:
-            stage = runnable.pop()
-            queued[stage] = False
-            out = starts[stage]
-            begin = len(out)
-            arrived, answered = inputs[stage], gradients[stage]
-            forwards, backwards = counts[stage]
-            forward_s, backward_s, weight_s = self.durations[stage]
-            forward_delay_s, backward_delay_s = self._delays[stage]
-            # Nobody reads what stage 0 "sends" backwards; the last stage sends to itself.
-            to_next = inputs[stage + 1] if stage < last else answered
-            to_previous = gradients[stage - 1] if stage else []
-            now_s = free_s[stage]
-            order = kinds[stage]
-            for position in range(begin, length):
-                kind = order[position]
-                if kind == FORWARD:
-                    if forwards == len(arrived):
-                        break
-                    arrival_s = arrived[forwards]
-                    if arrival_s > now_s:
-                        now_s = arrival_s
-                    out.append(now_s)
-                    now_s += forward_s
-                    to_next.append(now_s + forward_delay_s)
-                    forwards += 1
-                elif kind == INPUT_BACKWARD:
-                    if backwards == len(answered):
-                        break
-                    arrival_s = answered[backwards]
-                    if arrival_s > now_s:
-                        now_s = arrival_s
-                    out.append(now_s)
-                    now_s += backward_s
-                    to_previous.append(now_s + backward_delay_s)
-                    backwards += 1
-                else:
-                    out.append(now_s)
-                    now_s += weight_s
-            free_s[stage] = now_s
-            counts[stage] = forwards, backwards
-            position = len(out)
-            left_s = (
-                (num_microbatches - forwards) * forward_s
-                + (num_microbatches - backwards) * backward_s
-                + (num_microbatches - position + forwards + backwards) * weight_s
-            )
-            if now_s + left_s > most_s:
-                return None
-            if position > begin:
-                if stage and not queued[stage - 1] and len(starts[stage - 1]) < length:
-                    queued[stage - 1] = True
-                    runnable.append(stage - 1)
-                if stage < last and not queued[stage + 1] and len(starts[stage + 1]) < length:
-                    queued[stage + 1] = True
-                    runnable.append(stage + 1)
-        if any(len(out) < length for out in starts):
-            return None
-        return max(free_s), starts
-
-
 # Take the operation at one position of a stage's order and put it at another.
 Move = tuple[int, int, int]
 
-
-def _critical_blocks(
-    kinds: list[Kinds], starts: Starts, evaluator: Evaluator, random: Random
-) -> Iterator[tuple[int, int, int]]:
-    """(stage, first, last) of the operations that run back to back on one critical path."""
-    places: list[tuple[list[int], list[int], list[int]]] = []
-    numbers: list[list[int]] = []
-    for order in kinds:
-        place: tuple[list[int], list[int], list[int]] = ([], [], [])
-        number = []
-        for position, kind in enumerate(order):
-            number.append(len(place[kind]))
-            place[kind].append(position)
-        places.append(place)
-        numbers.append(number)
-    durations = evaluator.durations
-    ends_s = [starts[stage][-1] + durations[stage][order[-1]] for stage, order in enumerate(kinds)]
-    longest_s = max(ends_s)
-    stage = random.choice([stage for stage, end_s in enumerate(ends_s) if end_s == longest_s])
-    position = len(kinds[stage]) - 1
-    while True:
-        order, begins, lengths = kinds[stage], starts[stage], durations[stage]
-        block_end = position
-        while position and begins[position - 1] + lengths[order[position - 1]] == begins[position]:
-            position -= 1
-        yield stage, position, block_end
-        if begins[position] <= 0:
-            return
-        # It began when its message arrived.
-        kind = order[position]
-        microbatch = numbers[stage][position]
-        stage += 1 if kind == INPUT_BACKWARD else -1
-        position = places[stage][kind][microbatch]
+_BITS_64 = 2**64 - 1
 
 
-def _moves(kinds: list[Kinds], starts: Starts, evaluator: Evaluator, random: Random) -> list[Move]:
-    """Changes that may shorten a critical path, in random order."""
-    moves = []
-    for stage, first, last in _critical_blocks(kinds, starts, evaluator, random):
-        order, begins, lengths = kinds[stage], starts[stage], evaluator.durations[stage]
-        # Where the stage idles before the block for at least half of a W.
-        gaps = [
-            position
-            for position in range(max(first - _LOOK_BACK, 1), first + 1)
-            if begins[position] - begins[position - 1] - lengths[order[position - 1]]
-            >= 0.5 * lengths[WEIGHT_BACKWARD]
-        ]
-        for position in range(first, last + 1):
-            kind = order[position]
-            if position > first and order[position - 1] != kind:
-                # Swapping neighbours of one kind would change nothing.
-                moves.append((stage, position, position - 1))
-            if kind == WEIGHT_BACKWARD:
-                # Nobody waits for it: behind the block, into idle time before, or anywhere later.
-                if position < last:
-                    moves.append((stage, position, last))
-                moves += [(stage, position, gap) for gap in gaps[-_GAPS:]]
-                if position < len(order) - 1:
-                    moves.append((stage, position, random.randrange(position + 1, len(order))))
-            elif position > first + 1 and position - first < _LONGEST_JUMP:
-                moves.append((stage, position, random.randrange(first, position)))
-        if first and order[first - 1] != order[first]:
-            # The operation before the block, which nothing hurries: let the block pass it.
-            moves.append((stage, first, first - 1))
-    random.shuffle(moves)
-    return moves
+def _mix_bits(number: int) -> int:
+    """One step of splitmix64, `mixBits` in csrc/base/random.h."""
+    number = (number + 0x9E3779B97F4A7C15) & _BITS_64
+    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _BITS_64
+    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _BITS_64
+    return number ^ (number >> 31)
 
 
-def improve(
-    kinds: list[Kinds],
-    costs: PipelineCosts,
-    num_microbatches: int,
-    limits: Limits,
-    lower_bound_s: float,
-    seed: int,
-    go_on: Callable[[], bool],
-) -> list[tuple[float, list[Kinds]]]:
-    """The best orders found from `kinds` on, with their iteration times; the shortest first.
+class Search:
+    """A search that is run for as many changes at a time as its user likes.
 
-    Args:
-        lower_bound_s: the search ends when it is reached.
-        seed: of the choices.
-        go_on: asked before each evaluation; the search ends when it says no.
+    The choices depend on the seed, an integer from 0 to 2^64 - 1, and on nothing else.
     """
-    random = Random(seed)
-    evaluator = Evaluator(costs)
-    outcome = evaluator(kinds, num_microbatches)
-    assert outcome is not None
-    time_s, starts = outcome
-    current = [order[:] for order in kinds]
-    found = [(time_s, current)]
-    enough_s = lower_bound_s * (1 + 1e-9)
-    history = [time_s] * _MEMORY
-    step = 0
-    moves = _moves(current, starts, evaluator, random)
-    # Small pipelines soon have nothing left to find.
-    patience = max(1000, 10 * sum(len(order) for order in kinds))
-    left = patience
-    while found[0][0] > enough_s and left and go_on():
-        left -= 1
-        if not moves:
-            moves = _moves(current, starts, evaluator, random)
-            if not moves:
-                break
+
+    def __init__(
+        self,
+        kinds: Sequence[Kinds],
+        costs: PipelineCosts,
+        limits: Limits,
+        lower_bound_s: float,
+        seed: int,
+    ) -> None:
+        """Begins from `kinds`; ends when `lower_bound_s` is reached.
+
+        Raises ValueError if the stages wait for each other.
+        """
+        # Mixed, since seeds are often neighbours.
+        self._seed = _mix_bits(seed)
+        self._drawn = 0
+        self._limits = limits
+        self._evaluator = Evaluator(costs, len(kinds[0]) // 3)
+        self._enough_s = lower_bound_s * (1 + 1e-9)
+        time_s = self._evaluator.run(kinds)
+        if time_s is None:
+            raise ValueError("kinds: the stages wait for each other")
+        self._time_s = time_s
+        self._current = list(kinds)
+        self._found = [(time_s, list(kinds))]
+        operations = sum(len(order) for order in kinds)
+        memory = min(max(_MEMORY_OPERATIONS // operations, _MEMORY_LEAST), _MEMORY_MOST)
+        self._history = [time_s] * memory
+        self._step = 0
+        # Small pipelines soon have nothing left to find.
+        self._patience = max(1000, 10 * operations)
+        self._left = self._patience
+        self._rounds = _ROUNDS
+        self._moves = self._find_moves()
+
+    @property
+    def found(self) -> list[tuple[float, list[Kinds]]]:
+        """The best orders until now with their iteration times, the shortest first."""
+        return [(time_s, list(kinds)) for time_s, kinds in self._found]
+
+    def run(self, tries: int) -> bool:
+        """Tries so many changes. Returns whether there is more to try."""
+        for _ in range(tries):
+            if self._found[0][0] <= self._enough_s:
+                return False
+            if not self._left:
+                if not self._rounds:
+                    return False
+                self._rounds -= 1
+                self._restart()
+            self._left -= 1
+            if not self._try_one():
+                return False
+        return True
+
+    def _restart(self) -> None:
+        self._time_s, kinds = self._found[0]
+        self._current = list(kinds)
+        self._evaluator.run(kinds)
+        self._history = [self._time_s * (1 + _RESTART_ROOM)] * len(self._history)
+        self._left = self._patience
+        self._moves = self._find_moves()
+
+    def _try_one(self) -> bool:
+        """False if there is no change to try."""
+        if not self._moves:
+            self._evaluator.run(self._current)
+            self._moves = self._find_moves()
+            if not self._moves:
+                return False
+        moves = self._moves
+        drawn = self._below(len(moves))
+        moves[drawn], moves[-1] = moves[-1], moves[drawn]
         stage, taken, put = moves.pop()
-        order = current[stage][:]
-        order.insert(put, order.pop(taken))
-        if order == current[stage] or not limits.allow_stage(stage, order):
-            continue
-        changed = current[:]
+        changing = bytearray(self._current[stage])
+        changing.insert(put, changing.pop(taken))
+        order = bytes(changing)
+        if order == self._current[stage] or not self._limits.allow_stage(stage, order):
+            return True
+        changed = self._current[:]
         changed[stage] = order
-        step += 1
-        slot = step % _MEMORY
+        self._step += 1
+        slot = self._step % len(self._history)
         # What the stages have left to do is a sum in another order, so leave room for rounding.
-        most_s = max(time_s, history[slot])
-        outcome = evaluator(changed, num_microbatches, most_s * (1 + 1e-12))
-        if outcome is not None and outcome[0] <= most_s:
-            current = changed
-            time_s, starts = outcome
-            moves = _moves(current, starts, evaluator, random)
-            if time_s < found[0][0]:
-                found.insert(0, (time_s, current))
-                del found[_KEPT:]
-                left = patience
-        if time_s < history[slot]:
-            history[slot] = time_s
-    return found
+        most_s = max(self._time_s, self._history[slot])
+        time_s = self._evaluator.run(changed, most_s * (1 + 1e-12))
+        if time_s is not None and time_s <= most_s:
+            self._current = changed
+            self._time_s = time_s
+            self._moves = self._find_moves()
+            if time_s < self._found[0][0]:
+                self._found.insert(0, (time_s, changed))
+                del self._found[_KEPT:]
+                self._left = self._patience
+                self._rounds = _ROUNDS
+        self._history[slot] = min(self._history[slot], self._time_s)
+        return True
+
+    def _below(self, count: int) -> int:
+        """A number from 0 to count - 1."""
+        high = _mix_bits((self._seed + self._drawn) & _BITS_64) >> 32
+        self._drawn += 1
+        return high * count >> 32
+
+    def _critical_blocks(self) -> Iterator[tuple[int, int, int]]:
+        """(stage, first, last) of the operations that run back to back on one critical path.
+
+        The path is that of the last run of the evaluator, which must be of the current orders.
+        """
+        kinds, starts, durations = self._current, self._evaluator.starts, self._evaluator.durations
+        places: list[tuple[list[int], list[int], list[int]]] = []
+        numbers: list[list[int]] = []
+        for order in kinds:
+            place: tuple[list[int], list[int], list[int]] = ([], [], [])
+            number = []
+            for position, kind in enumerate(order):
+                number.append(len(place[kind]))
+                place[kind].append(position)
+            places.append(place)
+            numbers.append(number)
+        ends_s = self._evaluator.free_s
+        longest = [stage for stage, end_s in enumerate(ends_s) if end_s == self._time_s]
+        stage = longest[self._below(len(longest))]
+        position = len(kinds[stage]) - 1
+        while True:
+            order, begins, lengths = kinds[stage], starts[stage], durations[stage]
+            block_end = position
+            while (
+                position and begins[position - 1] + lengths[order[position - 1]] == begins[position]
+            ):
+                position -= 1
+            yield stage, position, block_end
+            if begins[position] <= 0:
+                return
+            # It began when its message arrived.
+            kind = order[position]
+            microbatch = numbers[stage][position]
+            stage += 1 if kind == INPUT_BACKWARD else -1
+            position = places[stage][kind][microbatch]
+
+    def _find_moves(self) -> list[Move]:
+        """Changes that may shorten a critical path."""
+        moves = []
+        for stage, first, last in self._critical_blocks():
+            order, begins = self._current[stage], self._evaluator.starts[stage]
+            lengths = self._evaluator.durations[stage]
+            # Where the stage idles before the block for at least half of a W.
+            gaps = [
+                position
+                for position in range(first, max(first - _LOOK_BACK - 1, 0), -1)
+                if begins[position] - begins[position - 1] - lengths[order[position - 1]]
+                >= 0.5 * lengths[WEIGHT_BACKWARD]
+            ]
+            for position in range(first, last + 1):
+                kind = order[position]
+                if position > first and order[position - 1] != kind:
+                    # Swapping neighbours of one kind would change nothing.
+                    moves.append((stage, position, position - 1))
+                if kind == WEIGHT_BACKWARD:
+                    # Nobody waits for it: behind the block, into idle time before, or anywhere
+                    # later.
+                    if position < last:
+                        moves.append((stage, position, last))
+                    moves += [(stage, position, gap) for gap in gaps[:_GAPS]]
+                    after = len(order) - position - 1
+                    if after:
+                        moves.append((stage, position, position + 1 + self._below(after)))
+                elif position > first + 1 and position - first < _LONGEST_JUMP:
+                    moves.append((stage, position, first + self._below(position - first)))
+            if first and order[first - 1] != order[first]:
+                # The operation before the block, which nothing hurries: let the block pass it.
+                moves.append((stage, first, first - 1))
+        return moves

@@ -12,6 +12,12 @@ from torch_resilient.pipelining.warmup import require_warmup
 KINDS = "FBW"
 FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD = range(3)
 
+# A compact order: the kinds of one stage's operations. It is the whole order, since each kind goes
+# through the microbatches in turn.
+Kinds = bytes
+
+_NUMBERS = str.maketrans(KINDS, "\x00\x01\x02")
+
 _OPERATION = re.compile(r"([FBW])(\d+)")
 
 
@@ -52,18 +58,25 @@ class OrderError(ValueError):
         self.operation = operation
 
 
-def from_kinds(kinds: Sequence[int]) -> Order:
-    """The order with these kinds in which each kind goes through the microbatches in turn."""
-    counts = [0, 0, 0]
-    order = []
-    for kind in kinds:
-        order.append(Operation(KINDS[kind], counts[kind]))
-        counts[kind] += 1
-    return order
+def from_kinds(kinds: Kinds) -> Order:
+    """The order of these kinds."""
+    return orders_from_kinds([kinds])[0]
 
 
-def _from_text(text: str) -> Order:
-    return from_kinds([KINDS.index(kind) for kind in text])
+def orders_from_kinds(kinds: Sequence[Kinds]) -> list[Order]:
+    """The orders of all stages. They share their operations: large plans are made quickly."""
+    count = max((order.count(number) for order in kinds for number in range(3)), default=0)
+    operations = [[Operation(kind, microbatch) for microbatch in range(count)] for kind in KINDS]
+    orders = []
+    for order in kinds:
+        turns = [iter(each) for each in operations]
+        orders.append([next(turns[kind]) for kind in order])
+    return orders
+
+
+def to_kinds(text: str) -> Kinds:
+    """The compact order of a text such as "FFBW"."""
+    return text.translate(_NUMBERS).encode("latin-1")
 
 
 def require_microbatches(num_microbatches: int) -> None:
@@ -74,18 +87,9 @@ def require_microbatches(num_microbatches: int) -> None:
         raise ValueError(f"num_microbatches: expected at least 1, got {num_microbatches}")
 
 
-def _stages(num_stages: int, num_microbatches: int, text: Callable[[int], str]) -> list[Order]:
-    if num_stages < 1:
-        raise ValueError(f"num_stages: expected at least 1, got {num_stages}")
-    require_microbatches(num_microbatches)
-    return [_from_text(text(stage)) for stage in range(num_stages)]
-
-
 def gpipe(num_stages: int, num_microbatches: int) -> list[Order]:
     """All forwards, then all backwards, each B with its W behind it."""
-    return _stages(
-        num_stages, num_microbatches, lambda _: "F" * num_microbatches + "BW" * num_microbatches
-    )
+    return orders_from_kinds(classic_kinds("gpipe", num_stages, num_microbatches))
 
 
 def one_f_one_b(num_stages: int, num_microbatches: int) -> list[Order]:
@@ -94,13 +98,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int) -> list[Order]:
     With costs as they are, the gradient leaves between B and W. `PipelineCosts.fused` gives the
     times of a whole backward.
     """
-
-    def stage_text(stage: int) -> str:
-        warmup = min(num_stages - stage, num_microbatches)
-        steady = num_microbatches - warmup
-        return "F" * warmup + "BWF" * steady + "BW" * warmup
-
-    return _stages(num_stages, num_microbatches, stage_text)
+    return orders_from_kinds(classic_kinds("1f1b", num_stages, num_microbatches))
 
 
 def zb_h1(num_stages: int, num_microbatches: int) -> list[Order]:
@@ -109,20 +107,28 @@ def zb_h1(num_stages: int, num_microbatches: int) -> list[Order]:
     The warm-up is that of 1F1B; stage i puts off the first i weight backwards, and the rest follow
     one per cycle.
     """
-
-    def stage_text(stage: int) -> str:
-        return _zero_bubble(num_stages - stage, stage, num_microbatches)
-
-    return _stages(num_stages, num_microbatches, stage_text)
+    return orders_from_kinds(classic_kinds("zb_h1", num_stages, num_microbatches))
 
 
 def zb_h2(num_stages: int, num_microbatches: int) -> list[Order]:
     """ZB-H2: as ZB-H1 with warm-ups of 2(S - i) - 1, up to 2S - 1 microbatches between F and W."""
+    return orders_from_kinds(classic_kinds("zb_h2", num_stages, num_microbatches))
 
-    def stage_text(stage: int) -> str:
-        return _zero_bubble(2 * (num_stages - stage) - 1, 2 * stage, num_microbatches)
 
-    return _stages(num_stages, num_microbatches, stage_text)
+def classic_kinds(name: str, num_stages: int, num_microbatches: int) -> list[Kinds]:
+    """The same as compact orders: "gpipe", "1f1b", "zb_h1" or "zb_h2"."""
+    if num_stages < 1:
+        raise ValueError(f"num_stages: expected at least 1, got {num_stages}")
+    require_microbatches(num_microbatches)
+    return [
+        to_kinds(_CLASSIC[name](num_stages - stage, stage, num_microbatches))
+        for stage in range(num_stages)
+    ]
+
+
+def _one_f_one_b(to_end: int, num_microbatches: int) -> str:
+    warmup = min(to_end, num_microbatches)
+    return "F" * warmup + "BWF" * (num_microbatches - warmup) + "BW" * warmup
 
 
 def _zero_bubble(warmup: int, put_off: int, num_microbatches: int) -> str:
@@ -137,6 +143,16 @@ def _zero_bubble(warmup: int, put_off: int, num_microbatches: int) -> str:
     return text + "BW" * together + "B" * (warmup - together) + "W" * (left - together)
 
 
+# The text of a stage's order, from the number of stages from it to the end of the pipeline, itself
+# included, the number of those before it, and the number of microbatches.
+_CLASSIC: dict[str, Callable[[int, int, int], str]] = {
+    "gpipe": lambda _, __, n: "F" * n + "BW" * n,
+    "1f1b": lambda to_end, _, n: _one_f_one_b(to_end, n),
+    "zb_h1": lambda to_end, before, n: _zero_bubble(to_end, before, n),
+    "zb_h2": lambda to_end, before, n: _zero_bubble(2 * to_end - 1, 2 * before, n),
+}
+
+
 def alternating(warmup: Sequence[int], num_microbatches: int) -> list[Order]:
     """Stage i runs warmup[i] forwards, then B and F in turn, then the other B; W comes last.
 
@@ -148,7 +164,8 @@ def alternating(warmup: Sequence[int], num_microbatches: int) -> list[Order]:
     require_microbatches(num_microbatches)
     require_warmup(warmup, num_microbatches)
     n = num_microbatches
-    return [_from_text("F" * x + "BF" * (n - x) + "B" * x + "W" * n) for x in warmup]
+    kinds = [to_kinds("F" * x + "BF" * (n - x) + "B" * x + "W" * n) for x in warmup]
+    return orders_from_kinds(kinds)
 
 
 def held_at_most(order: Sequence[Operation]) -> tuple[int, int]:

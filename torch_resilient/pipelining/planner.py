@@ -7,24 +7,23 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torch_resilient.pipelining import orders as classic
+from torch_resilient.pipelining.core import Search, evaluate, generate, memory_peaks
 from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Kinds, Limits, Rules, generate, paper_rules
-from torch_resilient.pipelining.local_search import Evaluator, improve
-from torch_resilient.pipelining.orders import KINDS, Order, from_kinds, require_microbatches
-from torch_resilient.pipelining.replay import Bubble, replay
+from torch_resilient.pipelining.generator import Limits, Rules, paper_rules
+from torch_resilient.pipelining.orders import (
+    Kinds,
+    Order,
+    classic_kinds,
+    orders_from_kinds,
+    require_microbatches,
+)
+from torch_resilient.pipelining.replay import Bubble
 from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
 
 # "best": all of the below and a local search; "portfolio": all rules, no search, any time it takes;
 # the others: one alone.
 POLICIES = ("best", "portfolio", "paper", "1f1b", "zb_h1", "zb_h2", "gpipe")
 
-_CLASSIC = {
-    "1f1b": classic.one_f_one_b,
-    "zb_h1": classic.zb_h1,
-    "zb_h2": classic.zb_h2,
-    "gpipe": classic.gpipe,
-}
 # What the best plan is never worse than, where they keep to the limits. GPipe never helps.
 _BASELINES = ("1f1b", "zb_h1", "zb_h2")
 
@@ -43,6 +42,9 @@ _CHOICE_SHARE = 0.1
 # The search tries that many of the best orders in a part of its time, and goes on with the best.
 _STARTS = 3
 _TRIAL_SHARE = 0.4
+# Between two looks at the clock, the search evaluates about that many operations: 0.1 ms compiled,
+# some milliseconds in Python.
+_SEARCHED_AT_ONCE = 20_000
 _SEARCHED = " +search"
 
 
@@ -270,28 +272,25 @@ def _portfolio(
         )
 
 
-def _paper_candidate(
-    costs: PipelineCosts, evaluator: Evaluator, num_microbatches: int, limits: Limits
-) -> _Candidate:
+def _iteration_s(kinds: list[Kinds], costs: PipelineCosts) -> float:
+    return max(end_s for _, _, _, end_s in evaluate(kinds, costs))
+
+
+def _paper_candidate(costs: PipelineCosts, num_microbatches: int, limits: Limits) -> _Candidate:
     rules = paper_rules(adapted_warmup(costs, num_microbatches))
     kinds, _ = generate(costs, num_microbatches, rules, limits)
-    return _Candidate(_iteration_s(kinds, evaluator, num_microbatches), kinds, "paper")
-
-
-def _iteration_s(kinds: list[Kinds], evaluator: Evaluator, num_microbatches: int) -> float:
-    outcome = evaluator(kinds, num_microbatches)
-    assert outcome is not None
-    return outcome[0]
+    return _Candidate(_iteration_s(kinds, costs), kinds, "paper")
 
 
 def _classic_candidate(
-    name: str, evaluator: Evaluator, num_stages: int, num_microbatches: int
-) -> _Candidate:
-    kinds = [
-        [KINDS.index(operation.kind) for operation in order]
-        for order in _CLASSIC[name](num_stages, num_microbatches)
-    ]
-    return _Candidate(_iteration_s(kinds, evaluator, num_microbatches), kinds, name)
+    name: str, costs: PipelineCosts, num_microbatches: int, limits: Limits
+) -> _Candidate | None:
+    """None if it does not keep to the limits."""
+    kinds = classic_kinds(name, costs.num_stages, num_microbatches)
+    for stage, (held, pending, _) in enumerate(memory_peaks(kinds, costs)):
+        if held > limits.activations[stage] or pending > limits.pending[stage]:
+            return None
+    return _Candidate(_iteration_s(kinds, costs), kinds, name)
 
 
 def disturbances(costs: PipelineCosts) -> list[PipelineCosts]:
@@ -317,9 +316,8 @@ def disturbances(costs: PipelineCosts) -> list[PipelineCosts]:
     return found
 
 
-def _mean_s(kinds: list[Kinds], evaluators: Sequence[Evaluator], num_microbatches: int) -> float:
-    times_s = [_iteration_s(kinds, evaluator, num_microbatches) for evaluator in evaluators]
-    return sum(times_s) / len(times_s)
+def _mean_s(kinds: list[Kinds], cases: Sequence[PipelineCosts]) -> float:
+    return sum(_iteration_s(kinds, costs) for costs in cases) / len(cases)
 
 
 def plan_schedule(
@@ -345,8 +343,8 @@ def plan_schedule(
             then other rules, then changes the best of them step by step. "portfolio" does without
             the search and without a budget, so that the result depends on the arguments only. The
             names of single schedules give these.
-        budget_ms: time for "best" after the paper's rules and the classic orders, which are tried
-            in any case; about that long, by `clock`.
+        budget_ms: time for "best", by `clock`. The paper's rules and the classic orders are tried
+            in any case, and what is running at the end of the budget still ends.
         seed: of the search.
         clock: seconds from anywhere.
 
@@ -357,27 +355,24 @@ def plan_schedule(
     Raises ValueError for a limit below 1, an unknown policy, or a single schedule that does not
     keep to the limits; the text begins with the argument's name.
     """
+    begin_s = clock()
     require_microbatches(num_microbatches)
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
     stages = costs.num_stages
     limits = limits_of(stages, num_microbatches, activation_limit, weight_limit)
     bound_s = lower_bound_s(costs, num_microbatches, limits)
-    evaluator = Evaluator(costs)
-    if policy == "paper":
-        candidates = [_paper_candidate(costs, evaluator, num_microbatches, limits)]
-    elif policy in _CLASSIC:
-        candidates = [_classic_candidate(policy, evaluator, stages, num_microbatches)]
-        if not limits.allow(candidates[0].kinds):
-            raise ValueError(f"policy: {policy} holds more microbatches than the limits allow")
-    else:
-        candidates = [_paper_candidate(costs, evaluator, num_microbatches, limits)]
-        for name in _BASELINES:
-            candidate = _classic_candidate(name, evaluator, stages, num_microbatches)
-            if limits.allow(candidate.kinds):
+    candidates: list[_Candidate] = []
+    if policy in ("best", "portfolio", "paper"):
+        candidates.append(_paper_candidate(costs, num_microbatches, limits))
+    for name in _BASELINES if policy in ("best", "portfolio") else (policy,):
+        if name != "paper":
+            candidate = _classic_candidate(name, costs, num_microbatches, limits)
+            if candidate is not None:
                 candidates.append(candidate)
+    if not candidates:
+        raise ValueError(f"policy: {policy} holds more microbatches than the limits allow")
     ceiling_s = min(candidate.time_s for candidate in candidates)
-    begin_s = clock()
     budget_s = budget_ms / 1e3 if policy == "best" else math.inf
     if policy in ("best", "portfolio"):
         best_s = ceiling_s
@@ -410,28 +405,44 @@ def plan_schedule(
             break
         if all(candidate.kinds != other.kinds for other in distinct):
             distinct.append(candidate)
-    evaluators = [Evaluator(each) for each in disturbances(costs)]
+    cases = disturbances(costs)
     chosen, disturbed_s = distinct[0], math.inf
     for candidate in distinct:
         if disturbed_s < math.inf and clock() >= begin_s + budget_s:
             break
-        mean_s = _mean_s(candidate.kinds, evaluators, num_microbatches)
+        mean_s = _mean_s(candidate.kinds, cases)
         if mean_s < disturbed_s:
             chosen, disturbed_s = candidate, mean_s
-    orders = [from_kinds(each) for each in chosen.kinds]
-    timed = replay(orders, costs)
+    return _plan(chosen, costs, num_microbatches, disturbed_s, bound_s)
+
+
+def _plan(
+    chosen: _Candidate,
+    costs: PipelineCosts,
+    num_microbatches: int,
+    disturbed_s: float,
+    bound_s: float,
+) -> Plan:
+    timed = evaluate(chosen.kinds, costs)
+    held = memory_peaks(chosen.kinds, costs)
+    iteration_s = max(end_s for _, _, _, end_s in timed)
+    bubbles = tuple(
+        Bubble(begin_s, forward_s, backward_s, iteration_s - end_s)
+        for begin_s, forward_s, backward_s, end_s in timed
+    )
+    whole_s = iteration_s * costs.num_stages
     return Plan(
-        orders=orders,
+        orders=orders_from_kinds(chosen.kinds),
         num_microbatches=num_microbatches,
         policy=chosen.name,
-        iteration_s=timed.iteration_s,
+        iteration_s=iteration_s,
         disturbed_s=disturbed_s,
         lower_bound_s=bound_s,
-        bubble=timed.bubble,
-        bubbles=timed.bubbles,
-        peak_activations=timed.peak_activations,
-        peak_pending=timed.peak_pending,
-        peak_units=timed.peak_units,
+        bubble=sum(each.total_s for each in bubbles) / whole_s if whole_s else 0.0,
+        bubbles=bubbles,
+        peak_activations=tuple(activations for activations, _, _ in held),
+        peak_pending=tuple(pending for _, pending, _ in held),
+        peak_units=tuple(units for _, _, units in held),
     )
 
 
@@ -453,19 +464,14 @@ def _search(
         if len(starts) == _STARTS:
             break
     found: list[_Candidate] = []
+    at_once = max(1, _SEARCHED_AT_ONCE // (3 * num_microbatches * costs.num_stages))
 
     def search(start: _Candidate, number: int, stop_s: float) -> _Candidate:
         name = start.name.removesuffix(_SEARCHED) + _SEARCHED
-        outcome = improve(
-            start.kinds,
-            costs,
-            num_microbatches,
-            limits,
-            bound_s,
-            seed + number,
-            lambda: clock() < stop_s,
-        )
-        better = [_Candidate(*each, name) for each in outcome if each[0] < start.time_s]
+        changes = Search(start.kinds, costs, limits, bound_s, (seed + number) % 2**64)
+        while clock() < stop_s and changes.run(at_once):
+            pass
+        better = [_Candidate(*each, name) for each in changes.found if each[0] < start.time_s]
         found.extend(better)
         return better[0] if better else start
 

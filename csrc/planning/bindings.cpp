@@ -1,0 +1,218 @@
+// The Python module torch_resilient._planning. It knows nothing of torch, so
+// that plans can be made where torch is slow to import or not used.
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "planning/evaluator.h"
+#include "planning/generator.h"
+#include "planning/local_search.h"
+
+namespace py = pybind11;
+
+namespace resilient {
+namespace {
+
+template <typename T>
+std::vector<T>
+perPlace(const py::object& owner, const char* name, size_t count) {
+  auto values = owner.attr(name).cast<std::vector<T>>();
+  if (values.size() != count) {
+    throw std::invalid_argument(
+        std::string(name) + ": expected " + std::to_string(count) +
+        " values, got " + std::to_string(values.size()));
+  }
+  return values;
+}
+
+// Of torch_resilient.pipelining.costs.PipelineCosts.
+PipelineCosts readCosts(const py::object& from) {
+  const size_t stages = py::len(from.attr("forward_s"));
+  if (stages == 0) {
+    throw std::invalid_argument("forward_s: expected at least one stage");
+  }
+  return {
+      .forward = perPlace<double>(from, "forward_s", stages),
+      .inputBackward = perPlace<double>(from, "input_backward_s", stages),
+      .weightBackward = perPlace<double>(from, "weight_backward_s", stages),
+      .delayForward = perPlace<double>(from, "delay_forward_s", stages - 1),
+      .delayBackward = perPlace<double>(from, "delay_backward_s", stages - 1)};
+}
+
+Limits readLimits(const py::object& from, size_t stages) {
+  return {
+      .activations = perPlace<size_t>(from, "activations", stages),
+      .pending = perPlace<size_t>(from, "pending", stages)};
+}
+
+Rules readRules(const py::object& from, size_t stages) {
+  return {
+      .warmup = perPlace<size_t>(from, "warmup", stages),
+      .waitForWarmup = from.attr("wait_for_warmup").cast<bool>(),
+      .gate = from.attr("gate").cast<bool>(),
+      .forwardFirst = from.attr("forward_first").cast<bool>(),
+      .weightShare = from.attr("weight_share").cast<double>(),
+      .mostWeights = from.attr("most_weights").cast<std::optional<size_t>>()};
+}
+
+// One bytes object per stage. The core trusts its orders, so each must have
+// the three kinds equally often.
+Orders readOrders(const std::vector<py::bytes>& from, size_t stages) {
+  if (from.size() != stages) {
+    throw std::invalid_argument(
+        "kinds: expected " + std::to_string(stages) + " orders, got " +
+        std::to_string(from.size()));
+  }
+  Orders orders;
+  for (const py::bytes& each : from) {
+    const std::string_view text = each;
+    orders.emplace_back(text.begin(), text.end());
+    const Kinds& kinds = orders.back();
+    const size_t microbatches = orders[0].size() / kKinds;
+    size_t counts[kKinds] = {};
+    for (const uint8_t kind : kinds) {
+      if (kind < kKinds) {
+        ++counts[kind];
+      }
+    }
+    if (microbatches == 0 || kinds.size() != kKinds * microbatches ||
+        std::any_of(counts, counts + kKinds, [&](size_t count) {
+          return count != microbatches;
+        })) {
+      throw std::invalid_argument(
+          "kinds[" + std::to_string(orders.size() - 1) +
+          "]: expected 0, 1 and 2, each as often as the others and as on the "
+          "first stage");
+    }
+  }
+  return orders;
+}
+
+std::vector<py::bytes> writeOrders(const Orders& orders) {
+  std::vector<py::bytes> result;
+  for (const Kinds& kinds : orders) {
+    result.emplace_back(
+        reinterpret_cast<const char*>(kinds.data()), kinds.size());
+  }
+  return result;
+}
+
+py::tuple generateOrders(
+    const py::object& costs,
+    size_t microbatches,
+    const py::object& rules,
+    const py::object& limits) {
+  if (microbatches == 0) {
+    throw std::invalid_argument("num_microbatches: expected at least 1, got 0");
+  }
+  const PipelineCosts given = readCosts(costs);
+  const Rules how = readRules(rules, given.stages());
+  const Limits within = readLimits(limits, given.stages());
+  Generated found;
+  {
+    py::gil_scoped_release release;
+    found = generate(given, microbatches, how, within);
+  }
+  return py::make_tuple(writeOrders(found.orders), found.iterationS);
+}
+
+// (begin, forward wait, backward wait, end) of each stage.
+std::vector<std::tuple<double, double, double, double>> evaluate(
+    const std::vector<py::bytes>& kinds,
+    const py::object& costs) {
+  const PipelineCosts given = readCosts(costs);
+  const Orders orders = readOrders(kinds, given.stages());
+  std::vector<std::tuple<double, double, double, double>> result;
+  bool complete = false;
+  {
+    py::gil_scoped_release release;
+    Evaluator evaluator(given, orders[0].size() / kKinds);
+    complete = evaluator.run(orders);
+    for (size_t i = 0; i < orders.size(); ++i) {
+      const StageTimes& times = evaluator.times(i);
+      result.emplace_back(
+          times.begin, times.forwardWait, times.backwardWait, times.end);
+    }
+  }
+  if (!complete) {
+    throw std::invalid_argument("kinds: the stages wait for each other");
+  }
+  return result;
+}
+
+// (activations, pending, units) of each stage.
+std::vector<std::tuple<size_t, size_t, double>> peaksOfOrders(
+    const std::vector<py::bytes>& kinds,
+    const py::object& costs) {
+  const size_t stages = kinds.size();
+  const auto units = perPlace<double>(costs, "activation_units", stages);
+  const auto kept = perPlace<double>(costs, "weight_backward_units", stages);
+  const Orders orders = readOrders(kinds, stages);
+  std::vector<std::tuple<size_t, size_t, double>> result;
+  for (size_t i = 0; i < stages; ++i) {
+    const MemoryPeaks held = memoryPeaks(orders[i], units[i], kept[i]);
+    result.emplace_back(held.activations, held.pending, held.units);
+  }
+  return result;
+}
+
+Search startSearch(
+    const std::vector<py::bytes>& kinds,
+    const py::object& costs,
+    const py::object& limits,
+    double lowerBoundS,
+    uint64_t seed) {
+  const PipelineCosts given = readCosts(costs);
+  Limits within = readLimits(limits, given.stages());
+  Orders orders = readOrders(kinds, given.stages());
+  if (!Evaluator(given, orders[0].size() / kKinds).run(orders)) {
+    throw std::invalid_argument("kinds: the stages wait for each other");
+  }
+  return Search(std::move(orders), given, std::move(within), lowerBoundS, seed);
+}
+
+py::list foundBy(const Search& search) {
+  py::list result;
+  for (const Search::Found& each : search.found()) {
+    result.append(py::make_tuple(each.iterationS, writeOrders(each.orders)));
+  }
+  return result;
+}
+
+PYBIND11_MODULE(_planning, m) {
+  m.def(
+      "generate",
+      &generateOrders,
+      py::arg("costs"),
+      py::arg("num_microbatches"),
+      py::arg("rules"),
+      py::arg("limits"));
+  m.def("evaluate", &evaluate, py::arg("kinds"), py::arg("costs"));
+  m.def("memory_peaks", &peaksOfOrders, py::arg("kinds"), py::arg("costs"));
+  py::class_<Search>(m, "Search")
+      .def(
+          py::init(&startSearch),
+          py::arg("kinds"),
+          py::arg("costs"),
+          py::arg("limits"),
+          py::arg("lower_bound_s"),
+          py::arg("seed"))
+      .def(
+          "run",
+          &Search::run,
+          py::arg("tries"),
+          py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("found", &foundBy);
+}
+
+} // namespace
+} // namespace resilient

@@ -1,0 +1,33 @@
+"""The compiled inner loops of the planner (csrc/planning/bindings.cpp).
+
+Twins of what has the same name in torch_resilient.pipelining.generator, evaluator and local_search.
+ValueError for sizes that do not fit together. The GIL is released meanwhile.
+"""
+
+from collections.abc import Sequence
+
+from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.generator import Limits, Rules
+
+def generate(
+    costs: PipelineCosts, num_microbatches: int, rules: Rules, limits: Limits
+) -> tuple[list[bytes], float]: ...
+def evaluate(
+    kinds: Sequence[bytes], costs: PipelineCosts
+) -> list[tuple[float, float, float, float]]: ...
+def memory_peaks(kinds: Sequence[bytes], costs: PipelineCosts) -> list[tuple[int, int, float]]: ...
+
+class Search:
+    """For one thread at a time."""
+
+    def __init__(
+        self,
+        kinds: Sequence[bytes],
+        costs: PipelineCosts,
+        limits: Limits,
+        lower_bound_s: float,
+        seed: int,
+    ) -> None: ...
+    def run(self, tries: int) -> bool: ...
+    @property
+    def found(self) -> list[tuple[float, list[bytes]]]: ...
