@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from torch_resilient._version import __version__
-from torch_resilient.cli import plan
+from torch_resilient.cli import plan, timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,5 +17,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     plan.add_parser(commands)
+    timeline.add_parser(commands)
     options = parser.parse_args(arguments)
-    return plan.run(options)
+    status: int = options.run(options)
+    return status

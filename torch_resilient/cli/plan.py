@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from torch_resilient.cli import pictures
+from torch_resilient.cli.errors import bad_input
 from torch_resilient.pipelining import timeline
 from torch_resilient.pipelining.costs import PipelineCosts, per_place
 from torch_resilient.pipelining.planner import POLICIES, Plan, plan_schedule
@@ -62,6 +64,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw it as .svg; as .png with matplotlib"
     )
+    parser.set_defaults(run=run)
 
 
 def _whole(name: str, value: object) -> int:
@@ -152,36 +155,6 @@ def _plan(given: object) -> tuple[Plan, PipelineCosts]:
     return plan, costs
 
 
-def _png(path: Path, plan: Plan, costs: PipelineCosts) -> None:
-    """Raises ValueError if matplotlib is not installed."""
-    try:
-        from matplotlib.figure import Figure  # type: ignore[import-not-found, unused-ignore]
-    except ImportError:
-        raise ValueError(
-            f"--picture: {path} needs matplotlib, which is not installed; .svg needs nothing"
-        ) from None
-    timed = replay(plan.orders, costs)
-    figure = Figure(figsize=(14, 1 + 0.35 * len(timed.stages)))
-    axes = figure.add_subplot()
-    for stage, spans in enumerate(timed.stages):
-        for kind, colour in timeline.COLOURS.items():
-            axes.broken_barh(
-                [
-                    (start_s * 1e3, (end_s - start_s) * 1e3)
-                    for operation, start_s, end_s in spans
-                    if operation.kind == kind
-                ],
-                (stage - 0.42, 0.84),
-                facecolors=colour,
-                edgecolors="white",
-                linewidth=0.4,
-            )
-    axes.set_yticks(range(len(timed.stages)), [f"stage {i}" for i in range(len(timed.stages))])
-    axes.invert_yaxis()
-    axes.set_xlabel(f"ms; {plan.policy}, {plan.iteration_s * 1e3:.6g} ms")
-    figure.savefig(path, dpi=150, bbox_inches="tight")
-
-
 def _write_pictures(options: argparse.Namespace, plan: Plan, costs: PipelineCosts) -> None:
     """Raises ValueError for a picture that cannot be made, OSError for a file."""
     if not (options.grid or options.chrome_trace or options.picture):
@@ -192,15 +165,9 @@ def _write_pictures(options: argparse.Namespace, plan: Plan, costs: PipelineCost
     if options.chrome_trace:
         options.chrome_trace.write_text(json.dumps(timeline.chrome_trace(timed)), encoding="utf-8")
     if options.picture:
-        suffix = options.picture.suffix.lower()
-        if suffix == ".svg":
-            size = f"{costs.num_stages} stages, {plan.num_microbatches} microbatches"
-            title = f"{size}: {plan.policy}"
-            options.picture.write_text(timeline.svg(timed, title), encoding="utf-8")
-        elif suffix == ".png":
-            _png(options.picture, plan, costs)
-        else:
-            raise ValueError(f"--picture: expected a name in .svg or .png, got {options.picture}")
+        size = f"{costs.num_stages} stages, {plan.num_microbatches} microbatches"
+        picture = timeline.picture_of(timed, f"{size}: {plan.policy}")
+        pictures.write_picture(options.picture, picture)
 
 
 def _milliseconds(seconds: float) -> float:
@@ -247,11 +214,6 @@ def run(options: argparse.Namespace) -> int:
         plan, costs = _plan(given)
         _write_pictures(options, plan, costs)
     except (ValueError, OSError) as error:
-        sys.stderr.write(f"torch-resilient plan: {_one_line(error)}\n")
-        return 2
+        return bad_input("plan", error)
     print(json.dumps(_output(given, plan)))
     return 0
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
