@@ -18,7 +18,7 @@ def test_document_is_up_to_date() -> None:
 def test_document_holds_every_option() -> None:
     text = options.markdown()
     table = options.table()
-    assert len(table) == text.count("\n## ")
+    assert len(table) == text.count("\n## `")
     for option in table:
         assert f"`{option.variable}`" in text
         assert option.doc in text

@@ -97,11 +97,19 @@ def numbers(tensors: Any) -> list[list[str]]:
 
 
 def train(rank: int, name: str, as_view: bool = False) -> dict[str, Any]:
-    """Some steps of training; returns losses, outputs and the last weights and gradients."""
-    stages = dist.get_world_size()
+    """Some steps of training by the schedule of that name."""
     module = Part(rank, as_view)
-    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
     schedule = make(name, stage, rank)
+    result = train_with(schedule, module, stage)
+    if not name.startswith("torch"):
+        result["waits"] = vars(schedule.waits)
+        result["ran"] = [(s.kind, s.microbatch) for s in schedule.last_spans if s.kind != "wait"]
+    return result
+
+
+def train_with(schedule: Any, module: nn.Module, stage: PipelineStage) -> dict[str, Any]:
+    """Returns losses, outputs and the last weights and gradients."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
     result: dict[str, Any] = {"losses": [], "outputs": []}
     for step in range(STEPS):
@@ -117,9 +125,6 @@ def train(rank: int, name: str, as_view: bool = False) -> dict[str, Any]:
             result["outputs"].append(numbers([output]))
     result["weights"] = numbers(module.parameters())
     result["gradients"] = numbers(p.grad for p in module.parameters())
-    if not name.startswith("torch"):
-        result["waits"] = vars(schedule.waits)
-        result["ran"] = [(s.kind, s.microbatch) for s in schedule.last_spans if s.kind != "wait"]
     return result
 
 
@@ -331,3 +336,19 @@ def compiled(rank: int, name: str, in_place: bool) -> dict[str, Any]:
 def test_compiled_stages(in_place: bool) -> None:
     want = run_ranks(compiled, "torch 1F1B", in_place)
     assert run_ranks(compiled, "live", in_place) == want
+
+
+def many_small_operations(rank: int) -> int:
+    """Messages arrive at all moments, also between two looks at what has arrived."""
+    stages, count = dist.get_world_size(), 100
+    module = nn.Linear(WIDTH, WIDTH)
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    schedule = ScheduleLive(stage, count, loss_of, gates=StageGates(2, 4, 8))
+    x = torch.ones(count, WIDTH)
+    for _ in range(8):
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == stages - 1 else {}))
+    return schedule.waits.while_ready
+
+
+def test_messages_that_arrive_at_any_moment() -> None:
+    assert run_ranks(many_small_operations, world_size=3) == [0, 0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch_resilient import _native
+from torch_resilient import _events, _native
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -68,9 +68,13 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `pending` (now). Anything but `admitted` points at strangers or at ranks with other
     settings; the log has more.
 
+    `events` lists what was decided or noticed in this process, oldest first: `time_s` (since the
+    epoch), `kind`, `text`, and numbers that depend on the kind.
+
     Counters belong to the process's one engine: groups with the same ranks share them.
 
     Raises ValueError as find_backend() does; RuntimeError in a child of fork().
     """
     snapshot: dict[str, Any] = _native.load().stats(find_backend(group))
+    snapshot["events"] = _events.recent()
     return snapshot

@@ -107,6 +107,16 @@ def _range(option: Option) -> str:
     return f"{option.least:.15g} to {option.most:.15g}"
 
 
+_TAIL = """
+## Variables without an option
+
+`TORCH_RESILIENT_TIMELINE`: default empty; a folder
+
+Where the schedules of `torch_resilient.pipelining` write what each rank does when, unless they are
+given `timeline_dir`; `torch-resilient timeline FOLDER` draws it.
+"""
+
+
 def markdown() -> str:
     """The text of docs/options.md."""
     lines = [_HEAD]
@@ -121,7 +131,7 @@ def markdown() -> str:
             option.doc,
             "",
         ]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines).rstrip() + "\n" + _TAIL
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -323,6 +323,9 @@ void EngineOptions::validate() const {
   }
 }
 
+// By torch_resilient/pipelining/recording.py.
+constexpr std::string_view kReadByPython = "TORCH_RESILIENT_TIMELINE";
+
 std::vector<std::string> unknownVariables() {
   std::vector<std::string> unknown;
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
@@ -331,9 +334,10 @@ std::vector<std::string> unknownVariables() {
     if (!name.starts_with(kPrefix)) {
       continue;
     }
-    const bool known = std::ranges::any_of(
-        optionTable(),
-        [&](const OptionInfo& option) { return option.variable == name; });
+    const bool known = name == kReadByPython ||
+        std::ranges::any_of(optionTable(), [&](const OptionInfo& option) {
+                         return option.variable == name;
+                       });
     if (!known) {
       unknown.emplace_back(name);
     }

@@ -1,8 +1,8 @@
 """Pipeline schedules that adapt to slow links: costs, exact replay, the papers' rules, a planner.
 
 `plan_schedule` makes a schedule for given `PipelineCosts`; `replay` tells exactly what any schedule
-does with them. Nothing of this imports torch. `SchedulePlanned` and `ScheduleLive` run a stage of
-torch's, and are loaded on first use.
+does with them. Nothing of this imports torch. `ScheduleAdaptiveZB`, `SchedulePlanned` and
+`ScheduleLive` run a stage of torch's, and are loaded on first use.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from torch_resilient.pipelining.slackness import tolerated_delay_s
 from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
 
 if TYPE_CHECKING:
+    from torch_resilient.control.adaptive import ScheduleAdaptiveZB
     from torch_resilient.pipelining.schedule import ScheduleLive, SchedulePlanned
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "PipelineCosts",
     "Plan",
     "Replay",
+    "ScheduleAdaptiveZB",
     "ScheduleLive",
     "SchedulePlanned",
     "StageGates",
@@ -53,6 +55,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """The schedule classes, which need torch."""
+    if name == "ScheduleAdaptiveZB":  # built on top of this package, looked for in it
+        from torch_resilient.control.adaptive import ScheduleAdaptiveZB
+
+        return ScheduleAdaptiveZB
     if name in ("ScheduleLive", "SchedulePlanned"):
         from torch_resilient.pipelining import schedule
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch_resilient.pipelining.core import generate
 from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Limits, Rules, generate
+from torch_resilient.pipelining.generator import Limits, Rules
 from torch_resilient.pipelining.warmup import adapted_warmup
 
 

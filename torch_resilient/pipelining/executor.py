@@ -72,12 +72,15 @@ class Arrivals:
                 return work
         return None
 
-    def take(self) -> None:
-        """Waits until the next message is there, and goes on to the one after it."""
-        for work in self.next_works:
+    def take(self) -> list[dist.Work]:
+        """Waits until the next message is there, and goes on to the one after it; returns its
+        works."""
+        works = self.next_works
+        for work in works:
             work.wait()
         self._works[self._next] = []
         self._next += 1
+        return works
 
 
 def tells_ends(works: Sequence[dist.Work]) -> bool:
@@ -137,10 +140,12 @@ class StageRun:
                 continue
             awaited = []
             if not self._actions.backward or self._progress.forward_allowed(gates):
-                awaited.append(self._inputs.missing)
+                awaited.append(self._inputs)
             if self._progress.backwards < self._progress.forwards:
-                awaited.append(self._gradients.missing)
-            self._block([work for work in awaited if work is not None])
+                awaited.append(self._gradients)
+            missing = [each.missing for each in awaited]
+            if None not in missing:  # else it has come since we looked
+                self._block([work for work in missing if work is not None])
 
     def run_fixed(self, order: Sequence[Operation]) -> None:
         """Runs the operations in this order, each when what it needs has come."""
@@ -171,7 +176,7 @@ class StageRun:
 
     def _block(self, works: list[dist.Work]) -> None:
         """Waits until one of these has ended; the backend's time-outs bound it."""
-        assert works, "nothing can run and nothing is awaited"
+        assert works, "nothing can run and nothing is awaited: a defect of the gates"
         with self._recorder.wait() as waited:
             _native.load().wait_any(works)
         self._waits.blocked += 1
@@ -179,11 +184,15 @@ class StageRun:
 
     def _do(self, kind: str) -> None:
         held = self._progress.forwards - self._progress.weights
+        works = []
         if kind == "F":
-            self._inputs.take()
+            works = self._inputs.take()
         elif kind == "B":
-            self._gradients.take()
+            works = self._gradients.take()
         microbatch = self._progress.count(kind)
+        if works and self.live_possible:
+            came_s = max(_native.load().ended_at(work) or 0.0 for work in works)
+            self._recorder.arrivals.append((kind, microbatch, came_s))
         with self._recorder.operation(kind, microbatch):
             if kind == "F":
                 with self._around_forward(held):
@@ -192,3 +201,7 @@ class StageRun:
                 self._actions.input_backward(microbatch)
             else:
                 self._actions.weight_backward(microbatch)
+        if kind == "F":
+            self._actions.send_output(microbatch)
+        elif kind == "B":
+            self._actions.send_gradient(microbatch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -58,6 +59,8 @@ class Recorder:
         self._origin: torch.Event | None = None
         self._origin_s = 0.0
         self._durations = {kind: deque[float](maxlen=_REMEMBERED) for kind in "FBW"}
+        # (kind, microbatch, when): the message that this F or B needed was there.
+        self.arrivals: list[tuple[str, int, float]] = []
         self.step = -1
         self.start_s = 0.0
 
@@ -65,6 +68,7 @@ class Recorder:
         """A new iteration; what was recorded before is dropped."""
         self._spans = []
         self._queued.clear()
+        self.arrivals = []
         self.step = step
         if self._device is not None:
             # Ties the device's clock, which only measures distances, to the host's.
@@ -107,10 +111,10 @@ class Recorder:
             self._resolve()
         return self._spans
 
-    def typical_s(self, kind: str) -> float | None:
-        """Seconds of an operation of this kind: the median of the last ones; None if none ran."""
+    def typical_s(self, kind: str) -> float:
+        """Seconds of an operation of this kind: the median of the last ones; NaN if none ran."""
         durations = self._durations[kind]
-        return statistics.median(durations) if durations else None
+        return statistics.median(durations) if durations else math.nan
 
     def _resolve(self) -> None:
         """Waits for the oldest operation that the device has not been seen to end."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +17,7 @@ from torch_resilient.pipelining.dispatch import StageGates
 from torch_resilient.pipelining.executor import StageRun, Waits
 from torch_resilient.pipelining.orders import Operation, Order, OrderError
 from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
+from torch_resilient.pipelining.recording import Recording, folder_from_environment
 from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.torch_actions import StageActions, StageSchedule
 
@@ -61,12 +64,13 @@ def checked_orders(
 
 
 class DispatchedSchedule(StageSchedule):
-    """What SchedulePlanned and ScheduleAdaptiveZB share: the operations, measured, as one of
-    `run_live` and `run_fixed` chooses them.
+    """What SchedulePlanned, ScheduleLive and ScheduleAdaptiveZB share: operations are measured and,
+    if wanted, written down.
 
     Attributes:
         recorder: what the stage did in the last iteration.
         waits: how the compute thread was blocked.
+        recording: the file of this run; None if none is written.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class DispatchedSchedule(StageSchedule):
         kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
         output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
         scale_grads: bool = True,
+        *,
+        timeline_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
             stage,
@@ -90,7 +96,14 @@ class DispatchedSchedule(StageSchedule):
         )
         self.recorder = Recorder(stage.device)
         self.waits = Waits()
+        self.recording: Recording | None = None
+        self._timeline_dir = timeline_dir or folder_from_environment()
         self._steps = 0
+
+    @property
+    def epoch(self) -> int:
+        """Of the plan in force."""
+        return 0
 
     @property
     def last_spans(self) -> list[MeasuredSpan]:
@@ -101,11 +114,21 @@ class DispatchedSchedule(StageSchedule):
         """The context in which the next F runs, while `held` microbatches are between F and W."""
         return contextlib.nullcontext()
 
-    def _start(self, actions: StageActions) -> StageRun:
-        """Begins an iteration."""
+    @abstractmethod
+    def _dispatch(self, run: StageRun) -> None:
+        """Runs an iteration with `run_live` or `run_fixed`."""
+
+    def _run(self, actions: StageActions) -> None:
+        if self._timeline_dir is not None and self.recording is None:
+            self.recording = Recording(self._timeline_dir, self.stage)
         self.recorder.begin(self._steps)
+        self._dispatch(StageRun(actions, self.recorder, self.waits, self.around_forward))
+        if self.recording is not None and actions.backward:
+            recorder = self.recorder
+            self.recording.add(
+                self._steps, self.epoch, self.last_spans, recorder.arrivals, recorder.start_s
+            )
         self._steps += 1
-        return StageRun(actions, self.recorder, self.waits, self.around_forward)
 
 
 class SchedulePlanned(DispatchedSchedule):
@@ -120,7 +143,9 @@ class SchedulePlanned(DispatchedSchedule):
 
     The constructor's other arguments, `step()` and `eval()` are those of torch's single-stage
     schedules; every rank gives the same `orders`: one list per stage, of Operation or texts such as
-    "F0". In `eval()`, only the forwards run. It works on any backend.
+    "F0". In `eval()`, only the forwards run. It works on any backend. `timeline_dir`, for which the
+    environment variable TORCH_RESILIENT_TIMELINE stands in: what all ranks measure is written
+    there, for `torch-resilient timeline`.
 
     Gradients and losses have the bits they have with any other order. Within DDP or FSDP2, they are
     reduced after the last W.
@@ -139,6 +164,7 @@ class SchedulePlanned(DispatchedSchedule):
         scale_grads: bool = True,
         *,
         orders: Sequence[Sequence[Operation | str]],
+        timeline_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
             stage,
@@ -148,6 +174,7 @@ class SchedulePlanned(DispatchedSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            timeline_dir=timeline_dir,
         )
         self.set_orders(orders)
 
@@ -159,8 +186,8 @@ class SchedulePlanned(DispatchedSchedule):
         checked = checked_orders(orders, self.stage.num_stages, self.num_microbatches)
         self._order = checked[self.stage.stage_index]
 
-    def _run(self, actions: StageActions) -> None:
-        self._start(actions).run_fixed(self._order)
+    def _dispatch(self, run: StageRun) -> None:
+        run.run_fixed(self._order)
 
 
 class ScheduleLive(DispatchedSchedule):
@@ -183,6 +210,7 @@ class ScheduleLive(DispatchedSchedule):
         scale_grads: bool = True,
         *,
         gates: StageGates,
+        timeline_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
             stage,
@@ -192,11 +220,11 @@ class ScheduleLive(DispatchedSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            timeline_dir=timeline_dir,
         )
         self.gates = gates
 
-    def _run(self, actions: StageActions) -> None:
-        run = self._start(actions)
+    def _dispatch(self, run: StageRun) -> None:
         if not run.live_possible:
             raise RuntimeError(
                 'live dispatch needs the "resilient" backend: the receives of this one do not tell '

@@ -38,6 +38,12 @@ def group_of(stage: PipelineStage) -> dist.ProcessGroup:
     return group
 
 
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a small message of this group costs least: the CPU if the group carries its tensors."""
+    cpu = torch.device("cpu")
+    return cpu if cpu in group._device_types else device
+
+
 class StageSchedule(PipelineScheduleSingle):
     """A schedule with one stage per rank; subclasses say in `_run` what comes when.
 
@@ -67,6 +73,7 @@ class StageSchedule(PipelineScheduleSingle):
             output_merge_spec,
             scale_grads,
         )
+        _take_over_weight_backward(stage)
 
     @property
     def stage(self) -> PipelineStage:
@@ -166,7 +173,7 @@ class StageActions:
         return _post(self._stage.get_bwd_recv_ops(microbatch))
 
     def forward(self, microbatch: int) -> None:
-        """Runs F, which must have received its input, and sends its output."""
+        """Runs F, which must have received its input."""
         stage = self._stage
         output = stage.forward_one_chunk(
             microbatch,
@@ -177,14 +184,18 @@ class StageActions:
         if not stage.is_last:
             outputs, inputs = stage.fwd_cache[microbatch]
             stage.fwd_cache[microbatch] = (tuple(_not_a_view(each) for each in outputs), inputs)
-            self._send(stage.get_fwd_send_ops(microbatch))
         if not self.backward and not (stage.is_last and self._targets is not None):
             return
         compute_loss = self._schedule._maybe_compute_loss
         compute_loss(stage, output, self._targets, microbatch, self._loss_kwargs)  # type: ignore[no-untyped-call]
 
+    def send_output(self, microbatch: int) -> None:
+        """Begins to send what F has computed, to the next stage if there is one."""
+        if not self._stage.is_last:
+            self._send(self._stage.get_fwd_send_ops(microbatch))
+
     def input_backward(self, microbatch: int) -> None:
-        """Runs B, which must have received its gradient, and sends the gradient of the inputs.
+        """Runs B, which must have received its gradient.
 
         On the first stage, whose inputs need no gradient, W is the whole backward. Where the
         backward cannot be split (`splits_backward`), B is, and W nothing.
@@ -196,23 +207,16 @@ class StageActions:
             full_backward=not self.splits_backward,
             last_backward=False,
         )
+
+    def send_gradient(self, microbatch: int) -> None:
+        """Begins to send the gradient that B has computed, to the stage before if there is one."""
         self._send(self._stage.get_bwd_send_ops(microbatch))
 
     def weight_backward(self, microbatch: int) -> None:
         """Runs W, some time after B."""
-        stage = self._stage
-        if not self.splits_backward:
-            return
-        if stage.is_first or stage.dw_builder is not None:
+        if self.splits_backward:
             # Never "last": torch then expects hooks of DDP that a split backward does not run.
-            stage.backward_weight_one_chunk(microbatch, last_backward=False)
-            return
-        del stage.dw_runner[microbatch]
-        _, groups, _, _ = stage.backward_state.pop(microbatch)
-        # A parameter used at several depths makes one group's graph run through those of others,
-        # which torch would have freed by then. With the group go the last references.
-        shared = any(len(group["intermediates"]) > 1 for group in groups)
-        stage_backward_weight(stage.submod.parameters(), groups, retain_graph=shared)
+            self._stage.backward_weight_one_chunk(microbatch, last_backward=False)
 
     def reduce_gradients(self) -> None:
         """After all W: averages the gradients over the ranks that hold the same stage, if the
@@ -261,6 +265,25 @@ def _require_equal_shapes(name: str, microbatches: Sequence[Any], count: int) ->
 
 def _leaves(value: Any) -> list[Any]:
     return torch.utils._pytree.tree_leaves(value)
+
+
+def _take_over_weight_backward(stage: PipelineStage) -> None:
+    """Lets W work for parameters that a stage uses at several depths.
+
+    Their group's graph runs through those of other parameters, which torch 2.13 has freed by then.
+    """
+    theirs = type(stage).backward_maybe_with_nosync
+
+    def backward(kind: str, arguments: dict[str, Any], last_backward: bool = False) -> Any:
+        if kind != "weight":
+            return theirs(stage, kind, arguments, last_backward)
+        groups = arguments["param_groups"]
+        # Kept or not, the graph goes with the last references to these groups.
+        shared = any(len(group["intermediates"]) > 1 for group in groups)
+        stage_backward_weight(stage.submod.parameters(), groups, retain_graph=shared)
+        return (), None
+
+    stage.backward_maybe_with_nosync = backward  # type: ignore[method-assign, assignment]
 
 
 def splits_backward(module: torch.nn.Module) -> bool:

@@ -1,0 +1,404 @@
+"""Re-planning while training: reports, plans, the orchestrator, and ScheduleAdaptiveZB itself."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from test_schedules import (
+    MICROBATCHES,
+    WIDTH,
+    Part,
+    loss_of,
+    same_numbers,
+    train,
+    train_with,
+)
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from torch_resilient import faults, stats
+from torch_resilient.control.link_monitor import RoundTrips
+from torch_resilient.control.orchestrator import Orchestrator
+from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, initial_plan
+from torch_resilient.control.report import StageReport, costs_of
+from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB
+from torch_resilient.pipelining.generator import Limits
+from torch_resilient.pipelining.schedule import checked_orders
+from torch_resilient.pipelining.timeline_files import read_run
+
+COUNT = 12
+NO_LIMITS = Limits((COUNT,) * 4, (COUNT,) * 4)
+
+
+def healthy_costs() -> PipelineCosts:
+    return PipelineCosts.of(
+        4,
+        forward_s=0.01,
+        input_backward_s=[0, 0.01, 0.01, 0.01],
+        weight_backward_s=[0.02, 0.01, 0.01, 0.01],
+        delay_forward_s=0.001,
+    )
+
+
+def reports_of(costs: PipelineCosts, **more: float) -> list[StageReport]:
+    """What the ranks of such a pipeline would measure."""
+    reports = []
+    for stage in range(costs.num_stages):
+        links = {}
+        if stage < costs.num_stages - 1:
+            trip_s = costs.delay_forward_s[stage] + costs.delay_backward_s[stage]
+            links |= {"round_trip_next_s": trip_s, "round_trip_next_least_s": trip_s}
+        if stage:
+            trip_s = costs.delay_forward_s[stage - 1] + costs.delay_backward_s[stage - 1]
+            links |= {"round_trip_previous_s": trip_s, "round_trip_previous_least_s": trip_s}
+        reports.append(
+            StageReport(
+                forward_s=costs.forward_s[stage],
+                input_backward_s=costs.input_backward_s[stage],
+                weight_backward_s=costs.weight_backward_s[stage],
+                **links,
+                **more,
+            )
+        )
+    return reports
+
+
+def test_reports_travel_as_numbers() -> None:
+    (report, *_) = reports_of(healthy_costs(), epoch=3.0)
+    again = StageReport.decode(report.encode())
+    assert again.epoch == 3
+    assert again.forward_s == report.forward_s
+    assert math.isnan(again.iteration_s)
+
+
+def test_costs_from_reports() -> None:
+    costs = healthy_costs().with_delay(1, 0.06)
+    found = costs_of(reports_of(costs))
+    assert found is not None
+    assert found.forward_s == costs.forward_s
+    assert found.delay_forward_s == pytest.approx(costs.delay_forward_s)
+    assert found.delay_backward_s == pytest.approx(costs.delay_backward_s)
+    # One way is full of our own data: its round trips are longer, the least is not.
+    reports = reports_of(costs)
+    reports[1] = replace(reports[1], round_trip_next_s=0.3)
+    found = costs_of(reports)
+    assert found is not None
+    assert found.delay_forward_s[1] == pytest.approx(0.24)
+    assert found.delay_backward_s[1] == pytest.approx(0.06)
+    # Nothing measured on one stage: nothing is known of the whole.
+    assert costs_of([StageReport(), *reports[1:]]) is None
+
+
+def peer(count: int, samples: list[float]) -> dict[str, Any]:
+    return {"paths": [{"slot": 0, "round_trips": count, "round_trips_s": samples}]}
+
+
+def test_round_trips_are_seen_once() -> None:
+    monitor = RoundTrips()
+    assert math.isnan(monitor.typical_s)
+    assert monitor.update(peer(2, [1.0, 3.0])) == [1.0, 3.0]
+    assert monitor.update(peer(2, [1.0, 3.0])) == []
+    assert monitor.update(peer(3, [1.0, 3.0, 8.0])) == [8.0]
+    assert (monitor.typical_s, monitor.least_s) == (3.0, 1.0)
+    # Another connection counts from the beginning; many samples replace what was before.
+    assert monitor.update(peer(1, [5.0])) == [5.0]
+    new = [20.0] * 16
+    assert monitor.update(peer(17, [5.0, *new])) == new
+    assert (monitor.typical_s, monitor.least_s) == (20.0, 20.0)
+    # More than a snapshot holds: the last ones.
+    assert monitor.update(peer(1000, [7.0] * 32)) == [7.0] * 32
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_plans_as_text(fixed: bool) -> None:
+    plan = initial_plan(4, COUNT, NO_LIMITS, fixed)
+    assert AdaptivePlan.from_json(plan.to_json()) == plan
+    if fixed:
+        checked_orders(plan.orders, 4, COUNT)
+    for text in ("", "[]", "[1, 2, 3, 4, 5]", '{"a": 1}', plan.to_json()[:-9]):
+        with pytest.raises(ValueError, match="not a plan"):
+            AdaptivePlan.from_json(text)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_slow_link_is_worth_a_plan_and_noise_is_not(fixed: bool) -> None:
+    decider = Decider(COUNT, NO_LIMITS, fixed)
+    first = decider.consider(healthy_costs(), initial_plan(4, COUNT, NO_LIMITS, fixed), False)
+    assert first is not None
+    assert first.epoch == 1
+    assert first.reason.startswith("first measurements")
+    for factor in (1.02, 0.98, 1.01, 1.0, 0.99):
+        noisy = replace(
+            healthy_costs(), forward_s=tuple(factor * each for each in healthy_costs().forward_s)
+        )
+        assert decider.consider(noisy, first, False) is None
+    slow = healthy_costs().with_delay(2, 0.03)
+    opinions = [decider.consider(slow, first, False) for _ in range(PATIENCE)]
+    assert opinions[:-1] == [None] * (PATIENCE - 1)
+    assert opinions[-1] is not None
+    assert opinions[-1].epoch == 2
+    assert "faster" in opinions[-1].reason
+    assert "2-3 (30.0/30.0 ms)" in opinions[-1].reason
+    # A detector's finding makes one opinion enough.
+    assert decider.consider(slow, first, True) is not None
+    if not fixed:
+        # Healed: as fast with less memory.
+        back = [decider.consider(healthy_costs(), opinions[-1], False) for _ in range(PATIENCE)][-1]
+        assert back is not None
+        assert "less memory" in back.reason
+        assert sum(back.gates.pending) < sum(opinions[-1].gates.pending)
+
+
+class MemoryStore:
+    """A store in this process; `fail` makes it fail."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.fail = False
+
+    def set(self, key: str, value: str) -> None:
+        if self.fail:
+            raise RuntimeError("the store is gone")
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        if self.fail:
+            raise RuntimeError("the store is gone")
+        return self.values[key]
+
+
+def settle(orchestrators: list[Orchestrator]) -> None:
+    """Until the threads have done what they were given."""
+    for each in orchestrators:
+        if each._job is not None:
+            each._job.result(20)
+
+
+def make_orchestrators(store: MemoryStore) -> list[Orchestrator]:
+    initial = initial_plan(4, COUNT, NO_LIMITS, False)
+    return [
+        Orchestrator(stage, Decider(COUNT, NO_LIMITS, False), initial, store, "plan")
+        for stage in range(4)
+    ]
+
+
+def one_step(orchestrators: list[Orchestrator], costs: PipelineCosts, step: int) -> list[bool]:
+    reports = [
+        replace(report, epoch=float(each.newest), published=float(each.published))
+        for report, each in zip(reports_of(costs), orchestrators, strict=True)
+    ]
+    return [each.consume(reports, step) for each in orchestrators]
+
+
+def test_all_ranks_switch_at_the_same_step() -> None:
+    store = MemoryStore()
+    ranks = make_orchestrators(store)
+    switches = []
+    for step in range(8):
+        switches.append(one_step(ranks, healthy_costs(), step))
+        settle(ranks)
+    assert [True] * 4 in switches
+    assert all(each in ([True] * 4, [False] * 4) for each in switches)
+    assert len({each.current for each in ranks}) == 1
+    assert ranks[0].current.epoch == 1
+    for each in ranks:
+        each.close()
+
+
+def test_a_rank_that_cannot_fetch_keeps_all_on_the_old_plan() -> None:
+    store, dead = MemoryStore(), MemoryStore()
+    dead.fail = True
+    ranks = make_orchestrators(store)
+    ranks[2] = Orchestrator(
+        2, Decider(COUNT, NO_LIMITS, False), initial_plan(4, COUNT, NO_LIMITS, False), dead, "plan"
+    )
+    for step in range(6):
+        assert not any(one_step(ranks, healthy_costs(), step))
+        settle(ranks)
+    assert ranks[0].published == 1
+    assert {each.current.epoch for each in ranks} == {0}
+    # It comes back: they go on.
+    dead.fail = False
+    dead.values = store.values
+    found = []
+    for step in range(6, 10):
+        found += one_step(ranks, healthy_costs(), step)
+        settle(ranks)
+    assert sum(found) == 4
+    assert {each.current.epoch for each in ranks} == {1}
+
+
+def test_a_planner_that_is_slow_or_fails_stops_nobody() -> None:
+    store = MemoryStore()
+    ranks = make_orchestrators(store)
+    begun, go_on = threading.Event(), threading.Event()
+    decide = ranks[0]._decider.consider
+
+    def slow(*arguments: Any) -> Any:
+        begun.set()
+        assert go_on.wait(20)
+        return decide(*arguments)
+
+    ranks[0]._decider.consider = slow  # type: ignore[method-assign]
+    for step in range(5):
+        assert not any(one_step(ranks, healthy_costs(), step))
+        assert begun.wait(20)
+    store.fail = True  # and then it cannot publish
+    go_on.set()
+    settle(ranks)
+    assert ranks[0].published == 0
+    store.fail = False
+    found = []
+    for step in range(5, 10):
+        found += one_step(ranks, healthy_costs(), step)
+        settle(ranks)
+    assert sum(found) == 4
+
+
+def adaptive(rank: int, dispatch: str) -> dict[str, Any]:
+    """The training of test_schedules."""
+    stages = dist.get_world_size()
+    module = Part(rank)
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss_of, dispatch=dispatch)
+    result = train_with(schedule, module, stage)
+    result["stats"] = schedule.stats()
+    return result
+
+
+@pytest.mark.parametrize("dispatch", ["live", "fixed"])
+def test_same_bits_as_torch(dispatch: str) -> None:
+    want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
+    got = run_ranks(adaptive, dispatch, world_size=3)
+    same_numbers(got, want)
+    assert all(rank["stats"]["dispatch"] == dispatch for rank in got)
+
+
+def test_without_the_backend_it_follows_the_papers_way() -> None:
+    want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
+    got = run_ranks(adaptive, "live", world_size=3, backend="gloo")
+    same_numbers(got, want)
+    assert all(rank["stats"]["dispatch"] == "fixed" for rank in got)
+
+
+class Paced(torch.autograd.Function):
+    """Multiplies; forward and backward take 3 ms each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        time.sleep(0.003)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        time.sleep(0.003)
+        return gradients[0] * weight, (gradients[0] * x).sum(0)
+
+
+class PacedPart(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Paced.apply(x, self.weight)
+
+
+SLOW_FROM, HEALED_FROM, END = 14, 28, 44
+
+
+def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, Any]:
+    stages = dist.get_world_size()
+    stage = PipelineStage(PacedPart(), rank, stages, torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, dispatch=dispatch, timeline_dir=folder)
+    x = torch.ones(COUNT, WIDTH)
+    epochs, delays = [], []
+    for step in range(END):
+        if rank and step == SLOW_FROM:  # the last link, both ways
+            fault = faults.delay(0.02, peer=3 - rank)
+        if rank and step == HEALED_FROM:
+            fault.clear()
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
+        found = schedule.stats()
+        epochs.append(found["plan"]["epoch"])
+        delays.append(found["costs"]["delay_forward_s"][1] if found["costs"] else None)
+    events = [(each["kind"], each["text"]) for each in stats()["events"]]
+    return {"epochs": epochs, "delays": delays, "events": events}
+
+
+@pytest.mark.parametrize("dispatch", ["live", "fixed"])
+def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> None:
+    got = run_ranks(one_link_becomes_slow, dispatch, str(tmp_path), world_size=3)
+    # Every rank was on the same plan at every step.
+    epochs = got[0]["epochs"]
+    assert got[1]["epochs"] == got[2]["epochs"] == epochs
+    assert epochs[0] == 0
+    assert epochs[HEALED_FROM - 1] > epochs[SLOW_FROM - 1], (epochs, got[0]["events"])
+    for kind in ("slower", "faster"):
+        texts = [text for rank in got for each, text in rank["events"] if each == f"link_{kind}"]
+        assert any(text.startswith(f"link 1 -> 2 is {kind}") for text in texts), texts
+        assert any(text.startswith(f"link 2 -> 1 is {kind}") for text in texts), texts
+    assert 0.015 < got[0]["delays"][HEALED_FROM - 1] < 0.04
+    assert got[0]["delays"][-1] < 0.01
+    run = read_run(tmp_path)
+    assert [step.step for step in run.steps] == list(range(END))
+    # What came over the slow link took as long as the delay; the clocks agree that well.
+    late = [
+        message.end_s - message.start_s
+        for step in run.steps[SLOW_FROM + 1 : HEALED_FROM - 1]
+        for message in step.messages
+        if {message.source, message.destination} == {1, 2}
+    ]
+    assert min(late) > 0.018
+
+
+def refused(rank: int) -> None:
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    with pytest.raises(ValueError, match="dispatch: expected one of live, fixed, got 'greedy'"):
+        ScheduleAdaptiveZB(stage, 4, loss_of, dispatch="greedy")
+    with pytest.raises(ValueError, match="weight_limit"):
+        ScheduleAdaptiveZB(stage, 4, loss_of, weight_limit=0)
+    with pytest.raises(ValueError, match="n_microbatches: expected at least 1, got 0"):
+        ScheduleAdaptiveZB(stage, 0, loss_of)
+    looped = PipelineStage(Part(rank), rank, 4, torch.device("cpu"))
+    with pytest.raises(ValueError, match="4 stages on 2 ranks"):
+        ScheduleAdaptiveZB(looped, 4, loss_of)
+
+
+def test_bad_arguments_are_refused() -> None:
+    run_ranks(refused)
+
+
+def limited(rank: int) -> tuple[int, int]:
+    """The most microbatches held, as measured, under limits."""
+    stages = dist.get_world_size()
+    module = Part(rank)
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, 9, loss_of, activation_limit=2, weight_limit=[4, 3, 2])
+    x = torch.randn(9, WIDTH)
+    most = [0, 0]
+    for _ in range(4):
+        schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
+        held = pending = 0
+        for span in schedule.last_spans:
+            held += {"F": 1, "B": -1}.get(span.kind, 0)
+            pending += {"F": 1, "W": -1}.get(span.kind, 0)
+            most = [max(most[0], held), max(most[1], pending)]
+    return (most[0], most[1])
+
+
+def test_limits_are_kept() -> None:
+    for rank, (held, pending) in enumerate(run_ranks(limited, world_size=3)):
+        assert held <= 2
+        assert pending <= [4, 3, 2][rank]

@@ -1,0 +1,190 @@
+"""Live dispatch without torch: whatever the gates and the delays, every stage ends, within them."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torch_resilient.pipelining import (
+    Gates,
+    PipelineCosts,
+    StageGates,
+    adapted_warmup,
+    gates_for,
+    plan_schedule,
+)
+from torch_resilient.pipelining.dispatch import Progress, choose, predicted_s
+from torch_resilient.pipelining.generator import Limits
+
+
+def simulate(
+    gates: list[StageGates], costs: PipelineCosts, count: int, rng: random.Random | None = None
+) -> tuple[float, list[list[str]]]:
+    """What stages that `choose` do, with the costs' delays, or random ones up to three times as
+    long, messages of a direction staying in order. Returns the end and the operations."""
+    stages = costs.num_stages
+    progress = [Progress(count) for _ in range(stages)]
+    inputs: list[list[float]] = [[0.0] * count] + [[] for _ in range(stages - 1)]
+    gradients: list[list[float]] = [[] for _ in range(stages)]
+    free_s = [0.0] * stages
+    ran: list[list[str]] = [[] for _ in range(stages)]
+    events = [(0.0, stage) for stage in range(stages)]
+
+    def deliver(to: list[float], now_s: float, delay_s: float, stage: int) -> None:
+        factor = rng.uniform(0, 3) if rng else 1.0
+        to.append(max(now_s + factor * delay_s, to[-1] if to else 0.0))
+        heapq.heappush(events, (to[-1], stage))
+
+    while events:
+        now_s, stage = heapq.heappop(events)
+        mine = progress[stage]
+        if free_s[stage] > now_s or mine.finished:
+            continue
+        forwards, backwards = mine.forwards, mine.backwards
+        has_input = forwards < len(inputs[stage]) and inputs[stage][forwards] <= now_s
+        has_gradient = backwards < len(gradients[stage]) and gradients[stage][backwards] <= now_s
+        kind = choose(mine, gates[stage], has_input, has_gradient)
+        if kind is None:
+            continue
+        microbatch = mine.count(kind)
+        ran[stage].append(f"{kind}{microbatch}")
+        times = {
+            "F": costs.forward_s,
+            "B": costs.input_backward_s,
+            "W": costs.weight_backward_s,
+        }
+        free_s[stage] = now_s + times[kind][stage]
+        heapq.heappush(events, (free_s[stage], stage))
+        if kind == "F":
+            if stage == stages - 1:
+                gradients[stage].append(free_s[stage])
+            else:
+                delay_s = costs.delay_forward_s[stage]
+                deliver(inputs[stage + 1], free_s[stage], delay_s, stage + 1)
+        elif kind == "B" and stage:
+            delay_s = costs.delay_backward_s[stage - 1]
+            deliver(gradients[stage - 1], free_s[stage], delay_s, stage - 1)
+    assert all(each.finished for each in progress), ran
+    return max(free_s), ran
+
+
+@st.composite
+def pipelines(draw: Any) -> tuple[PipelineCosts, int, list[StageGates]]:
+    stages = draw(st.integers(1, 5))
+    count = draw(st.integers(1, 9))
+    times = st.floats(0, 5)
+    costs = PipelineCosts.of(
+        stages,
+        forward_s=[draw(times) for _ in range(stages)],
+        input_backward_s=[draw(times) for _ in range(stages)],
+        weight_backward_s=[draw(times) for _ in range(stages)],
+        delay_forward_s=[draw(times) for _ in range(stages - 1)],
+        delay_backward_s=[draw(times) for _ in range(stages - 1)],
+    )
+    numbers = st.integers(1, count)
+    gates = [
+        StageGates(draw(st.integers(0, count)), draw(numbers), draw(numbers)) for _ in range(stages)
+    ]
+    return costs, count, gates
+
+
+@settings(max_examples=300, deadline=None)
+@given(pipelines(), st.integers(0, 2**32))
+def test_any_gates_on_any_stage_end_within_them(
+    case: tuple[PipelineCosts, int, list[StageGates]], seed: int
+) -> None:
+    costs, count, gates = case
+    _, ran = simulate(gates, costs, count, random.Random(seed))
+    for stage, operations in enumerate(ran):
+        for kind in "FBW":
+            wanted = [f"{kind}{i}" for i in range(count)]
+            assert [each for each in operations if each[0] == kind] == wanted
+        held = pending = 0
+        for each in operations:
+            held += {"F": 1, "B": -1, "W": 0}[each[0]]
+            pending += {"F": 1, "B": 0, "W": -1}[each[0]]
+            assert 0 <= held <= gates[stage].activations
+            assert held <= pending <= gates[stage].pending
+
+
+def test_b_before_f_before_w_but_f_first_within_the_warm_up() -> None:
+    progress = Progress(8)
+    gates = StageGates(warmup=2, activations=3, pending=4)
+    assert choose(progress, gates, False, False) is None
+    assert choose(progress, gates, True, False) == "F"
+    assert [progress.count("F"), progress.count("F")] == [0, 1]
+    assert choose(progress, gates, True, True) == "B"  # the warm-up is complete
+    assert choose(progress, gates, True, False) == "F"
+    progress.count("F")
+    assert choose(progress, gates, True, False) is None  # three are held
+    progress.count("B")
+    progress.count("B")
+    assert choose(progress, gates, True, True) == "F"  # one is held
+    progress.count("F")
+    assert choose(progress, gates, True, False) == "W"  # four are between F and W
+    progress.count("W")
+    assert choose(progress, gates, False, False) == "W"
+    assert choose(progress, gates, False, True) == "B"
+
+
+@pytest.mark.parametrize(("stages", "count", "delay"), [(4, 12, 0.0), (4, 32, 3.0), (8, 32, 6.0)])
+def test_the_gates_cost_nothing(stages: int, count: int, delay: float) -> None:
+    costs = PipelineCosts.of(
+        stages,
+        forward_s=1,
+        input_backward_s=1,
+        weight_backward_s=1,
+        delay_forward_s=delay,
+    )
+    warmup = adapted_warmup(costs, count)
+    open_gates = [StageGates(each, count, count) for each in warmup]
+    gates = gates_for(costs, count)
+    with_gates = [gates.of_stage(stage) for stage in range(stages)]
+    free_s, _ = simulate(open_gates, costs, count)
+    gated_s, _ = simulate(with_gates, costs, count)
+    assert gated_s <= free_s * 1.001
+    assert max(gates.pending) <= 2 * warmup[0] + 1
+    # Nor does deciding live cost much against the best order known.
+    assert gated_s <= plan_schedule(costs, count, policy="portfolio").iteration_s * 1.04
+
+
+def test_gates_keep_to_limits() -> None:
+    costs = PipelineCosts.of(
+        3, forward_s=1, input_backward_s=1, weight_backward_s=1, delay_forward_s=4
+    )
+    gates = gates_for(costs, 16, Limits((5, 4, 3), (6, 6, 2)))
+    assert gates == Gates((5, 4, 1), (5, 4, 2), (6, 6, 2))
+    assert predicted_s(costs, 16, gates) > predicted_s(costs, 16, gates_for(costs, 16))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 2**32))
+def test_predictions_are_those_of_the_simulation(seed: int) -> None:
+    rng = random.Random(seed)
+    stages, count = rng.randint(1, 6), rng.randint(1, 16)
+    costs = PipelineCosts.of(
+        stages,
+        forward_s=[rng.uniform(1, 3) for _ in range(stages)],
+        input_backward_s=[rng.uniform(1, 3) for _ in range(stages)],
+        weight_backward_s=[rng.uniform(1, 3) for _ in range(stages)],
+        delay_forward_s=[rng.uniform(0, 9) for _ in range(stages - 1)],
+    )
+    gates = gates_for(costs, count)
+    if list(gates.warmup) != sorted(gates.warmup, reverse=True):
+        return  # the generator lets no stage ask for more than the one before it has
+    simulated_s, _ = simulate([gates.of_stage(i) for i in range(stages)], costs, count)
+    assert predicted_s(costs, count, gates) == pytest.approx(simulated_s)
+
+
+def test_bad_gates_are_refused() -> None:
+    with pytest.raises(ValueError, match="limits of at least 1"):
+        StageGates(1, 0, 1)
+    with pytest.raises(ValueError, match="limits of at least 1"):
+        Gates((1, 1), (1, 1), (1, 0))
+    with pytest.raises(ValueError, match="as many counts of each kind"):
+        Gates((1, 1), (1,), (1, 1))

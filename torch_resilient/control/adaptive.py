@@ -1,0 +1,248 @@
+"""The schedule that re-plans itself while it trains."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.microbatch import TensorChunkSpec
+
+from torch_resilient import _events, _stats
+from torch_resilient.control.detector import DelayDetector
+from torch_resilient.control.link_monitor import RoundTrips
+from torch_resilient.control.orchestrator import Orchestrator
+from torch_resilient.control.plan import Decider, initial_plan
+from torch_resilient.control.report import UNKNOWN, StageReport
+from torch_resilient.pipelining.executor import StageRun
+from torch_resilient.pipelining.planner import limits_of
+from torch_resilient.pipelining.schedule import DispatchedSchedule
+from torch_resilient.pipelining.torch_actions import (
+    StageActions,
+    control_device,
+    default_store,
+    group_of,
+)
+
+DISPATCH = ("live", "fixed")
+
+# Schedules are made in the same order on all ranks of a job: this tells them apart in the store.
+_numbers = itertools.count()
+
+
+class ScheduleAdaptiveZB(DispatchedSchedule):
+    """A zero-bubble schedule that adapts to slow links while it trains.
+
+    ::
+
+        schedule = ScheduleAdaptiveZB(stage, n_microbatches, loss_fn)
+
+    stands where `Schedule1F1B(stage, n_microbatches, loss_fn)` stood; `step()` and `eval()` are the
+    same. Stages run whatever has arrived, B before F before W (live dispatch), within gates that
+    are planned anew when the measured times and delays change enough to pay. Gradients and losses
+    have the bits of any other schedule, whatever happens when.
+
+    Args:
+        stage, n_microbatches, loss_fn, args_chunk_spec, kwargs_chunk_spec, output_merge_spec,
+            scale_grads: as of torch's single-stage schedules. One stage per rank of the stage's
+            group.
+        dispatch: "live", or "fixed" for the paper's way: each plan is an order, changed between
+            iterations. A backend that is not "resilient" gets "fixed".
+        activation_limit: the most microbatches between F and B, one for all stages or one each.
+        weight_limit: the same between F and W: with torch's split backward, what bounds memory. The
+            default is no limit: plans then hold up to twice as many as the first stage's warm-up.
+        adapt: False keeps the first plan.
+        timeline_dir: what all ranks measure is written there, for `torch-resilient timeline`; the
+            environment variable TORCH_RESILIENT_TIMELINE stands in for it.
+
+    All ranks must give the same arguments.
+
+    Raises ValueError for an argument that cannot be used, and for a group with another number of
+    ranks than stages.
+    """
+
+    # Paper: PIPEMORPH §4, §6
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+        *,
+        dispatch: str = "live",
+        activation_limit: int | Sequence[int] | None = None,
+        weight_limit: int | Sequence[int] | None = None,
+        adapt: bool = True,
+        timeline_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__(
+            stage,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            timeline_dir=timeline_dir,
+        )
+        if dispatch not in DISPATCH:
+            raise ValueError(f"dispatch: expected one of {', '.join(DISPATCH)}, got {dispatch!r}")
+        self._group = group_of(stage)
+        if self._group.size() != stage.num_stages:
+            raise ValueError(
+                f"stage: {stage.num_stages} stages on {self._group.size()} ranks: "
+                "ScheduleAdaptiveZB runs one stage on each rank of the stage's group"
+            )
+        limits = limits_of(stage.num_stages, n_microbatches, activation_limit, weight_limit)
+        self._monitors = self._find_monitors()
+        self.dispatch = dispatch if self._monitors is not None else "fixed"
+        fixed = self.dispatch == "fixed"
+        initial = initial_plan(stage.num_stages, n_microbatches, limits, fixed)
+        self._adapt = adapt and stage.num_stages > 1
+        self._orchestrator = Orchestrator(
+            stage.stage_index,
+            Decider(n_microbatches, limits, fixed),
+            initial,
+            default_store(),
+            f"torch_resilient/plan/{self._group.group_name}/{next(_numbers)}",
+        )
+        weakref.finalize(self, self._orchestrator.close)
+        self._detector = DelayDetector()
+        self._changes = 0
+        self._iteration_s = UNKNOWN
+
+    def stats(self) -> dict[str, Any]:
+        """What is known and what has been decided, fit for JSON.
+
+        `plan` (epoch, predicted_s, reason), `gates` of this stage or None, `dispatch`, `waits`
+        (blocked, blocked_s, while_ready), `costs` as last measured of the whole pipeline (seconds),
+        or None, and `steps`.
+        """
+        plan = self._orchestrator.current
+        costs = self._orchestrator.costs
+        live = self.dispatch == "live"
+        return {
+            "plan": {
+                "epoch": plan.epoch,
+                "predicted_s": plan.predicted_s,
+                "reason": plan.reason,
+            },
+            "gates": asdict(plan.gates.of_stage(self.stage.stage_index)) if live else None,
+            "dispatch": self.dispatch,
+            "waits": asdict(self.waits),
+            "costs": asdict(costs) if costs else None,
+            "steps": self._steps,
+        }
+
+    def _find_monitors(self) -> dict[int, RoundTrips] | None:
+        """Of the links to the neighbours, by group rank; None without the resilient backend."""
+        try:
+            _stats.find_backend(self._group)
+        except (ImportError, ValueError):
+            return None
+        index = self.stage.stage_index
+        ranks = self.stage.stage_index_to_group_rank
+        return {
+            ranks[neighbour]: RoundTrips()
+            for neighbour in (index - 1, index + 1)
+            if 0 <= neighbour < self.stage.num_stages
+        }
+
+    @property
+    def epoch(self) -> int:
+        return self._orchestrator.current.epoch
+
+    def _run(self, actions: StageActions) -> None:
+        gathering = self._send_report() if self._adapt and actions.backward else None
+        super()._run(actions)
+        if actions.backward:
+            self._iteration_s = self.last_spans[-1].end_s - self.recorder.start_s
+        if gathering is not None:
+            self._consume_reports(*gathering)
+
+    def _dispatch(self, run: StageRun) -> None:
+        plan = self._orchestrator.current
+        index = self.stage.stage_index
+        if self.dispatch == "live":
+            run.run_live(plan.gates.of_stage(index))
+        else:
+            run.run_fixed(plan.order_of(index))
+
+    def _send_report(self) -> tuple[dist.Work, list[Tensor]]:
+        """Begins to tell all ranks what this one measured in the iteration before."""
+        report = torch.tensor(self._report().encode(), dtype=torch.float64)
+        report = report.to(control_device(self._group, self.stage.device))
+        gathered = [torch.empty_like(report) for _ in range(self._group.size())]
+        work = dist.all_gather(gathered, report, group=self._group, async_op=True)
+        assert work is not None
+        return work, gathered
+
+    def _consume_reports(self, work: dist.Work, gathered: list[Tensor]) -> None:
+        """Every rank has begun this iteration by now, so this has come long ago."""
+        work.wait()
+        ranks = self.stage.stage_index_to_group_rank
+        reports = [
+            StageReport.decode(gathered[ranks[stage]].tolist()) for stage in range(len(gathered))
+        ]
+        switched = self._orchestrator.consume(reports, self._steps)
+        if switched and self.recording is not None:
+            plan = self._orchestrator.current
+            self.recording.event(self._steps, f"plan {plan.epoch}: {plan.reason}")
+
+    def _report(self) -> StageReport:
+        forward_s, input_backward_s, weight_backward_s = map(self.recorder.typical_s, "FBW")
+        links = self._measure_links()
+        return StageReport(
+            epoch=float(self._orchestrator.newest),
+            published=float(self._orchestrator.published),
+            changes=float(self._changes),
+            forward_s=forward_s,
+            input_backward_s=input_backward_s,
+            weight_backward_s=weight_backward_s,
+            round_trip_next_s=links[0],
+            round_trip_next_least_s=links[1],
+            round_trip_previous_s=links[2],
+            round_trip_previous_least_s=links[3],
+            iteration_s=self._iteration_s,
+        )
+
+    def _measure_links(self) -> tuple[float, float, float, float]:
+        """Typical and least round trip to the next and to the previous stage."""
+        result = [math.nan] * 4
+        if self._monitors:
+            peers = {peer["rank"]: peer for peer in _stats.stats(self._group)["peers"]}
+            ranks = self.stage.stage_index_to_group_rank
+            index = self.stage.stage_index
+            for place, neighbour in ((0, index + 1), (2, index - 1)):
+                if 0 <= neighbour < self.stage.num_stages:
+                    rank = ranks[neighbour]
+                    monitor = self._monitors[rank]
+                    self._watch(neighbour, monitor.update(peers[rank]))
+                    result[place : place + 2] = [monitor.typical_s, monitor.least_s]
+        return (result[0], result[1], result[2], result[3])
+
+    def _watch(self, neighbour: int, round_trips_s: list[float]) -> None:
+        """Looks for a change in the delay to a neighbour, taken for half of the round trip."""
+        now_s = time.monotonic()
+        for each in round_trips_s:
+            change = self._detector.on_sample(
+                self.stage.stage_index, neighbour, each / 2, time_s=now_s, step=self._steps
+            )
+            if change is not None:
+                self._changes += 1
+                _events.record(f"link_{change.kind}", str(change), **asdict(change))
+                if self.recording is not None:
+                    self.recording.event(self._steps, str(change))

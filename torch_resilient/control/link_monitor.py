@@ -1,0 +1,49 @@
+"""Delays of a pipeline's links, from the acknowledgements that the backend sees anyway."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import Any
+
+# A typical round trip is the median of so many: of the last iteration or two.
+_REMEMBERED = 48
+
+
+class RoundTrips:
+    """The round trips to one neighbour, from snapshots of stats()."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}  # by path
+        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
+
+    def update(self, peer: dict[str, Any]) -> list[float]:
+        """Takes one entry of stats()["peers"]; returns the samples that are new, in seconds.
+
+        A snapshot holds the last 32 of each path: those of a longer time between two snapshots are
+        lost, which a median does not mind.
+        """
+        new: list[float] = []
+        for path in peer["paths"]:
+            count = path["round_trips"]
+            seen = self._seen.get(path["slot"], 0)
+            if count < seen:  # another connection in this slot
+                seen = 0
+            self._seen[path["slot"]] = count
+            if count > seen:
+                new += path["round_trips_s"][-(count - seen) :]
+        if len(new) >= _REMEMBERED // 4:
+            self._recent.clear()  # enough to forget the iteration before
+        self._recent.extend(new)
+        return new
+
+    @property
+    def least_s(self) -> float:
+        """The least of the last samples; NaN before the first."""
+        return min(self._recent, default=math.nan)
+
+    @property
+    def typical_s(self) -> float:
+        """The median of the last samples; NaN before the first."""
+        return statistics.median(self._recent) if self._recent else math.nan

@@ -1,0 +1,197 @@
+"""Plans that a running pipeline follows, and when another one pays."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.dispatch import Gates, gates_for, predicted_s
+from torch_resilient.pipelining.generator import Limits
+from torch_resilient.pipelining.orders import Operation, Order
+from torch_resilient.pipelining.planner import disturbances, plan_schedule
+from torch_resilient.pipelining.replay import replay
+from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
+
+# A plan must promise this much to be worth a switch, or the pipeline would follow the noise.
+LEAST_GAIN = 0.01
+# A plan that holds this much less memory and is as fast is worth a switch, too.
+LEAST_SAVING = 0.1
+# As fast: within this.
+_EQUAL = 0.005
+# So many iterations in a row must agree, unless a detector has found a change.
+PATIENCE = 3
+
+
+@dataclass(frozen=True)
+class AdaptivePlan:
+    """What all ranks of a pipeline do from some iteration on.
+
+    Attributes:
+        epoch: its number, from 0; a larger one replaces it.
+        gates: for live dispatch.
+        orders: for a fixed order, one per stage.
+        predicted_s: of an iteration; 0 if the costs were not known.
+        reason: why it was made, for people.
+    """
+
+    epoch: int
+    gates: Gates
+    orders: tuple[tuple[str, ...], ...]
+    predicted_s: float
+    reason: str
+
+    def to_json(self) -> str:
+        """As text, for the store."""
+        gates = [self.gates.warmup, self.gates.activations, self.gates.pending]
+        return json.dumps([self.epoch, gates, self.orders, self.predicted_s, self.reason])
+
+    @classmethod
+    def from_json(cls, text: str) -> AdaptivePlan:
+        """The inverse of to_json(). Raises ValueError for anything else."""
+        try:
+            epoch, gates, orders, predicted, reason = json.loads(text)
+            return cls(
+                int(epoch),
+                Gates(*(tuple(int(each) for each in row) for row in gates)),
+                tuple(tuple(str(each) for each in row) for row in orders),
+                float(predicted),
+                str(reason),
+            )
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"not a plan ({error}): {text[:80]!r}") from None
+
+    def order_of(self, stage: int) -> Order:
+        return [Operation.parse(each) for each in self.orders[stage]]
+
+
+def _texts(orders: Sequence[Order]) -> tuple[tuple[str, ...], ...]:
+    return tuple(tuple(str(each) for each in order) for order in orders)
+
+
+def initial_plan(
+    num_stages: int, num_microbatches: int, limits: Limits, fixed: bool
+) -> AdaptivePlan:
+    """The plan before anything is known: the same slack on every link (Algorithm 1)."""
+    # Paper: PIPEMORPH §4.2, initial planning; §6, step 2
+    costs = unit_costs(num_stages)
+    most = min(2 * num_stages - 1, num_microbatches, limits.activations[0], limits.pending[0])
+    warmup = [max(each, 1) for each in initial_warmup(num_stages, most)]
+    gates = gates_for(costs, num_microbatches, limits, warmup)
+    orders = (
+        plan_schedule(
+            costs, num_microbatches, limits.activations, limits.pending, policy="paper"
+        ).orders
+        if fixed
+        else []
+    )
+    return AdaptivePlan(0, gates, _texts(orders), 0.0, "nothing measured yet")
+
+
+def unit_costs(num_stages: int) -> PipelineCosts:
+    """All operations alike, no delay; on the first stage W is the whole backward."""
+    return PipelineCosts.of(
+        num_stages,
+        forward_s=1.0,
+        input_backward_s=[0.0] + [1.0] * (num_stages - 1),
+        weight_backward_s=[2.0] + [1.0] * (num_stages - 1),
+    )
+
+
+class Decider:
+    """Decides, iteration by iteration, whether another plan pays.
+
+    Args:
+        num_microbatches: of an iteration.
+        limits: of memory.
+        fixed: whether stages follow orders instead of gates.
+        budget_ms: for the search of an order.
+    """
+
+    def __init__(
+        self, num_microbatches: int, limits: Limits, fixed: bool, budget_ms: float = 100.0
+    ) -> None:
+        self._num_microbatches = num_microbatches
+        self._limits = limits
+        self._fixed = fixed
+        self._budget_ms = budget_ms
+        self._agreeing = 0
+
+    def consider(
+        self, costs: PipelineCosts, current: AdaptivePlan, changed: bool
+    ) -> AdaptivePlan | None:
+        """A better plan than `current` for these costs, or None.
+
+        `changed`: a detector has found a change since the last call; then one opinion is enough.
+        """
+        # Paper: PIPEMORPH §6, step 5: the pipeline scheduler adapts the schedule
+        now_s = self._expected_s(costs, current)
+        candidate = self._candidate(costs, current.epoch + 1)
+        gain = 1 - candidate.predicted_s / now_s if now_s > 0 else 0.0
+        saving = 1 - sum(candidate.gates.pending) / sum(current.gates.pending)
+        faster = gain >= LEAST_GAIN
+        leaner = not self._fixed and gain >= -_EQUAL and saving >= LEAST_SAVING
+        first = current.epoch == 0
+        if not (faster or leaner or first):
+            self._agreeing = 0
+            return None
+        self._agreeing += 1
+        if self._agreeing < PATIENCE and not changed and not first:
+            return None
+        self._agreeing = 0
+        why = "first measurements" if first else ("faster" if faster else "less memory")
+        text = (
+            f"{why}: {1e3 * now_s:.1f} -> {1e3 * candidate.predicted_s:.1f} ms expected, "
+            f"slowest link {_slowest(costs)}"
+        )
+        return replace(candidate, reason=text)
+
+    def _expected_s(self, costs: PipelineCosts, plan: AdaptivePlan) -> float:
+        if self._fixed:
+            orders = [plan.order_of(stage) for stage in range(costs.num_stages)]
+            return replay(orders, costs).iteration_s
+        return self._mean_s(costs, plan.gates)
+
+    def _mean_s(self, costs: PipelineCosts, gates: Gates) -> float:
+        """Over the costs and some that are a bit worse: a plan must not break at once."""
+        times = [predicted_s(each, self._num_microbatches, gates) for each in disturbances(costs)]
+        return sum(times) / len(times)
+
+    def _candidate(self, costs: PipelineCosts, epoch: int) -> AdaptivePlan:
+        n = self._num_microbatches
+        if self._fixed:
+            plan = plan_schedule(
+                costs,
+                n,
+                self._limits.activations,
+                self._limits.pending,
+                budget_ms=self._budget_ms,
+            )
+            gates = gates_for(costs, n, self._limits)
+            return AdaptivePlan(epoch, gates, _texts(plan.orders), plan.iteration_s, plan.policy)
+        stages = costs.num_stages
+        slower = replace(
+            costs,
+            delay_forward_s=tuple(1.5 * each for each in costs.delay_forward_s),
+            delay_backward_s=tuple(1.5 * each for each in costs.delay_backward_s),
+        )
+        one_f_one_b = [min(stages - stage, n) for stage in range(stages)]
+        options = [
+            gates_for(costs, n, self._limits, warmup)
+            for warmup in (one_f_one_b, adapted_warmup(costs, n), adapted_warmup(slower, n))
+        ]
+        timed = [(self._mean_s(costs, gates), gates) for gates in options]
+        best_s = min(each[0] for each in timed)
+        # The first that is as fast as the best: they are in order of memory.
+        time_s, gates = next(each for each in timed if each[0] <= best_s * (1 + _EQUAL))
+        return AdaptivePlan(epoch, gates, (), time_s, "")
+
+
+def _slowest(costs: PipelineCosts) -> str:
+    links = list(zip(costs.delay_forward_s, costs.delay_backward_s, strict=True))
+    if not links:
+        return "none"
+    link = max(range(len(links)), key=lambda i: sum(links[i]))
+    forward_s, backward_s = links[link]
+    return f"{link}-{link + 1} ({1e3 * forward_s:.1f}/{1e3 * backward_s:.1f} ms)"

@@ -1,0 +1,112 @@
+"""Writes what a running schedule measures to the files that `torch-resilient timeline` reads."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+from torch_resilient.pipelining.recorder import MeasuredSpan
+from torch_resilient.pipelining.timeline_files import TimelineWriter, clock_offset_s
+from torch_resilient.pipelining.torch_actions import control_device, group_of
+
+# The folder for timelines where the schedule is not given one.
+VARIABLE = "TORCH_RESILIENT_TIMELINE"
+
+# Of these the one with the shortest way tells the clocks' offset.
+_QUESTIONS = 8
+# Nobody else uses it on a pipeline's group: torch's stages send with tag 0.
+_CLOCK_TAG = 77
+
+
+class Recording:
+    """One schedule's file of a run. Made on all ranks of the pipeline at once: it compares clocks.
+
+    Args:
+        folder: of the run. Where there are several pipelines (replicas), each gets a folder in it,
+            named by the global rank of its first stage.
+        stage: of this rank.
+
+    A file that cannot be written ends the recording with a warning, never the training.
+    """
+
+    def __init__(self, folder: str | Path, stage: PipelineStage) -> None:
+        group = group_of(stage)
+        first = dist.get_global_rank(group, stage.stage_index_to_group_rank[0])
+        path = Path(folder)
+        if group.size() != dist.get_world_size():
+            path /= f"pipeline{first:05}"
+        offset_s = _offset_to_first_stage_s(stage, group)
+        self._writer: TimelineWriter | None = None
+        try:
+            self._writer = TimelineWriter(
+                path,
+                rank=dist.get_rank(),
+                stage=stage.stage_index,
+                num_stages=stage.num_stages,
+                host=socket.gethostname(),
+                clock_offset_s=offset_s,
+            )
+        except OSError as error:
+            self._give_up(error)
+
+    def add(
+        self,
+        step: int,
+        epoch: int,
+        spans: Sequence[MeasuredSpan],
+        arrivals: Sequence[tuple[str, int, float]],
+        start_s: float,
+    ) -> None:
+        """Writes an iteration that has just ended."""
+        if self._writer is not None:
+            try:
+                self._writer.add(step, epoch, spans, arrivals, start_s, time.monotonic())
+            except OSError as error:
+                self._give_up(error)
+
+    def event(self, step: int, text: str) -> None:
+        """Writes that something happened now."""
+        if self._writer is not None:
+            try:
+                self._writer.event(step, text)
+            except OSError as error:
+                self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        self._writer = None
+        warnings.warn(f"the timeline is not written any more: {error}", stacklevel=2)
+
+
+def folder_from_environment() -> str | None:
+    """The folder that TORCH_RESILIENT_TIMELINE names, if any."""
+    return os.environ.get(VARIABLE) or None
+
+
+def _offset_to_first_stage_s(stage: PipelineStage, group: dist.ProcessGroup) -> float:
+    """What to add to this rank's clock to get that of stage 0, asked over the backend."""
+    now = torch.zeros(1, dtype=torch.float64, device=control_device(group, stage.device))
+    ranks = stage.stage_index_to_group_rank
+    if stage.is_first:
+        for other in range(1, stage.num_stages):
+            peer = dist.get_global_rank(group, ranks[other])
+            for _ in range(_QUESTIONS):
+                dist.recv(now, peer, group=group, tag=_CLOCK_TAG)
+                now.fill_(time.monotonic())
+                dist.send(now, peer, group=group, tag=_CLOCK_TAG)
+        return 0.0
+    first = dist.get_global_rank(group, ranks[0])
+    samples = []
+    for _ in range(_QUESTIONS):
+        before_s = time.monotonic()
+        dist.send(now, first, group=group, tag=_CLOCK_TAG)
+        dist.recv(now, first, group=group, tag=_CLOCK_TAG)
+        samples.append((before_s, float(now), time.monotonic()))
+    return clock_offset_s(samples)[0]
