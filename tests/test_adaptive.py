@@ -30,8 +30,9 @@ from torch_resilient.control.link_monitor import RoundTrips
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, initial_plan
 from torch_resilient.control.report import StageReport, costs_of
-from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB
+from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, offload
 from torch_resilient.pipelining.generator import Limits
+from torch_resilient.pipelining.offload import MemoryRoom
 from torch_resilient.pipelining.schedule import checked_orders
 from torch_resilient.pipelining.timeline_files import read_run
 
@@ -402,3 +403,71 @@ def test_limits_are_kept() -> None:
     for rank, (held, pending) in enumerate(run_ranks(limited, world_size=3)):
         assert held <= 2
         assert pending <= [4, 3, 2][rank]
+
+
+def test_room_for_activations() -> None:
+    room = MemoryRoom(
+        activation_bytes=100, device_bytes=450, host_bytes=1000, copy_bytes_per_s=30_000
+    )
+    assert room.on_device() == 4
+    # Three copies of a microbatch take 10 ms.
+    assert room.in_all(microbatch_s=0.011) == 14
+    assert room.in_all(microbatch_s=0.009) == 4
+    assert replace(room, device_bytes=5).on_device() == 1
+    assert replace(room, activation_bytes=0).in_all(1.0) > 1 << 20
+    assert offload.free_host_bytes() > 0
+
+
+def test_plans_keep_to_the_room_that_was_measured() -> None:
+    decider = Decider(COUNT, NO_LIMITS, False)
+    slow = healthy_costs().with_delay(2, 0.06)
+    current = initial_plan(4, COUNT, NO_LIMITS, False)
+    wide = decider.consider(slow, current, True, [math.inf] * 4)
+    tight = decider.consider(slow, current, True, [5.0, 9.0, 9.0, 9.0])
+    assert wide is not None
+    assert tight is not None
+    assert max(wide.gates.pending) > 9
+    assert tight.gates.pending[0] == 5
+    assert max(tight.gates.pending[1:]) <= 9
+    assert tight.predicted_s > wide.predicted_s
+
+
+def offloading(rank: int, most: int | None) -> dict[str, Any]:
+    offload._LEAST_BYTES = 1  # the tensors of this test are small
+    module = Part(rank)
+    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss_of, device_microbatches=most)
+    result = train_with(schedule, module, stage)
+    result["bytes"] = schedule.stats()["offloaded_bytes"]
+    return result
+
+
+def test_offloading_changes_no_bit() -> None:
+    want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
+    got = run_ranks(offloading, 1, world_size=3)
+    same_numbers(got, want)
+    assert got[0]["bytes"] > 10_000  # the first stage holds several
+    kept = run_ranks(offloading, None, world_size=3)
+    same_numbers(kept, want)
+    assert [rank["bytes"] for rank in kept] == [0, 0, 0]
+
+
+def test_what_f_saves_is_measured() -> None:
+    module = nn.Linear(64, 64)
+    x = torch.ones(32, 64, requires_grad=True)
+    mover = offload.HostOffload(torch.device("cpu"), module)
+    found: list[int] = []
+    with mover.measuring(found):
+        y = torch.tanh(module(x))
+    # The input and the output of tanh; not the weight.
+    assert found == [2 * 32 * 64 * 4]
+    with mover.offloading():
+        moved = torch.tanh(module(x))
+    assert mover.offloaded_bytes == 0  # all below the least size
+    x = torch.ones(256, 64, requires_grad=True)
+    with mover.offloading():
+        moved = torch.tanh(module(x))
+    assert mover.offloaded_bytes == 2 * 256 * 64 * 4
+    moved.sum().backward()
+    assert x.grad is not None
+    assert y.requires_grad

@@ -352,3 +352,57 @@ def many_small_operations(rank: int) -> int:
 
 def test_messages_that_arrive_at_any_moment() -> None:
     assert run_ranks(many_small_operations, world_size=3) == [0, 0, 0]
+
+
+def test_same_bits_as_one_process_without_a_pipeline(reference: list[dict[str, Any]]) -> None:
+    parts = [Part(rank) for rank in range(3)]
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.05) for part in parts]
+    found = []
+    for step in range(STEPS):
+        x, target = batch_of(step)
+        losses = []
+        for part in parts:
+            part.zero_grad()
+        for i in range(MICROBATCHES):
+            rows = slice(i * ROWS, (i + 1) * ROWS)
+            hidden = x[rows]
+            for part in parts:
+                hidden = part(hidden, 1.5)
+            loss = loss_of(hidden, target[rows])
+            loss.backward()
+            losses.append(loss)
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            for parameter in part.parameters():
+                parameter.grad.div_(MICROBATCHES)
+            optimizer.step()
+        found.append(numbers(losses))
+    assert found == reference[-1]["losses"]
+    for part, rank in zip(parts, reference, strict=True):
+        assert numbers(part.parameters()) == rank["weights"]
+
+
+def switching(rank: int, seed: int) -> dict[str, Any]:
+    """Other gates or, at the same step on all ranks, another order for every step."""
+    stages = dist.get_world_size()
+    module = Part(rank)
+    stage = PipelineStage(module, rank, stages, torch.device("cpu"))
+    mine = random.Random(f"{seed} {rank}")  # other ranks draw other gates
+    common = random.Random(seed)
+    live = seed % 2 == 1
+    schedule = make("live" if live else "gpipe", stage, rank)
+
+    class Switching:
+        def step(self, *inputs: Any, **keywords: Any) -> Any:
+            if live:
+                schedule.gates = StageGates(*(mine.randint(1, MICROBATCHES) for _ in range(3)))
+            else:
+                name = common.choice(["gpipe", "1f1b", "zb_h1", "zb_h2", "adapted"])
+                schedule.set_orders(orders_of(name, stages))
+            return schedule.step(*inputs, **keywords)
+
+    return train_with(Switching(), module, stage)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_switching_plans_changes_no_bit(seed: int, reference: list[dict[str, Any]]) -> None:
+    same_numbers(run_ranks(switching, seed, world_size=3), reference)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -24,6 +25,7 @@ from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, initial_plan
 from torch_resilient.control.report import UNKNOWN, StageReport
 from torch_resilient.pipelining.executor import StageRun
+from torch_resilient.pipelining.offload import HostOffload
 from torch_resilient.pipelining.planner import limits_of
 from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.torch_actions import (
@@ -60,6 +62,10 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         activation_limit: the most microbatches between F and B, one for all stages or one each.
         weight_limit: the same between F and W: with torch's split backward, what bounds memory. The
             default is no limit: plans then hold up to twice as many as the first stage's warm-up.
+        device_microbatches: the most microbatches whose activations stay on the device between F
+            and W; those of more go to pinned host memory. The default is what is measured on an
+            accelerator after the first iteration, where copies of activations fit beside the
+            computation; on the CPU all stay.
         adapt: False keeps the first plan.
         timeline_dir: what all ranks measure is written there, for `torch-resilient timeline`; the
             environment variable TORCH_RESILIENT_TIMELINE stands in for it.
@@ -85,6 +91,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         dispatch: str = "live",
         activation_limit: int | Sequence[int] | None = None,
         weight_limit: int | Sequence[int] | None = None,
+        device_microbatches: int | None = None,
         adapt: bool = True,
         timeline_dir: str | Path | None = None,
     ) -> None:
@@ -110,7 +117,19 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         self._monitors = self._find_monitors()
         self.dispatch = dispatch if self._monitors is not None else "fixed"
         fixed = self.dispatch == "fixed"
-        initial = initial_plan(stage.num_stages, n_microbatches, limits, fixed)
+        if device_microbatches is not None and device_microbatches < 1:
+            raise ValueError(f"device_microbatches: expected at least 1, got {device_microbatches}")
+        self._offload = HostOffload(stage.device, stage.submod)
+        self._measures_room = stage.device.type != "cpu" and device_microbatches is None
+        self._on_device = device_microbatches or n_microbatches
+        self._room = math.inf
+        self._activation_bytes: list[int] = []
+        cautious = limits
+        if self._measures_room and weight_limit is None:
+            # Until it is known what fits, as much as 1F1B holds on the first stage.
+            most = min(stage.num_stages, n_microbatches)
+            cautious = limits_of(stage.num_stages, n_microbatches, activation_limit, most)
+        initial = initial_plan(stage.num_stages, n_microbatches, cautious, fixed)
         self._adapt = adapt and stage.num_stages > 1
         self._orchestrator = Orchestrator(
             stage.stage_index,
@@ -129,7 +148,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
 
         `plan` (epoch, predicted_s, reason), `gates` of this stage or None, `dispatch`, `waits`
         (blocked, blocked_s, while_ready), `costs` as last measured of the whole pipeline (seconds),
-        or None, and `steps`.
+        or None, `offloaded_bytes` (moved to host memory so far), and `steps`.
         """
         plan = self._orchestrator.current
         costs = self._orchestrator.costs
@@ -144,6 +163,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             "dispatch": self.dispatch,
             "waits": asdict(self.waits),
             "costs": asdict(costs) if costs else None,
+            "offloaded_bytes": self._offload.offloaded_bytes,
             "steps": self._steps,
         }
 
@@ -170,6 +190,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         super()._run(actions)
         if actions.backward:
             self._iteration_s = self.last_spans[-1].end_s - self.recorder.start_s
+            if self._measures_room:
+                self._measure_room()
         if gathering is not None:
             self._consume_reports(*gathering)
 
@@ -180,6 +202,32 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             run.run_live(plan.gates.of_stage(index))
         else:
             run.run_fixed(plan.order_of(index))
+
+    def around_forward(self, held: int) -> contextlib.AbstractContextManager[None]:
+        if self._measures_room and not self._activation_bytes:
+            return self._offload.measuring(self._activation_bytes)
+        if held >= self._on_device:
+            return self._offload.offloading()
+        return contextlib.nullcontext()
+
+    def _measure_room(self) -> None:
+        """Once, after the first iteration: how many microbatches fit, here and in host memory."""
+        self._measures_room = False
+        held = most = 0
+        for span in self.last_spans:
+            held += {"F": 1, "W": -1}.get(span.kind, 0)
+            most = max(most, held)
+        room = self._offload.room(self._activation_bytes[0], most)
+        microbatch_s = sum(self.recorder.typical_s(kind) for kind in "FBW")
+        self._on_device = room.on_device()
+        self._room = float(room.in_all(microbatch_s))
+        _events.record(
+            "memory",
+            f"stage {self.stage.stage_index}: a microbatch takes "
+            f"{room.activation_bytes / 2**20:.1f} MiB between F and W: {self._on_device} fit on "
+            f"the device, {self._room:.0f} with host memory",
+            **asdict(room),
+        )
 
     def _send_report(self) -> tuple[dist.Work, list[Tensor]]:
         """Begins to tell all ranks what this one measured in the iteration before."""
@@ -217,6 +265,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             round_trip_previous_s=links[2],
             round_trip_previous_least_s=links[3],
             iteration_s=self._iteration_s,
+            room=self._room,
         )
 
     def _measure_links(self) -> tuple[float, float, float, float]:

@@ -102,7 +102,8 @@ class Orchestrator:
                     self._changes = changes
                     self._alert_until = step + _ALERT_STEPS
                 changed, current = step < self._alert_until, self.current
-                self._submit(lambda: self._plan(costs, current, changed))
+                rooms = [report.room for report in reports]
+                self._submit(lambda: self._plan(costs, current, changed, rooms))
         return switched
 
     def close(self) -> None:
@@ -124,8 +125,10 @@ class Orchestrator:
 
         self._job = self._thread.submit(guarded)
 
-    def _plan(self, costs: PipelineCosts, current: AdaptivePlan, changed: bool) -> None:
-        plan = self._decider.consider(costs, current, changed)
+    def _plan(
+        self, costs: PipelineCosts, current: AdaptivePlan, changed: bool, rooms: Sequence[float]
+    ) -> None:
+        plan = self._decider.consider(costs, current, changed, rooms)
         if plan is None:
             return
         self._store.set(self._key(plan.epoch), plan.to_json())

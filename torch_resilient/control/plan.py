@@ -113,19 +113,29 @@ class Decider:
         self, num_microbatches: int, limits: Limits, fixed: bool, budget_ms: float = 100.0
     ) -> None:
         self._num_microbatches = num_microbatches
-        self._limits = limits
+        self._given = self._limits = limits
         self._fixed = fixed
         self._budget_ms = budget_ms
         self._agreeing = 0
 
     def consider(
-        self, costs: PipelineCosts, current: AdaptivePlan, changed: bool
+        self,
+        costs: PipelineCosts,
+        current: AdaptivePlan,
+        changed: bool,
+        rooms: Sequence[float] | None = None,
     ) -> AdaptivePlan | None:
         """A better plan than `current` for these costs, or None.
 
-        `changed`: a detector has found a change since the last call; then one opinion is enough.
+        Args:
+            costs: as measured.
+            current: the plan in force.
+            changed: a detector has found a change since the last call; then one opinion is enough.
+            rooms: how many microbatches each stage can hold between F and W, as measured.
         """
         # Paper: PIPEMORPH §6, step 5: the pipeline scheduler adapts the schedule
+        if rooms is not None:
+            self._limits = _within(self._given, rooms)
         now_s = self._expected_s(costs, current)
         candidate = self._candidate(costs, current.epoch + 1)
         gain = 1 - candidate.predicted_s / now_s if now_s > 0 else 0.0
@@ -186,6 +196,13 @@ class Decider:
         # The first that is as fast as the best: they are in order of memory.
         time_s, gates = next(each for each in timed if each[0] <= best_s * (1 + _EQUAL))
         return AdaptivePlan(epoch, gates, (), time_s, "")
+
+
+def _within(limits: Limits, rooms: Sequence[float]) -> Limits:
+    """The limits, tightened to the rooms of the stages."""
+    pending = [max(int(min(pair)), 1) for pair in zip(limits.pending, rooms, strict=True)]
+    activations = [min(pair) for pair in zip(limits.activations, pending, strict=True)]
+    return Limits(tuple(activations), tuple(pending))
 
 
 def _slowest(costs: PipelineCosts) -> str:

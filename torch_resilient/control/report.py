@@ -25,6 +25,7 @@ class StageReport:
         round_trip_previous_s, round_trip_previous_least_s: the same of the link to the previous
             stage.
         iteration_s: of the last iteration, on this rank.
+        room: how many microbatches this rank can hold between F and W; infinite if not measured.
     """
 
     epoch: float = 0.0
@@ -38,6 +39,7 @@ class StageReport:
     round_trip_previous_s: float = UNKNOWN
     round_trip_previous_least_s: float = UNKNOWN
     iteration_s: float = UNKNOWN
+    room: float = math.inf
 
     def encode(self) -> list[float]:
         """As numbers, for a message."""

@@ -195,7 +195,8 @@ class StageRun:
             self._recorder.arrivals.append((kind, microbatch, came_s))
         with self._recorder.operation(kind, microbatch):
             if kind == "F":
-                with self._around_forward(held):
+                saves = self._actions.backward
+                with self._around_forward(held) if saves else contextlib.nullcontext():
                     self._actions.forward(microbatch)
             elif kind == "B":
                 self._actions.input_backward(microbatch)
