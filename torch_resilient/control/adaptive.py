@@ -31,9 +31,10 @@ from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.torch_actions import (
     StageActions,
     control_device,
-    default_store,
+    control_store,
     group_of,
 )
+from torch_resilient.traffic import traffic_class
 
 DISPATCH = ("live", "fixed")
 
@@ -135,7 +136,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             stage.stage_index,
             Decider(n_microbatches, limits, fixed),
             initial,
-            default_store(),
+            control_store(),
             f"torch_resilient/plan/{self._group.group_name}/{next(_numbers)}",
         )
         weakref.finalize(self, self._orchestrator.close)
@@ -234,7 +235,10 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         report = torch.tensor(self._report().encode(), dtype=torch.float64)
         report = report.to(control_device(self._group, self.stage.device))
         gathered = [torch.empty_like(report) for _ in range(self._group.size())]
-        work = dist.all_gather(gathered, report, group=self._group, async_op=True)
+        # A few hundred bytes that nothing should wait for: not behind the gradients.
+        first = traffic_class("activation") if self._monitors else contextlib.nullcontext()
+        with first:
+            work = dist.all_gather(gathered, report, group=self._group, async_op=True)
         assert work is not None
         return work, gathered
 

@@ -56,6 +56,7 @@ class Orchestrator:
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="torch_resilient_plan")
         self._job: Future[None] | None = None
+        self._failure = ""
         self._changes = 0.0
         self._alert_until = 0
         self.current = initial
@@ -119,9 +120,10 @@ class Orchestrator:
             try:
                 function()
             except Exception as error:  # planning must never harm the training
-                _events.record(
-                    "plan_failed", f"stage {self._stage}: no new plan: {error!r}", error=repr(error)
-                )
+                text = f"stage {self._stage}: no new plan: {error!r}"
+                if text != self._failure:  # once, and not in every iteration
+                    self._failure = text
+                    _events.record("plan_failed", text)
 
         self._job = self._thread.submit(guarded)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -23,11 +24,20 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+_STORE_TIMEOUT = timedelta(seconds=10)
 
-def default_store() -> Store:
-    """The store of the default group. Raises ValueError if there is no such group."""
+
+def control_store() -> Store:
+    """A client of the default group's store that nobody else uses: its calls hold up nobody, and
+    fail after ten seconds, so that a store that is gone cannot hold up the end of the program.
+
+    Raises ValueError if there is no default group.
+    """
     store = dist.distributed_c10d._get_default_store()
     assert isinstance(store, Store)
+    if hasattr(store, "clone"):
+        store = store.clone()
+        store.set_timeout(_STORE_TIMEOUT)
     return store
 
 
