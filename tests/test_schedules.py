@@ -11,6 +11,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.utils.checkpoint import checkpoint
 
 from torch_resilient.pipelining import (
     OrderError,
@@ -406,3 +407,27 @@ def switching(rank: int, seed: int) -> dict[str, Any]:
 @pytest.mark.parametrize("seed", range(4))
 def test_switching_plans_changes_no_bit(seed: int, reference: list[dict[str, Any]]) -> None:
     same_numbers(run_ranks(switching, seed, world_size=3), reference)
+
+
+class Checkpointed(Part):
+    """Recomputes its forward in the backward; has dropout, so random states matter."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            return super(Checkpointed, self).forward(nn.functional.dropout(y, 0.3), scale)
+
+        return checkpoint(inner, x, use_reentrant=False)
+
+
+def checkpointed(rank: int, name: str) -> dict[str, Any]:
+    module = Checkpointed(rank)
+    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    torch.manual_seed(rank)
+    return train_with(schedule, module, stage)
+
+
+def test_activation_checkpointing() -> None:
+    want = run_ranks(checkpointed, "torch 1F1B")
+    same_numbers(run_ranks(checkpointed, "zb_h2"), want)
+    same_numbers(run_ranks(checkpointed, "live"), want)

@@ -1,0 +1,41 @@
+"""Delays between all ranks, as measured in a running job."""
+
+from __future__ import annotations
+
+import pytest
+from harness import run_ranks
+
+from torch_resilient import faults
+from torch_resilient.control.links import measure_delays
+
+
+def delays(rank: int) -> list[list[float]]:
+    measure_delays(rounds=1)  # opens the connections
+    if rank in (0, 2):
+        faults.delay(0.03, peer=2 - rank)
+    found = measure_delays()
+    with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
+        measure_delays(rounds=0)
+    return found
+
+
+def test_the_slow_link_stands_out() -> None:
+    first, *others = run_ranks(delays, world_size=3)
+    assert others == [first, first]
+    for i, row in enumerate(first):
+        for j, delay_s in enumerate(row):
+            if i == j:
+                assert delay_s == 0
+            elif {i, j} == {0, 2}:
+                assert delay_s >= 0.03
+            else:
+                assert 0 < delay_s < 0.02, first
+
+
+def without_the_backend(rank: int) -> None:
+    with pytest.raises(ValueError, match='does not use the "resilient" backend'):
+        measure_delays()
+
+
+def test_other_backends_are_refused() -> None:
+    run_ranks(without_the_backend, backend="gloo")
