@@ -364,6 +364,31 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
     assert min(late) > 0.018
 
 
+def several_groups(rank: int) -> list[int]:
+    """Ranks 0 and 1 have had a pipeline of their own before the one of all three."""
+    pair = dist.new_group([0, 1])
+    cpu = torch.device("cpu")
+    if rank < 2:
+        ScheduleAdaptiveZB(PipelineStage(Part(rank), rank, 2, cpu, group=pair), 4, loss_of)
+    first = ScheduleAdaptiveZB(PipelineStage(Part(rank), rank, 3, cpu), COUNT, loss_of)
+    second = ScheduleAdaptiveZB(PipelineStage(Part(rank), rank, 3, cpu), COUNT, loss_of)
+    x = torch.ones(COUNT, WIDTH)
+    everywhere = torch.zeros(())
+    for _ in range(200):
+        for schedule in (first, second):
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
+        everywhere.fill_(min(each.stats()["plan"]["epoch"] for each in (first, second)))
+        dist.all_reduce(everywhere, dist.ReduceOp.MIN)
+        if everywhere >= 1:
+            break
+    return [schedule.stats()["plan"]["epoch"] for schedule in (first, second)]
+
+
+def test_plans_find_their_pipeline() -> None:
+    for epochs in run_ranks(several_groups, world_size=3):
+        assert min(epochs) >= 1
+
+
 def refused(rank: int) -> None:
     stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
     with pytest.raises(ValueError, match="dispatch: expected one of live, fixed, got 'greedy'"):

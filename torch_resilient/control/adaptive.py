@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import itertools
 import math
 import time
 import weakref
@@ -38,8 +38,9 @@ from torch_resilient.traffic import traffic_class
 
 DISPATCH = ("live", "fixed")
 
-# Schedules are made in the same order on all ranks of a job: this tells them apart in the store.
-_numbers = itertools.count()
+# How many schedules each group has had, by its name: all its ranks make them in the same order, so
+# the number tells them apart in the store. Other groups of a rank do not matter.
+_made: collections.Counter[str] = collections.Counter()
 
 
 class ScheduleAdaptiveZB(DispatchedSchedule):
@@ -132,13 +133,15 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             cautious = limits_of(stage.num_stages, n_microbatches, activation_limit, most)
         initial = initial_plan(stage.num_stages, n_microbatches, cautious, fixed)
         self._adapt = adapt and stage.num_stages > 1
+        name = self._group.group_name
         self._orchestrator = Orchestrator(
             stage.stage_index,
             Decider(n_microbatches, limits, fixed),
             initial,
             control_store(),
-            f"torch_resilient/plan/{self._group.group_name}/{next(_numbers)}",
+            f"torch_resilient/plan/{name}/{_made[name]}",
         )
+        _made[name] += 1
         weakref.finalize(self, self._orchestrator.close)
         self._detector = DelayDetector()
         self._changes = 0
