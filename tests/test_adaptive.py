@@ -110,13 +110,30 @@ def test_round_trips_are_seen_once() -> None:
     assert monitor.update(peer(2, [1.0, 3.0])) == []
     assert monitor.update(peer(3, [1.0, 3.0, 8.0])) == [8.0]
     assert (monitor.typical_s, monitor.least_s) == (3.0, 1.0)
-    # Another connection counts from the beginning; many samples replace what was before.
+    # Another connection counts from the beginning.
     assert monitor.update(peer(1, [5.0])) == [5.0]
+    # Enough later samples replace what was before.
     new = [20.0] * 16
     assert monitor.update(peer(17, [5.0, *new])) == new
     assert (monitor.typical_s, monitor.least_s) == (20.0, 20.0)
     # More than a snapshot holds: the last ones.
     assert monitor.update(peer(1000, [7.0] * 32)) == [7.0] * 32
+
+
+def test_after_a_change_only_new_round_trips_count() -> None:
+    monitor = RoundTrips()
+    for i in range(4):
+        monitor.update(peer(8 * (i + 1), [1.0] * 8))
+    monitor.update(peer(40, [1.0] * 5 + [9.0] * 3))
+    assert (monitor.typical_s, monitor.least_s) == (1.0, 1.0)
+    monitor.forget_all_but(3)
+    assert (monitor.typical_s, monitor.least_s) == (9.0, 9.0)
+    # Few samples in each iteration: those of the last two count.
+    for i in range(2):
+        monitor.update(peer(48 + 8 * i, [2.0] * 8))
+    assert (monitor.typical_s, monitor.least_s) == (2.0, 2.0)
+    monitor.forget_all_but(0)
+    assert math.isnan(monitor.typical_s)
 
 
 @pytest.mark.parametrize("fixed", [False, True])

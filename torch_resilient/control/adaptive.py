@@ -286,19 +286,20 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
                 if 0 <= neighbour < self.stage.num_stages:
                     rank = ranks[neighbour]
                     monitor = self._monitors[rank]
-                    self._watch(neighbour, monitor.update(peers[rank]))
+                    self._watch(neighbour, monitor, monitor.update(peers[rank]))
                     result[place : place + 2] = [monitor.typical_s, monitor.least_s]
         return (result[0], result[1], result[2], result[3])
 
-    def _watch(self, neighbour: int, round_trips_s: list[float]) -> None:
+    def _watch(self, neighbour: int, monitor: RoundTrips, round_trips_s: list[float]) -> None:
         """Looks for a change in the delay to a neighbour, taken for half of the round trip."""
         now_s = time.monotonic()
-        for each in round_trips_s:
+        for i, each in enumerate(round_trips_s):
             change = self._detector.on_sample(
                 self.stage.stage_index, neighbour, each / 2, time_s=now_s, step=self._steps
             )
             if change is not None:
                 self._changes += 1
+                monitor.forget_all_but(len(round_trips_s) - i - 1 + change.samples)
                 _events.record(f"link_{change.kind}", str(change), **asdict(change))
                 if self.recording is not None:
                     self.recording.event(self._steps, str(change))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections import deque
 from typing import Any
 
-# A typical round trip is the median of so many: of the last iteration or two.
-_REMEMBERED = 48
+# A typical round trip is the median of the last samples: of all that came with the last updates
+# that had so many together, an iteration or two.
+_ENOUGH = 16
 
 
 class RoundTrips:
@@ -16,7 +18,7 @@ class RoundTrips:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}  # by path
-        self._recent: deque[float] = deque(maxlen=_REMEMBERED)
+        self._recent: deque[list[float]] = deque()  # by update, oldest first
 
     def update(self, peer: dict[str, Any]) -> list[float]:
         """Takes one entry of stats()["peers"]; returns the samples that are new, in seconds.
@@ -33,17 +35,24 @@ class RoundTrips:
             self._seen[path["slot"]] = count
             if count > seen:
                 new += path["round_trips_s"][-(count - seen) :]
-        if len(new) >= _REMEMBERED // 4:
-            self._recent.clear()  # enough to forget the iteration before
-        self._recent.extend(new)
+        if new:
+            self._recent.append(new)
+            while sum(map(len, self._recent)) - len(self._recent[0]) >= _ENOUGH:
+                self._recent.popleft()
         return new
+
+    def forget_all_but(self, count: int) -> None:
+        """Keeps the last `count` samples: those before were of another delay."""
+        every = list(itertools.chain(*self._recent))
+        kept = every[max(len(every) - count, 0) :]
+        self._recent = deque([kept] if kept else [])
 
     @property
     def least_s(self) -> float:
         """The least of the last samples; NaN before the first."""
-        return min(self._recent, default=math.nan)
+        return min(itertools.chain(*self._recent), default=math.nan)
 
     @property
     def typical_s(self) -> float:
         """The median of the last samples; NaN before the first."""
-        return statistics.median(self._recent) if self._recent else math.nan
+        return statistics.median(itertools.chain(*self._recent)) if self._recent else math.nan
