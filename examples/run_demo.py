@@ -1,11 +1,12 @@
-"""The demonstration: one training run over four networks, and the proof that only time changed.
+"""The demonstration: a link slows down and recovers, schedules cope, and only time changes.
 
     python examples/run_demo.py
 
-Trains a small pipeline over gloo and over the resilient backend: on a healthy network, with one
-link 60 ms slower, and with a connection cut in the middle of a transfer. Checks that each fault
-really happened, that every loss and every final weight is bitwise the same, and draws what the
-ranks did. Exit code 0: all of that holds; 1: something does not, and the text says what.
+Trains a small pipeline over gloo, which is the reference, and with several schedules over the
+resilient backend. There, a connection is cut in the middle of a transfer, and later its link is
+60 ms slower each way for half of the run. Checks that the faults really happened, that every loss
+and every final weight is bitwise the same, and draws what the ranks did. Exit code 0: all of that
+holds; 1: something does not, and the text says what.
 """
 
 from __future__ import annotations
@@ -13,32 +14,64 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from console import Progress, sparkline
 from loss_svg import Curve, render_losses
+from stage_placement import ADAPTIVE, stages_of_rank
 from timeline_svg import LinkFault, Panel, Section, panel_of, render
 
 RANKS = 4
 SLOW_MS = 60.0
-# The demo's link: the middle one, which every schedule crosses in both directions.
-LOW, HIGH = 1, 2
-# What rank 1 sends to rank 2 in a step of 1F1B with the sizes of train_pipeline.py: 8 microbatches
+# The demo's link: the last one, on which 1F1B has no slack at all.
+LOW, HIGH = 2, 3
+# What rank 2 sends to rank 3 in a step of 1F1B with the sizes of train_pipeline.py: 8 microbatches
 # of 4 rows x 64 bytes x 128 floats. Schedules with two stages a rank send twice that.
 SENT_PER_STEP_BYTES = 8 * 4 * 64 * 128 * 4
-# A run takes 10 to 20 s; a machine too slow for this limit should lower --steps.
+# The fewest steps in which each phase has one that is not the first.
+LEAST_STEPS = 8
+# A run takes 20 to 30 s; a machine too slow for this limit should lower --steps.
 RUN_TIMEOUT_S = 180.0
 
 # Two connections between each two ranks, so that there is a way left when one is cut.
 COMMON_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_RESILIENT_PATHS_SAME_HOST": "2"}
 
 Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Phases:
+    """The parts of a run: step numbers, each up to the next.
+
+    The slow phase has two halves, since an adaptive schedule needs a few steps to find out.
+    """
+
+    slow: int
+    late: int
+    healed: int
+    end: int
+
+    @classmethod
+    def of(cls, steps: int) -> Phases:
+        """A quarter healthy, two quarters slow, the rest healed."""
+        return cls(steps // 4, steps // 2, 3 * steps // 4, steps)
+
+    @property
+    def ranges(self) -> dict[str, range]:
+        """Each without its first step, in which things change."""
+        ends = [0, self.slow, self.late, self.healed, self.end]
+        names = ("healthy", "slow, early", "slow, late", "healed")
+        return {
+            name: range(ends[i] + (name != "slow, late"), ends[i + 1])
+            for i, name in enumerate(names)
+        }
 
 
 @dataclass(frozen=True)
@@ -49,28 +82,16 @@ class Network:
         key: short name, for files.
         title: name for people.
         backend: c10d backend.
-        environment: variables that bring the fault about.
-        evidence: says from a run's summary, and the healthy run's, what shows that the fault
-            happened; raises DemoError if nothing does.
-        which: the iteration worth drawing.
-        fault: how to mark it in the picture.
+        environment: variables that bring the faults about.
+        evidence: says from a run's summary what shows that the faults happened; raises DemoError
+            if nothing does.
     """
 
     key: str
     title: str
     backend: str
     environment: dict[str, str] = field(default_factory=dict)
-    evidence: Callable[[Summary, Summary], str] | None = None
-    which: str = "median"
-    fault: LinkFault | None = None
-
-
-def cut_after_bytes(steps: int) -> int:
-    """When to cut: in the first third of the run, in the middle of a message.
-
-    Bytes over one of two paths, which carry about half of the traffic each.
-    """
-    return int(0.15 * steps * SENT_PER_STEP_BYTES)
+    evidence: Callable[[Summary], str] | None = None
 
 
 class DemoError(Exception):
@@ -101,43 +122,51 @@ def paths_between(summary: Summary, rank: int, peer: int) -> list[dict[str, Any]
     raise DemoError(f"rank {rank} has no statistics of its paths to rank {peer}")
 
 
-def slow_link_evidence(summary: Summary, healthy: Summary) -> str:
-    """The measured round trip of the slow link must show both delays."""
+def round_trip_ms(summary: Summary, step: int) -> float:
+    """Of the demo's link, as measured at the end of that step.
 
-    def round_trip_ms(of: Summary) -> float:
-        return max(
-            1e3 * (path["round_trip_s"] or 0.0)
-            for rank, peer in ((LOW, HIGH), (HIGH, LOW))
-            for path in paths_between(of, rank, peer)
-        )
-
-    slow_ms, healthy_ms = round_trip_ms(summary), round_trip_ms(healthy)
-    # A quarter less than twice the delay: the estimate is smoothed.
-    if slow_ms < 1.5 * SLOW_MS or slow_ms < healthy_ms + SLOW_MS:
-        raise DemoError(
-            f"the link {LOW}-{HIGH} was to be {SLOW_MS:.0f} ms slower each way, but its measured "
-            f"round trip is {slow_ms:.1f} ms (healthy: {healthy_ms:.1f} ms): no fault happened, "
-            "so this run proves nothing. Is TORCH_RESILIENT_FAULTS honoured?"
-        )
-    return f"round trip {slow_ms:.0f} ms (was {healthy_ms:.1f} ms)"
-
-
-def reconnects(summary: Summary) -> int:
-    """Connections between the two ranks of the demo's link that were made again."""
+    Raises:
+        DemoError: nothing was measured.
+    """
     ends = ((LOW, HIGH), (HIGH, LOW))
+    try:
+        measured = [summary["round_trips_s"][rank][step][str(peer)] for rank, peer in ends]
+    except (IndexError, KeyError):
+        raise DemoError(f"no round trip of the link {LOW}-{HIGH} in step {step}") from None
+    return 1e3 * max(measured)
+
+
+def slow_link_evidence(summary: Summary) -> str:
+    """The measured round trip must show both delays in the slow phase, and nowhere else."""
+    phases = Phases.of(len(summary["steps"]))
+    last_steps = (phases.slow - 1, phases.healed - 1, phases.end - 1)
+    healthy_ms, slow_ms, healed_ms = (round_trip_ms(summary, step) for step in last_steps)
+    text = f"round trip {healthy_ms:.1f} ms, then {slow_ms:.0f} ms, at the end {healed_ms:.0f} ms"
+    # A quarter less than twice the delay: the estimate is smoothed.
+    if slow_ms < 1.5 * SLOW_MS or slow_ms < max(healthy_ms, healed_ms) + SLOW_MS:
+        raise DemoError(
+            f"the link {LOW}-{HIGH} was to be {SLOW_MS:.0f} ms slower each way for a time, but "
+            f"this was measured: {text}: no fault happened, so this run proves nothing. Is "
+            "TORCH_RESILIENT_FAULTS honoured?"
+        )
+    return text
+
+
+def reconnects(summary: Summary, low: int = LOW, high: int = HIGH) -> int:
+    """Connections between two ranks that were made again; without any, the demo's link."""
     return max(
         sum(int(path["reconnects"]) for path in paths_between(summary, rank, peer))
-        for rank, peer in ends
+        for rank, peer in ((low, high), (high, low))
     )
 
 
-def cut_evidence(summary: Summary, healthy: Summary) -> str:
-    """The cut connection must have been lost and made again, and never in the healthy run."""
-    count, before = reconnects(summary), reconnects(healthy)
-    if count <= before:
+def cut_evidence(summary: Summary) -> str:
+    """The cut connection must have been lost and made again, and no other one."""
+    count, elsewhere = reconnects(summary), reconnects(summary, LOW - 1, LOW)
+    if count <= elsewhere:
         raise DemoError(
             f"a connection between ranks {LOW} and {HIGH} was to be cut "
-            f"in mid-transfer, but {count} were re-established (healthy run: {before}): "
+            f"in mid-transfer, but {count} were re-established ({LOW - 1} to {LOW}: {elsewhere}): "
             "no fault happened, so this run proves nothing. Is TORCH_RESILIENT_FAULTS honoured?"
         )
     again = sum(
@@ -148,44 +177,57 @@ def cut_evidence(summary: Summary, healthy: Summary) -> str:
     return f"{count} connection(s) re-established, {again} chunk(s) sent again"
 
 
-def faulty_networks(steps: int) -> list[Network]:
-    """The resilient backend on networks in trouble."""
-    slow = "; ".join(
-        f"delay rank={rank} peer={peer} ms={SLOW_MS:g}" for rank, peer in ((LOW, HIGH), (HIGH, LOW))
-    )
-    after_bytes = cut_after_bytes(steps)
-    cut = f"cut rank={LOW} peer={HIGH} path=0 after_bytes={after_bytes} times=1"
-    return [
-        Network(
-            "resilient-slow",
-            f"resilient, link {LOW}-{HIGH} {SLOW_MS:.0f} ms slower each way",
-            "resilient",
-            {"TORCH_RESILIENT_FAULTS": slow},
-            slow_link_evidence,
-            fault=LinkFault(LOW, f"+{SLOW_MS:.0f} ms"),
-        ),
-        Network(
-            "resilient-cut",
-            f"resilient, a connection {LOW}-{HIGH} cut in mid-transfer",
-            "resilient",
-            {"TORCH_RESILIENT_FAULTS": cut},
-            cut_evidence,
-            which="slowest",
-            fault=LinkFault(LOW, "cut"),
-        ),
+def evidence(summary: Summary) -> str:
+    """Of both faults; raises DemoError if one did not happen."""
+    return f"{cut_evidence(summary)}; {slow_link_evidence(summary)}"
+
+
+def faulty_network(steps: int) -> Network:
+    """The resilient backend on a network in trouble: a cut, a slow phase."""
+    phases = Phases.of(steps)
+    when = f"from_step={phases.slow} until_step={phases.healed}"
+    rules = [
+        f"delay rank={rank} peer={peer} ms={SLOW_MS:g} {when}"
+        for rank, peer in ((LOW, HIGH), (HIGH, LOW))
     ]
+    # One of two paths carries about half of the traffic, and surely between a fifth and all: the
+    # cut is in the healthy phase, in the middle of a message.
+    after_bytes = int(0.2 * phases.slow * SENT_PER_STEP_BYTES)
+    rules.append(f"cut rank={LOW} peer={HIGH} path=0 after_bytes={after_bytes} times=1")
+    return Network(
+        "resilient-faults",
+        "resilient, cut, slow, healed",
+        "resilient",
+        {"TORCH_RESILIENT_FAULTS": "; ".join(rules)},
+        evidence,
+    )
 
 
 def networks(backends: Sequence[str], steps: int) -> list[Network]:
     """The conditions to run, the reference first; never one alone, with nothing to compare."""
-    conditions: list[Network] = []
+    conditions = [Network(backends[0], f"{backends[0]}, healthy", backends[0])]
     for backend in backends:
-        conditions.append(Network(backend, f"{backend}, healthy network", backend))
         if backend == "resilient":
-            conditions += faulty_networks(steps)
+            conditions.append(faulty_network(steps))
+        elif backend != backends[0]:
+            conditions.append(Network(backend, f"{backend}, healthy", backend))
     if len(conditions) == 1:
+        backend = backends[0]
         conditions.append(Network(f"{backend}-again", f"{backend}, once more", backend))
     return conditions
+
+
+def plan_runs(schedules: Sequence[str], conditions: Sequence[Network]) -> list[tuple[str, Network]]:
+    """Every schedule under every condition; the reference once for each placement of stages."""
+    plan = []
+    placements = []
+    for schedule in schedules:
+        placement = stages_of_rank(schedule, 0, RANKS)
+        for network in conditions:
+            if network is not conditions[0] or placement not in placements:
+                plan.append((schedule, network))
+        placements.append(placement)
+    return plan
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -229,11 +271,18 @@ def run_torchrun(
         raise DemoError(f"{variables} {' '.join(command)}\n{how}; the end of {log}:\n{tail}")
 
 
+def run_folder(schedule: str, options: argparse.Namespace) -> Path:
+    """Where the adaptive schedule's timeline of that run goes."""
+    return options.out / "runs" / schedule
+
+
 def run_training(schedule: str, network: Network, options: argparse.Namespace) -> Run:
     """One training run; its files go to the output folder."""
     stem = f"{schedule}-{network.key}"
     files = {kind: options.out / "runs" / f"{stem}.{kind}.json" for kind in ("run", "timeline")}
     script = Path(__file__).with_name("train_pipeline.py")
+    measured = schedule == ADAPTIVE and network.evidence is not None
+    more = [f"--timeline-dir={run_folder(schedule, options)}"] if measured else []
     run_torchrun(
         [
             f"--nproc-per-node={RANKS}",
@@ -244,6 +293,7 @@ def run_training(schedule: str, network: Network, options: argparse.Namespace) -
             f"--pace-ms={options.pace_ms}",
             f"--json={files['run']}",
             f"--timeline={files['timeline']}",
+            *more,
         ],
         network.environment,
         options.out / "runs" / f"{stem}.log",
@@ -277,25 +327,14 @@ def check_equal(run: Run, reference: Run) -> None:
 
 
 def reference_of(runs: Sequence[Run], run: Run) -> Run:
-    """The run that the others of its schedule are compared with."""
-    return next(other for other in runs if other.schedule == run.schedule)
-
-
-def healthy_of(runs: Sequence[Run], run: Run) -> Run:
-    """The fault-free run of the same backend and schedule, which comes before it."""
-    return next(
-        other
-        for other in runs
-        if other.schedule == run.schedule
-        and other.network.backend == run.network.backend
-        and other.network.evidence is None
-    )
+    """The first run with the same stages on each rank: what others are compared with."""
+    placement = stages_of_rank(run.schedule, 0, RANKS)
+    return next(other for other in runs if stages_of_rank(other.schedule, 0, RANKS) == placement)
 
 
 def run_all(options: argparse.Namespace) -> list[Run]:
     """All runs, each checked as soon as it is done."""
-    conditions = networks(options.backends, options.steps)
-    plan = [(schedule, network) for schedule in options.schedules for network in conditions]
+    plan = plan_runs(options.schedules, networks(options.backends, options.steps))
     progress = Progress(len(plan), "demo")
     runs: list[Run] = []
     for done, (schedule, network) in enumerate(plan):
@@ -303,18 +342,27 @@ def run_all(options: argparse.Namespace) -> list[Run]:
         run = run_training(schedule, network, options)
         check_equal(run, reference_of([*runs, run], run))
         if network.evidence is not None:
-            evidence = network.evidence(run.summary, healthy_of(runs, run).summary)
-            run = Run(run.schedule, run.network, run.summary, run.timeline, evidence)
+            run = replace(run, evidence=network.evidence(run.summary))
         runs.append(run)
     progress.update(len(plan), "all runs done")
     progress.close()
     return runs
 
 
+def phase_times_s(summary: Summary) -> dict[str, float]:
+    """The median iteration of each phase."""
+    phases = Phases.of(len(summary["steps"]))
+    return {
+        name: statistics.median(summary["iteration_s"][step] for step in steps)
+        for name, steps in phases.ranges.items()
+    }
+
+
 def table(runs: Sequence[Run]) -> str:
-    """The runs, one a line."""
+    """The runs, one a line; a network that never changes has phases, too, to compare with."""
+    phases = list(phase_times_s(runs[0].summary))
     equal = f"losses equal to {runs[0].network.backend}'s"
-    head = ("schedule", "network", "iteration", "bubble", "tokens/s", equal, "reconnected")
+    head = ("schedule", "network", *phases, equal, "reconnected")
     lines: list[tuple[str, ...]] = [head]
     for run in runs:
         is_resilient = run.summary["stats"][0] is not None
@@ -322,9 +370,7 @@ def table(runs: Sequence[Run]) -> str:
             (
                 run.schedule,
                 run.network.title,
-                f"{run.summary['iteration_median_s'] * 1e3:.0f} ms",
-                f"{run.summary['bubble_fraction']:.0%}",
-                f"{run.summary['tokens_per_s']:,.0f}",
+                *(f"{time_s * 1e3:.0f} ms" for time_s in phase_times_s(run.summary).values()),
                 # run_all has let no other run through
                 "(reference)" if run is reference_of(runs, run) else "yes, bitwise",
                 str(reconnects(run.summary)) if is_resilient else "-",
@@ -334,29 +380,45 @@ def table(runs: Sequence[Run]) -> str:
     text = []
     for number, line in enumerate(lines):
         cells = [
-            cell.rjust(width) if 2 <= i <= 4 or i == 6 else cell.ljust(width)
+            cell.ljust(width) if i in (0, 1, 2 + len(phases)) else cell.rjust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         text.append("  ".join(cells).rstrip())
-        if number == 0 or (number < len(lines) - 1 and lines[number + 1][0] != line[0]):
+        if number == 0:
             text.append("  ".join("─" * width for width in widths))
     return "\n".join(text)
 
 
+def phase_panel(run: Run, phase: str) -> Panel:
+    """The median iteration of a phase."""
+    phases = Phases.of(len(run.summary["steps"]))
+    steps = phases.ranges[phase]
+    # panel_of leaves out the first step it is given.
+    spans = [
+        [span for span in rank if steps.start - 1 <= span[0] < steps.stop]
+        for rank in run.timeline["ranks"]
+    ]
+    slow = phases.slow <= steps.start < phases.healed and run.network.evidence is not None
+    return panel_of(
+        {**run.timeline, "ranks": spans},
+        f"{run.schedule} over {run.network.backend}",
+        notes=["reference" if run.network.evidence is None else "same losses"],
+        fault=LinkFault(LOW, f"+{SLOW_MS:.0f} ms") if slow else None,
+    )
+
+
 def picture(runs: Sequence[Run], options: argparse.Namespace) -> str:
-    """The timelines of all runs."""
-    sections: dict[str, list[Panel]] = {}
-    for run in runs:
-        notes = [
-            f"median {run.summary['iteration_median_s'] * 1e3:.0f} ms",
-            f"bubble {run.summary['bubble_fraction']:.0%}",
-            "reference" if run is reference_of(runs, run) else "same losses",
-        ]
-        panel = panel_of(
-            run.timeline, run.network.title, run.network.which, notes, run.network.fault
-        )
-        sections.setdefault(run.schedule, []).append(panel)
+    """An iteration of each run, on a healthy network and with the slow link."""
     summary = runs[0].summary
+    faulty = [run for run in runs if run.network.evidence is not None]
+    sections = [Section("Healthy network", [phase_panel(run, "healthy") for run in runs])]
+    if faulty:
+        sections.append(
+            Section(
+                f"Link {LOW}-{HIGH} {SLOW_MS:.0f} ms slower each way",
+                [phase_panel(run, "slow, late") for run in faulty],
+            )
+        )
     pace = (
         f"Measured on one machine; a forward is paced to {options.pace_ms:g} ms, so that each "
         "rank has the steady speed of a device of its own. "
@@ -365,11 +427,31 @@ def picture(runs: Sequence[Run], options: argparse.Namespace) -> str:
     )
     return render(
         "One training iteration, four pipeline stages",
-        f"Each number is a microbatch of {summary['microbatches']}. The network changes when "
-        "things happen; losses and weights stay bitwise the same.",
-        [Section(schedule, panels) for schedule, panels in sections.items()],
+        f"Each number is a microbatch of {summary['microbatches']}. Network and schedule change "
+        "when things happen; losses and weights stay bitwise the same.",
+        sections,
         footer=f"{pace}torch {summary['torch']}, {options.steps} steps a run.",
     )
+
+
+def draw_plan_change(folder: Path, out: Path) -> str:
+    """The steps in which the adaptive schedule changed its plan, with the package's own command.
+
+    Returns what the command says. Raises DemoError if it fails.
+    """
+    command = [sys.executable, "-m", "torch_resilient.cli", "timeline", str(folder)]
+    done = subprocess.run(
+        [*command, f"--picture={out}"], capture_output=True, text=True, timeout=RUN_TIMEOUT_S
+    )
+    if done.returncode != 0:
+        raise DemoError(f"{' '.join(command)} failed: {done.stderr}")
+    return done.stdout.strip()
+
+
+def plans_of(run: Run) -> list[str]:
+    """The changes of plan, as the first stage tells them."""
+    events = (run.summary["stats"][0] or {}).get("events", [])
+    return [event["text"] for event in events if event["kind"] == "plan"]
 
 
 def losses_picture(runs: Sequence[Run]) -> str:
@@ -395,13 +477,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add(
         "--schedules",
         nargs="+",
-        default=["1F1B", "InterleavedZeroBubble"],
-        help="names that train_pipeline.py knows (default: 1F1B InterleavedZeroBubble)",
+        default=["1F1B", "ZB1P", ADAPTIVE],
+        help=f"names that train_pipeline.py knows (default: 1F1B ZB1P {ADAPTIVE})",
     )
-    add("--steps", type=int, default=10, help="per run (default: 10)")
+    add(
+        "--steps",
+        type=int,
+        default=20,
+        help="per run: a quarter healthy, a half with the slow link, a quarter healed (default: "
+        f"%(default)s, at least {LEAST_STEPS})",
+    )
     add("--pace-ms", type=float, default=15.0, help="see train_pipeline.py (default: 15)")
     add("--out", type=Path, default=Path("demo_output"), help="(default: ./demo_output)")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.steps < LEAST_STEPS:
+        parser.error(f"--steps: expected at least {LEAST_STEPS}, got {options.steps}")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -414,8 +505,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{options.steps} steps a run.",
         flush=True,
     )
+    drawn = []
     try:
         runs = run_all(options)
+        for run in runs:
+            if run.schedule == ADAPTIVE and run.network.evidence is not None:
+                folder = run_folder(run.schedule, options)
+                drawn.append(draw_plan_change(folder, options.out / "demo_plan_change.svg"))
     except DemoError as error:
         print(f"\nFAILED: {error}", file=sys.stderr)
         return 1
@@ -432,12 +528,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"loss {losses[0]:.3f} {sparkline(losses)} {losses[-1]:.3f}")
     for run in runs:
         if run.evidence:
-            print(f"{run.schedule}, {run.network.title}: {run.evidence}")
+            print(f"{run.schedule}: {run.evidence}")
+        for plan in plans_of(run):
+            print(f"{run.schedule}: {plan}")
     print(
-        f"PROVED: all {len(runs)} runs went through; within each schedule every loss and every "
-        "final weight is bitwise the same."
+        f"PROVED: all {len(runs)} runs went through; with the same number of stages a rank, every "
+        "loss and every final weight is bitwise the same."
     )
     print(f"pictures: {options.out}/demo_timeline.svg, {options.out}/demo_losses.svg")
+    for line in drawn:
+        print(line)
     print(f"took {time.monotonic() - began_s:.0f} s")
     return 0
 

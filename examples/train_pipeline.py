@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py
 
-Nothing in the training loop knows which backend carries its messages: the name given to
-init_process_group is all there is to change. See --help.
+The same over any backend: the name given to init_process_group is all there is to change. See
+--help.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +23,28 @@ import torch.distributed as dist
 from console import Progress, sparkline
 from gpt import GptShape, GptStage, next_byte_loss
 from op_recorder import OpRecorder, RecordedStage, Span, bubble_fraction, iteration_times
+from stage_placement import ADAPTIVE, ONE_STAGE_A_RANK, SCHEDULES, stages_of_rank
 from text_data import batch, load_text, standard_library
 from torch import Tensor
 from torch.distributed.pipelining.schedules import get_schedule_class
+
+from torch_resilient import faults, stats
+from torch_resilient.pipelining import ScheduleAdaptiveZB
 
 HELP = """\
 The schedule says in which order a rank runs the forwards (F) and backwards of its microbatches.
 A backward can be run whole (B) or split: I, the gradient of the inputs, which the previous stage
 waits for, and W, the gradient of the weights, which nobody waits for and which can fill a gap.
 
+  AdaptiveZB             split backward; runs what has arrived, and plans anew when a link slows
+                         down or recovers. The default over the resilient backend; over another
+                         one, orders are planned instead
   GPipe                  all F, then all B; simple, holds every activation
   1F1B                   one F, one B in turn; bounded memory
+  ZB1P                   1F1B with split backward: W fills the bubbles
   LoopedBFS              GPipe with two stages a rank
   Interleaved1F1B        1F1B with two stages a rank: smaller bubbles, twice the messages
-  InterleavedZeroBubble  the same with split backward: W fills the bubbles
+  InterleavedZeroBubble  the same with split backward
   ZBVZeroBubble          two stages a rank in the shape of a V, split backward
   DualPipeV              the V shape, feeding forwards and backwards at once
 
@@ -51,18 +60,17 @@ examples:
       --schedule ZBVZeroBubble --timeline timeline.json --json run.json
   python examples/timeline_svg.py timeline.json --out timeline.svg
 
-  # what another 60 ms between ranks 1 and 2 costs (resilient backend only)
-  TORCH_RESILIENT_FAULTS="delay rank=1 peer=2 ms=60; delay rank=2 peer=1 ms=60" \\
-      torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py
+  # what another 60 ms between ranks 1 and 2 cost in steps 10 to 19 (resilient backend only), and
+  # the picture of how the schedule adapts; with --schedule 1F1B, of how much longer it takes
+  TORCH_RESILIENT_FAULTS="delay rank=1 peer=2 ms=60 from_step=10 until_step=20;
+                          delay rank=2 peer=1 ms=60 from_step=10 until_step=20" \\
+      torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py --timeline-dir run
+  torch-resilient timeline run --picture run.svg
 
   # stop and go on; the checkpoint fits any number of ranks and any schedule
   torchrun ... examples/train_pipeline.py --steps 15 --checkpoint ckpt
   torchrun ... examples/train_pipeline.py --steps 30 --checkpoint ckpt --resume
 """
-
-ONE_STAGE_A_RANK = ("GPipe", "1F1B")
-LOOPED = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble")
-V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -72,15 +80,15 @@ def parse_arguments() -> argparse.Namespace:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = {name.lower(): name for name in ONE_STAGE_A_RANK + LOOPED + V_SHAPED}
+    names = {name.lower(): name for name in SCHEDULES}
     add = parser.add_argument
     add("--backend", default="resilient", help="c10d backend (default: %(default)s)")
     add(
         "--schedule",
-        default="1F1B",
         type=lambda name: names.get(name.lower(), name),
         choices=list(names.values()),
-        help="order of the operations, explained below (default: %(default)s)",
+        help="order of the operations, explained below (default: AdaptiveZB over the resilient "
+        "backend, else 1F1B)",
     )
     add("--steps", type=int, default=30, metavar="N", help="train until step N (default: 30)")
     add("--microbatches", type=int, default=8, metavar="N", help="per step (default: 8)")
@@ -111,12 +119,27 @@ def parse_arguments() -> argparse.Namespace:
     add("--resume", action="store_true", help="go on from --checkpoint")
     add("--json", type=Path, metavar="FILE", help="write losses, times and statistics")
     add("--timeline", type=Path, metavar="FILE", help="write what each rank did when, as JSON")
+    add(
+        "--timeline-dir",
+        type=Path,
+        metavar="DIR",
+        help="AdaptiveZB writes what it measures and decides there, for `torch-resilient timeline`",
+    )
     arguments = parser.parse_args()
+    if arguments.schedule is None:
+        arguments.schedule = ADAPTIVE if is_resilient(arguments.backend) else "1F1B"
+    if arguments.timeline_dir is not None and arguments.schedule != ADAPTIVE:
+        parser.error(f"--timeline-dir: {arguments.schedule} writes none; try --timeline FILE")
     if arguments.resume and arguments.checkpoint is None:
         parser.error("--resume needs --checkpoint DIR to resume from")
     if "RANK" not in os.environ:
         parser.error("start me with torchrun, e.g. torchrun --standalone --nproc-per-node 4 ...")
     return arguments
+
+
+def is_resilient(backend: str) -> bool:
+    """Whether tensors of some device travel over the resilient backend."""
+    return "resilient" in backend
 
 
 def pick_device(kind: str) -> torch.device:
@@ -126,15 +149,6 @@ def pick_device(kind: str) -> torch.device:
     index = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
     torch.cuda.set_device(index)
     return torch.device("cuda", index)
-
-
-def stages_of_rank(schedule: str, rank: int, ranks: int) -> tuple[list[int], int]:
-    """Which stages a rank holds, and how many there are in all."""
-    if schedule in ONE_STAGE_A_RANK:
-        return [rank], ranks
-    if schedule in LOOPED:
-        return [rank, rank + ranks], 2 * ranks
-    return [rank, 2 * ranks - 1 - rank], 2 * ranks
 
 
 def build_stage(
@@ -164,6 +178,22 @@ def build_stage(
     return stage
 
 
+def build_schedule(
+    arguments: argparse.Namespace, stages: list[RecordedStage], loss: Callable[..., Tensor]
+) -> Any:
+    """The schedule of that name, of this package or of torch."""
+    count = arguments.microbatches
+    if arguments.schedule == ADAPTIVE:
+        return ScheduleAdaptiveZB(
+            stages[0], count, loss_fn=loss, timeline_dir=arguments.timeline_dir
+        )
+    if arguments.schedule == "ZB1P":
+        return get_schedule_class("InterleavedZeroBubble")(stages, count, loss_fn=loss)
+    single = arguments.schedule in ONE_STAGE_A_RANK
+    kind = get_schedule_class(arguments.schedule)
+    return kind(stages[0] if single else stages, count, loss_fn=loss)
+
+
 class Trainer:
     """This rank's stages, their optimizers, and the schedule that runs them."""
 
@@ -179,12 +209,9 @@ class Trainer:
         self.has_first = any(stage.is_first for stage in self.stages)
         self.has_last = any(stage.is_last for stage in self.stages)
         self.text = load_text(arguments.data) if self.has_first or self.has_last else None
-        single = arguments.schedule in ONE_STAGE_A_RANK
-        self.schedule = get_schedule_class(arguments.schedule)(
-            self.stages[0] if single else self.stages,
-            arguments.microbatches,
-            loss_fn=self._loss,
-        )
+        self.schedule = build_schedule(arguments, self.stages, self._loss)
+        self.resilient = is_resilient(arguments.backend)
+        self.round_trips_s: list[dict[str, float]] = []
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
         loss = next_byte_loss(logits, targets)
@@ -205,12 +232,16 @@ class Trainer:
                 inputs = [tokens.to(self.device)]
             if self.has_last:
                 keywords |= {"target": targets.to(self.device), "losses": losses}
+        if self.resilient:
+            faults.step(step)  # for rules such as "delay ms=60 from_step=10"
         self.recorder.begin_step(step)
         self.schedule.step(*inputs, **keywords)
         with self.recorder.span("O"):
             for optimizer in self.optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
+        if self.resilient:
+            self.round_trips_s.append(round_trips_s())
         if not self.has_last:
             return None
         return sum(float(loss.detach()) for loss in losses) / len(losses)
@@ -295,21 +326,34 @@ def _parameter_of(key: str) -> str:
 
 
 class Report(NamedTuple):
-    """What one rank has to tell at the end; spans are those of op_recorder."""
+    """What one rank has to tell at the end.
+
+    Attributes:
+        losses: by step; empty but on the rank of the last stage.
+        spans: those of op_recorder.
+        weights_sha256: by stage.
+        stats: of the resilient backend, None with any other. Its `events` hold the adaptive
+            schedule's changes of plan, and of the delays it has seen.
+        schedule: stats() of the adaptive schedule, None of any other.
+        round_trips_s: by step, as measured at its end; by peer.
+    """
 
     losses: list[float]
     spans: list[Span]
     weights_sha256: dict[str, str]
     stats: dict[str, Any] | None
+    schedule: dict[str, Any] | None
+    round_trips_s: list[dict[str, float]]
 
 
-def backend_stats(backend: str) -> dict[str, Any] | None:
-    """The resilient backend's statistics of this rank; None with any other backend."""
-    if backend != "resilient":
-        return None
-    from torch_resilient import stats
-
-    return dict(stats())
+def round_trips_s() -> dict[str, float]:
+    """The smoothed round trip to each peer that this rank has talked to; of several paths, the
+    longest."""
+    longest = {
+        str(peer["rank"]): max((path["round_trip_s"] for path in peer["paths"]), default=0.0)
+        for peer in stats()["peers"]
+    }
+    return {peer: seconds for peer, seconds in longest.items() if seconds > 0}
 
 
 def gather(report: Report) -> list[Report] | None:
@@ -346,7 +390,15 @@ def summarise(arguments: argparse.Namespace, reports: list[Report]) -> dict[str,
             stage: digest for report in reports for stage, digest in report.weights_sha256.items()
         },
         "stats": [report.stats for report in reports],
+        "schedule_stats": [report.schedule for report in reports],
+        "round_trips_s": [report.round_trips_s for report in reports],
     }
+
+
+def plan_lines(report: Report) -> list[str]:
+    """What the adaptive schedule has decided, as the first stage tells it."""
+    events = report.stats["events"] if report.schedule and report.stats else []
+    return [f"plan       {event['text']}" for event in events if event["kind"] == "plan"]
 
 
 def timeline(arguments: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:
@@ -396,7 +448,9 @@ def train(arguments: argparse.Namespace) -> None:
             losses,
             trainer.recorder.spans,
             trainer.weights_sha256(),
-            backend_stats(arguments.backend),
+            dict(stats()) if trainer.resilient else None,
+            trainer.schedule.stats() if arguments.schedule == ADAPTIVE else None,
+            trainer.round_trips_s,
         )
     )
     if reports is None:
@@ -409,6 +463,8 @@ def train(arguments: argparse.Namespace) -> None:
         f"{summary['tokens_per_s']:,.0f} tokens/s, bubble {summary['bubble_fraction']:.0%}",
         flush=True,
     )
+    for line in plan_lines(reports[0]):
+        print(line, flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(summary, indent=1, default=str) + "\n")
     if arguments.timeline:

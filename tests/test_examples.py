@@ -25,6 +25,8 @@ from op_recorder import Span, bubble_fraction, iteration_times  # noqa: E402
 from text_data import batch, load_text  # noqa: E402
 from timeline_svg import LinkFault, Section, panel_of, pick_iteration, render  # noqa: E402
 
+from torch_resilient.pipelining.timeline_files import read_run  # noqa: E402
+
 BACKEND = os.environ.get("RESILIENT_TEST_BACKEND", "resilient")
 RANKS = 2
 SVG = "{http://www.w3.org/2000/svg}"
@@ -97,6 +99,59 @@ def test_a_pipeline_learns_the_same_over_any_backend(
     assert len(picture.findall(f".//{SVG}g[@class='rank']")) == RANKS
 
 
+@pytest.fixture(scope="module")
+def plain_run(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The reference with one stage a rank: 1F1B over gloo."""
+    return train(torchrun, tmp_path_factory.mktemp("plain"), "--backend=gloo")[0]
+
+
+@pytest.mark.slow
+def test_the_adaptive_schedule_learns_the_same_and_tells_what_it_did(
+    torchrun: Torchrun, plain_run: dict[str, Any], tmp_path: Path
+) -> None:
+    assert plain_run["schedule"] == "1F1B"
+    assert plain_run["schedule_stats"] == [None] * RANKS
+    folder = tmp_path / "measured"
+    arguments = (f"--backend={BACKEND}", "--schedule=AdaptiveZB", f"--timeline-dir={folder}")
+    ours, timeline = train(torchrun, tmp_path, *arguments, "--pace-ms=5")
+    assert ours["losses_hex"] == plain_run["losses_hex"]
+    assert ours["weights_sha256"] == plain_run["weights_sha256"]
+    for told in ours["schedule_stats"]:
+        assert told["steps"] == 4
+        assert told["plan"]["reason"]
+        assert set(told["waits"]) == {"blocked", "blocked_s", "while_ready"}
+        assert told["dispatch"] == ("live" if BACKEND == "resilient" else "fixed")
+        if told["dispatch"] == "live":
+            assert told["waits"]["while_ready"] == 0
+        # Measured is what was paced. On the first stage W is the whole backward, and I nothing.
+        assert min(told["costs"]["forward_s"]) >= 0.005
+        assert told["costs"]["input_backward_s"][1] >= 0.005
+        assert told["costs"]["weight_backward_s"][0] >= 0.010
+        assert told["costs"]["weight_backward_s"][1] >= 0.005
+    run = read_run(folder)
+    assert [step.step for step in run.steps] == [0, 1, 2, 3]
+    assert all(len(step.present) == RANKS for step in run.steps)
+    switches = [event for event in run.events if event.text.startswith("plan ")]
+    epochs = [told["plan"]["epoch"] for told in ours["schedule_stats"]]
+    assert len(set(epochs)) == 1, "all ranks are at the same plan"
+    assert len(switches) == sum(epochs)
+    if BACKEND == "resilient":
+        plans = [[event["kind"] for event in stats["events"]] for stats in ours["stats"]]
+        assert [kinds.count("plan") for kinds in plans] == epochs
+        assert all(list(step) == ["1"] for step in ours["round_trips_s"][0])
+    spans = [Span(*span) for span in timeline["ranks"][0]]
+    assert {span.kind for span in spans} == {"F", "I", "W", "O", "wait"}
+
+
+@pytest.mark.slow
+def test_torchs_zero_bubble_with_one_stage_a_rank_learns_the_same(
+    torchrun: Torchrun, plain_run: dict[str, Any], tmp_path: Path
+) -> None:
+    ours, _ = train(torchrun, tmp_path, f"--backend={BACKEND}", "--schedule=ZB1P")
+    assert ours["losses_hex"] == plain_run["losses_hex"]
+    assert ours["weights_sha256"] == plain_run["weights_sha256"]
+
+
 @pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_never_interrupted(
     torchrun: Torchrun, gloo_run: dict[str, Any], checkpoint: Path, tmp_path: Path
@@ -131,15 +186,39 @@ def test_help_teaches_and_needs_no_torchrun() -> None:
         timeout=60,
         check=True,
     )
-    for schedule in ("1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+    for schedule in (
+        "AdaptiveZB",
+        "1F1B",
+        "ZB1P",
+        "InterleavedZeroBubble",
+        "ZBVZeroBubble",
+        "DualPipeV",
+    ):
         assert re.search(rf"^  {schedule} +\S", done.stdout, re.MULTILINE)
     assert "torchrun --standalone" in done.stdout
+
+
+def test_the_schedule_fits_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+
+    def schedule(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["train_pipeline.py", *arguments])
+        return str(train_pipeline.parse_arguments().schedule)
+
+    assert schedule() == "AdaptiveZB"
+    assert schedule("--backend=cpu:resilient,cuda:nccl") == "AdaptiveZB"
+    assert schedule("--backend=gloo") == "1F1B"
+    assert schedule("--backend=gloo", "--schedule=adaptivezb") == "AdaptiveZB"
+    assert schedule("--schedule=1f1b") == "1F1B"
+    with pytest.raises(SystemExit):
+        schedule("--schedule=1F1B", "--timeline-dir=run")
 
 
 def test_stages_are_spread_as_the_schedules_want() -> None:
     def stages(schedule: str) -> list[list[int]]:
         return [train_pipeline.stages_of_rank(schedule, rank, 3)[0] for rank in range(3)]
 
+    assert stages("AdaptiveZB") == stages("ZB1P") == stages("1F1B")
     assert stages("1F1B") == [[0], [1], [2]]
     assert stages("Interleaved1F1B") == [[0, 3], [1, 4], [2, 5]]
     assert stages("ZBVZeroBubble") == [[0, 5], [1, 4], [2, 3]]
@@ -233,55 +312,159 @@ def test_the_demo_fails_if_a_loss_differs_in_the_last_bit() -> None:
         run_demo.check_equal(changed, reference)
 
 
-def stats_of_four(round_trip_s: float = 1e-4, reconnects: int = 0) -> dict[str, Any]:
-    """A summary with the statistics of four ranks; only the demo's link is as told."""
+def faulty_summary(
+    round_trips_ms: tuple[float, float, float] = (1.0, 121.0, 10.0),
+    reconnects: int = 1,
+    elsewhere: int = 0,
+    steps: int = 8,
+) -> dict[str, Any]:
+    """A run of four ranks in the demo's network, as far as its functions look at it.
+
+    `round_trips_ms`: of the demo's link in the healthy, slow and healed phase.
+    """
+    link = {run_demo.LOW, run_demo.HIGH}
+
+    def round_trip_s(rank: int, peer: int, step: int) -> float:
+        phase = 0 if step < steps // 4 else 1 if step < 3 * steps // 4 else 2
+        return round_trips_ms[phase] / 1e3 if {rank, peer} == link else 1e-4
 
     def path(rank: int, peer: int) -> dict[str, Any]:
-        faulty = {rank, peer} == {run_demo.LOW, run_demo.HIGH}
-        return {
-            "slot": 0,
-            "round_trip_s": round_trip_s if faulty else 1e-4,
-            "reconnects": reconnects if faulty else 0,
-            "chunks_retransmitted": 3 * reconnects if faulty else 0,
-        }
+        count = reconnects if {rank, peer} == link else elsewhere
+        return {"slot": 0, "reconnects": count, "chunks_retransmitted": 3 * count}
 
     return {
+        "steps": list(range(steps)),
+        # 100, 100, 200, 300, ...
+        "iteration_s": [0.1, *(0.1 * step for step in range(1, steps))],
         "stats": [
-            {"peers": [{"rank": p, "paths": [path(r, p)]} for p in range(4) if p != r]}
+            {
+                "peers": [{"rank": p, "paths": [path(r, p)]} for p in range(4) if p != r],
+                "events": [{"kind": "plan", "text": "plan 1"}, {"kind": "link", "text": "slower"}],
+            }
             for r in range(4)
-        ]
+        ],
+        "round_trips_s": [
+            [
+                {str(p): round_trip_s(r, p, step) for p in range(4) if p != r}
+                for step in range(steps)
+            ]
+            for r in range(4)
+        ],
     }
 
 
 def test_the_demo_fails_if_the_link_was_never_slow() -> None:
-    healthy = stats_of_four()
-    evidence = run_demo.slow_link_evidence(stats_of_four(round_trip_s=0.121), healthy)
-    assert evidence.startswith("round trip 121 ms")
-    with pytest.raises(run_demo.DemoError, match="no fault happened"):
-        run_demo.slow_link_evidence(stats_of_four(round_trip_s=0.061), healthy)
-    slow_before = stats_of_four(round_trip_s=0.121)
-    with pytest.raises(run_demo.DemoError, match="no fault happened"):
-        run_demo.slow_link_evidence(stats_of_four(round_trip_s=0.121), slow_before)
-    with pytest.raises(run_demo.DemoError, match="no statistics"):
-        run_demo.slow_link_evidence({"stats": [None] * 4}, healthy)
+    told = run_demo.slow_link_evidence(faulty_summary())
+    assert told == "round trip 1.0 ms, then 121 ms, at the end 10 ms"
+    for never in ((1.0, 61.0, 1.0), (70.0, 121.0, 1.0), (1.0, 121.0, 70.0)):
+        with pytest.raises(run_demo.DemoError, match="no fault happened"):
+            run_demo.slow_link_evidence(faulty_summary(never))
+    unknown = faulty_summary() | {"round_trips_s": [[]] * 4}
+    with pytest.raises(run_demo.DemoError, match="no round trip of the link 2-3 in step 1"):
+        run_demo.slow_link_evidence(unknown)
 
 
 def test_the_demo_fails_if_no_connection_was_cut() -> None:
-    healthy = stats_of_four()
-    assert run_demo.cut_evidence(stats_of_four(reconnects=1), healthy).startswith("1 connection")
-    with pytest.raises(run_demo.DemoError, match="no fault happened"):
-        run_demo.cut_evidence(stats_of_four(reconnects=0), healthy)
-    with pytest.raises(run_demo.DemoError, match="no fault happened"):
-        run_demo.cut_evidence(stats_of_four(reconnects=1), stats_of_four(reconnects=1))
+    assert run_demo.cut_evidence(faulty_summary()).startswith("1 connection(s) re-established, 6")
+    for count, elsewhere in ((0, 0), (1, 1)):
+        summary = faulty_summary(reconnects=count, elsewhere=elsewhere)
+        with pytest.raises(run_demo.DemoError, match="no fault happened"):
+            run_demo.cut_evidence(summary)
+    with pytest.raises(run_demo.DemoError, match="no statistics"):
+        run_demo.cut_evidence(faulty_summary() | {"stats": [None] * 4})
 
 
 def test_the_demo_always_has_something_to_compare() -> None:
     def keys(*backends: str) -> list[str]:
-        return [network.key for network in run_demo.networks(backends, steps=10)]
+        return [network.key for network in run_demo.networks(backends, steps=20)]
 
     assert keys("gloo") == ["gloo", "gloo-again"]
-    assert keys("gloo", "resilient") == ["gloo", "resilient", "resilient-slow", "resilient-cut"]
-    assert keys("resilient") == ["resilient", "resilient-slow", "resilient-cut"]
+    assert keys("gloo", "resilient") == ["gloo", "resilient-faults"]
+    assert keys("resilient") == ["resilient", "resilient-faults"]
+    assert keys("resilient", "gloo") == ["resilient", "resilient-faults", "gloo"]
+
+
+def test_the_demo_runs_a_reference_for_each_placement_of_stages() -> None:
+    conditions = run_demo.networks(["gloo", "resilient"], steps=20)
+    schedules = ["1F1B", "AdaptiveZB", "InterleavedZeroBubble", "LoopedBFS"]
+    assert [
+        (schedule, network.key) for schedule, network in run_demo.plan_runs(schedules, conditions)
+    ] == [
+        ("1F1B", "gloo"),
+        ("1F1B", "resilient-faults"),
+        ("AdaptiveZB", "resilient-faults"),
+        ("InterleavedZeroBubble", "gloo"),
+        ("InterleavedZeroBubble", "resilient-faults"),
+        ("LoopedBFS", "resilient-faults"),
+    ]
+    runs = [
+        run_demo.Run(schedule, network, {}, {})
+        for schedule, network in run_demo.plan_runs(schedules, conditions)
+    ]
+    assert [runs.index(run_demo.reference_of(runs, run)) for run in runs] == [0, 0, 0, 3, 3, 3]
+
+
+def test_the_faults_of_the_demo_are_in_the_phases_that_its_table_tells() -> None:
+    (_, faulty) = run_demo.networks(["gloo", "resilient"], steps=20)
+    rules = faulty.environment["TORCH_RESILIENT_FAULTS"].split("; ")
+    assert rules[0] == "delay rank=2 peer=3 ms=60 from_step=5 until_step=15"
+    assert rules[1] == "delay rank=3 peer=2 ms=60 from_step=5 until_step=15"
+    assert rules[2].startswith("cut rank=2 peer=3 path=0 after_bytes=")
+    assert run_demo.Phases.of(20).ranges == {
+        "healthy": range(1, 5),
+        "slow, early": range(6, 10),
+        "slow, late": range(10, 15),
+        "healed": range(16, 20),
+    }
+    least = run_demo.Phases.of(run_demo.LEAST_STEPS).ranges
+    assert all(least.values()), "no phase is empty"
+    with pytest.raises(SystemExit):
+        run_demo.parse_arguments([f"--steps={run_demo.LEAST_STEPS - 1}"])
+
+
+def demo_runs() -> list[run_demo.Run]:
+    """A reference and a run with faults, of 8 steps; a rank has one F in each."""
+    steps = 8
+    spans = [[[step, "F", rank, 0, step, step + 1.0] for step in range(steps)] for rank in range(4)]
+    (healthy, faulty) = run_demo.networks(["gloo", "resilient"], steps)
+    plain = faulty_summary() | {"stats": [None] * 4}
+    more = {"microbatches": 1, "torch": "2", "losses": [1.0] * steps}
+    return [
+        run_demo.Run(
+            schedule,
+            network,
+            summary | more,
+            {"ranks": spans, "schedule": schedule, "backend": network.backend},
+        )
+        for schedule, network, summary in (
+            ("1F1B", healthy, plain),
+            ("AdaptiveZB", faulty, faulty_summary()),
+        )
+    ]
+
+
+def test_the_table_of_the_demo_tells_the_time_of_each_phase() -> None:
+    runs = demo_runs()
+    assert run_demo.phase_times_s(runs[1].summary) == pytest.approx(
+        {"healthy": 0.1, "slow, early": 0.3, "slow, late": 0.45, "healed": 0.7}
+    )
+    head, _, reference, adaptive = run_demo.table(runs).splitlines()
+    assert re.split(r"\s{2,}", head)[2:6] == ["healthy", "slow, early", "slow, late", "healed"]
+    cells = ["100 ms", "300 ms", "450 ms", "700 ms"]
+    assert re.split(r"\s{2,}", reference)[2:] == [*cells, "(reference)", "-"]
+    assert re.split(r"\s{2,}", adaptive)[2:] == [*cells, "yes, bitwise", "1"]
+    assert run_demo.plans_of(runs[1]) == ["plan 1"]
+    assert run_demo.plans_of(runs[0]) == []
+
+
+def test_the_picture_of_the_demo_shows_the_slow_link_where_it_was_slow() -> None:
+    options = run_demo.parse_arguments(["--steps=8"])
+    picture = ElementTree.fromstring(run_demo.picture(demo_runs(), options))
+    texts = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
+    assert len(picture.findall(f".//{SVG}g[@class='panel']")) == 3
+    assert texts.count("+60 ms") == 1
+    assert "AdaptiveZB over resilientstep 2, the median iteration" in texts
+    assert any(re.fullmatch(r"AdaptiveZB over resilientstep [56], .*", text) for text in texts)
 
 
 @pytest.mark.slow
