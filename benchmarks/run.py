@@ -1,4 +1,4 @@
-"""All benchmarks, and one summary: quick by default (about two minutes), --full for the record."""
+"""All benchmarks, and one summary: quick by default (some minutes), --full for the record."""
 
 from __future__ import annotations
 
@@ -9,12 +9,20 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SCRIPTS = ("compare_gloo.py", "hol_blocking.py", "idle_cpu.py")
+SCRIPTS = (
+    "compare_gloo.py",
+    "hol_blocking.py",
+    "idle_cpu.py",
+    "live_dispatch.py",
+    "dp_straggler.py",
+)
+# Takes five minutes even if quick.
+LONG_SCRIPTS = ("stragglers.py",)
 
 ABOUT = """\
-Runs compare_gloo.py, hol_blocking.py and idle_cpu.py, one after the other; each explains itself
-with --help. The first compares and has no limits; the others end with status 1 if they miss one,
-and then so does this.
+Runs compare_gloo.py, hol_blocking.py, idle_cpu.py, live_dispatch.py, dp_straggler.py and, with
+--full, stragglers.py, one after the other; each explains itself with --help. The first compares
+and has no limits; the others end with status 1 if they miss one, and then so does this.
 """
 
 
@@ -34,12 +42,12 @@ def main() -> int:
         common.append("--realtime")
 
     results = []
-    for script in SCRIPTS:
+    for script in SCRIPTS + (LONG_SCRIPTS if options.full else ()):
         print(f"== {script}", flush=True)
         start = time.monotonic()
         status = subprocess.run([sys.executable, HERE / script, *common], check=False).returncode
         result = "ok" if status == 0 else f"FAILED ({status})"
-        results.append(f"{script:<16} {result}, {time.monotonic() - start:.0f} s")
+        results.append(f"{script:<18} {result}, {time.monotonic() - start:.0f} s")
         print(flush=True)
     print("\n".join(results))
     return int(any("FAILED" in result for result in results))

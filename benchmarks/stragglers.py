@@ -41,7 +41,7 @@ NCCL, whose sends block what comes after them; here no send blocks, so both suff
 All times of the paper are multiplied by --scale, which changes no ratio: the longer the operations,
 the less do this machine's own delays count. Exit status 1 if `live` is slower than another schedule
 by more than the noise (3 %), or misses a limit: with 60 ms on the last of eight stages 1.13 times
-its healthy iteration, and 1.03 times `best`.
+its healthy iteration, and 1.03 times `best`. Figure 19 is in dp_straggler.py.
 """
 
 # What the paper reports, where it gives numbers; slowdowns are against the same system healthy.

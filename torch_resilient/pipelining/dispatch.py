@@ -123,8 +123,8 @@ def gates_for(
 
     Each stage may hold 1.5 times its warm-up between F and B, and twice the first stage's warm-up
     between F and W, as far as `limits` allow. Over the traces of PIPEMORPH's Figure 18 that is as
-    fast as no gates at all, while gates at the warm-up itself cost up to 5 %, and 20 % between F
-    and W (benchmarks/live_dispatch.py).
+    fast as no gates at all, give or take 0.4 %, while the warm-up itself as the gate between F and
+    B costs 3 to 8 %, and as that between F and W, too, 14 to 21 % (benchmarks/live_dispatch.py).
 
     Args:
         costs: of the pipeline.
