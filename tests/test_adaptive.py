@@ -33,6 +33,7 @@ from torch_resilient.control.report import StageReport, costs_of
 from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, offload
 from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.offload import MemoryRoom
+from torch_resilient.pipelining.orders import held_at_most
 from torch_resilient.pipelining.schedule import checked_orders
 from torch_resilient.pipelining.timeline_files import read_run
 
@@ -472,6 +473,46 @@ def test_plans_keep_to_the_room_that_was_measured() -> None:
     assert tight.gates.pending[0] == 5
     assert max(tight.gates.pending[1:]) <= 9
     assert tight.predicted_s > wide.predicted_s
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_plan_that_does_not_fit_is_replaced_though_it_is_faster(fixed: bool) -> None:
+    decider = Decider(COUNT, NO_LIMITS, fixed)
+    costs = healthy_costs().with_delay(0, 0.03)
+    wide = decider.consider(costs, initial_plan(4, COUNT, NO_LIMITS, fixed), False)
+    assert wide is not None
+    tight = decider.consider(costs, wide, False, [4.0] * 4)
+    assert tight is not None
+    assert tight.epoch == 2
+    assert tight.predicted_s > wide.predicted_s
+    assert tight.reason.startswith("what fits in memory")
+    if fixed:
+        held = [held_at_most(tight.order_of(stage))[1] for stage in range(4)]
+        assert max(held) <= 4
+    else:
+        assert max(tight.gates.pending) <= 4
+    assert decider.consider(costs, tight, False, [4.0] * 4) is None
+
+
+def test_the_same_costs_are_looked_at_once() -> None:
+    decider = Decider(COUNT, NO_LIMITS, False)
+    first = decider.consider(healthy_costs(), initial_plan(4, COUNT, NO_LIMITS, False), False)
+    assert first is not None
+    looks = []
+    candidate = decider._candidate
+
+    def counted(*arguments: Any) -> AdaptivePlan:
+        looks.append(arguments)
+        return candidate(*arguments)
+
+    decider._candidate = counted  # type: ignore[method-assign]
+    for factor in (1.0, 1.01, 0.99, 1.0):
+        forward_s = tuple(factor * each for each in healthy_costs().forward_s)
+        assert decider.consider(replace(healthy_costs(), forward_s=forward_s), first, False) is None
+    assert len(looks) == 1
+    decider.consider(healthy_costs(), first, True)  # a link has changed
+    decider.consider(healthy_costs().with_delay(0, 0.003), first, False)
+    assert len(looks) == 3
 
 
 def offloading(rank: int, most: int | None) -> dict[str, Any]:

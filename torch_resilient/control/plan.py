@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch_resilient.pipelining.costs import PipelineCosts
 from torch_resilient.pipelining.dispatch import Gates, gates_for, predicted_s
 from torch_resilient.pipelining.generator import Limits
-from torch_resilient.pipelining.orders import Operation, Order
+from torch_resilient.pipelining.orders import Operation, Order, held_at_most
 from torch_resilient.pipelining.planner import disturbances, plan_schedule
 from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
@@ -22,6 +22,9 @@ LEAST_SAVING = 0.1
 _EQUAL = 0.005
 # So many iterations in a row must agree, unless a detector has found a change.
 PATIENCE = 3
+# Costs that differ by less than this part, or these seconds, are those of before.
+_SAME_RATIO = 0.03
+_SAME_S = 0.0002
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,8 @@ class Decider:
         self._fixed = fixed
         self._budget_ms = budget_ms
         self._agreeing = 0
+        # With these costs the plan of this epoch was found good enough.
+        self._content: tuple[int, PipelineCosts] | None = None
 
     def consider(
         self,
@@ -136,26 +141,45 @@ class Decider:
         # Paper: PIPEMORPH §6, step 5: the pipeline scheduler adapts the schedule
         if rooms is not None:
             self._limits = _within(self._given, rooms)
+        first = current.epoch == 0
+        crowded = self._holds_too_much(current)
+        if not (changed or first or crowded) and self._content is not None:
+            epoch, before = self._content
+            if epoch == current.epoch and _alike(costs, before):
+                return None
+        self._content = None
         now_s = self._expected_s(costs, current)
         candidate = self._candidate(costs, current.epoch + 1)
         gain = 1 - candidate.predicted_s / now_s if now_s > 0 else 0.0
         saving = 1 - sum(candidate.gates.pending) / sum(current.gates.pending)
         faster = gain >= LEAST_GAIN
         leaner = not self._fixed and gain >= -_EQUAL and saving >= LEAST_SAVING
-        first = current.epoch == 0
-        if not (faster or leaner or first):
+        if not (faster or leaner or first or crowded):
             self._agreeing = 0
+            self._content = (current.epoch, costs)
             return None
         self._agreeing += 1
-        if self._agreeing < PATIENCE and not changed and not first:
+        if self._agreeing < PATIENCE and not (changed or first or crowded):
             return None
         self._agreeing = 0
-        why = "first measurements" if first else ("faster" if faster else "less memory")
+        if crowded:
+            why = "what fits in memory"
+        else:
+            why = "first measurements" if first else ("faster" if faster else "less memory")
         text = (
             f"{why}: {1e3 * now_s:.1f} -> {1e3 * candidate.predicted_s:.1f} ms expected, "
             f"slowest link {_slowest(costs)}"
         )
         return replace(candidate, reason=text)
+
+    def _holds_too_much(self, plan: AdaptivePlan) -> bool:
+        """Whether the plan needs more memory than there is."""
+        if self._fixed:
+            stages = range(len(plan.orders))
+            pending = [held_at_most(plan.order_of(stage))[1] for stage in stages]
+        else:
+            pending = list(plan.gates.pending)
+        return any(held > most for held, most in zip(pending, self._limits.pending, strict=True))
 
     def _expected_s(self, costs: PipelineCosts, plan: AdaptivePlan) -> float:
         if self._fixed:
@@ -196,6 +220,22 @@ class Decider:
         # The first that is as fast as the best: they are in order of memory.
         time_s, gates = next(each for each in timed if each[0] <= best_s * (1 + _EQUAL))
         return AdaptivePlan(epoch, gates, (), time_s, "")
+
+
+def _alike(costs: PipelineCosts, before: PipelineCosts) -> bool:
+    """Whether these are the same costs but for noise."""
+    rows = (
+        (costs.forward_s, before.forward_s),
+        (costs.input_backward_s, before.input_backward_s),
+        (costs.weight_backward_s, before.weight_backward_s),
+        (costs.delay_forward_s, before.delay_forward_s),
+        (costs.delay_backward_s, before.delay_backward_s),
+    )
+    return all(
+        abs(now - then) <= max(_SAME_RATIO * then, _SAME_S)
+        for ours, theirs in rows
+        for now, then in zip(ours, theirs, strict=True)
+    )
 
 
 def _within(limits: Limits, rooms: Sequence[float]) -> Limits:
