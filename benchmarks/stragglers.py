@@ -59,8 +59,24 @@ ADAPTIVE = ("fixed", "live")
 # Iterations that an adaptive schedule gets to settle after the delays have changed.
 SETTLE = 8
 NOISE = 0.03
-WIDTH = 4
-ROWS = 1
+
+
+@dataclass(frozen=True)
+class Model:
+    """What a stage computes before it sleeps, and the shape of a microbatch between stages."""
+
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+
+
+def _transformer() -> nn.Module:
+    return nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+
+
+MODELS = {
+    "linear": Model(lambda: nn.Linear(4, 4), (1, 4)),
+    "transformer": Model(_transformer, (2, 32, 64)),  # rows, tokens, width
+}
 
 
 @dataclass(frozen=True)
@@ -165,9 +181,12 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
 class Bench:
     """One rank's schedules for a number of stages."""
 
-    def __init__(self, rank: int, stages: int, microbatches: int, pace_s: float) -> None:
+    def __init__(
+        self, rank: int, stages: int, microbatches: int, pace_s: float, model: Model
+    ) -> None:
         self.rank, self.stages, self.microbatches = rank, stages, microbatches
         self.pace_s = pace_s
+        self.model = model
         # Ranks beyond the stages only take part in what is done by all.
         self.group = dist.new_group(list(range(stages)), backend="resilient")
         self.member = rank < stages
@@ -175,13 +194,14 @@ class Bench:
         if self.member:
             for method in METHODS:
                 self.schedules[method] = self._schedule(method)
-        self.batch = torch.ones(ROWS * microbatches, WIDTH)
+        rows, *rest = model.shape
+        self.batch = torch.ones(rows * microbatches, *rest)
 
     def _schedule(self, method: str) -> Any:
         torch.manual_seed(self.rank)
-        values = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        values = torch.zeros(self.model.shape, requires_grad=True)
         stage = PacedStage(
-            nn.Linear(WIDTH, WIDTH),
+            self.model.make(),
             self.rank,
             self.stages,
             torch.device("cpu"),
@@ -294,14 +314,20 @@ class Delays:
 
 
 def measure(
-    rank: int, ranks: int, report: Report, rows: Sequence[Scenario], scale: float, rounds: int
+    rank: int,
+    ranks: int,
+    report: Report,
+    rows: Sequence[Scenario],
+    scale: float,
+    rounds: int,
+    model: str,
 ) -> None:
     """All scenarios; rank 0 reports a row for each."""
     benches: dict[tuple[int, int], Bench] = {}
     for number, scenario in enumerate(rows):
         shape = (scenario.stages, scenario.microbatches)
         if shape not in benches:
-            benches[shape] = Bench(rank, *shape, pace_s=0.01 * scale)
+            benches[shape] = Bench(rank, *shape, 0.01 * scale, MODELS[model])
             for method in METHODS:
                 benches[shape].iteration_s(method)  # opens connections
         bench = benches[shape]
@@ -317,6 +343,7 @@ def measure(
                     times[method].append(bench.iteration_s(method))
         if rank == 0:
             row: Row = {"benchmark": "stragglers", "scenario": scenario.name, "scale": scale}
+            row["model"] = model
             for method in METHODS:
                 row[method] = median(times[method]) / scale
                 row[f"{method} all"] = [each / scale for each in times[method]]
@@ -357,6 +384,12 @@ def main() -> int:
     add_common_arguments(parser)
     parser.add_argument("--scale", type=float, default=2.0, help="of all times (default: 2)")
     parser.add_argument("--rounds", type=int, default=5, help="per row (default: 5)")
+    parser.add_argument(
+        "--model",
+        choices=MODELS,
+        default="linear",
+        help="of a stage: one small linear layer, or a transformer layer (default: linear)",
+    )
     parser.add_argument("--only", default="", help="scenarios whose name begins with this")
     options = parser.parse_args()
     rows = [each for each in scenarios(options.quick) if each.name.startswith(options.only)]
@@ -370,7 +403,14 @@ def main() -> int:
     stages = {each.name: each.stages for each in rows}
     most = max(stages.values())
     results = run_ranks(
-        measure, most, rows, options.scale, rounds, backend="resilient", realtime=options.realtime
+        measure,
+        most,
+        rows,
+        options.scale,
+        rounds,
+        options.model,
+        backend="resilient",
+        realtime=options.realtime,
     )
     for row in results:
         count = stages[row["scenario"]]
