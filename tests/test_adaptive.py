@@ -79,7 +79,7 @@ def test_reports_travel_as_numbers() -> None:
     again = StageReport.decode(report.encode())
     assert again.epoch == 3
     assert again.forward_s == report.forward_s
-    assert math.isnan(again.iteration_s)
+    assert math.isnan(again.round_trip_previous_s)
 
 
 def test_costs_from_reports() -> None:

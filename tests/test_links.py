@@ -13,6 +13,8 @@ def delays(rank: int) -> list[list[float]]:
     measure_delays(rounds=1)  # opens the connections
     if rank in (0, 2):
         faults.delay(0.03, peer=2 - rank)
+    once = measure_delays(rounds=1)  # though the answer comes long after the round
+    assert once[0][2] >= 0.03
     found = measure_delays()
     with pytest.raises(ValueError, match="rounds: expected at least 1, got 0"):
         measure_delays(rounds=0)

@@ -23,7 +23,7 @@ from torch_resilient.control.detector import DelayDetector
 from torch_resilient.control.link_monitor import RoundTrips
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, initial_plan
-from torch_resilient.control.report import UNKNOWN, StageReport
+from torch_resilient.control.report import StageReport
 from torch_resilient.pipelining.executor import StageRun
 from torch_resilient.pipelining.offload import HostOffload
 from torch_resilient.pipelining.planner import limits_of
@@ -145,7 +145,6 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         weakref.finalize(self, self._orchestrator.close)
         self._detector = DelayDetector()
         self._changes = 0
-        self._iteration_s = UNKNOWN
 
     def stats(self) -> dict[str, Any]:
         """What is known and what has been decided, fit for JSON.
@@ -192,10 +191,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
     def _run(self, actions: StageActions) -> None:
         gathering = self._send_report() if self._adapt and actions.backward else None
         super()._run(actions)
-        if actions.backward:
-            self._iteration_s = self.last_spans[-1].end_s - self.recorder.start_s
-            if self._measures_room:
-                self._measure_room()
+        if actions.backward and self._measures_room:
+            self._measure_room()
         if gathering is not None:
             self._consume_reports(*gathering)
 
@@ -271,7 +268,6 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             round_trip_next_least_s=links[1],
             round_trip_previous_s=links[2],
             round_trip_previous_least_s=links[3],
-            iteration_s=self._iteration_s,
             room=self._room,
         )
 

@@ -9,28 +9,42 @@ import torch
 import torch.distributed as dist
 
 from torch_resilient import _stats
+from torch_resilient.control.link_monitor import RoundTrips
 
 # The backend measures a path's round trip at most this often where little is sent.
 _BETWEEN_S = 0.012
 _TAG = 78
+# With one every 12 ms, time for round trips of a second and more.
+_MORE_ROUNDS = 200
 
 
 def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> list[list[float]]:
     """Seconds of one way between any two ranks of `group`, by [from][to]; 0 on the diagonal.
 
     What `propose_layout` wants to know. Every rank of the group calls it. In each round every rank
-    sends one number to every other; half of the least round trip that was seen then, or just before
-    in the training, is taken for one way, so both directions of a link come out alike. Takes about
-    12 ms a round and the longest round trip.
+    sends one number to every other; half of the least round trip that is measured meanwhile is
+    taken for one way, so both directions of a link come out much alike. Takes about 12 ms a round
+    and the longest round trip.
 
-    Raises ValueError if the group does not use the resilient backend, or rounds is below 1.
+    Raises ValueError if the group does not use the resilient backend, or rounds is below 1;
+    RuntimeError, which names the rank, if a link gives no round trip in 200 more rounds.
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
     _stats.find_backend(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     others = [other for other in range(size) if other != rank]
-    for _ in range(rounds):
+    monitors = {other: RoundTrips() for other in others}
+    least_s = dict.fromkeys(others, math.inf)
+
+    def look() -> None:
+        for peer in _stats.stats(group)["peers"]:
+            new = monitors[peer["rank"]].update(peer)
+            least_s[peer["rank"]] = min([least_s[peer["rank"]], *new])
+
+    look()
+    least_s = dict.fromkeys(others, math.inf)  # what was measured before may be long ago
+    for number in range(rounds + _MORE_ROUNDS):
         time.sleep(_BETWEEN_S)
         incoming = [torch.zeros(1) for _ in others]
         works = [
@@ -41,18 +55,21 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
         for work in works:
             assert work is not None
             work.wait()
-    # Acknowledgements of the last round may still be on their way.
-    dist.barrier(group)
-    time.sleep(_BETWEEN_S)
-    mine = [0.0] * size
-    for peer in _stats.stats(group)["peers"]:
-        samples = [sample for path in peer["paths"] for sample in path["round_trips_s"]]
-        mine[peer["rank"]] = min(samples[-rounds:], default=math.nan) / 2
+        look()
+        if number + 1 >= rounds:
+            # New connections are not measured at once, and acknowledgements may still be on their
+            # way: all ranks go on until the last one knows all of its links.
+            unknown = torch.tensor(float(math.inf in least_s.values()))
+            dist.all_reduce(unknown, dist.ReduceOp.MAX, group=group)
+            if not unknown:
+                break
+    else:
+        silent = [other for other, each in least_s.items() if each == math.inf]
+        raise RuntimeError(
+            f"links of rank {rank} without a round trip after {rounds + _MORE_ROUNDS} rounds: to "
+            f'ranks {silent} of the group; see their paths in torch_resilient.stats()["peers"]'
+        )
+    mine = [least_s[other] / 2 if other != rank else 0.0 for other in range(size)]
     rows: list[list[float]] = [[]] * size
     dist.all_gather_object(rows, mine, group=group)
-    # What one end has not measured, the other has.
-    for i, row in enumerate(rows):
-        for j, delay_s in enumerate(row):
-            if math.isnan(delay_s):
-                row[j] = 0.0 if math.isnan(rows[j][i]) else rows[j][i]
     return rows

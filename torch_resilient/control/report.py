@@ -24,7 +24,6 @@ class StageReport:
             of about the last iteration.
         round_trip_previous_s, round_trip_previous_least_s: the same of the link to the previous
             stage.
-        iteration_s: of the last iteration, on this rank.
         room: how many microbatches this rank can hold between F and W; infinite if not measured.
     """
 
@@ -38,7 +37,6 @@ class StageReport:
     round_trip_next_least_s: float = UNKNOWN
     round_trip_previous_s: float = UNKNOWN
     round_trip_previous_least_s: float = UNKNOWN
-    iteration_s: float = UNKNOWN
     room: float = math.inf
 
     def encode(self) -> list[float]:

@@ -76,24 +76,11 @@ class DispatchedSchedule(StageSchedule):
     def __init__(
         self,
         stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
-        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
-        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        scale_grads: bool = True,
-        *,
+        *arguments: Any,
         timeline_dir: str | Path | None = None,
+        **keywords: Any,
     ) -> None:
-        super().__init__(
-            stage,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-        )
+        super().__init__(stage, *arguments, **keywords)
         self.recorder = Recorder(stage.device)
         self.waits = Waits()
         self.recording: Recording | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,7 +20,6 @@ from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
-from torch.distributed.pipelining.microbatch import TensorChunkSpec
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
@@ -63,26 +62,11 @@ class StageSchedule(PipelineScheduleSingle):
     """
 
     def __init__(
-        self,
-        stage: PipelineStage,
-        n_microbatches: int,
-        loss_fn: Callable[..., Tensor] | None = None,
-        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
-        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
-        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
-        scale_grads: bool = True,
+        self, stage: PipelineStage, n_microbatches: int, *arguments: Any, **keywords: Any
     ) -> None:
         if n_microbatches < 1:
             raise ValueError(f"n_microbatches: expected at least 1, got {n_microbatches}")
-        super().__init__(
-            stage,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-        )
+        super().__init__(stage, n_microbatches, *arguments, **keywords)
         _take_over_weight_backward(stage)
 
     @property
@@ -131,7 +115,7 @@ class StageSchedule(PipelineScheduleSingle):
         try:
             self._run(actions)
         except BaseException:
-            # So that nothing of a failed step is left to the next.
+            # Frees the graphs. The pipeline cannot go on: its ranks are at different messages.
             self._internal_losses.clear()
             self._stage.clear_runtime_states()
             self._stage.backward_state.clear()
