@@ -17,6 +17,7 @@ from torch import nn
 
 from torch_resilient import faults
 from torch_resilient.control import Layout, LayoutCosts, ScheduleAdaptiveZB, propose_layout
+from torch_resilient.control.links import measure_delays
 from torch_resilient.control.migrate import (
     build_groups,
     capture_state,
@@ -70,7 +71,6 @@ METHODS = (
 SETTLE = 8
 NOISE = 0.05
 WIDTH = 192  # 144 KiB of weights: the all-reduce takes a small part of a healthy iteration
-PINGS = 5
 
 
 class Trainer:
@@ -137,31 +137,6 @@ class Trainer:
         dist.all_reduce(least, dist.ReduceOp.MIN, group=self.data)
         dist.all_reduce(most, dist.ReduceOp.MAX, group=self.data)
         return torch.equal(least, most)
-
-
-def measured_delays_s() -> list[list[float]]:
-    """Half the least round trip of a small message, for each pair of ranks in turn."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    delays_s = torch.zeros(ranks, ranks, dtype=torch.float64)
-    message = torch.zeros(1)
-    for one in range(ranks):
-        for other in range(one + 1, ranks):
-            dist.barrier()
-            trips_s = []
-            for _ in range(PINGS):
-                begin_s = time.monotonic()
-                if rank == one:
-                    dist.send(message, other)
-                    dist.recv(message, other)
-                elif rank == other:
-                    dist.recv(message, one)
-                    dist.send(message, one)
-                trips_s.append(time.monotonic() - begin_s)
-            if rank == one:
-                delays_s[one, other] = delays_s[other, one] = min(trips_s) / 2
-    dist.all_reduce(delays_s)
-    found: list[list[float]] = delays_s.tolist()
-    return found
 
 
 def costs_of(delays_s: list[list[float]], pace_s: float, buckets: int) -> LayoutCosts:
@@ -238,7 +213,7 @@ def measure(
         times = {"healthy": times_of(trainers[old], ORDERS[:1], rounds)["ZB-H2"]}
         with slow_link(rank, delay_ms * scale / 1e3):
             times["straggler"] = times_of(trainers[old], ORDERS[:1], rounds)["ZB-H2"]
-            delays_s = measured_delays_s()
+            delays_s = measure_delays()
             proposal = propose_layout(old, costs_of(delays_s, pace_s, buckets))
             move(old, IN_PIPELINE)
             there = times_of(trainers[IN_PIPELINE], ORDERS, rounds)

@@ -73,19 +73,19 @@ def test_state_and_buffers() -> None:
     run_ranks(private_state, backend="gloo")
 
 
+def static_stage(module: nn.Module, index: int, group: Any = None) -> PipelineStage:
+    """One of two stages between which 2 x 4 numbers go, with its shapes declared."""
+    shape = torch.zeros(2, 4, requires_grad=True)
+    inputs = shape if index else shape.detach()
+    cpu = torch.device("cpu")
+    return PipelineStage(module, index, 2, cpu, input_args=inputs, output_args=shape, group=group)
+
+
 def first_stages_backward(rank: int) -> list[int]:
     """How many gradients the first stage has after each of its B and W."""
     torch.manual_seed(rank)
     module = nn.Linear(4, 4)
-    shape = torch.zeros(2, 4, requires_grad=True)
-    stage = PipelineStage(
-        module,
-        rank,
-        2,
-        torch.device("cpu"),
-        input_args=shape if rank else shape.detach(),
-        output_args=shape,
-    )
+    stage = static_stage(module, rank)
     schedule = ScheduleInterleavedZeroBubble([stage], 2, loss_of)
     counts = []
 
@@ -152,16 +152,7 @@ def ddp_without_us(rank: int) -> list[list[float]]:
     replicas = [dist.new_group([0, 2]), dist.new_group([1, 3])]
     torch.manual_seed(index)
     module = DistributedDataParallel(nn.Linear(4, 4), process_group=replicas[index])
-    shape = torch.zeros(2, 4, requires_grad=True)
-    stage = PipelineStage(
-        module,
-        index,
-        2,
-        torch.device("cpu"),
-        input_args=shape if index else shape.detach(),
-        output_args=shape,
-        group=pipelines[replica],
-    )
+    stage = static_stage(module, index, pipelines[replica])
     schedule = ScheduleInterleavedZeroBubble([stage], 4, loss_of)
     x = torch.full((8, 4), 1.0 + replica)
     schedule.step(*((x,) if index == 0 else ()), **({"target": -x} if index else {}))
