@@ -29,7 +29,7 @@ def test_table_is_consistent() -> None:
     assert len({option.field for option in table}) == len(table)
     for option in table:
         assert option.variable == options.PREFIX + option.field.upper()
-        if option.kind in ("Bytes", "Count", "Seconds"):
+        if option.kind in ("Bytes", "Count", "AutoCount", "Seconds"):
             assert isinstance(option.default, int | float)
             assert option.least <= option.default <= option.most
             assert option.least < option.most

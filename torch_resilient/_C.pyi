@@ -29,7 +29,10 @@ class Options:
     listen_port: int
     interface: str
     paths_same_host: int
-    paths_remote: int
+    wan_connections: int | str
+    wan_dscp: int
+    nic_policy: str
+    nic_classes: str
     chunk_bytes: int
     starvation_bytes: int
     socket_buffer_bytes: int
@@ -41,9 +44,11 @@ class Options:
     handshake_timeout_s: float
     max_pending_handshakes: int
     heartbeat_s: float
+    suspect_after_s: float
     stall_timeout_s: float
     reconnect_min_s: float
     reconnect_max_s: float
+    hold_down_max_s: float
     linger_s: float
     eager_connect: bool
     secret: str

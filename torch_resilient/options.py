@@ -22,12 +22,12 @@ environment variable, which sets the default for all groups of the process:
 
 ```python
 options = torch_resilient.Options()
-options.paths_remote = 8
+options.wan_connections = 8
 dist.init_process_group("resilient", pg_options=options)
 ```
 
 ```sh
-TORCH_RESILIENT_PATHS_REMOTE=8 torchrun train.py
+TORCH_RESILIENT_WAN_CONNECTIONS=8 torchrun train.py
 ```
 
 A process has one engine for all its groups, started with the first one: that group's options
@@ -42,7 +42,7 @@ listed here gives a warning.
 class Option:
     """One row of options.def."""
 
-    kind: str  # Bytes, Count, Seconds, Flag, Text, Secret or Choice
+    kind: str  # Bytes, Count, AutoCount, Seconds, Flag, Text, Secret or Choice
     field: str
     variable: str
     default: int | float | bool | str
@@ -54,6 +54,8 @@ class Option:
     @property
     def default_text(self) -> str:
         """The default, as it would be written into the environment; empty for no text."""
+        if self.kind == "AutoCount" and self.default == 0:
+            return "auto"
         return str(self.default).lower() if isinstance(self.default, bool) else str(self.default)
 
 

@@ -138,8 +138,9 @@ void setOption(
           field = value.cast<double>();
         } else {
           if (py::isinstance<py::str>(value) &&
-              option.kind == OptionKind::Bytes) {
-            translated([&] { // "64M", as in the environment
+              (option.kind == OptionKind::Bytes ||
+               option.kind == OptionKind::AutoCount)) {
+            translated([&] { // "64M" or "auto", as in the environment
               changed.setFromString(option.name, value.cast<std::string>());
             });
           } else if (
@@ -156,6 +157,7 @@ void setOption(
   // options are used, or they could not be changed one at a time.
   translated([&] {
     if (option.kind == OptionKind::Bytes || option.kind == OptionKind::Count ||
+        option.kind == OptionKind::AutoCount ||
         option.kind == OptionKind::Seconds) {
       EngineOptions probe;
       probe.setFromString(option.name, changed.getAsString(option.name));
@@ -185,7 +187,14 @@ std::string repr(const GroupOptions& options) {
 
 py::list optionTableForPython() {
   static constexpr const char* kKinds[] = {
-      "Bytes", "Count", "Seconds", "Flag", "Text", "Choice", "Secret"};
+      "Bytes",
+      "Count",
+      "AutoCount",
+      "Seconds",
+      "Flag",
+      "Text",
+      "Choice",
+      "Secret"};
   const EngineOptions defaults;
   py::list rows;
   for (const OptionInfo& option : optionTable()) {
@@ -218,6 +227,10 @@ py::dict toPython(const PathStats& s) {
   d["round_trips"] = s.roundTrips;
   d["round_trips_s"] = s.recentRoundTripsS;
   d["goodput_bytes_per_s"] = s.goodputBytesPerS;
+  d["capacity_bytes_per_s"] = s.capacityBytesPerS;
+  d["nic"] = s.nic;
+  d["remote_nic"] = s.remoteNic;
+  d["times_suspect"] = s.timesSuspect;
   d["reconnects"] = s.reconnects;
   d["last_error"] = s.lastError;
   return d;

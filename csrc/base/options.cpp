@@ -46,6 +46,9 @@ std::string expectation(const OptionInfo& option) {
           " (K, M, G stand for KiB, MiB, GiB)";
     case OptionKind::Count:
       return "a whole number (" + option.unit + ") from " + range;
+    case OptionKind::AutoCount:
+      return "\"auto\" or a whole number (" + option.unit + ") from 1 to " +
+          boundText(option.kind, option.most);
     case OptionKind::Seconds:
       return "a number of seconds from " + range;
     case OptionKind::Flag:
@@ -133,6 +136,21 @@ std::optional<bool> parseFlag(std::string_view text) {
   return std::nullopt;
 }
 
+// `choices`: "debug, info, warning or error".
+bool isChoice(std::string_view choices, std::string_view word) {
+  constexpr std::string_view kSeparators = ", ";
+  while (!choices.empty()) {
+    const size_t end =
+        std::min(choices.find_first_of(kSeparators), choices.size());
+    const std::string_view choice = choices.substr(0, end);
+    if (choice == word && choice != "or" && !choice.empty()) {
+      return true;
+    }
+    choices.remove_prefix(std::min(end + 1, choices.size()));
+  }
+  return false;
+}
+
 // NaN is within no bounds.
 bool inBounds(const OptionInfo& option, double value) {
   return value >= option.least && value <= option.most;
@@ -147,7 +165,7 @@ bool acceptable(const OptionInfo& option, const EngineOptions& options) {
           return true;
         } else if constexpr (std::is_same_v<T, std::string>) {
           return option.kind != OptionKind::Choice ||
-              logLevelFromName(value).has_value();
+              isChoice(option.unit, value);
         } else {
           return inBounds(option, static_cast<double>(value));
         }
@@ -167,6 +185,8 @@ std::string valueText(const OptionInfo& option, const EngineOptions& options) {
                                                                      : value;
         } else if constexpr (std::is_same_v<T, double>) {
           return numberText(value);
+        } else if (option.kind == OptionKind::AutoCount && value == 0) {
+          return "auto";
         } else {
           return std::to_string(value);
         }
@@ -182,9 +202,13 @@ bool assign(
   EngineOptions changed = options;
   switch (option.kind) {
     case OptionKind::Bytes:
-    case OptionKind::Count: {
-      auto value =
-          parseInteger(trimmed(text), option.kind == OptionKind::Bytes);
+    case OptionKind::Count:
+    case OptionKind::AutoCount: {
+      const bool automatic = option.kind == OptionKind::AutoCount &&
+          lower(trimmed(text)) == "auto";
+      auto value = automatic
+          ? std::optional<int64_t>(0)
+          : parseInteger(trimmed(text), option.kind == OptionKind::Bytes);
       if (!value) {
         return false;
       }
@@ -309,6 +333,12 @@ void EngineOptions::validate() const {
     if (!acceptable(option, *this)) {
       reject(option, option.name, valueText(option, *this));
     }
+  }
+  if (suspect_after_s > stall_timeout_s) {
+    invalid(
+        "suspect_after_s=" + numberText(suspect_after_s) +
+        " exceeds stall_timeout_s=" + numberText(stall_timeout_s) +
+        ": lower the first or raise the second");
   }
   if (reconnect_min_s > reconnect_max_s) {
     invalid(

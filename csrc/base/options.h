@@ -14,6 +14,7 @@ namespace resilient {
 struct EngineOptions {
 #define RESILIENT_FIELD_Bytes int64_t
 #define RESILIENT_FIELD_Count int64_t
+#define RESILIENT_FIELD_AutoCount int64_t
 #define RESILIENT_FIELD_Seconds double
 #define RESILIENT_FIELD_Flag bool
 #define RESILIENT_FIELD_Text std::string
@@ -25,6 +26,7 @@ struct EngineOptions {
 #undef X
 #undef RESILIENT_FIELD_Bytes
 #undef RESILIENT_FIELD_Count
+#undef RESILIENT_FIELD_AutoCount
 #undef RESILIENT_FIELD_Seconds
 #undef RESILIENT_FIELD_Flag
 #undef RESILIENT_FIELD_Text
@@ -54,6 +56,7 @@ struct EngineOptions {
 enum class OptionKind : uint8_t {
   Bytes,
   Count,
+  AutoCount,
   Seconds,
   Flag,
   Text,

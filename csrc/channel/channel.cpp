@@ -68,31 +68,112 @@ void Channel::removePath(PathId path, TimePoint now) {
   paths_.erase(it);
   // Newest first, so that the oldest ends up at the front of every queue.
   for (auto f = lost.inFlight.rbegin(); f != lost.inFlight.rend(); ++f) {
-    if (f->control) { // the peer may have it: it must bear a second one
-      control_.push_front(std::move(f->control));
-      continue;
-    }
-    auto found = out_.find(f->message);
-    if (found == out_.end()) {
-      continue;
-    }
-    OutMessage& m = *found->second;
-    --m.inFlight;
-    if (m.abandoned) {
-      eraseIfDone(m);
-      continue;
-    }
-    if (f->chunk == kOfferChunk) {
-      clearOffer(m);
-    } else {
-      if (!RESILIENT_PLANTED(noRequeue)) {
-        m.again.push_back(f->chunk);
-      }
-    }
-    enqueue(m, /*front=*/true);
+    takeBack(*f, /*pathIsGone=*/true);
   }
   unblock(); // what was taken back has its credit
   ready();
+}
+
+// What `f` carries waits to be sent once more.
+void Channel::takeBack(InFlight& f, bool pathIsGone) {
+  if (f.control) { // the peer may have it: it must bear a second one
+    if (!f.ghost) {
+      control_.push_front(
+          pathIsGone ? std::move(f.control)
+                     : std::make_unique<Control>(*f.control));
+    }
+    return;
+  }
+  auto found = out_.find(f.message);
+  if (found == out_.end()) {
+    return;
+  }
+  OutMessage& m = *found->second;
+  m.inFlight -= pathIsGone;
+  // Or another copy has arrived already.
+  if (m.abandoned || f.ghost || m.acknowledgedChunks.contains(f.chunk)) {
+    eraseIfDone(m);
+    return;
+  }
+  if (f.chunk == kOfferChunk) {
+    clearOffer(m);
+  } else {
+    if (!pathIsGone) {
+      trackChunks(m);
+    }
+    if (!RESILIENT_PLANTED(noRequeue)) {
+      m.again.push_back(f.chunk);
+    }
+  }
+  enqueue(m, /*front=*/true);
+}
+
+// From now on acknowledgements of the message may repeat. Until now none has:
+// what is neither in flight nor taken back has been acknowledged.
+void Channel::trackChunks(OutMessage& m) {
+  if (m.tracked) {
+    return;
+  }
+  m.tracked = true;
+  if (m.chunks == 1) {
+    return;
+  }
+  std::vector<bool> open(m.nextChunk, false);
+  for (const auto& [id, p] : paths_) {
+    for (const InFlight& f : p.inFlight) {
+      if (f.message == m.number() && !f.control && f.chunk != kOfferChunk) {
+        open[f.chunk] = true;
+      }
+    }
+  }
+  for (uint32_t chunk : m.again) {
+    open[chunk] = true;
+  }
+  for (uint32_t chunk = 0; chunk < m.nextChunk; ++chunk) {
+    if (!open[chunk]) {
+      m.acknowledgedChunks.insert(chunk);
+    }
+  }
+}
+
+// Paper: SHIFT §4.3.2 falls back when an error tells that a path has failed.
+// Repeats do no harm here, so doubt is enough; the path keeps what it has.
+void Channel::setSuspect(PathId path, bool suspect) {
+  PathState& p = state(path);
+  if (p.suspect == suspect) {
+    return;
+  }
+  p.suspect = suspect;
+  if (suspect) {
+    ++p.counters.timesSuspect;
+    for (auto f = p.inFlight.rbegin(); f != p.inFlight.rend(); ++f) {
+      takeBack(*f, /*pathIsGone=*/false);
+      f->ghost = true;
+    }
+    unblock();
+  }
+  ready();
+}
+
+bool Channel::isSuspect(PathId path) const {
+  return state(path).suspect;
+}
+
+void Channel::setClasses(PathId path, uint8_t classes) {
+  PathState& p = state(path);
+  if (p.classes != classes) {
+    p.classes = classes;
+    ready();
+  }
+}
+
+uint8_t Channel::classes(PathId path) const {
+  return state(path).classes;
+}
+
+bool Channel::backlogged() const {
+  return std::any_of(
+      ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
 const std::deque<OutFrame>& Channel::unwritten(PathId path) const {
@@ -105,18 +186,27 @@ bool Channel::hasFrames(PathId path) const {
       p.pongDue) {
     return true;
   }
+  if (p.suspect || p.onProbation) {
+    return false;
+  }
   return std::any_of(
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
 // Paper: SHIFT §4.3.3. A path that has come back must show that it works.
 void Channel::putOnProbation(PathId path) {
-  state(path).onProbation = true;
+  PathState& p = state(path);
+  p.onProbation = true;
+  p.pingsAnswered = 0;
   ping(path);
 }
 
 bool Channel::onProbation(PathId path) const {
   return state(path).onProbation;
+}
+
+uint32_t Channel::pingsAnswered(PathId path) const {
+  return state(path).pingsAnswered;
 }
 
 void Channel::trust(PathId path) {
@@ -131,7 +221,7 @@ void Channel::ping(PathId path) {
 
 TimePoint Channel::deadline() const {
   TimePoint due = grantsUrgent_ ? kNever : grantsDue_;
-  due = std::min(due, stageCheckAt_);
+  due = std::min({due, stageCheckAt_, askAgainAt_});
   for (const auto& [id, p] : paths_) {
     if (!p.ackUrgent) {
       due = std::min(due, p.ackDue);
@@ -155,6 +245,10 @@ void Channel::onTimer(TimePoint now) {
   }
   if (stageCheckAt_ <= now) {
     stageLent(now);
+  }
+  if (askAgainAt_ <= now) {
+    askAgainAt_ = kNever;
+    wake = true;
   }
   if (wake) {
     ready();
@@ -182,6 +276,7 @@ void Channel::fail(const Status& status) {
   control_.clear();
   lent_.clear();
   stageCheckAt_ = kNever;
+  askAgainAt_ = kNever;
   chargedBytes_ = 0;
   offers_ = 0;
   unacknowledged_ = 0;
@@ -225,7 +320,7 @@ size_t Channel::controlInFlight() const {
   size_t n = 0;
   for (const auto& [id, p] : paths_) {
     for (const InFlight& f : p.inFlight) {
-      n += f.control != nullptr;
+      n += f.control != nullptr && !f.ghost;
     }
   }
   return n;

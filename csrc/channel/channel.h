@@ -15,6 +15,7 @@
 #include "path/class_scheduler.h"
 #include "path/link_statistics.h"
 #include "path/number_set.h"
+#include "path/striping.h"
 #include "wire/frame.h"
 
 namespace resilient {
@@ -79,6 +80,7 @@ struct PathCounters {
   uint64_t bytesReceived = 0;
   uint64_t chunksSent = 0;
   uint64_t chunksRetransmitted = 0; // of these, repeats of another path's
+  uint64_t timesSuspect = 0;
 };
 
 // The relation to one remote process: messages in both directions over any
@@ -162,12 +164,21 @@ class Channel {
   std::byte* destination(PathId path);
   Status onPayload(PathId path, TimePoint now);
   void ping(PathId path);
-  // Nothing but a ping goes over the path, until its answer ends that or
-  // trust() does. For one that has broken before, where others work: what it
-  // were given might be stuck until it breaks again.
+  // Nothing but pings goes over the path until trust(). For one that has
+  // broken before, where others work: what it were given might be stuck until
+  // it breaks again.
   void putOnProbation(PathId path);
   bool onProbation(PathId path) const;
+  uint32_t pingsAnswered(PathId path) const; // since putOnProbation
   void trust(PathId path);
+  // A suspect path gets nothing new that must arrive, and what it has in
+  // flight is sent once more by the others. It may recover: then it goes on.
+  void setSuspect(PathId path, bool suspect);
+  bool isSuspect(PathId path) const;
+  // The traffic classes that the path carries, a bit each (1 << class); all
+  // at first. 0: a path in reserve.
+  void setClasses(PathId path, uint8_t classes);
+  uint8_t classes(PathId path) const;
 
   // --- time
   TimePoint deadline() const; // when onTimer has something to do
@@ -180,6 +191,8 @@ class Channel {
   const PathCounters& pathCounters(PathId path) const;
   const LinkStatistics& pathStatistics(PathId path) const;
   uint64_t inFlightBytes(PathId path) const;
+  // There is more to send than the paths have taken.
+  bool backlogged() const;
   // Since when the path owes us an acknowledgement without any progress;
   // kNever if it owes none.
   TimePoint waitingSince(PathId path) const;
@@ -215,7 +228,17 @@ class Channel {
   void ready();
 
   // sending
-  OutMessage* nextSendable(uint32_t& chunk, bool& repeated);
+  OutMessage*
+  nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
+  bool worthTaking(
+      const PathState& p,
+      const OutMessage& m,
+      size_t cls,
+      TimePoint now) const;
+  uint64_t backlogBytes(size_t cls) const;
+  uint32_t chunkBytesFor(uint64_t messageBytes) const;
+  void trackChunks(OutMessage& m);
+  void takeBack(InFlight& f, bool pathIsGone);
   bool takeCredit(OutMessage& m, uint64_t bytes);
   const OutFrame* pullControl(PathState& p, TimePoint now);
   const OutFrame* pullChunk(PathState& p, TimePoint now);
@@ -229,7 +252,7 @@ class Channel {
       std::vector<std::byte> payload);
   size_t controlInFlight() const;
   Status onAck(PathState& p, uint64_t count, TimePoint now);
-  void chunkAcknowledged(OutMessage& m);
+  void chunkAcknowledged(OutMessage& m, uint32_t chunk);
   void finishSend(OutMessage& m, const Status& status);
   void abandon(OutMessage& m); // no more of it will be sent
   void detachFrames(OutMessage& m);
@@ -277,6 +300,7 @@ class Channel {
   std::deque<uint64_t> lent_; // messages whose buffer is lent, oldest first
   TimePoint stageCheckAt_ = kNever;
   Nanos stageInterval_{};
+  TimePoint askAgainAt_ = kNever; // a path has left a chunk to the others
   struct StreamHash {
     size_t operator()(const std::pair<uint64_t, uint64_t>& s) const {
       return (s.first ^ (s.second * 0x9e3779b97f4a7c15)) * 0xff51afd7ed558ccd;

@@ -219,9 +219,7 @@ Status Channel::onPayload(PathId path, TimePoint now) {
         p.pingSent.reset();
       }
       // Whichever ping it answers, that went there and back.
-      if (p.onProbation) {
-        trust(path);
-      }
+      p.pingsAnswered += p.onProbation;
       return Status();
     }
     case FrameType::kAck:

@@ -33,7 +33,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   h.message = ++lastMessage_;
   h.totalBytes = op->bytes;
   // Chunks grow with messages too large for the header's limit of chunks.
-  h.chunkBytes = config_.chunkBytes;
+  h.chunkBytes = chunkBytesFor(op->bytes);
   while (h.totalBytes / h.chunkBytes >= kMaxChunksPerMessage) {
     h.chunkBytes *= 2;
   }
@@ -265,14 +265,89 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
   return true;
 }
 
-// The next chunk to send (`repeated`: another path lost it), or kOfferChunk to
-// announce the message; null if there is nothing that may be sent now.
-Channel::OutMessage* Channel::nextSendable(uint32_t& chunk, bool& repeated) {
+// Smaller pieces where a path is slow: see kChunkTime.
+uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
+  const uint32_t most = config_.chunkBytes;
+  if (messageBytes <= std::min(most, kLeastChunkBytes)) {
+    return most;
+  }
+  double slowest = 0;
+  for (const auto& [id, p] : paths_) {
+    const double rate = p.statistics.capacityBytesPerS();
+    if (rate > 0 && !p.suspect && p.classes != 0) {
+      slowest = slowest == 0 ? rate : std::min(slowest, rate);
+    }
+  }
+  const double fits = slowest * toSeconds(kChunkTime);
+  if (slowest == 0 || fits >= most) {
+    return most;
+  }
+  uint32_t bytes = kLeastChunkBytes;
+  while (2.0 * bytes <= fits) {
+    bytes *= 2;
+  }
+  return std::min(bytes, most);
+}
+
+// What waits to be sent in this class, as far as it matters: more than a few
+// messages ahead, every path has enough to do.
+uint64_t Channel::backlogBytes(size_t cls) const {
+  constexpr size_t kLookAhead = 16;
+  uint64_t bytes = 0;
+  size_t seen = 0;
+  for (uint64_t number : ready_[cls]) {
+    if (seen++ == kLookAhead) {
+      break;
+    }
+    const auto found = out_.find(number);
+    if (found != out_.end() && !found->second->abandoned) {
+      bytes += found->second->unsentBytes();
+    }
+  }
+  return bytes;
+}
+
+// Would a chunk on this path arrive in time, or had it better wait for
+// another one?
+bool Channel::worthTaking(
+    const PathState& p,
+    const OutMessage& m,
+    size_t cls,
+    TimePoint now) const {
+  const auto load = [now](const PathState& s) {
+    PathLoad l;
+    l.bytesPerS = s.statistics.capacityBytesPerS();
+    l.oneWayS = s.statistics.leastRoundTripS() / 2;
+    l.inFlightBytes = s.inFlightBytes;
+    l.silentS = s.inFlight.empty() ? 0 : toSeconds(now - s.progressAt);
+    return l;
+  };
+  const uint64_t chunk =
+      std::min<uint64_t>(m.header.chunkBytes, m.unsentBytes());
+  ArrivalOrder order(load(p), chunk);
+  for (const auto& [id, other] : paths_) {
+    if (&other != &p && !other.suspect && !other.onProbation &&
+        (other.classes >> cls & 1) != 0) {
+      order.addOther(load(other));
+    }
+  }
+  return order.mayTake(backlogBytes(cls), now - p.chunkAt >= kExploreAfter);
+}
+
+// The next chunk for this path (`repeated`: another path lost it), or
+// kOfferChunk to announce the message; null if there is nothing that the path
+// should send now.
+Channel::OutMessage* Channel::nextSendable(
+    PathState& p,
+    TimePoint now,
+    uint32_t& chunk,
+    bool& repeated) {
   repeated = false;
+  const bool alone = paths_.size() == 1;
   for (;;) {
     std::array<bool, kTrafficClassCount> waiting;
     for (size_t c = 0; c < kTrafficClassCount; ++c) {
-      waiting[c] = !ready_[c].empty();
+      waiting[c] = !ready_[c].empty() && (p.classes >> c & 1) != 0;
     }
     const size_t c = scheduler_.pick(waiting);
     if (c == kTrafficClassCount) {
@@ -286,6 +361,10 @@ Channel::OutMessage* Channel::nextSendable(uint32_t& chunk, bool& repeated) {
       m.queued = false;
       eraseIfDone(m);
       continue;
+    }
+    if (!alone && !worthTaking(p, m, c, now)) {
+      askAgainAt_ = std::min(askAgainAt_, now + kAskAgain);
+      return nullptr;
     }
     if (!m.again.empty()) {
       chunk = m.again.back(); // was charged when it was sent first
@@ -331,9 +410,10 @@ const OutFrame* Channel::pull(PathId path, TimePoint now) {
   PathState& p = state(path);
   const bool wasIdle = p.inFlight.empty();
   const OutFrame* f = nullptr;
-  if (!p.onProbation) {
+  if (!p.onProbation && !p.suspect) {
+    // A path in reserve helps with what is small and may be urgent.
     f = pullControl(p, now);
-    if (f == nullptr) {
+    if (f == nullptr && p.classes != 0) {
       f = pullChunk(p, now);
     }
   }
@@ -375,7 +455,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   }
   uint32_t chunk = 0;
   bool repeated = false;
-  OutMessage* m = nextSendable(chunk, repeated);
+  OutMessage* m = nextSendable(p, now, chunk, repeated);
   if (m == nullptr) {
     return nullptr;
   }
@@ -408,6 +488,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   ++p.handedOut;
   ++m->inFlight;
   m->pulledAt = now;
+  p.chunkAt = now;
   p.inFlightBytes += h.payloadBytes;
   p.counters.bytesSent += h.payloadBytes;
   p.counters.chunksSent += !offer;
@@ -458,7 +539,7 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
       p.statistics.onRoundTrip(now - f.at, now);
     }
     if (f.control && f.control->header.type != FrameType::kCancel) {
-      rejects_ -= f.control->header.type == FrameType::kReject;
+      rejects_ -= f.control->header.type == FrameType::kReject && !f.ghost;
       continue;
     }
     auto found = out_.find(f.message);
@@ -475,7 +556,7 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     bytes += f.bytes;
     p.inFlightBytes -= f.bytes;
     if (f.chunk != kOfferChunk && !m.abandoned) {
-      chunkAcknowledged(m);
+      chunkAcknowledged(m, f.chunk);
     }
     eraseIfDone(m);
   }
@@ -487,15 +568,24 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     p.progressAt = now;
     counters_.bytesSent += bytes;
     if (bytes != 0) {
-      p.statistics.onAcknowledged(bytes, p.busySince, now);
+      p.statistics.onAcknowledged(bytes, p.busySince, now, p.inFlightBytes);
     }
   }
   return Status();
 }
 
-void Channel::chunkAcknowledged(OutMessage& m) {
+void Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
+  if (m.tracked && !RESILIENT_PLANTED(countRepeats)) {
+    if (!m.acknowledgedChunks.insert(chunk)) {
+      return; // its other copy was faster
+    }
+    std::erase(m.again, chunk);
+  }
   if (++m.acknowledged < m.chunks) {
     return;
+  }
+  if (m.tracked) {
+    detachFrames(m); // copies that suspect paths have not written
   }
   // The receiver has it all. The record stays until it is granted too: until
   // then the bytes count against the receiver's budget.

@@ -58,6 +58,19 @@ inline constexpr uint64_t kOpenWindowBytes = 4u << 20;
 
 inline constexpr uint32_t kOfferChunk = UINT32_MAX;
 
+inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
+
+// A chunk should hold up a path no longer than this: what is more urgent waits
+// behind it, and so does the end of its message if the path is the slower one.
+inline constexpr Nanos kChunkTime = std::chrono::milliseconds(20);
+// Below, headers and system calls begin to count.
+inline constexpr uint32_t kLeastChunkBytes = 16u << 10;
+// A path that left a chunk to others is asked again, should they be late.
+inline constexpr Nanos kAskAgain = std::chrono::milliseconds(5);
+// A path that has been passed over this long is tried with one chunk: it may
+// have become better since it was measured.
+inline constexpr Nanos kExploreAfter = std::chrono::seconds(1);
+
 struct Channel::OutMessage {
   FrameHeader header; // of every chunk, but for offset and payload
   SendOp* op = nullptr; // null once its owner has been told
@@ -65,7 +78,8 @@ struct Channel::OutMessage {
   std::unique_ptr<std::byte[]> owned;
   uint32_t chunks = 1;
   uint32_t nextChunk = 0; // the first that was never handed to a path
-  std::vector<uint32_t> again; // taken back from dead paths; back goes first
+  // Taken back from dead or suspect paths; the back goes first.
+  std::vector<uint32_t> again;
   uint32_t acknowledged = 0; // chunks
   uint32_t inFlight = 0; // frames on paths, offers included
   bool queued = false; // in ready_ or blocked_
@@ -73,6 +87,10 @@ struct Channel::OutMessage {
   bool granted = false;
   bool abandoned = false;
   bool cancelPending = false; // kCancel not yet acknowledged
+  // A chunk of it is in flight more than once, so acknowledgements may repeat:
+  // these have come.
+  bool tracked = false;
+  NumberSet acknowledgedChunks;
   uint64_t charged = 0;
   TimePoint postedAt{};
   TimePoint pulledAt{}; // last time a chunk went to a path
@@ -86,6 +104,11 @@ struct Channel::OutMessage {
   bool copiedWhenWritten() const {
     return op != nullptr && op->pointToPoint && chunks == 1 &&
         header.totalBytes <= kCopyWrittenBytes;
+  }
+  uint64_t unsentBytes() const {
+    const uint64_t begun = uint64_t(nextChunk) * header.chunkBytes;
+    return (header.totalBytes > begun ? header.totalBytes - begun : 0) +
+        again.size() * uint64_t(header.chunkBytes);
   }
   bool hasUnsent() const {
     return !abandoned && !allHandedOut();
@@ -109,6 +132,9 @@ struct Channel::InFlight {
   uint32_t chunk = 0;
   uint32_t bytes = 0;
   bool ackNow = false;
+  // It was taken back while the path was suspect: whatever becomes of this
+  // copy, another one counts. If it is acknowledged first, so much the better.
+  bool ghost = false;
   TimePoint at{};
   std::unique_ptr<Control> control;
 };
@@ -138,6 +164,10 @@ struct Channel::PathState {
   std::vector<std::byte> control;
 
   bool onProbation = false;
+  uint32_t pingsAnswered = 0; // while on probation
+  bool suspect = false;
+  uint8_t classes = kAllClasses;
+  TimePoint chunkAt{}; // last time it took one
   bool pingDue = false;
   std::optional<TimePoint> pingSent; // not answered yet
   bool pongDue = false;

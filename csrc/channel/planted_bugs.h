@@ -13,6 +13,7 @@ struct PlantedBugs {
   bool acknowledgeEarly = false; // before the payload is here
   bool noRequeue = false; // chunks of a dead path are not sent again
   bool noDetach = false; // frames of a cancelled send read its buffer
+  bool countRepeats = false; // acknowledgements of a chunk's two copies
   bool ignoreCredit = false; // the sender sends without credit
   bool forgetCredit = false; // the receiver never gives credit back
   bool matchByArrival = false; // instead of by number

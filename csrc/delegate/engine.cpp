@@ -74,6 +74,34 @@ std::string readSecretFile(const std::string& path) {
   return secret;
 }
 
+// "activation=eth0, gradient=eth1"
+std::array<std::string, kTrafficClassCount> parseNicClasses(
+    const std::string& text) {
+  std::array<std::string, kTrafficClassCount> result;
+  std::stringstream in(text);
+  std::string item;
+  while (std::getline(in, item, ',')) {
+    std::erase(item, ' ');
+    const size_t equals = item.find('=');
+    size_t c = 0;
+    while (c < kTrafficClassCount &&
+           item.substr(0, equals) !=
+               trafficClassName(static_cast<TrafficClass>(c))) {
+      ++c;
+    }
+    if (equals == std::string::npos || equals + 1 == item.size() ||
+        c == kTrafficClassCount) {
+      throw StatusError(Status(
+          StatusCode::kInvalidArgument,
+          "TORCH_RESILIENT_NIC_CLASSES=\"" + text +
+              "\": expected class=interface, separated by commas; classes are "
+              "activation, activation_gradient, gradient and bulk"));
+    }
+    result[c] = item.substr(equals + 1);
+  }
+  return result;
+}
+
 } // namespace
 
 std::shared_ptr<Engine> Engine::current() {
@@ -182,11 +210,25 @@ Engine::Engine(
   self_.hostId = hostIdentity();
   self_.hostName = hostName();
   self_.pid = ::getpid();
+  windowBytes_ = systemWindowBytes();
+  nicClasses_ = parseNicClasses(options_.nic_classes);
   startListening(storeHost);
+  linkWatch_ = std::make_unique<LinkWatch>(
+      loop_, [this](const std::string& nic, bool usable) {
+        eachLink([&](PeerLink& link) { link.onNic(nic, usable); });
+      });
   if (options_.dump_on_sigusr1) {
     signalDump_ =
         std::make_unique<SignalDump>(loop_, [this] { writeDump("SIGUSR1"); });
   }
+}
+
+SocketOptions Engine::socketOptions(bool remote) const {
+  SocketOptions options;
+  options.dscp = remote ? static_cast<int>(options_.wan_dscp) : 0;
+  options.sendBufferBytes = static_cast<int>(options_.socket_buffer_bytes);
+  options.receiveBufferBytes = options.sendBufferBytes;
+  return options;
 }
 
 void Engine::startListening(const std::string& storeHost) {
@@ -203,9 +245,7 @@ void Engine::startListening(const std::string& storeHost) {
   config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
   config.maxPendingHandshakes =
       static_cast<size_t>(options_.max_pending_handshakes);
-  config.options.sendBufferBytes =
-      static_cast<int>(options_.socket_buffer_bytes);
-  config.options.receiveBufferBytes = config.options.sendBufferBytes;
+  config.options = socketOptions(/*remote=*/true);
   config.identity.uid = self_.uid;
   config.identity.eagerBudgetBytes =
       static_cast<uint64_t>(options_.eager_bytes);
@@ -238,7 +278,7 @@ void Engine::startListening(const std::string& storeHost) {
   for (const InterfaceAddress& a : choice.addresses) {
     SocketAddress at = a.address;
     at.setPort(listener_->port());
-    self_.addresses.push_back(at);
+    self_.addresses.push_back({a.interface, at, a.prefixBits});
     where +=
         (where.empty() ? "" : ", ") + at.toString() + " (" + a.interface + ')';
   }
@@ -341,6 +381,7 @@ void Engine::stop(Nanos linger) {
     }
     completions_.drain();
     listener_.reset();
+    linkWatch_.reset();
     signalDump_.reset();
   });
   loop_.stop();
@@ -471,6 +512,11 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
     if (auto g = groups_.find(query->group); g != groups_.end()) {
       link.channel().sendControl(encode(g->second->report()));
     }
+  } else if (const auto lost = decodePathsLost(payload)) {
+    // Not now: the path that brought it may be among them.
+    loop_.post([this, uid = link.uid(), lost = *lost] {
+      this->link(uid).onPathsLost(lost);
+    });
   } else if (const auto report = decodeReport(payload)) {
     if (auto g = groups_.find(report->group); g != groups_.end()) {
       g->second->onReport(*report);

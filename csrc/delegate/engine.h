@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <functional>
@@ -21,6 +22,7 @@
 #include "path/faults.h"
 #include "transport/address.h"
 #include "transport/event_loop.h"
+#include "transport/link_watch.h"
 #include "transport/listener.h"
 #include "wire/control.h"
 
@@ -110,6 +112,15 @@ class Engine final : public MailboxListener {
     return ++lastPathId_;
   }
   ListenerCounters listenerCounters() const;
+  // For connections to another host, or to this one.
+  SocketOptions socketOptions(bool remote) const;
+  uint64_t windowBytes() const {
+    return windowBytes_;
+  }
+  // By traffic class: the interface it keeps to, or empty.
+  const std::array<std::string, kTrafficClassCount>& nicClasses() const {
+    return nicClasses_;
+  }
   TimePoint startedAt() const {
     return startedAt_;
   }
@@ -161,6 +172,9 @@ class Engine final : public MailboxListener {
   FaultPlan faults_;
   TimePoint startedAt_;
   std::unique_ptr<Listener> listener_;
+  std::unique_ptr<LinkWatch> linkWatch_;
+  uint64_t windowBytes_ = 0;
+  std::array<std::string, kTrafficClassCount> nicClasses_;
   std::unique_ptr<SignalDump> signalDump_;
   bool failureDumped_ = false;
   std::map<Uid, std::unique_ptr<PeerLink>> links_;

@@ -76,7 +76,10 @@ struct PointToPointSpec {
 // The state of one peer for stats(); see the field names in docs/options.md.
 struct PathStats {
   int slot = 0;
-  std::string state; // "up", "connecting", "down"
+  // "up", "reserve" (it works, and is not needed), "suspect", "proving" (it
+  // has come back), "connecting", "down", "unused"
+  std::string state;
+  std::string nic, remoteNic; // empty where the system chooses
   std::string localAddress, remoteAddress;
   uint64_t bytesSent = 0, bytesReceived = 0;
   uint64_t chunksSent = 0, chunksRetransmitted = 0;
@@ -85,6 +88,8 @@ struct PathStats {
   uint64_t roundTrips = 0; // how many were measured
   std::vector<double> recentRoundTripsS; // the last of them, oldest first
   double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
+  double capacityBytesPerS = 0; // what it would carry; 0 while unknown
+  uint64_t timesSuspect = 0;
   uint64_t reconnects = 0;
   std::string lastError;
 };

@@ -314,7 +314,7 @@ std::string GroupImpl::describe(int rank) const {
     const PeerAddress& a = *m.link->address();
     s += " (host " + a.hostName + ", pid " + std::to_string(a.pid);
     if (!a.addresses.empty()) {
-      s += ", " + a.addresses.front().toString();
+      s += ", " + a.addresses.front().address.toString();
     }
     s += m.globalRank != rank
         ? ", global rank " + std::to_string(m.globalRank) + ')'

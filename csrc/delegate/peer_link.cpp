@@ -28,7 +28,12 @@ constexpr Nanos kAttemptPriority = std::chrono::seconds(1);
 // others get theirs.
 constexpr int kPumpRounds = 8;
 
-constexpr Nanos kHealthInterval = std::chrono::milliseconds(100);
+// While other paths work, an attempt to bring one back is over soon: if the
+// way is a black hole, the next one may find it healed.
+constexpr Nanos kShortAttempt = std::chrono::milliseconds(600);
+
+// More than this many connections between two processes is a mistake.
+constexpr size_t kMostSlots = 2048;
 
 // Of the budget that a peer on this host grants, we use this much. What comes
 // before its receive is posted is copied once more, which costs as much as the
@@ -72,7 +77,7 @@ std::string PeerLink::describe() const {
     s += " (host " + address_->hostName + ", pid " +
         std::to_string(address_->pid);
     if (!address_->addresses.empty()) {
-      s += ", " + address_->addresses.front().toString();
+      s += ", " + address_->addresses.front().address.toString();
     }
     s += ')';
   }
@@ -90,15 +95,20 @@ std::optional<TimePoint> PeerLink::heardAt() const {
 }
 
 std::string PeerLink::pathSummary() const {
-  std::string s = std::to_string(livePaths()) + " of " +
-      std::to_string(slots_.size()) + " paths up";
+  size_t count = 0;
+  std::string faults;
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
-    if (!slot.path && !slot.lastError.ok()) {
-      s += "; path " + std::to_string(i) + ": " + slot.lastError.message();
+    count += wanted(i) || slot.path;
+    if (!slot.path && !slot.lastError.ok() && wanted(i)) {
+      const std::string nic = nicOf(i);
+      faults += "; path " + std::to_string(i) +
+          (nic.empty() ? "" : " (" + nic + ")") + ": " +
+          slot.lastError.message();
     }
   }
-  return s;
+  return std::to_string(livePaths()) + " of " + std::to_string(count) +
+      " paths up" + faults;
 }
 
 size_t PeerLink::livePaths() const {
@@ -123,30 +133,21 @@ void PeerLink::setAddress(
   address_ = address;
   secret_ = secret;
   globalRank_ = globalRank;
-  const bool sameHost = address.hostId == engine_.self().hostId;
-  if (!sameHost) {
-    // Its loopback is not ours.
-    std::erase_if(address_->addresses, [](const SocketAddress& a) {
-      return a.isLoopback();
-    });
-    if (address_->addresses.empty()) {
-      address_->addresses = address.addresses;
-    }
+  chooseRoutes();
+  connectAll();
+}
+
+void PeerLink::ensureSlots(size_t count) {
+  while (slots_.size() < std::min(count, kMostSlots)) {
+    slots_.emplace_back(fromSeconds(engine_.options().hold_down_max_s));
   }
-  ensureSlots(
-      static_cast<size_t>(
-          sameHost ? engine_.options().paths_same_host
-                   : engine_.options().paths_remote));
+}
+
+void PeerLink::connectAll() {
   if (interest_ > 0) {
     for (size_t i = 0; i < slots_.size(); ++i) {
       connect(i);
     }
-  }
-}
-
-void PeerLink::ensureSlots(size_t count) {
-  if (slots_.size() < count) {
-    slots_.resize(count);
   }
 }
 
@@ -157,9 +158,7 @@ void PeerLink::addInterest() {
   if (state_ == State::kUnconnected && neededSince_ == kNever) {
     neededSince_ = engine_.loop().now();
   }
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    connect(i);
-  }
+  connectAll();
   armHealthTimer();
 }
 
@@ -179,19 +178,17 @@ void PeerLink::dropInterest() {
 void PeerLink::connect(size_t index) {
   Slot& slot = slots_[index];
   EventLoop& loop = engine_.loop();
-  // A suspect path is replaced by a connection that works; see checkPath().
-  const bool needed = !slot.path || slot.suspect;
-  if (!usable() || !address_ || !needed || slot.attempt ||
+  // A stalled path is replaced by a connection that works; see checkPath().
+  const bool needed = !slot.path || slot.astray || slot.stalled;
+  if (!usable() || !address_ || !needed || !wanted(index) || slot.attempt ||
       slot.reservedUntil > loop.now()) {
     return;
   }
   loop.cancel(slot.retryTimer);
   slot.retryTimer = 0;
   OutgoingSpec spec;
-  spec.candidates = address_->addresses;
-  spec.options.sendBufferBytes =
-      static_cast<int>(engine_.options().socket_buffer_bytes);
-  spec.options.receiveBufferBytes = spec.options.sendBufferBytes;
+  spec.options = engine_.socketOptions(/*remote=*/!routes_.empty());
+  aim(index, spec);
   spec.hello.initiator = engine_.self().uid;
   spec.hello.acceptor = uid_;
   spec.hello.pathSlot = static_cast<uint16_t>(index);
@@ -206,6 +203,13 @@ void PeerLink::connect(size_t index) {
   };
   spec.secret = secret_;
   spec.attemptTimeout = fromSeconds(engine_.options().handshake_timeout_s);
+  if (slot.connections > 0 && anyOtherGood(index)) {
+    const Nanos roundTrip = slot.path
+        ? fromSeconds(channel_.pathStatistics(slot.path->id()).roundTripS())
+        : Nanos(0);
+    spec.attemptTimeout =
+        std::min(spec.attemptTimeout, std::max(kShortAttempt, 4 * roundTrip));
+  }
   slot.attemptAt = loop.now();
   slot.attempt = OutgoingHandshake::start(
       loop, std::move(spec), [this, index](OutgoingResult result) {
@@ -221,6 +225,10 @@ void PeerLink::onAttempt(size_t index, OutgoingResult result) {
   }
   if (result.status.ok()) {
     install(index, std::move(result.fd), result.accept.eagerBudgetBytes);
+    slot.astray = slot.triesAstray;
+    if (slot.astray) {
+      retryLater(index, fromSeconds(engine_.options().reconnect_max_s));
+    }
     return;
   }
   slot.lastError = result.status;
@@ -240,11 +248,18 @@ void PeerLink::onAttempt(size_t index, OutgoingResult result) {
   if (!usable()) {
     return;
   }
-  const double seconds = std::min(
-      engine_.options().reconnect_max_s,
-      engine_.options().reconnect_min_s *
-          static_cast<double>(1 << std::min(slot.failures, 16)));
-  retryLater(index, fromSeconds(seconds));
+  // Counted from the beginning of the attempt: one into a black hole is pause
+  // enough.
+  const Nanos pause = fromSeconds(
+      std::min(
+          engine_.options().reconnect_max_s,
+          engine_.options().reconnect_min_s *
+              static_cast<double>(1 << std::min(slot.failures, 16))));
+  retryLater(
+      index,
+      std::max<Nanos>(
+          pause - (engine_.loop().now() - slot.attemptAt),
+          std::chrono::milliseconds(1)));
 }
 
 // Paper: SHIFT §4.3.3 probes the failed path again and again, then moves the
@@ -315,9 +330,12 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
     engine_.loop().cancel(slot.retryTimer);
     slot.retryTimer = 0;
   }
+  const bool local = isLocalConnection(fd.get());
+  if (!local) {
+    bindToNic(fd.get());
+  }
   channel_.setPeerEagerBytes(
-      isLocalConnection(fd.get()) ? std::min(eagerBudget, kLocalEagerBytes)
-                                  : eagerBudget);
+      local ? std::min(eagerBudget, kLocalEagerBytes) : eagerBudget);
   if (!slot.faults) {
     slot.faults = std::make_unique<PathFaults>(
         engine_.faults(),
@@ -333,14 +351,18 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
       std::move(fd),
       *slot.faults,
       *this);
+  const TimePoint now = engine_.loop().now();
   slot.failures = 0;
+  slot.health = PathHealth(now);
+  slot.damping.onUp(now);
+  slot.upAt = now;
+  slot.pingAt = kNever;
+  slot.stalled = false;
   if (++slot.connections > 1) {
     channel_.putOnProbation(slot.path->id());
+  } else if (!local) {
+    channel_.ping(slot.path->id()); // how long is the way?
   }
-  slot.progress = 0;
-  slot.progressAt = engine_.loop().now();
-  slot.pingAt = kNever;
-  slot.suspect = false;
   refusals_ = 0;
   if (logEnabled(LogLevel::kDebug) || slot.connections > 1) {
     logMessage(
@@ -355,6 +377,7 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   if (first) {
     engine_.onLinkUp(*this);
   }
+  assignRoles();
   armHealthTimer();
   engine_.markDirty(*this);
 }
@@ -364,6 +387,9 @@ HelloCode PeerLink::decide(const HelloInfo& hello) {
     return HelloCode::kWrongPeer;
   }
   const size_t index = hello.pathSlot;
+  if (index >= kMostSlots) {
+    return HelloCode::kWrongPeer;
+  }
   ensureSlots(std::max<size_t>(index + 1, hello.pathsWanted));
   Slot& slot = slots_[index];
   const TimePoint now = engine_.loop().now();
@@ -405,7 +431,11 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
   slot.past.bytesReceived += c.bytesReceived;
   slot.past.chunksSent += c.chunksSent;
   slot.past.chunksRetransmitted += c.chunksRetransmitted;
+  slot.past.timesSuspect += c.timesSuspect;
+  slot.damping.onLost(engine_.loop().now());
+  slot.astray = false;
   engine_.destroyLater(std::shared_ptr<TcpPath>(std::move(slot.path)));
+  assignRoles();
   engine_.markDirty(*this);
   if (!usable()) {
     return;
@@ -484,22 +514,10 @@ void PeerLink::onBye(Channel&) {
 }
 
 // Paper: ATLAS §4.1. Several connections to one peer, since one alone does not
-// fill a long link. Each takes what it has room for, so a fast one carries
-// more. How many there are is an option: nothing is measured beforehand.
+// fill a long link. Each takes what will arrive there first.
 void PeerLink::pump() {
   if (!usable() || slots_.empty()) {
     return;
-  }
-  // Probation is for paths beside others that work.
-  const bool proven =
-      std::any_of(slots_.begin(), slots_.end(), [this](const Slot& slot) {
-        return slot.path && !slot.suspect &&
-            !channel_.onProbation(slot.path->id());
-      });
-  for (Slot& slot : slots_) {
-    if (!proven && slot.path && channel_.onProbation(slot.path->id())) {
-      channel_.trust(slot.path->id());
-    }
   }
   for (int round = 0; round < kPumpRounds; ++round) {
     // One frame per path in turn, so that a message spreads over all of them.
@@ -509,8 +527,7 @@ void PeerLink::pump() {
       taken = false;
       for (size_t i = 0; i < slots_.size(); ++i) {
         Slot& slot = slots_[(nextSlot_ + i) % slots_.size()];
-        if (slot.path && !slot.suspect && slot.path->hasRoom() &&
-            slot.path->takeFrame()) {
+        if (slot.path && slot.path->hasRoom() && slot.path->takeFrame()) {
           taken = true;
         }
       }
@@ -559,109 +576,6 @@ void PeerLink::armChannelTimer() {
   });
 }
 
-// --- health
-
-void PeerLink::faultsChanged() {
-  for (Slot& slot : slots_) {
-    if (slot.path) {
-      slot.path->faultsChanged();
-    }
-  }
-  engine_.markDirty(*this);
-}
-
-// Runs only while somebody waits for this peer: an idle job has no timers.
-void PeerLink::armHealthTimer() {
-  if (healthTimer_ != 0 || !usable()) {
-    return;
-  }
-  healthTimer_ = engine_.loop().after(kHealthInterval, [this] {
-    healthTimer_ = 0;
-    onHealthTimer();
-  });
-}
-
-void PeerLink::onHealthTimer() {
-  const TimePoint now = engine_.loop().now();
-  bool waiting = interest_ > 0 || !channel_.drained();
-  for (size_t i = 0; i < slots_.size() && usable(); ++i) {
-    if (slots_[i].path) {
-      checkPath(i, now);
-      waiting = waiting || slots_[i].pingAt != kNever;
-    }
-  }
-  checkNeverConnected();
-  if (waiting && usable()) {
-    armHealthTimer();
-  }
-}
-
-// A path may be silent four round trips: less would call every WAN path with
-// a full queue dead.
-Nanos PeerLink::stallLimit(const TcpPath& path) const {
-  const double roundTrip = channel_.pathStatistics(path.id()).roundTripS();
-  return fromSeconds(
-      std::max(engine_.options().stall_timeout_s, 4 * roundTrip));
-}
-
-bool PeerLink::othersProgress(size_t index, TimePoint now) const {
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    const Slot& slot = slots_[i];
-    if (i != index && slot.path && !slot.suspect &&
-        now - slot.path->heardAt() < stallLimit(*slot.path)) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// A path owes us something if frames are unacknowledged or a ping is
-// unanswered. If then nothing moves on it, in either direction and in the
-// kernel's own count, it is suspect: new chunks avoid it. It is given up as
-// soon as another path shows that the peer is alive, or a new connection in
-// its place does; until then (the peer may be stopped, the network down) it
-// is kept, and may simply go on.
-// Paper: SHIFT §4.4 leaves silent failures to other tools; this finds those
-// in which nothing moves at all.
-void PeerLink::checkPath(size_t index, TimePoint now) {
-  Slot& slot = slots_[index];
-  TcpPath& path = *slot.path;
-  const uint64_t progress = path.progress();
-  const bool owes = channel_.waitingSince(path.id()) != kNever;
-  if (slot.pingAt != kNever && path.heardAt() >= slot.pingAt) {
-    slot.pingAt = kNever;
-  }
-  if (progress != slot.progress || (!owes && slot.pingAt == kNever) ||
-      path.waitsOnPurpose()) {
-    slot.progress = progress;
-    slot.progressAt = now;
-    slot.suspect = false;
-    const Nanos heartbeat = fromSeconds(engine_.options().heartbeat_s);
-    if (interest_ > 0 && slot.pingAt == kNever &&
-        now - path.heardAt() >= heartbeat) {
-      slot.pingAt = now;
-      channel_.ping(path.id());
-    }
-    return;
-  }
-  if (now - slot.progressAt < stallLimit(path)) {
-    return;
-  }
-  if (!slot.suspect) {
-    slot.suspect = true;
-    logMessage(
-        LogLevel::kInfo,
-        "path " + std::to_string(index) + " to " + describe() +
-            " stalls; trying another way");
-  }
-  if (othersProgress(index, now)) {
-    path.reset(Status(
-        StatusCode::kNetwork, "stalled while other paths made progress"));
-    return;
-  }
-  connect(index);
-}
-
 void PeerLink::fillStats(PeerStats& stats) const {
   const TimePoint now = engine_.loop().now();
   stats.host = address_ ? address_->hostName : "";
@@ -699,9 +613,20 @@ void PeerLink::fillStats(PeerStats& stats) const {
     if (!slot.lastError.ok() && stats.lastError.empty()) {
       stats.lastError = slot.lastError.message();
     }
-    p.state = slot.path ? (slot.suspect ? "suspect" : "up")
-        : slot.attempt  ? "connecting"
-                        : "down";
+    p.nic = nicOf(i);
+    if (!routes_.empty()) {
+      p.remoteNic = address_->addresses[routes_[routeOf(i)].theirs].nic;
+    }
+    p.timesSuspect = slot.past.timesSuspect;
+    if (!slot.path) {
+      p.state = slot.attempt ? "connecting" : wanted(i) ? "down" : "unused";
+    } else if (channel_.isSuspect(slot.path->id())) {
+      p.state = "suspect";
+    } else if (channel_.onProbation(slot.path->id())) {
+      p.state = "proving";
+    } else {
+      p.state = channel_.classes(slot.path->id()) == 0 ? "reserve" : "up";
+    }
     p.bytesSent = slot.past.bytesSent;
     p.bytesReceived = slot.past.bytesReceived;
     p.chunksSent = slot.past.chunksSent;
@@ -718,6 +643,8 @@ void PeerLink::fillStats(PeerStats& stats) const {
       p.roundTrips = s.roundTrips();
       p.recentRoundTripsS = s.recentRoundTripsS();
       p.goodputBytesPerS = s.goodputBytesPerS();
+      p.capacityBytesPerS = s.capacityBytesPerS();
+      p.timesSuspect += now_.timesSuspect;
       p.localAddress = slot.path->localAddress();
       p.remoteAddress = slot.path->remoteAddress();
     }

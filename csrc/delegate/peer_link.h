@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -9,9 +10,13 @@
 
 #include "channel/channel.h"
 #include "delegate/group.h"
+#include "path/connection_count.h"
+#include "path/health.h"
 #include "transport/address.h"
 #include "transport/handshake.h"
+#include "transport/routes.h"
 #include "transport/tcp_path.h"
+#include "wire/control.h"
 
 namespace resilient {
 
@@ -19,8 +24,13 @@ class Engine;
 
 // Everything about one remote process: its channel, the connections that
 // carry it, and their health. Makes connections, makes them again when they
-// break, gives up ones that stall, and decides when the process itself is
-// gone.
+// break, doubts and gives up ones that stall, and decides when the process
+// itself is gone.
+//
+// Connections have slots, and a slot has a number that both ends know: its
+// route (a pair of NICs, see transport/routes.h) is the number modulo the
+// routes there are, its lane the rest. peer_link.cpp connects;
+// peer_link_health.cpp watches; peer_link_roles.cpp says what each path is for.
 //
 // Who connects: whoever needs the peer first. If both try at once for one
 // slot, the process with the smaller uid wins; the other's attempt is refused
@@ -92,6 +102,10 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   void close(State state, const Status& why);
   // Faults have changed: paths look again.
   void faultsChanged();
+  // One of our interfaces has gone down or come back.
+  void onNic(const std::string& nic, bool usable);
+  // The peer has seen paths of its own go down.
+  void onPathsLost(const PathsLost& lost);
 
   void fillStats(PeerStats& stats) const;
 
@@ -107,8 +121,12 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
 
  private:
   // Paper: SHIFT §4.3. A table of states for a default and a backup becomes
-  // three for each path alone: up, suspect (still connected) or down (none).
+  // four for each path alone: up, suspect (connected, in doubt), down (none),
+  // and on probation once it is back.
   struct Slot {
+    explicit Slot(Nanos longestHoldDown)
+        : health(TimePoint{}), damping(longestHoldDown) {}
+
     std::unique_ptr<PathFaults> faults; // outlives the slot's connections
     std::unique_ptr<TcpPath> path;
     std::unique_ptr<OutgoingHandshake> attempt;
@@ -117,12 +135,15 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
     TimerId retryTimer = 0;
     int failures = 0; // in a row
     uint64_t connections = 0; // that were made, in all
+    // Connected, or trying to, but not by its own route.
+    bool astray = false, triesAstray = false;
     Status lastError;
-    // Health: what was seen last, and since when it has not changed.
-    uint64_t progress = 0;
-    TimePoint progressAt{};
+
+    PathHealth health; // of this connection
+    FlapDamping damping; // of the slot
+    TimePoint upAt{};
     TimePoint pingAt = kNever; // unanswered ping since
-    bool suspect = false;
+    bool stalled = false; // silent for so long that it may be replaced
     PathCounters past; // of connections that are closed
   };
 
@@ -130,17 +151,44 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   size_t livePaths() const;
   bool preferredInitiator() const;
   void ensureSlots(size_t count);
+  void chooseRoutes();
+  void connectAll();
+  size_t routeOf(size_t slot) const {
+    return slot % routeCount();
+  }
+  size_t laneOf(size_t slot) const {
+    return slot / routeCount();
+  }
+  size_t routeCount() const {
+    return std::max<size_t>(routes_.size(), 1);
+  }
+  // Whether we ourselves would have this slot connected.
+  bool wanted(size_t slot) const;
+  // Our interface of a slot's route; empty if the system chooses.
+  std::string nicOf(size_t slot) const;
+  void aim(size_t slot, OutgoingSpec& spec);
   void connect(size_t slot);
   void onAttempt(size_t slot, OutgoingResult result);
   void retryLater(size_t slot, Nanos delay);
   void install(size_t slot, FileDescriptor fd, uint64_t eagerBudget);
   void countRefusal();
   void checkNeverConnected();
+  void bindToNic(int fd) const;
+
   void armHealthTimer();
   void onHealthTimer();
+  Nanos healthInterval() const;
   void checkPath(size_t slot, TimePoint now);
-  bool othersProgress(size_t slot, TimePoint now) const;
-  Nanos stallLimit(const TcpPath& path) const;
+  void checkProbation(size_t slot, TimePoint now);
+  void ping(size_t slot, TimePoint now);
+  // Life on any other path.
+  TimePoint othersAt(size_t slot) const;
+  bool anyOtherGood(size_t slot) const;
+  void setSuspect(size_t slot, bool suspect, const std::string& why);
+  void countConnections(TimePoint now);
+
+  bool good(const Slot& slot) const;
+  void assignRoles();
 
   Engine& engine_;
   const Uid uid_;
@@ -150,7 +198,11 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   std::optional<PeerAddress> address_;
   std::string secret_;
   int32_t globalRank_ = -1;
-  std::vector<Slot> slots_;
+  std::vector<NicAddress> ourNics_; // those that this peer may see
+  std::vector<Route> routes_; // empty: the system chooses the way
+  std::vector<ConnectionCount> counts_; // by route
+  bool backlogged_ = false; // at the last look
+  std::deque<Slot> slots_;
   size_t nextSlot_ = 0; // round robin of pump()
   int interest_ = 0;
   bool leaving_ = false;
@@ -160,6 +212,7 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   int refusals_ = 0;
   TimePoint firstRefusal_{};
   TimerId healthTimer_ = 0;
+  TimePoint healthTimerAt_{};
   TimerId channelTimer_ = 0;
   TimePoint channelTimerAt_ = kNever;
 };

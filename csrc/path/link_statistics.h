@@ -9,8 +9,8 @@
 
 namespace resilient {
 
-// What acknowledgements tell about one path: round trip and goodput, both
-// smoothed. Passive: it costs no traffic of its own.
+// What acknowledgements tell about one path: round trip, goodput and capacity,
+// all smoothed. Passive: it costs no traffic of its own.
 // Paper: PIPEMORPH §6, what the profiler knows of communication.
 class LinkStatistics {
  public:
@@ -30,7 +30,13 @@ class LinkStatistics {
 
   // `busySince`: since when the path has had unacknowledged bytes. Idle time
   // must not count, or a path would look slow because nobody used it.
-  void onAcknowledged(uint64_t bytes, TimePoint busySince, TimePoint now) {
+  // `inFlight`: bytes that are still unacknowledged after these.
+  void onAcknowledged(
+      uint64_t bytes,
+      TimePoint busySince,
+      TimePoint now,
+      uint64_t inFlight = 0) {
+    measureCapacity(bytes, busySince, now, inFlight);
     if (windowStart_ < busySince) {
       windowStart_ = busySince;
       windowBytes_ = 0;
@@ -59,6 +65,11 @@ class LinkStatistics {
   double goodputBytesPerS() const {
     return goodput_;
   }
+  // What the path would carry if it were given enough: unlike the goodput it
+  // does not fall when the path is merely used less. 0 while unknown.
+  double capacityBytesPerS() const {
+    return capacity_;
+  }
   // How many round trips have been measured, and the last of them in seconds,
   // oldest first: whoever looks now and then sees each sample once.
   uint64_t roundTrips() const {
@@ -75,6 +86,38 @@ class LinkStatistics {
   }
 
  private:
+  // A higher rate than believed is always true. A lower one tells something
+  // only if, all the while, more was in flight than the path was believed to
+  // need: else the path was slow for want of data.
+  void measureCapacity(
+      uint64_t bytes,
+      TimePoint busySince,
+      TimePoint now,
+      uint64_t inFlight) {
+    if (capacityStart_ < busySince) {
+      capacityStart_ = busySince;
+      capacityBytes_ = 0;
+      leastInFlight_ = UINT64_MAX;
+    }
+    capacityBytes_ += bytes;
+    leastInFlight_ = std::min(leastInFlight_, inFlight);
+    const Nanos elapsed = now - capacityStart_;
+    const Nanos window = capacity_ == 0 ? kFirstCapacityWindow : kWindow;
+    if (elapsed < std::max(window, fromSeconds(leastRoundTripS()))) {
+      return;
+    }
+    const double rate =
+        static_cast<double>(capacityBytes_) / toSeconds(elapsed);
+    const bool full =
+        static_cast<double>(leastInFlight_) >= capacity_ * leastRoundTripS();
+    if (rate > capacity_ || full) {
+      capacity_ = capacity_ == 0 ? rate : capacity_ + (rate - capacity_) / 2;
+    }
+    capacityStart_ = now;
+    capacityBytes_ = 0;
+    leastInFlight_ = UINT64_MAX;
+  }
+
   // Long enough to hold several acknowledgements of a WAN path, short enough
   // to follow a change within a second.
   static constexpr Nanos kWindow = std::chrono::milliseconds(100);
@@ -91,6 +134,12 @@ class LinkStatistics {
   double goodput_ = 0;
   TimePoint windowStart_{};
   uint64_t windowBytes_ = 0;
+  // A new path is believed something soon, so that it gets its share.
+  static constexpr Nanos kFirstCapacityWindow = std::chrono::milliseconds(10);
+  double capacity_ = 0;
+  TimePoint capacityStart_{};
+  uint64_t capacityBytes_ = 0;
+  uint64_t leastInFlight_ = UINT64_MAX;
 };
 
 } // namespace resilient

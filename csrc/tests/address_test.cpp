@@ -75,13 +75,54 @@ TEST(an_option_that_matches_nothing_lists_what_there_is) {
 }
 
 TEST(without_an_option_the_route_to_the_store_decides) {
-  CHECK_EQ(chosen("", "10.1.0.7"), std::string("eth1/10.1.0.7"));
+  // The others of its family come behind it.
+  CHECK_EQ(
+      chosen("", "10.1.0.7"),
+      std::string("eth1/10.1.0.7 eth0/10.0.0.7 eth10/10.9.0.7"));
+  CHECK_EQ(
+      chosen("", "fd00::7"),
+      std::string("eth0/fd00::7 eth1/fd01::7 ib0/fd02::7"));
   // Other hosts cannot use our loopback.
-  CHECK_EQ(chosen("", "127.0.0.1"), std::string("lo/127.0.0.1 eth0/10.0.0.7"));
-  CHECK_EQ(chosen("", "10.77.0.1"), std::string("?/10.77.0.1"));
-  CHECK_EQ(chosen(""), std::string("eth0/10.0.0.7"));
+  const std::string all = "eth0/10.0.0.7 eth1/10.1.0.7 eth10/10.9.0.7";
+  CHECK_EQ(chosen("", "127.0.0.1"), "lo/127.0.0.1 " + all);
+  CHECK_EQ(chosen("", "10.77.0.1"), "?/10.77.0.1 " + all);
+  CHECK_EQ(chosen(""), all);
   auto reason = chooseAddresses(host(), "", std::nullopt).reason;
-  CHECK_CONTAINS(reason, "using eth0 10.0.0.7: it is the first interface");
+  CHECK_CONTAINS(reason, "eth10 10.9.0.7: it is the first interface");
+}
+
+TEST(bridges_of_containers_are_taken_only_on_request) {
+  const std::vector<InterfaceAddress> list = {
+      at("eth0", "10.0.0.7"),
+      at("docker0", "172.17.0.1"),
+      at("br-12ab", "172.18.0.1"),
+      at("vethf00", "10.3.0.1"),
+      at("eth1", "10.1.0.7", /*up=*/false),
+      at("tun0", "10.8.0.7")};
+  AddressChoice choice = chooseAddresses(list, "", std::nullopt);
+  CHECK_EQ(choice.addresses.size(), 2u);
+  CHECK_EQ(choice.addresses[1].interface, std::string("tun0"));
+  choice = chooseAddresses(list, "docker0", std::nullopt);
+  CHECK_EQ(choice.addresses[0].address.ip(), std::string("172.17.0.1"));
+}
+
+TEST(a_subnet_is_told_by_its_prefix) {
+  const auto nic = [](const char* ip, int bits) {
+    return NicAddress{"eth0", *SocketAddress::parse(ip, 1), bits};
+  };
+  const auto ip = [](const char* text) {
+    return *SocketAddress::parse(text, 2);
+  };
+  CHECK(nic("10.1.2.3", 24).inSubnet(ip("10.1.2.200")));
+  CHECK(!nic("10.1.2.3", 24).inSubnet(ip("10.1.3.3")));
+  CHECK(nic("10.1.2.3", 23).inSubnet(ip("10.1.3.3")));
+  CHECK(nic("10.1.2.1", 30).inSubnet(ip("10.1.2.2")));
+  CHECK(!nic("10.1.2.1", 30).inSubnet(ip("10.1.2.5")));
+  CHECK(!nic("10.1.2.3", 32).inSubnet(ip("10.1.2.4")));
+  CHECK(!nic("10.1.2.3", 0).inSubnet(ip("10.1.2.4"))); // unknown
+  CHECK(nic("fd00::1", 64).inSubnet(ip("fd00::2:0:0:3")));
+  CHECK(!nic("fd00::1", 64).inSubnet(ip("fd00:0:0:1::1")));
+  CHECK(!nic("fd00::1", 64).inSubnet(ip("10.1.2.3")));
 }
 
 TEST(loopback_is_the_last_resort_and_says_so) {
@@ -119,15 +160,15 @@ PeerAddress sample() {
   a.hostName = "node-3";
   a.pid = 4711;
   a.addresses = {
-      *SocketAddress::parse("10.0.0.7", 29511),
-      *SocketAddress::parse("fd00::7", 29511)};
+      {"eth0", *SocketAddress::parse("10.0.0.7", 29511), 24},
+      {"eth0", *SocketAddress::parse("fd00::7", 29511), 64}};
   return a;
 }
 
 const char* const kSampleText =
-    "resilient/1 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
+    "resilient/2 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
     "host=0123456789abcdef0123456789abcdef name=node-3 pid=4711 "
-    "at=10.0.0.7:29511,[fd00::7]:29511";
+    "at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
 
 TEST(a_peer_address_survives_the_store) {
   CHECK_EQ(sample().toString(), std::string(kSampleText));
@@ -151,14 +192,14 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
   };
   std::string many = good;
   for (int i = 0; i < 31; ++i) {
-    many += ",10.0.0.1:1";
+    many += ",e@10.0.0.1/8:1";
   }
   for (const std::string& text : std::vector<std::string>{
            "",
            " ",
            "hello",
            good + " more",
-           replaced("resilient/1", "resilient/2"),
+           replaced("resilient/2", "resilient/1"),
            replaced("uid=f0", "uid=f"),
            replaced("uid=f0", "uid=F0"),
            replaced(
@@ -174,14 +215,22 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            replaced("4711", "-5"),
            replaced("4711", "99999999999999999999"),
            replaced("4711", "7x"),
-           replaced("10.0.0.7:29511", ""),
-           replaced("10.0.0.7:29511", "10.0.0.7"),
-           replaced("10.0.0.7:29511", "10.0.0.7:0"),
-           replaced("10.0.0.7:29511", "10.0.0.7:65536"),
-           replaced("10.0.0.7:29511", "example.org:29511"),
-           replaced("10.0.0.7:29511", "[10.0.0.7]:29511"),
-           replaced("[fd00::7]", "fd00::7"),
-           replaced("[fd00::7]", "[fd00::7"),
+           replaced("10.0.0.7/24:29511", ""),
+           replaced("10.0.0.7/24:29511", "10.0.0.7"),
+           replaced("10.0.0.7/24:29511", "10.0.0.7:29511"),
+           replaced("10.0.0.7/24:29511", "10.0.0.7/24:0"),
+           replaced("10.0.0.7/24:29511", "10.0.0.7/24:65536"),
+           replaced("10.0.0.7/24:29511", "10.0.0.7/33:29511"),
+           replaced("10.0.0.7/24:29511", "10.0.0.7/-1:29511"),
+           replaced("10.0.0.7/24:29511", "10.0.0.7:29511/24"),
+           replaced("10.0.0.7/24:29511", "example.org/24:29511"),
+           replaced("10.0.0.7/24:29511", "[10.0.0.7]/24:29511"),
+           replaced("eth0@10", "10"),
+           replaced("eth0@10", "@10"),
+           replaced("eth0@10", "a_name_of_16_let@10"),
+           replaced("eth0@10", "et=0@10"),
+           replaced("[fd00::7]/64", "fd00::7/64"),
+           replaced("[fd00::7]/64", "[fd00::7/64"),
            many,
            good + std::string(PeerAddress::kTextBytesMax, 'x'),
        }) {

@@ -428,11 +428,161 @@ TEST(channel_probes_a_path_that_came_back) {
   CHECK(pair.a.channel.onProbation(2));
   while (pair.move(pair.b, 2)) {
   }
-  CHECK(!pair.a.channel.onProbation(2)); // the answer was among them
+  CHECK_EQ(pair.a.channel.pingsAnswered(2), 1u);
+  CHECK(pair.a.channel.onProbation(2)); // how many are enough: the owner knows
+  pair.a.channel.trust(2);
   CHECK(pair.move(pair.a, 2)->type == FrameType::kData);
   pair.settle({1, 2});
   CHECK_EQ(recv.content, text(300));
   pair.checkEmpty();
+}
+
+TEST(channel_sends_what_a_suspect_path_has_once_more) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(400));
+  TestRecv recv(&pair.b.channel, 400);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  const auto first = pair.take(pair.a, 1);
+  const auto second = pair.take(pair.a, 1);
+  pair.a.channel.setSuspect(1, true);
+  CHECK(!pair.move(pair.a, 1)); // nothing that must arrive
+  pair.settle({2});
+  CHECK_EQ(recv.ends, 1); // without waiting for path 1 to die
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(recv.content, text(400));
+  CHECK_EQ(pair.a.channel.pathCounters(2).chunksRetransmitted, 2u);
+  // It was only slow: what it had comes in vain, and it goes on.
+  CHECK(pair.give(pair.b, 1, *first).ok());
+  CHECK(pair.give(pair.b, 1, *second).ok());
+  pair.a.channel.setSuspect(1, false);
+  TestSend more(text(100));
+  TestRecv last(&pair.b.channel, 100);
+  pair.b.mailbox.post(&last);
+  pair.a.channel.send(&more, pair.now);
+  CHECK(pair.move(pair.a, 1)->type == FrameType::kData);
+  pair.settle({1, 2});
+  CHECK_EQ(last.content, text(100));
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(pair.b.channel.counters().duplicateChunks, 2u);
+  pair.checkEmpty();
+}
+
+// The first copy may be acknowledged after all, before or after the second was
+// sent, and the path of the second may die: each chunk counts once.
+TEST(channel_counts_a_chunk_once_however_many_copies_arrive) {
+  for (int variant = 0; variant < 3; ++variant) {
+    ChannelPair pair;
+    pair.up(1);
+    pair.up(2);
+    TestSend send(text(300));
+    TestRecv recv(&pair.b.channel, 300);
+    pair.b.mailbox.post(&recv);
+    pair.a.channel.send(&send, pair.now);
+    const auto first = pair.take(pair.a, 1);
+    pair.a.channel.setSuspect(1, true);
+    if (variant > 0) { // the copy is under way
+      CHECK_EQ(pair.take(pair.a, 2)->fields().offset, 0u);
+    }
+    CHECK(pair.give(pair.b, 1, *first).ok());
+    pair.b.channel.ping(1);
+    while (pair.move(pair.b, 1)) { // with the acknowledgement
+    }
+    if (variant == 2) {
+      pair.down(2); // and is lost
+      pair.up(3);
+    }
+    CHECK_EQ(send.ends, 0);
+    pair.a.channel.setSuspect(1, false);
+    if (variant == 0) { // nothing is sent in vain
+      CHECK_EQ(pair.take(pair.a, 2)->fields().offset, 100u);
+      pair.down(2);
+      pair.up(3);
+    } else if (variant == 1) {
+      pair.down(2);
+      pair.up(3);
+    }
+    pair.settle({1, 3});
+    CHECK_EQ(recv.content, text(300));
+    CHECK_EQ(send.ends, 1);
+    CHECK_EQ(recv.ends, 1);
+    CHECK_EQ(pair.b.channel.counters().duplicateChunks, 0u);
+    pair.checkEmpty();
+  }
+}
+
+// A send is over as soon as a copy of each chunk has arrived; what a suspect
+// path has not written by then must not be read from the owner's memory.
+TEST(channel_suspect_path_keeps_no_hold_on_a_finished_buffer) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  auto send = std::make_unique<TestSend>(text(100));
+  TestRecv recv(&pair.b.channel, 100);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(send.get(), pair.now);
+  CHECK(pair.a.channel.pull(1, pair.now) != nullptr); // and not written
+  pair.a.channel.setSuspect(1, true);
+  pair.settle({2});
+  CHECK_EQ(send->ends, 1);
+  send->content.assign(100, 'X');
+  send.reset();
+  const auto late = pair.take(pair.a, 1);
+  CHECK_EQ(
+      std::string(
+          reinterpret_cast<const char*>(late->payload.data()),
+          late->payload.size()),
+      text(100));
+  CHECK(pair.give(pair.b, 1, *late).ok());
+  pair.settle({1, 2});
+  pair.checkEmpty();
+}
+
+// Also what is not data: a grant that a suspect path swallowed would leave its
+// message waiting for ever.
+TEST(channel_repeats_the_control_frames_of_a_suspect_path) {
+  auto config = ChannelPair::defaults();
+  config.ownEagerBytes = config.peerEagerBytes = 0; // every message asks first
+  ChannelPair pair(config);
+  pair.up(1);
+  pair.up(2);
+  TestSend send(text(100));
+  TestRecv recv(&pair.b.channel, 100);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  const auto offer = pair.take(pair.a, 1);
+  pair.a.channel.setSuspect(1, true);
+  CHECK((pair.move(pair.a, 2)->flags & kFlagOffer) != 0);
+  const auto grant = pair.take(pair.b, 1);
+  CHECK(grant && grant->fields().type == FrameType::kGrant);
+  pair.b.channel.setSuspect(1, true);
+  pair.settle({2});
+  CHECK_EQ(recv.content, text(100));
+  CHECK(pair.give(pair.b, 1, *offer).ok());
+  CHECK(pair.give(pair.a, 1, *grant).ok());
+  pair.settle({1, 2});
+  CHECK(pair.a.channel.drained() && pair.b.channel.drained());
+  pair.checkEmpty();
+}
+
+TEST(channel_path_carries_its_classes_only) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  pair.a.channel.setClasses(
+      1, 1u << static_cast<int>(TrafficClass::kActivation));
+  pair.a.channel.setClasses(2, 0); // in reserve
+  TestSend gradient(text(100), 0, TrafficClass::kGradient);
+  TestSend activation(text(100), 1, TrafficClass::kActivation);
+  pair.a.channel.send(&gradient, pair.now);
+  pair.a.channel.send(&activation, pair.now);
+  CHECK(pair.take(pair.a, 1)->fields().stream == 1);
+  CHECK(!pair.take(pair.a, 1));
+  CHECK(!pair.take(pair.a, 2));
+  pair.a.channel.setClasses(2, 0xff);
+  CHECK(pair.take(pair.a, 2)->fields().stream == 0);
 }
 
 TEST(channel_cancelled_send_keeps_its_half_written_frame) {

@@ -44,7 +44,7 @@ std::string errorOf(const std::string& suffix, const std::string& value) {
 TEST(options_have_their_defaults) {
   const EngineOptions options = EngineOptions::fromEnvironment();
   CHECK_EQ(options.chunk_bytes, 524288);
-  CHECK_EQ(options.paths_remote, 4);
+  CHECK_EQ(options.wan_connections, 0);
   CHECK_EQ(options.stage_after_s, 0.002);
   CHECK(options.dump_on_sigusr1);
   CHECK(!options.eager_connect);
@@ -79,7 +79,7 @@ TEST(options_come_from_the_environment) {
   Variable dump("DUMP_ON_SIGUSR1", "0");
   Variable level("LOG_LEVEL", "DEBUG");
   Variable nic("INTERFACE", "eth1");
-  Variable unset("PATHS_REMOTE", "");
+  Variable unset("WAN_CONNECTIONS", "");
   const EngineOptions options = EngineOptions::fromEnvironment();
   CHECK_EQ(options.chunk_bytes, 1048576);
   CHECK_EQ(options.stall_timeout_s, 0.15);
@@ -87,7 +87,29 @@ TEST(options_come_from_the_environment) {
   CHECK(!options.dump_on_sigusr1);
   CHECK_EQ(options.log_level, "debug");
   CHECK_EQ(options.interface, "eth1");
-  CHECK_EQ(options.paths_remote, 4);
+  CHECK_EQ(options.wan_connections, 0);
+}
+
+TEST(options_number_that_finds_itself) {
+  EngineOptions options;
+  options.setFromString("wan_connections", "7");
+  CHECK_EQ(options.wan_connections, 7);
+  CHECK_EQ(options.getAsString("wan_connections"), "7");
+  options.setFromString("wan_connections", " Auto ");
+  CHECK_EQ(options.wan_connections, 0);
+  CHECK_EQ(options.getAsString("wan_connections"), "auto");
+}
+
+TEST(options_choice_is_one_of_its_words) {
+  EngineOptions options;
+  options.setFromString("nic_policy", "Standby");
+  CHECK_EQ(options.nic_policy, "standby");
+  for (const char* word : {"", "or", "spread or standby", "stand"}) {
+    CHECK_THROWS(
+        StatusError,
+        "spread or standby",
+        options.setFromString("nic_policy", word));
+  }
 }
 
 TEST(options_bounds_are_included) {
@@ -117,7 +139,10 @@ TEST(options_errors_name_variable_value_and_form) {
   CHECK_CONTAINS(error, "TORCH_RESILIENT_CHUNK_BYTES");
   CHECK_CONTAINS(error, "\"12 apples\"");
   CHECK_CONTAINS(error, "whole number of bytes from 4096 to 67108864");
-  CHECK_CONTAINS(errorOf("PATHS_REMOTE", "4K"), "(connections) from 1 to 64");
+  CHECK_CONTAINS(
+      errorOf("WAN_CONNECTIONS", "4K"),
+      "\"auto\" or a whole number (connections) from 1 to 64");
+  CHECK_CONTAINS(errorOf("NIC_POLICY", "or"), "spread or standby");
   CHECK_CONTAINS(errorOf("HEARTBEAT_S", "soon"), "from 0.01 to 3600");
   CHECK_CONTAINS(errorOf("EAGER_CONNECT", "maybe"), "true or false");
   CHECK_CONTAINS(errorOf("LOG_LEVEL", "loud"), "debug, info, warning or error");

@@ -78,7 +78,7 @@ void Simulation::planPaths(size_t a, size_t b) {
     });
   }
   for (uint64_t i = below(8); i > 0; --i) {
-    const uint64_t kind = below(8);
+    const uint64_t kind = below(12);
     net_.at(start + upTo(duration_), [this, a, b, kind] {
       const auto open = net_.pathsBetween(a, b);
       const Nanos notice =
@@ -105,9 +105,27 @@ void Simulation::planPaths(size_t a, size_t b) {
         }
         return;
       }
-      if (!dead(a, b) && open.size() < 4) {
-        net_.connect(a, b, randomLink());
+      if (kind <= 7) {
+        if (!dead(a, b) && open.size() < 4) {
+          net_.connect(a, b, randomLink());
+        }
+        return;
       }
+      if (open.empty()) {
+        return;
+      }
+      const auto path = open[below(open.size())];
+      const int side = static_cast<int>(below(2));
+      if (kind <= 10) {
+        ++result_.suspicions;
+        net_.suspect(path, side, true);
+        const Nanos doubt = upTo(std::chrono::milliseconds(300));
+        net_.at(net_.now() + doubt, [this, path, side] {
+          net_.suspect(path, side, false);
+        });
+        return;
+      }
+      net_.setClasses(path, side, static_cast<uint8_t>(below(16)));
     });
   }
   for (uint64_t i = below(4); i > 0; --i) {

@@ -15,6 +15,7 @@ struct SimulationResult {
   uint64_t failed = 0; // operations that ended with an error, as they must
   uint64_t cancelled = 0; // operations
   uint64_t cuts = 0; // paths
+  uint64_t suspicions = 0; // of paths that may be quite well
   uint64_t duplicates = 0; // chunks that arrived in vain
 };
 

@@ -9,6 +9,7 @@ namespace resilient::test {
 void Simulation::heal() {
   healing_ = true;
   net_.note(20, 0, 0, "healing");
+  net_.trustAll();
   for (size_t a = 0; a < processes_; ++a) {
     for (size_t b = a + 1; b < processes_; ++b) {
       if (!dead(a, b)) {

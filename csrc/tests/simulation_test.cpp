@@ -35,6 +35,7 @@ TEST(simulation_holds_its_promises) {
     sum.failed += r.failed;
     sum.cancelled += r.cancelled;
     sum.cuts += r.cuts;
+    sum.suspicions += r.suspicions;
     sum.duplicates += r.duplicates;
     sum.events += r.events;
   };
@@ -62,11 +63,13 @@ TEST(simulation_holds_its_promises) {
   std::cout << "simulation: " << schedules << " schedules, " << sum.events
             << " events, " << sum.delivered << " messages, " << sum.failed
             << " failed and " << sum.cancelled << " cancelled operations, "
-            << sum.cuts << " cuts, " << sum.duplicates << " duplicate chunks\n";
+            << sum.cuts << " cuts, " << sum.suspicions << " suspicions, "
+            << sum.duplicates << " duplicate chunks\n";
   // A simulation in which nothing happens shows nothing.
   if (schedules >= 200) {
     CHECK(sum.delivered > schedules * 5);
     CHECK(sum.cuts > schedules / 2);
+    CHECK(sum.suspicions > schedules / 2);
     CHECK(sum.cancelled > schedules / 2);
     CHECK(sum.failed > schedules / 10);
     CHECK(sum.duplicates > schedules / 50);

@@ -7,9 +7,11 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <fstream>
 #include <memory>
+#include <span>
 
 #include "base/sha256.h"
 
@@ -54,6 +56,54 @@ std::string describe(const std::vector<InterfaceAddress>& list) {
   return text.empty() ? "none" : text;
 }
 
+// The bytes of an address, in the network's order.
+std::span<const uint8_t> bytesOf(const sockaddr* a) {
+  if (a->sa_family == AF_INET6) {
+    return reinterpret_cast<const sockaddr_in6*>(a)->sin6_addr.s6_addr;
+  }
+  return {
+      reinterpret_cast<const uint8_t*>(
+          &reinterpret_cast<const sockaddr_in*>(a)->sin_addr),
+      4};
+}
+
+int prefixOf(const sockaddr* netmask) {
+  int bits = 0;
+  if (netmask != nullptr) {
+    for (uint8_t byte : bytesOf(netmask)) {
+      bits += std::popcount(byte);
+    }
+  }
+  return bits;
+}
+
+// Interfaces that lead to containers and virtual machines of this host, not to
+// other hosts, by the names that their makers give them.
+bool leadsInward(const std::string& interface) {
+  for (const char* prefix :
+       {"docker",
+        "br-",
+        "virbr",
+        "veth",
+        "vnet",
+        "vmnet",
+        "lxc",
+        "lxd",
+        "cni",
+        "cali",
+        "cilium",
+        "flannel",
+        "kube",
+        "podman",
+        "dummy",
+        "nerdctl"}) {
+    if (interface.starts_with(prefix)) {
+      return true;
+    }
+  }
+  return false;
+}
+
 const char* familyName(int family) {
   return family == AF_INET6 ? "IPv6" : "IPv4";
 }
@@ -78,6 +128,28 @@ std::vector<InterfaceAddress> onePerInterface(
   return chosen;
 }
 
+// The other interfaces by which hosts may come: more bandwidth, and a way
+// round one that fails.
+void addOutward(
+    const std::vector<InterfaceAddress>& interfaces,
+    int family,
+    AddressChoice& choice) {
+  const size_t before = choice.addresses.size();
+  for (const InterfaceAddress& i : onePerInterface(interfaces, family)) {
+    const bool there = std::any_of(
+        choice.addresses.begin(), choice.addresses.end(), [&](const auto& o) {
+          return o.interface == i.interface || o.address.ip() == i.address.ip();
+        });
+    if (i.up && !i.loopback && !there && !leadsInward(i.interface) &&
+        i.address.family() == family) {
+      choice.addresses.push_back(i);
+    }
+  }
+  if (choice.addresses.size() > before) {
+    choice.reason += "; the others are up too";
+  }
+}
+
 } // namespace
 
 std::vector<InterfaceAddress> enumerateInterfaces() {
@@ -99,6 +171,7 @@ std::vector<InterfaceAddress> enumerateInterfaces() {
                                           : sizeof(sockaddr_in6));
     a.up = (i->ifa_flags & IFF_UP) != 0 && (i->ifa_flags & IFF_RUNNING) != 0;
     a.loopback = (i->ifa_flags & IFF_LOOPBACK) != 0;
+    a.prefixBits = prefixOf(i->ifa_netmask);
     if (!isLinkLocal(a.address)) {
       result.push_back(std::move(a));
     }
@@ -197,16 +270,9 @@ AddressChoice chooseAddresses(
     if (a.loopback) {
       // The store runs on this host, maybe under a name that means loopback
       // here only: other hosts need an address of ours as well.
-      for (const InterfaceAddress& i : interfaces) {
-        if (i.up && !i.loopback) {
-          choice.addresses.push_back(i);
-          choice.reason =
-              "loopback leads to the store, and other hosts may "
-              "come by the first interface that is up";
-          break;
-        }
-      }
+      choice.reason = "loopback leads to the store";
     }
+    addOutward(interfaces, family, choice);
   } else {
     std::vector<InterfaceAddress> up, loopback;
     for (const InterfaceAddress& i : interfaces) {
@@ -224,6 +290,9 @@ AddressChoice chooseAddresses(
     }
     choice.addresses = onePerInterface(from, family);
     choice.addresses.resize(1);
+    if (!up.empty()) {
+      addOutward(interfaces, family, choice);
+    }
     choice.reason = up.empty()
         ? "no interface but loopback is up: only this host can reach it"
         : std::string("it is the first interface that is up, ") +
@@ -264,12 +333,15 @@ bool isHex(const std::string& text) {
 std::string printable(const std::string& name) {
   std::string text = name.substr(0, 255);
   for (char& c : text) {
-    if (c <= ' ' || c > '~' || c == '=') {
+    if (c <= ' ' || c > '~' || c == '=' || c == ',' || c == '@') {
       c = '?';
     }
   }
   return text;
 }
+
+// An interface's name has 15 characters at most.
+constexpr size_t kNicNameMax = 15;
 
 template <typename T>
 bool parseNumber(const std::string& text, T& value) {
@@ -278,27 +350,38 @@ bool parseNumber(const std::string& text, T& value) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-// "10.0.0.7:29511" or "[fd00::7]:29511"
-std::optional<SocketAddress> parseAddress(const std::string& text) {
-  size_t colon = text.rfind(':');
+// "eth0@10.0.0.7/24:29511" or "eth0@[fd00::7]/64:29511"
+std::optional<NicAddress> parseAddress(const std::string& text) {
+  NicAddress result;
+  const size_t at = text.find('@');
+  const size_t colon = text.rfind(':');
+  const size_t slash = text.rfind('/');
   uint16_t port = 0;
-  if (colon == std::string::npos ||
-      !parseNumber(text.substr(colon + 1), port) || port == 0) {
+  if (at == std::string::npos || at == 0 || at > kNicNameMax ||
+      colon == std::string::npos || slash == std::string::npos || slash < at ||
+      colon < slash || !parseNumber(text.substr(colon + 1), port) ||
+      port == 0 ||
+      !parseNumber(
+          text.substr(slash + 1, colon - slash - 1), result.prefixBits)) {
     return std::nullopt;
   }
-  std::string ip = text.substr(0, colon);
+  result.nic = text.substr(0, at);
+  std::string ip = text.substr(at + 1, slash - at - 1);
   bool v6 = ip.size() >= 2 && ip.front() == '[' && ip.back() == ']';
   if (v6) {
     ip = ip.substr(1, ip.size() - 2);
   }
   auto address = SocketAddress::parse(ip, port);
-  if (!address || (address->family() == AF_INET6) != v6) {
+  if (!address || (address->family() == AF_INET6) != v6 ||
+      result.prefixBits < 0 || result.prefixBits > (v6 ? 128 : 32) ||
+      result.nic != printable(result.nic)) {
     return std::nullopt;
   }
-  return address;
+  result.address = *address;
+  return result;
 }
 
-constexpr const char* kFirstWord = "resilient/1";
+constexpr const char* kFirstWord = "resilient/2";
 
 } // namespace
 
@@ -313,6 +396,29 @@ std::string hostIdentity() {
       std::to_string(netns.st_ino) + "\n" + hostName();
   Digest digest = Sha256::of(all.data(), all.size());
   return toHex(digest.data(), 16);
+}
+
+bool NicAddress::inSubnet(const SocketAddress& other) const {
+  if (other.family() != address.family() || prefixBits == 0) {
+    return false;
+  }
+  const auto mine = bytesOf(address.raw());
+  const auto theirs = bytesOf(other.raw());
+  for (size_t i = 0; i < mine.size(); ++i) {
+    const int bits = std::clamp(prefixBits - 8 * static_cast<int>(i), 0, 8);
+    const auto mask = static_cast<uint8_t>(0xff00 >> bits);
+    if (((mine[i] ^ theirs[i]) & mask) != 0) {
+      return false;
+    }
+  }
+  return true;
+}
+
+std::string NicAddress::toString() const {
+  const std::string where = address.toString();
+  const size_t colon = where.rfind(':');
+  return printable(nic).substr(0, kNicNameMax) + "@" + where.substr(0, colon) +
+      "/" + std::to_string(prefixBits) + where.substr(colon);
 }
 
 std::string PeerAddress::toString() const {
@@ -340,7 +446,7 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
   std::vector<std::string> words = split(text, ' ');
   const char* keys[] = {"uid=", "host=", "name=", "pid=", "at="};
   if (words.size() != 6 || words[0] != kFirstWord) {
-    return bad("not six words of version 1");
+    return bad("not six words of version 2");
   }
   std::string values[5];
   for (size_t i = 0; i < 5; ++i) {

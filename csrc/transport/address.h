@@ -17,6 +17,7 @@ struct InterfaceAddress {
   SocketAddress address; // port 0
   bool up = false; // and running: it has a carrier
   bool loopback = false;
+  int prefixBits = 0; // of its subnet; 0: unknown
 };
 
 // In the kernel's order. Link-local addresses are left out: they mean nothing
@@ -37,8 +38,10 @@ struct AddressChoice {
 // `option` is a comma-separated list, in order of preference, of interface
 // names ("eth0"), beginnings of names ("eth") or literal addresses; or empty.
 // If empty: the address `towardsStore`, else the first one that is up and not
-// loopback, else loopback. Of each interface one address is taken, of the
-// family of `towardsStore` (IPv4 without it) if it has one. Throws a
+// loopback, else loopback; and behind it every other interface that is up and
+// leads out of this host, as far as its name tells (no bridges of containers).
+// Of each interface one address is taken, of the family of `towardsStore`
+// (IPv4 without it) if it has one. Throws a
 // StatusError (kInvalidArgument) that lists what there is if the option
 // matches nothing.
 AddressChoice chooseAddresses(
@@ -52,16 +55,26 @@ AddressChoice chooseAddresses(
 std::string hostIdentity();
 std::string hostName();
 
+// One NIC of a process as others see it.
+struct NicAddress {
+  std::string nic; // "eth0"; for people, and to find our own
+  SocketAddress address;
+  int prefixBits = 0; // 0: unknown
+
+  bool inSubnet(const SocketAddress& other) const;
+  std::string toString() const; // "eth0@10.0.0.7/24:29511"
+};
+
 // How to reach a rank; what it puts into the store.
 struct PeerAddress {
   Uid uid{};
   std::string hostId; // of hostIdentity()
   std::string hostName; // for people
   int64_t pid = 0;
-  std::vector<SocketAddress> addresses;
+  std::vector<NicAddress> addresses;
 
-  // "resilient/1 uid=<32 hex> host=<hex> name=node-3 pid=7
-  // at=10.0.0.7:29511,[fd00::7]:29511", one line.
+  // "resilient/2 uid=<32 hex> host=<hex> name=node-3 pid=7
+  // at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line.
   std::string toString() const;
   // kProtocol with the reason if `text` is not such a line. Bounded: what is
   // in the store may come from anybody.

@@ -202,6 +202,31 @@ void SimulatedNetwork::stall(PathRef ref, TimePoint until) {
   note(3, ref, 0, "stall of path");
 }
 
+void SimulatedNetwork::suspect(PathRef ref, int side, bool suspect) {
+  End& e = paths_[ref]->ends[side];
+  if (e.open) {
+    note(8, ref, suspect ? 1 : 0, "path is suspect");
+    channel(e.process, e.peer).setSuspect(e.id, suspect);
+  }
+}
+
+void SimulatedNetwork::setClasses(PathRef ref, int side, uint8_t classes) {
+  End& e = paths_[ref]->ends[side];
+  if (e.open) {
+    note(9, ref, classes, "classes of path");
+    channel(e.process, e.peer).setClasses(e.id, classes);
+  }
+}
+
+void SimulatedNetwork::trustAll() {
+  for (PathRef ref = 0; ref < paths_.size(); ++ref) {
+    for (int side = 0; side < 2; ++side) {
+      suspect(ref, side, false);
+      setClasses(ref, side, 0xff);
+    }
+  }
+}
+
 void SimulatedNetwork::cut(PathRef ref, Nanos notice) {
   Path& path = *paths_[ref];
   if (path.broken) {

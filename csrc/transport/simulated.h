@@ -88,6 +88,11 @@ class SimulatedNetwork : private ChannelHost {
   // at any byte. Both ends learn of it, each at its own time within `notice`,
   // and go on writing into it until then.
   void cut(PathRef path, Nanos notice);
+  // What the owner of a path decides about it, at one end.
+  void suspect(PathRef path, int side, bool suspect);
+  void setClasses(PathRef path, int side, uint8_t classes);
+  // Nothing is suspect any more, and all paths carry everything.
+  void trustAll();
   bool broken(PathRef path) const {
     return paths_[path]->broken;
   }

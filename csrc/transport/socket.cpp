@@ -10,6 +10,8 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <string_view>
 
 namespace resilient {
 
@@ -167,6 +169,19 @@ Status applySocketOptions(int fd, const SocketOptions& options) {
         wholeSeconds(options.keepaliveInterval));
     set(IPPROTO_TCP, TCP_KEEPCNT, "TCP_KEEPCNT", options.keepaliveProbes);
   }
+  if (!options.interface.empty()) {
+    bindToInterface(fd, options.interface);
+  }
+  if (options.dscp > 0) { // the upper six bits; which of the two holds depends
+    const int mark = options.dscp << 2; // on the family, also of a mapped one
+    const bool v4 =
+        ::setsockopt(fd, IPPROTO_IP, IP_TOS, &mark, sizeof(mark)) == 0;
+    const bool v6 =
+        ::setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &mark, sizeof(mark)) == 0;
+    if (status.ok() && !v4 && !v6) {
+      status = errnoStatus(StatusCode::kNetwork, "set the DSCP mark", errno);
+    }
+  }
   if (options.sendBufferBytes > 0) {
     set(SOL_SOCKET, SO_SNDBUF, "SO_SNDBUF", options.sendBufferBytes);
   }
@@ -174,6 +189,30 @@ Status applySocketOptions(int fd, const SocketOptions& options) {
     set(SOL_SOCKET, SO_RCVBUF, "SO_RCVBUF", options.receiveBufferBytes);
   }
   return status;
+}
+
+void bindToInterface(int fd, const std::string& interface) {
+  (void)::setsockopt(
+      fd,
+      SOL_SOCKET,
+      SO_BINDTODEVICE,
+      interface.c_str(),
+      static_cast<socklen_t>(interface.size() + 1));
+}
+
+uint64_t systemWindowBytes() {
+  uint64_t least = 4u << 20; // Linux's own limit
+  for (const char* path :
+       {"/proc/sys/net/ipv4/tcp_wmem", "/proc/sys/net/ipv4/tcp_rmem"}) {
+    std::ifstream in(path);
+    uint64_t low = 0, usual = 0, high = 0;
+    if (in >> low >> usual >> high && high > 0) {
+      least = path == std::string_view("/proc/sys/net/ipv4/tcp_wmem")
+          ? high
+          : std::min(least, high);
+    }
+  }
+  return least;
 }
 
 Status startConnect(

@@ -65,7 +65,19 @@ struct SocketOptions {
   // with low system limits.
   int sendBufferBytes = 0;
   int receiveBufferBytes = 0;
+  // Packets leave by this one; empty: as the kernel routes.
+  std::string interface;
+  // The mark by which routers tell kinds of traffic apart (RFC 2474); 0: none.
+  int dscp = 0;
 };
+
+// Packets leave by this interface only, whatever the routing table says: with
+// two NICs in one subnet they would all leave by the first. Best effort.
+void bindToInterface(int fd, const std::string& interface);
+
+// What one connection may have in flight, as far as the system's buffers
+// decide it (the smaller of the limits of sending and receiving).
+uint64_t systemWindowBytes();
 
 // Both ends are on this host: there is no link whose queue could fill, so
 // nothing is gained by keeping little unsent in the kernel, nor by a congestion

@@ -82,14 +82,23 @@ void TcpPath::end(const Status& why) {
   channel_.removePath(id_, loop_.now());
 }
 
-uint64_t TcpPath::progress() const {
+PathEvidence TcpPath::evidence() const {
+  PathEvidence e;
   const auto info = tcpInfo(socket_.get());
-  return static_cast<uint64_t>(heardAt_.time_since_epoch().count()) +
-      writtenTotal_ + (info ? info->bytesAcked : 0);
-}
-
-bool TcpPath::waitsOnPurpose() const {
-  return !releases_.empty() && releases_.front() > loop_.now();
+  e.progress = static_cast<uint64_t>(heardAt_.time_since_epoch().count());
+  if (info) {
+    e.progress += info->bytesAcked;
+    e.roundTrip = info->roundTrip + 4 * info->roundTripVariance;
+    e.kernelOwes = info->unackedSegments > 0;
+  }
+  if (faults_.any() && !releases_.empty()) {
+    // An injected silence stands for one in the network.
+    const TimePoint now = loop_.now();
+    e.kernelOwes =
+        e.kernelOwes || faults_.stalled(now) || faults_.dropping(now);
+    e.heldOnPurpose = releases_.front() > now;
+  }
+  return e;
 }
 
 bool TcpPath::hasRoom() const {
@@ -101,8 +110,18 @@ bool TcpPath::hasRoom() const {
     return unwrittenBytes_ < kDelayedBytes &&
         faults_.linkFreeAt() <= loop_.now() + kLimitedQueue;
   }
-  return unwrittenBytes_ < kBatchBytes && releases_.size() < kBatchFrames &&
+  return unwrittenBytes_ < batchBytes() && releases_.size() < kBatchFrames &&
       !(socketFull_ && !releases_.empty());
+}
+
+// A slow path binds less: what is bound cannot go another way.
+size_t TcpPath::batchBytes() const {
+  const double rate = channel_.pathStatistics(id_).capacityBytesPerS();
+  return rate == 0 ? kBatchBytes
+                   : std::clamp(
+                         static_cast<size_t>(rate * toSeconds(kBatchTime)),
+                         kLeastBatchBytes,
+                         kBatchBytes);
 }
 
 bool TcpPath::takeFrame() {

@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "channel/channel.h"
 #include "path/faults.h"
+#include "path/health.h"
 #include "transport/event_loop.h"
 #include "transport/socket.h"
 
@@ -66,11 +67,8 @@ class TcpPath final : public Handler {
   // Closes it; what the kernel still holds is sent.
   void close(const Status& why);
 
-  // Changes whenever anything moves on the connection: bytes written, bytes
-  // the far kernel acknowledged, bytes heard.
-  uint64_t progress() const;
-  // The next frame is held back by a fault that delays or limits.
-  bool waitsOnPurpose() const;
+  // What it shows of its health, but for what only the channel knows.
+  PathEvidence evidence() const;
   // Rules were added or removed.
   void faultsChanged();
 
@@ -91,6 +89,8 @@ class TcpPath final : public Handler {
   // to be worth its cost, little enough that priorities still matter.
   static constexpr size_t kBatchBytes = 1u << 20;
   static constexpr size_t kBatchFrames = 64;
+  static constexpr size_t kLeastBatchBytes = 64u << 10;
+  static constexpr Nanos kBatchTime = std::chrono::milliseconds(20);
   // With a fault that delays, what is "on the wire" waits here instead.
   static constexpr size_t kDelayedBytes = 64u << 20;
   // A link limited by a fault has a queue of this length, like a router's:
@@ -100,6 +100,7 @@ class TcpPath final : public Handler {
   static constexpr size_t kReadPerTurn = 4u << 20;
   static constexpr size_t kReadBuffer = 16u << 10;
 
+  size_t batchBytes() const;
   void end(const Status& why);
   enum class Read { kNothing, kShort, kFull };
   Read readSome(size_t& total);

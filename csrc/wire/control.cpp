@@ -158,9 +158,19 @@ std::vector<std::byte> encode(const Report& r) {
       .take();
 }
 
+std::vector<std::byte> encode(const PathsLost& lost) {
+  Writer out(ControlKind::kPathsLost);
+  const size_t n = std::min(lost.slots.size(), PathsLost::kMost);
+  out.put(lost.reason).put(static_cast<uint16_t>(n));
+  for (size_t i = 0; i < n; ++i) {
+    out.put(lost.slots[i]);
+  }
+  return out.take();
+}
+
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
   if (payload.empty() || payload[0] < std::byte(1) ||
-      payload[0] > std::byte(3)) {
+      payload[0] > std::byte(4)) {
     return std::nullopt;
   }
   return static_cast<ControlKind>(payload[0]);
@@ -210,6 +220,21 @@ std::optional<Report> decodeReport(std::span<const std::byte> payload) {
   in.get(r.pending);
   r.running = running != 0;
   return in.complete() ? std::optional(r) : std::nullopt;
+}
+
+std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kPathsLost)) {
+    return std::nullopt;
+  }
+  PathsLost lost;
+  uint16_t n = 0;
+  Reader in(payload);
+  in.get(lost.reason);
+  in.get(n);
+  for (size_t i = 0; i < n && i < PathsLost::kMost; ++i) {
+    in.get(lost.slots.emplace_back());
+  }
+  return in.complete() ? std::optional(lost) : std::nullopt;
 }
 
 } // namespace resilient

@@ -19,7 +19,12 @@ std::vector<std::byte> encodeReason(StatusCode code, const std::string& text);
 Status decodeReason(std::span<const std::byte> payload);
 
 // Payloads of kControl, from engine to engine. The first byte tells which.
-enum class ControlKind : uint8_t { kNotice = 1, kQuery = 2, kReport = 3 };
+enum class ControlKind : uint8_t {
+  kNotice = 1,
+  kQuery = 2,
+  kReport = 3,
+  kPathsLost = 4,
+};
 
 // "This collective has failed here": so that the others need not wait for
 // their own time-out, and name the same culprit.
@@ -55,14 +60,24 @@ struct Report {
   std::string pending; // point-to-point operations, in words
 };
 
+// "These paths of ours are down, I can see it", told over another one: the
+// peer would find out by silence only.
+struct PathsLost {
+  std::string reason; // "its NIC eth0 went down"
+  std::vector<uint16_t> slots; // at most kMost
+  static constexpr size_t kMost = 4096;
+};
+
 std::vector<std::byte> encode(const Notice& notice);
 std::vector<std::byte> encode(const Query& query);
 std::vector<std::byte> encode(const Report& report);
+std::vector<std::byte> encode(const PathsLost& lost);
 
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload);
 // Nothing if the bytes are not exactly one message of that kind.
 std::optional<Notice> decodeNotice(std::span<const std::byte> payload);
 std::optional<Query> decodeQuery(std::span<const std::byte> payload);
 std::optional<Report> decodeReport(std::span<const std::byte> payload);
+std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload);
 
 } // namespace resilient

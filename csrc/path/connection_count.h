@@ -1,0 +1,171 @@
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// Finds how many connections between two NICs carry the most: opens more while
+// the goodput grows, and puts those in reserve that do not help. One is enough
+// where a window covers the round trip; on a long link with small windows, or
+// with random loss, each adds its share.
+// Paper: ATLAS §4.1, which takes a fixed number.
+class ConnectionCount {
+ public:
+  struct Config {
+    int least = 1;
+    int most = 16;
+    // What a connection may have in flight: the system's limit of its buffers.
+    uint64_t windowBytes = 4u << 20;
+    // What the link is taken for before anything is measured. ATLAS §3 finds
+    // about 5 Gbit/s for each node between data centres.
+    double assumedBytesPerS = 5e9 / 8;
+  };
+
+  explicit ConnectionCount(const Config& config)
+      : config_(config), count_(config.least) {}
+
+  // The first measurement of the way: as many as fill the assumed link.
+  void onRoundTrip(Nanos roundTrip) {
+    roundTrip_ = roundTrip;
+    if (!begun_) {
+      begun_ = true;
+      const double need = config_.assumedBytesPerS * toSeconds(roundTrip) /
+          static_cast<double>(config_.windowBytes);
+      count_ = std::clamp(
+          static_cast<int>(std::ceil(need)), config_.least, config_.most);
+    }
+  }
+
+  int count() const {
+    return count_;
+  }
+
+  // Called every now and then. `ackedBytes`: over all connections between the
+  // two NICs since their beginning; `busy`: all the time since the last call
+  // there was more to send. Returns whether count() has changed.
+  bool observe(uint64_t ackedBytes, bool busy, TimePoint now) {
+    if (config_.least == config_.most) {
+      return false;
+    }
+    if (!busy || windowAt_ == TimePoint{}) {
+      // A rate that was limited by what there was to send tells nothing.
+      restart(ackedBytes, now, settleTime());
+      return false;
+    }
+    if (now < windowAt_) {
+      windowBytes_ = ackedBytes; // new connections speed up
+      return false;
+    }
+    if (now - windowAt_ < windowTime()) {
+      return false;
+    }
+    const double rate = static_cast<double>(ackedBytes - windowBytes_) /
+        toSeconds(now - windowAt_);
+    const int before = count_;
+    judge(rate, now);
+    restart(ackedBytes, now, count_ == before ? Nanos(0) : settleTime());
+    return count_ != before;
+  }
+
+ private:
+  enum class Step { kBase, kUp, kDown };
+
+  Nanos settleTime() const {
+    return std::max<Nanos>(std::chrono::milliseconds(100), 5 * roundTrip_);
+  }
+  Nanos windowTime() const {
+    return std::max<Nanos>(std::chrono::milliseconds(200), 4 * roundTrip_);
+  }
+  void restart(uint64_t ackedBytes, TimePoint now, Nanos settle) {
+    windowBytes_ = ackedBytes;
+    windowAt_ = now + settle;
+  }
+
+  // `rate` is that of count_ connections.
+  void judge(double rate, TimePoint now) {
+    switch (step_) {
+      case Step::kBase:
+        if (now >= nextTrial_) {
+          base_ = rate;
+          roseOnce_ = false;
+          tryMore(now);
+        }
+        return;
+      case Step::kUp:
+        if (rate > kGain * base_) {
+          base_ = rate;
+          roseOnce_ = true;
+          tryMore(now);
+        } else {
+          count_ = kept_;
+          upIsNoUse(now);
+        }
+        return;
+      case Step::kDown:
+        if (rate * kLoss >= base_) {
+          tryFewer(now);
+        } else {
+          count_ = kept_;
+          rest(now);
+        }
+        return;
+    }
+  }
+  void tryMore(TimePoint now) {
+    if (count_ == config_.most) {
+      upIsNoUse(now);
+      return;
+    }
+    kept_ = count_;
+    count_ = std::min(count_ * 2, config_.most);
+    step_ = Step::kUp;
+  }
+  void upIsNoUse(TimePoint now) {
+    if (roseOnce_) {
+      rest(now);
+    } else {
+      tryFewer(now);
+    }
+  }
+  void tryFewer(TimePoint now) {
+    if (count_ == config_.least) {
+      rest(now);
+      return;
+    }
+    kept_ = count_;
+    // In small steps: if they were needed after all, the trial costs as much.
+    count_ = std::max(count_ - std::max(count_ / 4, 1), config_.least);
+    step_ = Step::kDown;
+  }
+  // Found, for now. The next look later, and ever later.
+  void rest(TimePoint now) {
+    step_ = Step::kBase;
+    nextTrial_ = now + pause_;
+    pause_ = std::min<Nanos>(pause_ * 2, kLongestPause);
+  }
+
+  // More connections must earn this much more; fewer may cost this little.
+  static constexpr double kGain = 1.08;
+  static constexpr double kLoss = 1.02;
+  static constexpr Nanos kFirstPause = std::chrono::seconds(10);
+  static constexpr Nanos kLongestPause = std::chrono::seconds(300);
+
+  Config config_;
+  int count_;
+  bool begun_ = false;
+  Nanos roundTrip_{};
+  Step step_ = Step::kBase;
+  double base_ = 0; // the rate to beat, or to keep
+  int kept_ = 1; // the count that had it
+  bool roseOnce_ = false; // more was better, in this trial
+  Nanos pause_ = kFirstPause;
+  TimePoint nextTrial_{};
+  TimePoint windowAt_{}; // begins then
+  uint64_t windowBytes_ = 0;
+};
+
+} // namespace resilient

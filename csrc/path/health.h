@@ -1,0 +1,109 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// What is seen of one path at one moment.
+struct PathEvidence {
+  // Something was sent that has not been answered.
+  bool owes = false;
+  // Any number that changes whenever the far end shows life on this path.
+  uint64_t progress = 0;
+  // What is unanswered is unanswered by the far kernel too. If not, the path
+  // works, and only the process at its end is slow.
+  bool kernelOwes = false;
+  // When another path to the same process last showed life.
+  TimePoint othersAt{};
+  Nanos roundTrip{}; // smoothed, with four deviations; 0 if unknown
+  // Our own doing, such as an injected delay.
+  bool heldOnPurpose = false;
+};
+
+enum class PathVerdict : uint8_t {
+  kGood,
+  // Nothing new should depend on it.
+  kSuspect,
+  // Suspect for so long that it should be given up if there is another way.
+  kStalled,
+};
+
+// Doubt about one path comes in degrees. Suspicion is cheap (what is in flight
+// goes over the other paths once more), so it comes early; giving up a path
+// costs a connection, so it comes late.
+// Paper: SHIFT §4.4 leaves silent failures to other tools; this finds them.
+class PathHealth {
+ public:
+  struct Limits {
+    Nanos suspectAfter{};
+    Nanos stalledAfter{};
+  };
+
+  explicit PathHealth(TimePoint now) : progressAt_(now) {}
+
+  PathVerdict
+  observe(const PathEvidence& e, const Limits& limits, TimePoint now) {
+    if (e.progress != progress_ || !e.owes || e.heldOnPurpose) {
+      progress_ = e.progress;
+      progressAt_ = now;
+      return PathVerdict::kGood;
+    }
+    const Nanos silent = now - progressAt_;
+    // An answer takes a round trip, however good the path.
+    if (silent >= std::max(limits.stalledAfter, 2 * e.roundTrip)) {
+      return PathVerdict::kStalled;
+    }
+    // A process that is slow is slow on all paths.
+    const bool pathAlone =
+        e.kernelOwes || e.othersAt >= progressAt_ + limits.suspectAfter / 2;
+    return pathAlone &&
+            silent >= limits.suspectAfter + e.roundTrip + e.roundTrip / 2
+        ? PathVerdict::kSuspect
+        : PathVerdict::kGood;
+  }
+
+  Nanos silentFor(TimePoint now) const {
+    return now - progressAt_;
+  }
+
+ private:
+  uint64_t progress_ = 0;
+  TimePoint progressAt_;
+};
+
+// How long a path that has come back must prove itself before it carries
+// anything that matters. Each loss soon after a return doubles it, so a link
+// that flaps comes to rest on the others; quiet halves it again.
+class FlapDamping {
+ public:
+  explicit FlapDamping(Nanos longest) : longest_(longest) {}
+
+  void onUp(TimePoint now) {
+    upAt_ = now;
+  }
+  void onLost(TimePoint now) {
+    // Long enough up, for as many halvings: the past is forgotten.
+    for (Nanos quiet = kQuiet; now - upAt_ >= quiet && level_ > 0;
+         quiet += kQuiet) {
+      --level_;
+    }
+    if (now - upAt_ < kQuiet + holdDown()) {
+      level_ = std::min(level_ + 1, 16);
+    }
+  }
+  Nanos holdDown() const {
+    return std::min(kLeast * (int64_t{1} << level_), longest_);
+  }
+
+ private:
+  static constexpr Nanos kLeast = std::chrono::milliseconds(150);
+  static constexpr Nanos kQuiet = std::chrono::seconds(5);
+  Nanos longest_;
+  int level_ = 0;
+  TimePoint upAt_{};
+};
+
+} // namespace resilient

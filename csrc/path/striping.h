@@ -1,0 +1,87 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace resilient {
+
+// What one path has to do already, and how fast it does it.
+struct PathLoad {
+  double bytesPerS = 0; // its capacity; 0: unknown
+  double oneWayS = 0;
+  uint64_t inFlightBytes = 0;
+  double silentS = 0; // with bytes in flight and none acknowledged
+
+  // When the last of `bytes` more would arrive, in seconds from now. A path
+  // that is silent is at least that late.
+  double arrivalS(uint64_t bytes) const {
+    return std::max(
+        silentS,
+        static_cast<double>(inFlightBytes + bytes) / bytesPerS + oneWayS);
+  }
+};
+
+// Chunks go where they will arrive first. A path with room asks whether it
+// should take the next one; it should not if the chunk, and all that waits
+// behind it, would be there sooner by the other paths. So unequal paths add
+// up, and the slowest never sets the pace at the end of a message.
+//
+// Paper: ATLAS §4.1 gives every connection the same share; these are for
+// connections that differ.
+class ArrivalOrder {
+ public:
+  // May this path, so loaded, take a chunk of `chunkBytes`?
+  ArrivalOrder(const PathLoad& mine, uint64_t chunkBytes)
+      : mine_(mine), chunkBytes_(chunkBytes) {}
+
+  // What nothing is known of says nothing.
+  void addOther(const PathLoad& other) {
+    if (other.bytesPerS == 0) {
+      return;
+    }
+    known_ = true;
+    rate_ += other.bytesPerS;
+    ahead_ += std::max(
+        static_cast<double>(other.inFlightBytes) +
+            other.oneWayS * other.bytesPerS,
+        other.silentS * other.bytesPerS);
+    soonestS_ = std::min(soonestS_, other.arrivalS(chunkBytes_));
+  }
+
+  // `backlogBytes`: all that waits, the chunk included. `stale`: the path has
+  // not been tried for long.
+  bool mayTake(uint64_t backlogBytes, bool stale) const {
+    if (!known_) {
+      return true;
+    }
+    if (mine_.inFlightBytes == 0 && stale && backlogBytes >= kWorthExploring) {
+      return true;
+    }
+    if (mine_.bytesPerS == 0) {
+      return mine_.inFlightBytes < kFirstShareBytes;
+    }
+    const double mineS = mine_.arrivalS(chunkBytes_);
+    const double othersDoneS =
+        (ahead_ + static_cast<double>(backlogBytes)) / rate_;
+    // The path on which the chunk arrives first never refuses it, or nobody
+    // might take it.
+    return mineS <= othersDoneS * kTolerance || mineS <= soonestS_;
+  }
+
+ private:
+  // Measured rates are no better than this.
+  static constexpr double kTolerance = 1.05;
+  // A path of which nothing is known gets this much to show what it can do.
+  static constexpr uint64_t kFirstShareBytes = 64u << 10;
+  static constexpr uint64_t kWorthExploring = 1u << 20;
+
+  const PathLoad mine_;
+  const uint64_t chunkBytes_;
+  bool known_ = false;
+  double rate_ = 0; // of the others together
+  double ahead_ = 0; // bytes that they deliver before anything new
+  double soonestS_ = std::numeric_limits<double>::infinity();
+};
+
+} // namespace resilient

@@ -1,0 +1,170 @@
+#include "path/health.h"
+
+#include "path/connection_count.h"
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+const PathHealth::Limits kLimits{milliseconds(50), milliseconds(500)};
+
+struct Watched {
+  TimePoint now{seconds(100)};
+  PathHealth health{now};
+  PathEvidence evidence;
+
+  PathVerdict after(Nanos time) {
+    now += time;
+    return health.observe(evidence, kLimits, now);
+  }
+};
+
+TEST(health_doubts_early_and_gives_up_late) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.progress = 7;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(49)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
+  CHECK(w.after(milliseconds(440)) == PathVerdict::kSuspect);
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled);
+  w.evidence.progress = 8; // it was only slow
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
+}
+
+TEST(health_of_an_idle_path_is_good) {
+  Watched w;
+  w.evidence.kernelOwes = true; // keepalive
+  CHECK(w.after(seconds(10)) == PathVerdict::kGood);
+  w.evidence.owes = true; // it begins to owe now
+  CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
+  w.evidence.heldOnPurpose = true;
+  CHECK(w.after(seconds(10)) == PathVerdict::kGood);
+}
+
+TEST(health_waits_for_the_round_trip) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.roundTrip = milliseconds(300);
+  (void)w.after(milliseconds(1));
+  CHECK(w.after(milliseconds(460)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(60)) == PathVerdict::kSuspect);
+  CHECK(w.after(milliseconds(100)) == PathVerdict::kStalled); // 600 > 500
+}
+
+// The far kernel has everything: its process is slow, on this path as on the
+// others.
+TEST(health_does_not_blame_a_path_for_a_slow_process) {
+  Watched w;
+  w.evidence.owes = true;
+  w.evidence.progress = 1;
+  (void)w.after(milliseconds(1));
+  w.evidence.othersAt = w.now;
+  CHECK(w.after(milliseconds(200)) == PathVerdict::kGood);
+  // Others answer, this one does not.
+  w.evidence.othersAt = w.now;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kSuspect);
+}
+
+TEST(damping_doubles_while_it_flaps_and_forgets) {
+  FlapDamping damping{seconds(60)};
+  TimePoint now{seconds(100)};
+  damping.onUp(now);
+  now += seconds(1000);
+  damping.onLost(now); // once in a long time
+  CHECK(damping.holdDown() == milliseconds(150));
+  Nanos last = damping.holdDown();
+  for (int i = 0; i < 20; ++i) {
+    damping.onUp(now);
+    now += milliseconds(200);
+    damping.onLost(now);
+    CHECK(damping.holdDown() == std::min<Nanos>(2 * last, seconds(60)));
+    last = damping.holdDown();
+  }
+  damping.onUp(now);
+  now += seconds(1000);
+  damping.onLost(now);
+  CHECK(damping.holdDown() == milliseconds(150));
+}
+
+// A flap every 200 ms for 30 s: the path comes to rest.
+TEST(damping_leaves_few_returns_to_a_flapping_path) {
+  FlapDamping damping{seconds(60)};
+  TimePoint now{seconds(100)}, end = now + seconds(30);
+  int returns = 0;
+  while (now < end) {
+    damping.onUp(now);
+    returns += damping.holdDown() < milliseconds(200);
+    now += milliseconds(200);
+    damping.onLost(now);
+    now += milliseconds(200);
+  }
+  CHECK(returns <= 2);
+}
+
+// What `count` connections carry, on a link with that limit in all and for
+// each, and what is found.
+int found(
+    double linkBytesPerS,
+    double eachBytesPerS,
+    Nanos roundTrip,
+    ConnectionCount& count,
+    Nanos duration = seconds(5)) {
+  count.onRoundTrip(roundTrip);
+  TimePoint now{seconds(100)};
+  double acked = 0;
+  for (const TimePoint end = now + duration; now < end;
+       now += milliseconds(10)) {
+    acked += 0.01 * std::min(linkBytesPerS, eachBytesPerS * count.count());
+    count.observe(static_cast<uint64_t>(acked), true, now);
+  }
+  return count.count();
+}
+
+TEST(connection_count_one_is_enough_where_it_fills_the_link) {
+  ConnectionCount count({});
+  CHECK_EQ(found(125e6, 125e6, milliseconds(1), count), 1);
+}
+
+TEST(connection_count_grows_with_the_round_trip) {
+  // ATLAS Table 1: 4 MiB of window over 80 ms are 52 MB/s.
+  ConnectionCount count({});
+  count.onRoundTrip(milliseconds(80));
+  CHECK_EQ(count.count(), 12); // at once, for 5 Gbit/s
+  CHECK_EQ(found(625e6, 52e6, milliseconds(80), count), 12); // 624 MB/s
+  ConnectionCount more({});
+  CHECK_EQ(found(1250e6, 52e6, milliseconds(80), more), 16);
+  ConnectionCount less({});
+  const int n = found(300e6, 52e6, milliseconds(80), less);
+  CHECK(n >= 6 && n <= 8); // 5.8 fill it
+}
+
+TEST(connection_count_drops_what_does_not_help) {
+  ConnectionCount count({});
+  count.onRoundTrip(milliseconds(40));
+  CHECK_EQ(count.count(), 6);
+  CHECK_EQ(found(12e6, 12e6, milliseconds(40), count, seconds(8)), 1);
+}
+
+TEST(connection_count_learns_nothing_from_an_idle_link) {
+  ConnectionCount count({});
+  count.onRoundTrip(milliseconds(40));
+  TimePoint now{seconds(100)};
+  for (int i = 0; i < 2000; ++i) {
+    now += milliseconds(10);
+    CHECK(!count.observe(static_cast<uint64_t>(i), i % 20 != 0, now));
+  }
+  CHECK_EQ(count.count(), 6);
+}
+
+TEST(connection_count_keeps_to_a_number_that_is_given) {
+  ConnectionCount count({.least = 3, .most = 3});
+  CHECK_EQ(found(625e6, 52e6, milliseconds(80), count), 3);
+}
+
+} // namespace
+} // namespace resilient::test

@@ -1,0 +1,189 @@
+#include "path/striping.h"
+
+#include <deque>
+#include <vector>
+
+#include "base/random.h"
+#include "path/link_statistics.h"
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+PathLoad load(double bytesPerS, double oneWayS, uint64_t inFlight = 0) {
+  PathLoad l;
+  l.bytesPerS = bytesPerS;
+  l.oneWayS = oneWayS;
+  l.inFlightBytes = inFlight;
+  return l;
+}
+
+bool takes(
+    const PathLoad& mine,
+    const std::vector<PathLoad>& others,
+    uint64_t chunk,
+    uint64_t backlog,
+    bool stale = false) {
+  ArrivalOrder order(mine, chunk);
+  for (const PathLoad& other : others) {
+    order.addOther(other);
+  }
+  return order.mayTake(backlog, stale);
+}
+
+TEST(striping_slow_path_leaves_the_end_to_the_fast_one) {
+  const PathLoad fast = load(12.5e6, 0.001);
+  const PathLoad slow = load(3.1e6, 0.001);
+  // 64 KiB take 21 ms on the slow one, and everything 84 ms on the fast one.
+  CHECK(takes(slow, {fast}, 64 << 10, 1 << 20));
+  CHECK(takes(fast, {slow}, 64 << 10, 1 << 20));
+  // Here the fast one has done it all in 10 ms.
+  CHECK(!takes(slow, {fast}, 64 << 10, 128 << 10));
+  CHECK(takes(fast, {slow}, 64 << 10, 128 << 10));
+  // Unless it has much to do.
+  CHECK(takes(slow, {load(12.5e6, 0.001, 1 << 20)}, 64 << 10, 128 << 10));
+}
+
+TEST(striping_round_trip_counts_for_small_messages) {
+  const PathLoad near = load(1e6, 0.001);
+  const PathLoad far = load(100e6, 0.040);
+  CHECK(!takes(far, {near}, 1000, 1000));
+  CHECK(takes(near, {far}, 1000, 1000));
+  CHECK(takes(far, {near}, 256 << 10, 1 << 20));
+}
+
+TEST(striping_unknown_paths_get_a_first_share) {
+  const PathLoad unknown = load(0, 0);
+  CHECK(takes(unknown, {unknown}, 1000, 1000));
+  CHECK(takes(unknown, {load(1e6, 0.01)}, 64 << 10, 1 << 20));
+  CHECK(!takes(load(0, 0, 64 << 10), {load(1e6, 0.01)}, 64 << 10, 1 << 20));
+}
+
+TEST(striping_silent_path_is_as_late_as_it_is_silent) {
+  PathLoad silent = load(100e6, 0.001, 1000);
+  const PathLoad other = load(10e6, 0.001);
+  CHECK(!takes(other, {silent}, 64 << 10, 64 << 10));
+  silent.silentS = 0.03;
+  CHECK(takes(other, {silent}, 64 << 10, 64 << 10));
+}
+
+TEST(striping_forgotten_path_is_tried_again) {
+  const PathLoad fast = load(100e6, 0.001);
+  const PathLoad slow = load(1e3, 0.001); // once; and now?
+  CHECK(!takes(slow, {fast}, 64 << 10, 4 << 20));
+  CHECK(takes(slow, {fast}, 64 << 10, 4 << 20, /*stale=*/true));
+  CHECK(!takes(slow, {fast}, 64 << 10, 64 << 10, /*stale=*/true));
+}
+
+// Whatever the paths are like, somebody takes the chunk: else it would wait
+// for ever.
+TEST(striping_somebody_always_takes_the_chunk) {
+  Prng prng(7);
+  for (int run = 0; run < 20'000; ++run) {
+    std::vector<PathLoad> paths;
+    for (uint64_t n = 1 + prng.below(6); n > 0; --n) {
+      PathLoad l = load(
+          prng.below(4) == 0 ? 0 : 1e3 + static_cast<double>(prng.below(1e8)),
+          1e-6 * static_cast<double>(prng.below(100'000)),
+          prng.below(1 << 22));
+      l.silentS = l.inFlightBytes == 0
+          ? 0
+          : 1e-3 * static_cast<double>(prng.below(2) * prng.below(500));
+      paths.push_back(l);
+    }
+    const uint64_t chunk = 1 + prng.below(1 << 19);
+    const uint64_t backlog = chunk + prng.below(1 << 20);
+    bool any = false;
+    for (size_t i = 0; i < paths.size(); ++i) {
+      auto others = paths;
+      others.erase(others.begin() + static_cast<ptrdiff_t>(i));
+      any = any || takes(paths[i], others, chunk, backlog);
+    }
+    CHECK(any);
+  }
+}
+
+// Random pairs of links in exact time: a message is never later than over the
+// better link alone, and long ones get what both carry together.
+TEST(striping_unequal_links_add_up) {
+  Prng prng(11);
+  for (int run = 0; run < 200; ++run) {
+    struct Link {
+      double rate, oneWay, freeAt = 0;
+      std::deque<std::pair<double, uint64_t>> flights; // acknowledged at
+    };
+    std::vector<Link> links;
+    double sum = 0, best = 0;
+    for (int i = 0; i < 2; ++i) {
+      const double rate = 1e6 * static_cast<double>(1 + prng.below(30));
+      const double oneWay = 1e-3 * static_cast<double>(1 + prng.below(20));
+      links.push_back({rate, oneWay, 0, {}});
+      sum += rate;
+      best = std::max(best, rate);
+    }
+    const uint64_t chunk = 16 << 10;
+    const uint64_t total = 16 << 20;
+    uint64_t left = total;
+    double now = 0, done = 0;
+    while (left > 0) {
+      bool taken = false;
+      for (size_t i = 0; i < 2 && left > 0; ++i) {
+        const auto view = [&](const Link& l) {
+          uint64_t inFlight = 0;
+          for (const auto& f : l.flights) {
+            inFlight += f.first > now ? f.second : 0;
+          }
+          return load(l.rate, l.oneWay, inFlight);
+        };
+        if (takes(view(links[i]), {view(links[1 - i])}, chunk, left)) {
+          Link& l = links[i];
+          l.freeAt =
+              std::max(l.freeAt, now) + static_cast<double>(chunk) / l.rate;
+          l.flights.emplace_back(l.freeAt + 2 * l.oneWay, chunk);
+          done = std::max(done, l.freeAt + l.oneWay);
+          left -= std::min(left, chunk);
+          taken = true;
+        }
+      }
+      if (!taken) {
+        now += 1e-4;
+      }
+    }
+    // As fast as both together but for a round trip and a chunk on each.
+    const double slack = 2 * (links[0].oneWay + links[1].oneWay) +
+        2 * static_cast<double>(chunk) / 1e6;
+    CHECK(done <= static_cast<double>(total) / sum * 1.06 + slack);
+    CHECK(done <= static_cast<double>(total) / best + slack);
+  }
+}
+
+TEST(link_capacity_does_not_fall_with_use) {
+  LinkStatistics s;
+  TimePoint t(std::chrono::seconds(1));
+  s.onRoundTrip(std::chrono::milliseconds(10), t);
+  const TimePoint busy = t;
+  for (int i = 0; i < 100; ++i) { // 10 MB/s, the pipe full
+    t += std::chrono::milliseconds(10);
+    s.onAcknowledged(100'000, busy, t, 300'000);
+  }
+  CHECK(s.capacityBytesPerS() > 9e6 && s.capacityBytesPerS() < 11e6);
+  for (int i = 0; i < 100; ++i) { // one small thing at a time
+    t += std::chrono::milliseconds(10);
+    s.onAcknowledged(1000, busy, t, 0);
+  }
+  CHECK(s.capacityBytesPerS() > 9e6);
+  CHECK(s.goodputBytesPerS() < 1e6);
+  for (int i = 0; i < 60; ++i) { // the pipe full again, and slow
+    t += std::chrono::milliseconds(10);
+    s.onAcknowledged(20'000, busy, t, 300'000);
+  }
+  CHECK(s.capacityBytesPerS() < 3e6);
+  for (int i = 0; i < 60; ++i) { // faster, though not full
+    t += std::chrono::milliseconds(10);
+    s.onAcknowledged(200'000, busy, t, 0);
+  }
+  CHECK(s.capacityBytesPerS() > 15e6);
+}
+
+} // namespace
+} // namespace resilient::test

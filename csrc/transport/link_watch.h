@@ -1,0 +1,37 @@
+#pragma once
+
+#include <functional>
+#include <string>
+
+#include "transport/event_loop.h"
+
+namespace resilient {
+
+// Tells at once when a network interface of this host goes down, loses its
+// carrier or comes back, as the kernel says (rtnetlink): the fastest witness
+// of a failure, of our own NICs only.
+// Paper: SHIFT §4.3.2, the port event.
+//
+// Thread: the loop's. Without netlink (some sandboxes) it is silent, and
+// working() is false.
+class LinkWatch final : private Handler {
+ public:
+  // `usable`: up and with a carrier. Also called for interfaces that are gone.
+  using Callback = std::function<void(const std::string& nic, bool usable)>;
+
+  LinkWatch(EventLoop& loop, Callback callback);
+  ~LinkWatch() override;
+
+  bool working() const {
+    return static_cast<bool>(fd_);
+  }
+
+ private:
+  void onEvents(uint32_t events) override;
+
+  EventLoop& loop_;
+  Callback callback_;
+  FileDescriptor fd_;
+};
+
+} // namespace resilient

@@ -1,0 +1,73 @@
+#include "transport/routes.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace resilient {
+
+std::vector<Route> pairNics(
+    const std::vector<NicAddress>& mine,
+    const std::vector<NicAddress>& theirs,
+    bool mineFirst) {
+  const std::vector<NicAddress>& first = mineFirst ? mine : theirs;
+  const std::vector<NicAddress>& second = mineFirst ? theirs : mine;
+  // An address that both have is no way from one to the other: a bridge that
+  // each host has for itself.
+  const auto shared = [](const NicAddress& nic, const auto& others) {
+    return std::any_of(others.begin(), others.end(), [&](const auto& o) {
+      return o.address.ip() == nic.address.ip();
+    });
+  };
+  std::vector<size_t> firstLeft, secondLeft;
+  for (size_t i = 0; i < first.size(); ++i) {
+    if (!shared(first[i], second)) {
+      firstLeft.push_back(i);
+    }
+  }
+  for (size_t j = 0; j < second.size(); ++j) {
+    if (!shared(second[j], first)) {
+      secondLeft.push_back(j);
+    }
+  }
+  const std::vector<size_t> firstAll = firstLeft, secondAll = secondLeft;
+  std::vector<Route> routes;
+  const auto add = [&](size_t i, size_t j, bool sameSubnet) {
+    routes.push_back(
+        mineFirst ? Route{i, j, sameSubnet} : Route{j, i, sameSubnet});
+  };
+  for (size_t i : firstAll) {
+    const auto j =
+        std::find_if(secondLeft.begin(), secondLeft.end(), [&](size_t k) {
+          return first[i].inSubnet(second[k].address) &&
+              second[k].inSubnet(first[i].address);
+        });
+    if (j != secondLeft.end()) {
+      add(i, *j, true);
+      secondLeft.erase(j);
+      std::erase(firstLeft, i);
+    }
+  }
+  const auto sameFamily = [&](size_t i, size_t j) {
+    return first[i].address.family() == second[j].address.family();
+  };
+  // What is left over on both sides, in order; then what is left on one side,
+  // with NICs that have a route already.
+  for (size_t k = 0; k < std::max(firstLeft.size(), secondLeft.size()); ++k) {
+    if (firstAll.empty() || secondAll.empty()) {
+      break;
+    }
+    const size_t i =
+        k < firstLeft.size() ? firstLeft[k] : firstAll[k % firstAll.size()];
+    const size_t j =
+        k < secondLeft.size() ? secondLeft[k] : secondAll[k % secondAll.size()];
+    if (sameFamily(i, j)) {
+      add(i, j, false);
+    }
+  }
+  if (routes.empty() && !firstAll.empty() && !secondAll.empty()) {
+    add(firstAll.front(), secondAll.front(), false); // fails, and says why
+  }
+  return routes;
+}
+
+} // namespace resilient

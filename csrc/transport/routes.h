@@ -1,0 +1,34 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "transport/address.h"
+
+namespace resilient {
+
+// A pair of NICs, one of ours and one of the peer's, by their places in the
+// two lists of addresses.
+struct Route {
+  size_t mine = 0;
+  size_t theirs = 0;
+  bool sameSubnet = false;
+};
+
+// Which NICs talk to which, at least one route unless a list is empty. Both
+// ends find the same routes in the same order (with mine and theirs exchanged)
+// from the same two lists, so that a route has one number. `mineFirst` says
+// whose list counts first and must differ at the two ends.
+//
+// NICs in one subnet belong together; the rest are paired in their order, and
+// where one side has more of them, several share one of the other side: a NIC
+// that nobody uses could not stand in for another.
+//
+// Paper: SHIFT §4.1 pairs a default NIC with one backup; here every pair
+// carries, and any may fail.
+std::vector<Route> pairNics(
+    const std::vector<NicAddress>& mine,
+    const std::vector<NicAddress>& theirs,
+    bool mineFirst);
+
+} // namespace resilient
