@@ -357,6 +357,7 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   slot.damping.onUp(now);
   slot.upAt = now;
   slot.pingAt = kNever;
+  slot.taintedAt = kNever;
   slot.stalled = false;
   if (++slot.connections > 1) {
     channel_.putOnProbation(slot.path->id());

@@ -143,6 +143,9 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
     FlapDamping damping; // of the slot
     TimePoint upAt{};
     TimePoint pingAt = kNever; // unanswered ping since
+    // Another path of its route fell silent then, and it has not been heard of
+    // since.
+    TimePoint taintedAt = kNever;
     bool stalled = false; // silent for so long that it may be replaced
     PathCounters past; // of connections that are closed
   };
@@ -184,7 +187,8 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   // Life on any other path.
   TimePoint othersAt(size_t slot) const;
   bool anyOtherGood(size_t slot) const;
-  void setSuspect(size_t slot, bool suspect, const std::string& why);
+  void setSuspect(size_t slot, bool suspect);
+  void doubt(size_t slot, TimePoint now);
   void countConnections(TimePoint now);
 
   bool good(const Slot& slot) const;

@@ -12,8 +12,9 @@ namespace resilient {
 namespace {
 
 constexpr Nanos kHealthInterval = std::chrono::milliseconds(100);
-// Where a pause would be noticed: another path could take over.
-constexpr Nanos kCloseInterval = std::chrono::milliseconds(10);
+// Where a pause would be noticed: another path could take over. A fraction of
+// suspect_after_s, at most.
+constexpr Nanos kCloseInterval = std::chrono::milliseconds(6);
 
 // A path that has come back is asked this often, and must answer this often,
 // before it carries anything.
@@ -100,7 +101,7 @@ void PeerLink::ping(size_t index, TimePoint now) {
   channel_.ping(slots_[index].path->id());
 }
 
-void PeerLink::setSuspect(size_t index, bool suspect, const std::string& why) {
+void PeerLink::setSuspect(size_t index, bool suspect) {
   Slot& slot = slots_[index];
   if (channel_.isSuspect(slot.path->id()) == suspect) {
     return;
@@ -109,8 +110,28 @@ void PeerLink::setSuspect(size_t index, bool suspect, const std::string& why) {
   logMessage(
       LogLevel::kDebug,
       "path " + std::to_string(index) + " to " + describe() +
-          (suspect ? " is suspect: " + why : " answers again"));
+          (suspect ? " is suspect" : " answers again"));
   assignRoles();
+}
+
+// The path is silent. Others of its route that have not been heard of lately
+// would be the next: they must show that they live before they get anything.
+void PeerLink::doubt(size_t index, TimePoint now) {
+  if (!anyOtherGood(index)) {
+    return; // nobody could take over
+  }
+  if (!channel_.isSuspect(slots_[index].path->id()) && !routes_.empty()) {
+    const Nanos recent = fromSeconds(engine_.options().suspect_after_s) / 2;
+    for (size_t i = routeOf(index); i < slots_.size(); i += routeCount()) {
+      Slot& slot = slots_[i];
+      if (i != index && good(slot) && now - slot.path->heardAt() >= recent) {
+        slot.taintedAt = now;
+        ping(i, now);
+        setSuspect(i, true);
+      }
+    }
+  }
+  setSuspect(index, true);
 }
 
 // A path owes us something if frames are unacknowledged or a ping is
@@ -125,6 +146,9 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
   if (slot.pingAt != kNever && path.heardAt() >= slot.pingAt) {
     slot.pingAt = kNever;
   }
+  if (slot.taintedAt != kNever && path.heardAt() > slot.taintedAt) {
+    slot.taintedAt = kNever;
+  }
   PathEvidence evidence = path.evidence();
   evidence.owes =
       channel_.waitingSince(path.id()) != kNever || slot.pingAt != kNever;
@@ -135,21 +159,19 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
   switch (slot.health.observe(evidence, limits, now)) {
     case PathVerdict::kGood:
       slot.stalled = false;
-      setSuspect(index, false, "");
+      if (slot.taintedAt == kNever) {
+        setSuspect(index, false);
+      }
       if (interest_ > 0 && slot.pingAt == kNever &&
           now - path.heardAt() >= fromSeconds(engine_.options().heartbeat_s)) {
         ping(index, now);
       }
       return;
     case PathVerdict::kSuspect:
-      if (anyOtherGood(index)) {
-        setSuspect(index, true, "no answer");
-      }
+      doubt(index, now);
       return;
     case PathVerdict::kStalled:
-      if (anyOtherGood(index)) {
-        setSuspect(index, true, "no answer for long");
-      }
+      doubt(index, now);
       if (evidence.othersAt + limits.stalledAfter > now) {
         path.reset(Status(
             StatusCode::kNetwork, "stalled while other paths made progress"));

@@ -42,36 +42,37 @@ class PathHealth {
     Nanos stalledAfter{};
   };
 
-  explicit PathHealth(TimePoint now) : progressAt_(now) {}
+  explicit PathHealth(TimePoint now) : progressAt_(now), owesSince_(now) {}
 
   PathVerdict
   observe(const PathEvidence& e, const Limits& limits, TimePoint now) {
+    if (!e.owes || e.heldOnPurpose) {
+      owesSince_ = now;
+    }
     if (e.progress != progress_ || !e.owes || e.heldOnPurpose) {
       progress_ = e.progress;
       progressAt_ = now;
       return PathVerdict::kGood;
     }
     const Nanos silent = now - progressAt_;
-    // An answer takes a round trip, however good the path.
     if (silent >= std::max(limits.stalledAfter, 2 * e.roundTrip)) {
       return PathVerdict::kStalled;
     }
     // A process that is slow is slow on all paths.
     const bool pathAlone =
         e.kernelOwes || e.othersAt >= progressAt_ + limits.suspectAfter / 2;
-    return pathAlone &&
-            silent >= limits.suspectAfter + e.roundTrip + e.roundTrip / 2
+    // The first answer takes a round trip, however good the path; then they
+    // come one upon the other.
+    const bool due = now - owesSince_ >= limits.suspectAfter + e.roundTrip;
+    return pathAlone && due && silent >= limits.suspectAfter
         ? PathVerdict::kSuspect
         : PathVerdict::kGood;
-  }
-
-  Nanos silentFor(TimePoint now) const {
-    return now - progressAt_;
   }
 
  private:
   uint64_t progress_ = 0;
   TimePoint progressAt_;
+  TimePoint owesSince_;
 };
 
 // How long a path that has come back must prove itself before it carries

@@ -51,9 +51,15 @@ TEST(health_waits_for_the_round_trip) {
   w.evidence.owes = w.evidence.kernelOwes = true;
   w.evidence.roundTrip = milliseconds(300);
   (void)w.after(milliseconds(1));
-  CHECK(w.after(milliseconds(460)) == PathVerdict::kGood);
-  CHECK(w.after(milliseconds(60)) == PathVerdict::kSuspect);
-  CHECK(w.after(milliseconds(100)) == PathVerdict::kStalled); // 600 > 500
+  CHECK(w.after(milliseconds(340)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kSuspect);
+  CHECK(w.after(milliseconds(230)) == PathVerdict::kSuspect);
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled); // 600 > 500
+  // Once answers flow, a gap between two of them is no round trip.
+  w.evidence.progress = 5;
+  (void)w.after(milliseconds(1));
+  CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kSuspect);
 }
 
 // The far kernel has everything: its process is slow, on this path as on the

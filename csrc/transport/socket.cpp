@@ -381,6 +381,7 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.congestionWindowSegments = raw.tcpi_snd_cwnd;
   info.deliveryRateBytesPerS = raw.tcpi_delivery_rate;
   info.bytesAcked = raw.tcpi_bytes_acked;
+  info.deliveredSegments = raw.tcpi_delivered;
   info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
   info.notSentBytes = static_cast<uint64_t>(std::max(unsent, 0));
   info.sinceLastReceived = std::chrono::milliseconds(raw.tcpi_last_data_recv);

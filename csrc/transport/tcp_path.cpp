@@ -85,11 +85,16 @@ void TcpPath::end(const Status& why) {
 PathEvidence TcpPath::evidence() const {
   PathEvidence e;
   const auto info = tcpInfo(socket_.get());
-  e.progress = static_cast<uint64_t>(heardAt_.time_since_epoch().count());
+  // Of what we send, only acknowledgements tell. The other direction may be
+  // quite well, or tell of nothing but itself.
+  if (info && info->unackedSegments > 0) {
+    e.kernelOwes = true;
+    e.progress = info->bytesAcked + info->deliveredSegments;
+  } else {
+    e.progress = static_cast<uint64_t>(heardAt_.time_since_epoch().count());
+  }
   if (info) {
-    e.progress += info->bytesAcked;
     e.roundTrip = info->roundTrip + 4 * info->roundTripVariance;
-    e.kernelOwes = info->unackedSegments > 0;
   }
   if (faults_.any() && !releases_.empty()) {
     // An injected silence stands for one in the network.
