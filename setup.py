@@ -1,4 +1,4 @@
-"""Builds torch_resilient._C against the torch that is installed, and _planning, which has none."""
+"""Builds torch_resilient._C against the torch that is installed; _planning, _lab need none."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def sources(*patterns: str) -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """_C, _planning; _cuda if this torch has CUDA, its compiler is here and there are kernels."""
+    """_C, _planning, _lab; _cuda if there are kernels, torch has CUDA and its compiler is here."""
     plain_flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
     flags = [*plain_flags, f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"']
     headers = sources("**/*.h", "**/*.def")
-    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/")
+    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/", "csrc/lab/")
     core = [path for path in sources("**/*.cpp") if not path.startswith(apart)]
     if not any(path.startswith("csrc/backend/") for path in core):
         sys.exit(f"{ROOT}/csrc/backend holds no source file: this copy of the source is incomplete")
@@ -65,6 +65,15 @@ def extensions() -> list[Extension]:
             depends=headers,
             language="c++",
             extra_compile_args={"cxx": [*plain_flags, "-ffp-contract=off"]},
+        ),
+        # A process of its own loads this by its path, without the package.
+        Extension(
+            "torch_resilient._lab",
+            sources("lab/*.cpp", "base/random.cpp", "base/status.cpp", "base/syscall.cpp"),
+            include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
+            depends=headers,
+            language="c++",
+            extra_compile_args={"cxx": plain_flags},
         ),
     ]
     kernels = sources("cuda/*.cu")
@@ -95,6 +104,14 @@ class BuildWithInfo(BuildExtension):
         package = Path(self.get_ext_fullpath("torch_resilient._C")).parent
         text = BUILD_INFO.format(version=str(torch.__version__))
         (package / "_build_info.py").write_text(text, encoding="utf-8")
+
+    def build_extension(self, ext: Extension) -> None:
+        # A source of two modules is compiled for each, with its flags: in folders of their own,
+        # neither replaces the other's object and so makes the next build begin anew.
+        common = self.build_temp
+        self.build_temp = str(Path(common) / ext.name)
+        super().build_extension(ext)
+        self.build_temp = common
 
 
 class BuildWithOptions(build_py):

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from torch_resilient.testing import NetworkLab, unavailable
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -81,3 +83,17 @@ def run_python(tmp_path: Path) -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture
+def lab() -> Iterator[NetworkLab]:
+    """An empty lab; the test is skipped where none can be made.
+
+    With RESILIENT_TEST_LAB=required, as in CI, it fails instead.
+    """
+    if (reason := unavailable()) is not None:
+        if os.environ.get("RESILIENT_TEST_LAB") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with NetworkLab() as made:
+        yield made

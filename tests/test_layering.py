@@ -27,14 +27,16 @@ FOLDERS: dict[str, set[str]] = {
     | {"collectives"},
     "cuda": {"base"},
     "planning": {"base"},
+    "lab": {"base"},
 }
 # The interface between the engine and the algorithms that it runs.
 SHARED = {("delegate", "collectives/communicator.h"), ("delegate", "collectives/task.h")}
 # No I/O, no thread, no clock of their own: they run under simulation.
-PURE = {"base", "wire", "loss", "path", "failover", "channel", "collectives", "planning"}
+PURE = {"base", "wire", "loss", "path", "failover", "channel", "collectives", "planning", "lab"}
 # base holds the checked system calls and the system's random numbers and, for the time of day
-# in a message, the log.
+# in a message, the log; lab what carries real packets.
 IMPURE_FILES = {"base/syscall.h", "base/syscall.cpp", "base/random.cpp", "base/log.cpp"}
+IMPURE_FILES.add("lab/relay.cpp")
 IMPURE_HEADER = re.compile(
     r"(sys|netinet|arpa|net|linux|infiniband)/.*"
     r"|unistd\.h|poll\.h|fcntl\.h|netdb\.h|ifaddrs\.h|pthread\.h|signal\.h"
@@ -42,8 +44,8 @@ IMPURE_HEADER = re.compile(
 )
 CLOCK = re.compile(r"\b(steady_clock|system_clock|high_resolution_clock)::now\b|\bclock_gettime\b")
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/.*|Python\.h")
-# A Python module of its own, without torch.
-PLANNING_BINDINGS = "planning/bindings.cpp"
+# Python modules of their own, without torch.
+PLAIN_BINDINGS = {"planning/bindings.cpp", "lab/bindings.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -63,7 +65,7 @@ def cpp_faults(name: str, text: str) -> list[str]:
         header = match[2]
         target = header.split("/")[0]
         if TORCH_HEADER.fullmatch(header):
-            if name == PLANNING_BINDINGS and target == "pybind11":
+            if name in PLAIN_BINDINGS and target == "pybind11":
                 continue
             if not sees_torch:
                 faults.append(f"{name}: includes {header}; only backend may see torch")
@@ -88,7 +90,8 @@ PACKAGES: dict[str, set[str]] = {
     "pipelining": {""},
     "control": {"", "pipelining"},
     "geo": {"", "pipelining"},
-    "cli": {"", "pipelining", "control", "geo"},
+    "testing": {""},
+    "cli": {"", "pipelining", "control", "geo", "testing"},
 }
 # Files that hand out what users look for in a package but what stands on top of it.
 FACADES = {("pipelining/__init__.py", "control")}
@@ -171,6 +174,8 @@ def test_python_layers() -> None:
         ("planning/x.h", '#include "wire/frame.h"', "wire is not below planning"),
         ("planning/x.cpp", "#include <pybind11/pybind11.h>", "only backend"),
         ("planning/bindings.cpp", "#include <torch/extension.h>", "only backend"),
+        ("lab/emulator.cpp", "#include <sys/socket.h>", "does no I/O"),
+        ("delegate/x.cpp", '#include "lab/packet.h"', "not below delegate"),
         ("delegate/x.cpp", '#include "planning/generator.h"', "not below delegate"),
         ("stuff/x.h", "", "no place in the layers"),
     ],
@@ -190,6 +195,7 @@ def test_the_cpp_check_finds(name: str, line: str, fault: str) -> None:
         ("base/syscall.cpp", "#include <unistd.h>"),
         ("planning/x.cpp", '#include "base/random.h"'),
         ("planning/bindings.cpp", "#include <pybind11/stl.h>"),
+        ("lab/relay.cpp", "#include <sys/socket.h>"),
         ("path/x.h", "// steady_clock::now() is the caller's business"),
         ("path/x.h", '// #include "backend/work.h"'),
         ("tests/x_test.cpp", '#include "delegate/group.h"'),
@@ -208,6 +214,7 @@ def test_the_cpp_check_allows(name: str, line: str) -> None:
         ("pipelining/x.py", "from torch_resilient import control", "imports control"),
         ("geo/x.py", "import torch_resilient.control.plan", "imports control"),
         ("geo/x.py", "from . import sites", "relative import"),
+        ("testing/x.py", "from torch_resilient import cli", "imports cli"),
         (
             "pipelining/x.py",
             "from torch.distributed.pipelining.schedules import _Action",

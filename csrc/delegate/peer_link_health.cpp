@@ -14,7 +14,7 @@ namespace {
 constexpr Nanos kHealthInterval = std::chrono::milliseconds(100);
 // Where a pause would be noticed: another path could take over. A fraction of
 // suspect_after_s, at most.
-constexpr Nanos kCloseInterval = std::chrono::milliseconds(6);
+constexpr Nanos kCloseInterval = std::chrono::milliseconds(5);
 
 // A path that has come back is asked this often, and must answer this often,
 // before it carries anything.

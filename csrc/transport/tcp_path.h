@@ -90,7 +90,7 @@ class TcpPath final : public Handler {
   static constexpr size_t kBatchBytes = 1u << 20;
   static constexpr size_t kBatchFrames = 64;
   static constexpr size_t kLeastBatchBytes = 64u << 10;
-  static constexpr Nanos kBatchTime = std::chrono::milliseconds(20);
+  static constexpr Nanos kBatchTime = std::chrono::milliseconds(5);
   // With a fault that delays, what is "on the wire" waits here instead.
   static constexpr size_t kDelayedBytes = 64u << 20;
   // A link limited by a fault has a queue of this length, like a router's:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from torch_resilient._version import __version__
-from torch_resilient.cli import plan, timeline
+from torch_resilient.cli import lab, plan, timeline
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,6 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     plan.add_parser(commands)
     timeline.add_parser(commands)
+    lab.add_parser(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

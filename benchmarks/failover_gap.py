@@ -1,0 +1,297 @@
+"""How long a running stream pauses when a network interface fails, and until it is used again."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from common import Row, add_common_arguments, quantile, write_rows
+from lab_job import LabJob, say, two_hosts
+
+from torch_resilient.testing import unavailable
+
+ABOUT = """\
+Two hosts with two interfaces each, in a lab of network namespaces (needs root). Rank 0 sends
+64 KiB every 2 ms to rank 1: more than one of the links carries, so both are in use. Every few
+seconds one interface fails for a while:
+
+  blackhole    its link swallows everything, both ways or one way; nobody is told
+  carrier      the end named sees that its cable has been pulled, the other one sees silence
+  admin        `ip link set down` at the end named
+  flap         blackhole, 200 ms on and off, without a rest
+
+  pause        the longest time without a message at the receiver while the fault lasts
+  back         from the end of the fault until its link carries a quarter of its share again
+  wrong        messages that were lost, doubled, out of order or changed
+
+gloo has one connection: it waits for its time-out, or the network.
+
+Exit status 1 if a limit is missed: median pause at admin 50 ms, 99th percentile of the pause in a
+black hole 120 ms, used again within 2 s (median), nothing wrong.
+"""
+
+MESSAGE_BYTES = 65536
+PERIOD_S = 0.002
+LINK_BYTES_PER_S = 25e6
+SHARE_BYTES_PER_S = LINK_BYTES_PER_S / 8
+DELAY_S = 0.0025
+FAULT_S = 0.7
+GLOO_TIMEOUT_S = 5.0
+CASES = [
+    ("blackhole", None),
+    ("blackhole", "a->b"),
+    ("blackhole", "b->a"),
+    ("carrier", "a"),
+    ("carrier", "b"),
+    ("admin", "a"),
+    ("admin", "b"),
+]
+PAUSE_MAX_S = {"admin": (0.5, 0.050), "blackhole": (0.99, 0.120)}
+BACK_MAX_S = 2.0
+
+
+def worker(settings: dict[str, Any]) -> None:
+    """One rank: the sender, until told to stop, or the receiver."""
+    import torch
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=settings["timeout_s"])
+    dist.init_process_group(settings["backend"], timeout=timeout)
+    pattern = torch.randint(
+        0, 256, (MESSAGE_BYTES // 8,), generator=torch.Generator().manual_seed(7)
+    )
+
+    def content(number: int) -> torch.Tensor:
+        message = pattern + number
+        message[0] = number
+        return message
+
+    if dist.get_rank() == 0:
+        stop = threading.Event()
+        threading.Thread(target=lambda: (sys.stdin.readline(), stop.set()), daemon=True).start()
+        say("begun")
+        works: list[Any] = []
+        start = time.monotonic()
+        number = 0
+        while not stop.is_set():
+            works.append(dist.isend(content(number), 1))
+            number += 1
+            while len(works) > 64:
+                works.pop(0).wait()
+            time.sleep(max(0.0, start + number * PERIOD_S - time.monotonic()))
+        works.append(dist.isend(content(-1), 1))
+        for work in works:
+            work.wait()
+        say("sent", messages=number)
+    else:
+        buffer = torch.empty_like(pattern)
+        times: list[float] = []
+        wrong = 0
+        while True:
+            dist.recv(buffer, 0)
+            if int(buffer[0]) == -1:
+                break
+            times.append(time.monotonic())
+            wrong += not torch.equal(buffer, content(len(times) - 1))
+        say("received", times=times, wrong=wrong)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def until_used(network: Any, limit_s: float) -> float | None:
+    """Seconds until the link from a to b carries its share; None if it does not in time."""
+    start = time.monotonic()
+    last = network.counters("a->b").delivered.bytes
+    while time.monotonic() - start < limit_s:
+        began = time.monotonic()
+        time.sleep(0.05)
+        now = network.counters("a->b").delivered.bytes
+        if (now - last) / (time.monotonic() - began) >= SHARE_BYTES_PER_S:
+            return time.monotonic() - start
+        last = now
+    return None
+
+
+def pause_within(times: Sequence[float], begin: float, end: float) -> float:
+    """The longest gap between two messages that lies, in part, within a fault."""
+    gaps = (b - a for a, b in itertools.pairwise(times) if b > begin and a < end)
+    return max(gaps, default=0.0)
+
+
+def measure(kind: str, end: str | None, count: int, seed: int) -> Row:
+    """`count` faults of one kind during one stream."""
+    chance = random.Random(f"{kind} {end} {seed}")
+    link = {"delay_s": DELAY_S, "rate_bytes_per_s": LINK_BYTES_PER_S}
+    with two_hosts([link, link], seed=seed) as (_, hosts, links, control):
+        arguments = {"backend": "resilient", "timeout_s": 60}
+        environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+        with LabJob(__file__, hosts, control, arguments, environment=environment) as job:
+            job.row("begun")
+            for network in links:
+                until_used(network, 5)
+            faults = []
+            back = []
+            for number in range(count):
+                time.sleep(0.3 + chance.random() * 0.1)
+                network = links[number % 2]
+                began = time.monotonic()
+                if end is not None and "->" in end:
+                    network.down(kind, direction=end)
+                else:
+                    network.down(kind, end=end)
+                time.sleep(FAULT_S)
+                faults.append((began, time.monotonic()))
+                network.up()
+                back.append(until_used(network, 10))
+            job.tell("stop")
+            received = job.row("received")
+            statuses = job.wait()
+    pauses = [pause_within(received["times"], *fault) for fault in faults]
+    return {
+        "benchmark": "failover_gap",
+        "kind": kind,
+        "end": end,
+        "pauses_s": pauses,
+        "back_s": [10.0 if b is None else b for b in back],
+        "wrong": received["wrong"] + sum(status != 0 for status in statuses),
+        "messages": len(received["times"]),
+    }
+
+
+def measure_flapping(duration_s: float, seed: int) -> Row:
+    """One interface goes and comes every 200 ms."""
+    link = {"delay_s": DELAY_S, "rate_bytes_per_s": LINK_BYTES_PER_S}
+    with two_hosts([link, link], seed=seed) as (_, hosts, links, control):
+        arguments = {"backend": "resilient", "timeout_s": 60}
+        environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+        with LabJob(__file__, hosts, control, arguments, environment=environment) as job:
+            job.row("begun")
+            until_used(links[0], 5)
+            time.sleep(1)
+            began = time.monotonic()
+            while time.monotonic() - began < duration_s:
+                links[0].down("blackhole")
+                time.sleep(0.2)
+                links[0].up()
+                time.sleep(0.2)
+            ended = time.monotonic()
+            job.tell("stop")
+            received = job.row("received")
+            statuses = job.wait()
+    times = received["times"]
+    during = [t for t in times if began <= t < ended]
+    return {
+        "benchmark": "failover_gap",
+        "kind": "flap",
+        "end": None,
+        "pauses_s": [pause_within(times, began, ended)],
+        "back_s": [],
+        "wrong": received["wrong"] + sum(status != 0 for status in statuses),
+        "messages": len(times),
+        "of_one_link": len(during) * MESSAGE_BYTES / (ended - began) / LINK_BYTES_PER_S,
+    }
+
+
+def measure_gloo(kind: str, end: str | None) -> str:
+    """What becomes of gloo's stream, in words."""
+    link = {"delay_s": DELAY_S, "rate_bytes_per_s": 2 * LINK_BYTES_PER_S}
+    with two_hosts([link]) as (_, hosts, links, control):
+        arguments = {"backend": "gloo", "timeout_s": GLOO_TIMEOUT_S}
+        environment = {"GLOO_SOCKET_IFNAME": "eth0"}
+        with LabJob(__file__, hosts, control, arguments, environment=environment) as job:
+            job.row("begun")
+            time.sleep(1)
+            began = time.monotonic()
+            if end is not None and "->" in end:
+                links[0].down(kind, direction=end)
+            else:
+                links[0].down(kind, end=end)
+            try:
+                statuses = job.wait(3 * GLOO_TIMEOUT_S)
+            finally:
+                links[0].up()
+            took = time.monotonic() - began
+    if None in statuses:
+        return f"still waits after {took:.0f} s (its time-out is {GLOO_TIMEOUT_S:.0f} s)"
+    return f"both ranks ended after {took:.1f} s"
+
+
+def histogram(pauses: Sequence[float]) -> str:
+    """Counts by 20 ms, as digits: "3 12 1" for 0-20, 20-40, 40-60 ms."""
+    bins = [0] * (int(max(pauses) / 0.02) + 1)
+    for pause in pauses:
+        bins[int(pause / 0.02)] += 1
+    return " ".join("." if n == 0 else str(n) for n in bins)
+
+
+def main() -> int:
+    """Runs all cases; returns the exit status."""
+    if "--worker" in sys.argv:
+        worker(json.loads(sys.argv[sys.argv.index("--worker") + 1]))
+        return 0
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_common_arguments(parser)
+    parser.add_argument(
+        "--faults", type=int, metavar="N", help="of each kind (default 20; quick 4)"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if reason := unavailable():
+        parser.error(f"the lab is not available: {reason}")
+    count = options.faults or (4 if options.quick else 20)
+    missed = []
+    rows = []
+    print(f"seed {options.seed}; pauses in ms; histogram: faults by 20 ms\n")
+    print(
+        f"{'fault':<11}{'at':<6}{'median':>7}{'p99':>6}{'max':>6}{'back':>7}{'max':>6}{'wrong':>6}"
+    )
+
+    def show(row: Row) -> None:
+        rows.append(row)
+        pauses, back = row["pauses_s"], row["back_s"]
+        line = f"{row['kind']:<11}{row['end'] or 'both':<6}"
+        line += f"{quantile(pauses, 0.5) * 1e3:7.0f}{quantile(pauses, 0.99) * 1e3:6.0f}"
+        line += f"{max(pauses) * 1e3:6.0f}"
+        if back:
+            line += f"{quantile(back, 0.5):6.2f}s{max(back):5.2f}s"
+        else:
+            line += f"{'':13}"
+        line += f"{row['wrong']:6}"
+        if "of_one_link" in row:
+            line += f"   {row['of_one_link']:.2f} of what one link carries"
+        else:
+            line += f"   {histogram(pauses)}"
+        print(line, flush=True)
+        if row["wrong"]:
+            missed.append(f"{row['kind']} at {row['end'] or 'both'}: {row['wrong']} wrong")
+        part, most = PAUSE_MAX_S.get(row["kind"], (1.0, float("inf")))
+        if quantile(pauses, part) > most:
+            missed.append(
+                f"{row['kind']} at {row['end'] or 'both'}: longer than {most * 1e3:.0f} ms"
+            )
+        if back and quantile(back, 0.5) > BACK_MAX_S:
+            missed.append(f"{row['kind']} at {row['end'] or 'both'}: not back in {BACK_MAX_S} s")
+
+    for kind, end in CASES:
+        show(measure(kind, end, count, options.seed))
+    show(measure_flapping(6 if options.quick else 30, options.seed))
+    print("\ngloo")
+    for kind, end in [("blackhole", None), ("admin", "a")]:
+        print(f"{kind:<11}{end or 'both':<6}{measure_gloo(kind, end)}", flush=True)
+    write_rows(options.json, rows)
+    print("\n" + ("\n".join(missed) if missed else "all limits kept"))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <optional>
+#include <queue>
+#include <vector>
+
+#include "base/random.h"
+#include "base/time.h"
+#include "lab/packet.h"
+
+// What a network does to packets, without I/O, threads or a clock.
+//
+// A pipe is one direction between two NICs. A packet passes, in this order:
+//
+//   outage -> own rate -> shared rates -> loss -> corruption, duplication,
+//   reordering -> delay -> outage
+//
+// A packet that the pipe loses has used the link's time before. Decisions are
+// taken for each wire packet, from a seed of the pipe's own.
+namespace resilient::lab {
+
+// Numbers are checked by who sets them (torch_resilient/testing/lab.py).
+struct PipeSettings {
+  Nanos delay{0};
+  Nanos jitter{0}; // added, uniform in [0, jitter]; the order stays
+  double rateBytesPerS = 0; // 0: no limit
+  uint64_t queueBytes = 0; // behind the own rate; at least a packet fits
+  double loss = 0; // share of all packets
+  double burstPackets = 0; // mean length of a run of losses; 0: independent
+  double duplicate = 0;
+  double corrupt = 0;
+  double reorder = 0; // share of packets that are late by reorderDelay
+  Nanos reorderDelay{0};
+  bool down = false; // loses everything, also what is on its way
+  std::vector<size_t> sharedRates = {}; // limiters, in this order
+};
+
+struct Amount {
+  uint64_t packets = 0; // wire packets
+  uint64_t bytes = 0; // of IP
+};
+
+struct PipeCounters {
+  Amount entered;
+  Amount delivered; // with duplicates
+  Amount lost; // by chance
+  Amount queueFull; // no room behind the own rate or a shared one
+  Amount outage;
+  Amount overrun; // more than kInFlightBytesMax on their way
+  Amount refused; // by the receiving NIC
+  Amount duplicated;
+  Amount corrupted;
+  Amount reordered;
+};
+
+// 10 Gbit/s with a delay of 100 ms are 125 MB. Lower would cap fast long
+// links, higher only costs memory.
+inline constexpr uint64_t kInFlightBytesMax = 256ull << 20;
+// A super-packet counts as arrived when its last byte has. It is cut to this
+// much time on the link, so that its first bytes do not wait too long.
+inline constexpr Nanos kPieceTimeMax = std::chrono::microseconds(500);
+
+// Thread: the relay's. Time must not go backwards between calls.
+class Emulator {
+ public:
+  // Called for each packet that arrives; false if the NIC refused it.
+  using Sink = std::function<bool(size_t pipe, const Packet&)>;
+
+  explicit Emulator(Sink sink) : sink_(std::move(sink)) {}
+
+  size_t addLimiter();
+  size_t addPipe(uint64_t seed);
+  size_t pipeCount() const {
+    return pipes_.size();
+  }
+  size_t limiterCount() const {
+    return limiters_.size();
+  }
+
+  // What is queued leaves at the new rate from now on.
+  void setLimiter(
+      TimePoint now,
+      size_t limiter,
+      double rateBytesPerS,
+      uint64_t queueBytes);
+  // A new delay holds for packets on their way, too, within their order.
+  void setPipe(TimePoint now, size_t pipe, const PipeSettings& settings);
+  const PipeSettings& settings(size_t pipe) const {
+    return pipes_[pipe].settings;
+  }
+  const PipeCounters& counters(size_t pipe) const {
+    return pipes_[pipe].counters;
+  }
+  uint64_t inFlightBytes(size_t pipe) const {
+    return pipes_[pipe].inFlightBytes;
+  }
+
+  // A packet enters. advance(now) must have been called.
+  void offer(TimePoint now, size_t pipe, Packet packet);
+  // Does everything that is due until `now`, in the order of its time.
+  void advance(TimePoint now);
+  // When to call advance() again; kNever if nothing is on its way.
+  TimePoint nextEvent();
+
+ private:
+  struct Traveller {
+    size_t pipe;
+    uint64_t epoch; // of the pipe when it entered
+    size_t stage; // limiters passed
+    Packet packet;
+  };
+  struct Limiter {
+    double rateBytesPerS = 0;
+    uint64_t queueBytes = 0;
+    std::deque<Traveller> queue; // the first is being sent
+    uint64_t queuedBytes = 0;
+    TimePoint firstDone{};
+    uint64_t version = 0; // events of older versions are void
+  };
+  struct OnLine {
+    TimePoint entered; // with its jitter
+    Packet packet;
+  };
+  struct Pipe {
+    PipeSettings settings;
+    PipeCounters counters;
+    Prng prng;
+    bool inBurst = false;
+    uint64_t epoch = 0; // counts outages
+    size_t ownLimiter;
+    std::deque<OnLine> line;
+    uint64_t lineVersion = 0;
+    uint64_t inFlightBytes = 0;
+  };
+  enum class EventKind { kLimiter, kLine, kLate };
+  struct Event {
+    TimePoint time;
+    uint64_t order; // first come, first served among equal times
+    EventKind kind;
+    size_t index; // of the limiter, the pipe, or in late_
+    uint64_t version;
+    bool operator>(const Event& other) const {
+      return time != other.time ? time > other.time : order > other.order;
+    }
+  };
+
+  void schedule(TimePoint time, EventKind kind, size_t index, uint64_t version);
+  bool isVoid(const Event& event) const;
+  void proceed(TimePoint now, Traveller traveller);
+  void enqueue(TimePoint now, size_t limiter, Traveller traveller);
+  void startFirst(TimePoint now, size_t limiter);
+  void limiterDone(TimePoint now, size_t limiter);
+  void impair(TimePoint now, Traveller traveller);
+  bool losesNext(Pipe& pipe);
+  void enterLine(TimePoint now, size_t pipe, Packet packet);
+  void armLine(TimePoint now, size_t pipe);
+  void lineArrived(TimePoint now, size_t pipe);
+  void deliver(size_t pipe, Packet packet);
+  void drop(Pipe& pipe, Amount& cause, const Packet& packet);
+  void flush(size_t pipe);
+
+  Sink sink_;
+  // Deques: what they hold cannot be copied, and stays where it is.
+  std::deque<Limiter> limiters_;
+  std::deque<Pipe> pipes_;
+  std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::vector<std::optional<Traveller>> late_; // reordered ones
+  std::vector<size_t> lateFree_;
+  uint64_t nextOrder_ = 0;
+};
+
+} // namespace resilient::lab

@@ -1,0 +1,26 @@
+#pragma once
+
+namespace resilient::lab {
+
+// The process that carries a lab's packets: reads from the hosts' TUN devices,
+// treats what it reads (lab/emulator.h), writes it to others.
+//
+// `control` is a SOCK_SEQPACKET socket to the owner of the lab, `owner` a
+// pidfd of that process. Returns when either says that the owner is gone;
+// throws StatusError if the system refuses what it needs.
+//
+// A request is one message of lines; each is a verb and its arguments. The
+// answer is one message: "ok" and what was asked for, or "error" and why; then
+// the lines after the one that failed were not done.
+//
+//   nic NIC NETWORK [ADDRESS...]      its TUN device comes with the message
+//   pipe PIPE SOURCE_NIC TARGET_NIC SEED
+//   set PIPE name=value...            the fields of PipeSettings
+//   limiter LIMITER RATE QUEUE        makes it if it is the next number
+//   carrier NIC 0|1
+//   counters
+//
+// Numbers count from 0 in the order of making; addresses are 32 hex digits.
+void relay(int control, int owner);
+
+} // namespace resilient::lab

@@ -1,0 +1,662 @@
+"""Hosts, networks between them, and faults, on one machine.
+
+Each host is a set of namespaces (network, host name, mounts) with a NIC, a TUN device, for each
+network that it is on. A process of its own, the relay (csrc/lab), carries packets between the
+NICs and treats them as the settings say. `tc netem` is not used even where the kernel has it: the
+relay behaves the same on every kernel, and one way is tested.
+
+Needs root. Nothing outlives the lab, or the program that made it, however that ends: all
+processes are in one PID namespace whose first process is the relay, the relay ends with the
+program, and nothing has a name in the file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import ipaddress
+import os
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch_resilient.testing import namespaces
+from torch_resilient.testing.relay import Relay, module_path
+from torch_resilient.testing.script import Event, Player, parse_script
+from torch_resilient.testing.settings import Counters, LinkSettings
+
+_T = TypeVar("_T")
+
+KINDS = ("blackhole", "carrier", "admin")
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,12}")
+# Hosts and networks are numbered in the addresses, 10.77.<network>.<place>.
+_COUNT_MAX = 250
+_TABLE = 1000
+# Of super-packets: 32 MB at most, then the sender's kernel drops.
+_DEVICE_QUEUE_PACKETS = 500
+_HAS_V6 = os.path.exists("/proc/sys/net/ipv6")
+_SYSCTLS = {
+    "net.ipv4.conf.all.rp_filter": "0",
+    "net.ipv4.conf.default.rp_filter": "0",
+    "net.ipv6.conf.all.keep_addr_on_down": "1",
+    "net.ipv6.conf.default.keep_addr_on_down": "1",
+    # No link-local addresses, and so no packets that nobody has sent.
+    "net.ipv6.conf.all.addr_gen_mode": "1",
+    "net.ipv6.conf.default.addr_gen_mode": "1",
+}
+
+
+class LabUnavailable(RuntimeError):
+    """This process cannot make a lab; the text says what is missing."""
+
+
+def unavailable() -> str | None:
+    """Why this process cannot make a lab, or None if it can."""
+    if not os.path.exists("/dev/net/tun"):
+        return "a lab needs the device /dev/net/tun: load the kernel's module tun"
+    for program in ("ip", "mount"):
+        if shutil.which(program) is None:
+            return f"a lab needs the program {program}: install iproute2 and mount"
+    try:
+        namespaces.probe()
+        module_path()
+    except PermissionError as error:
+        return f"a lab needs root, with the rights of CAP_SYS_ADMIN and CAP_NET_ADMIN ({error})"
+    except OSError as error:
+        return f"a lab cannot be made here: {error}"
+    return None
+
+
+@dataclass(frozen=True)
+class Nic:
+    """A host's place on a network."""
+
+    host: Host = dataclasses.field(repr=False)
+    network: Network = dataclasses.field(repr=False)
+    device: str
+    address: str
+    address_v6: str
+    index: int = dataclasses.field(repr=False)  # the relay's number
+
+    @property
+    def table(self) -> int:
+        """The routing table for packets from this NIC's addresses."""
+        return _TABLE + self.index
+
+    def configure_routes(self) -> None:
+        """Adds what the kernel forgets when a NIC is switched off. Raises OSError."""
+        v4 = ipaddress.ip_interface(f"{self.address}/24").network
+        self.host._ip(
+            [f"route replace {v4} dev {self.device} src {self.address} table {self.table}"]
+        )
+        if _HAS_V6:
+            v6 = ipaddress.ip_interface(f"{self.address_v6}/64").network
+            self.host._ip([f"route replace {v6} dev {self.device} table {self.table}"], "-6")
+
+
+class Host:
+    """A machine of the lab. Made by NetworkLab.host()."""
+
+    def __init__(self, lab: NetworkLab, name: str, spaces: namespaces.Namespaces) -> None:
+        self.name = name
+        self.nics: list[Nic] = []
+        self._lab = lab
+        self._spaces = spaces
+
+    def __repr__(self) -> str:
+        return f"Host({self.name!r})"
+
+    @property
+    def addresses(self) -> dict[str, str]:
+        """The IPv4 address of each NIC by the name of its device."""
+        return {nic.device: nic.address for nic in self.nics}
+
+    @property
+    def address(self) -> str:
+        """The IPv4 address of the first NIC. Raises LookupError if there is none."""
+        if not self.nics:
+            raise LookupError(f"host {self.name} has no NIC yet: call lab.link() or lab.network()")
+        return self.nics[0].address
+
+    def nic(self, device: str) -> Nic:
+        """The NIC that is called `device`. Raises LookupError."""
+        for nic in self.nics:
+            if nic.device == device:
+                return nic
+        names = ", ".join(nic.device for nic in self.nics) or "none"
+        raise LookupError(f"host {self.name} has no NIC {device}; it has {names}")
+
+    def popen(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        """Like subprocess.Popen, on this host. The process dies with the lab at the latest.
+
+        It has a process number of its own there: os.getpid() differs from Popen.pid.
+        """
+        self._lab._check_open()
+        process = self._spaces.popen(arguments, **options)
+        self._lab._processes.append(process)
+        return process
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        *,
+        input: Any = None,
+        timeout: float | None = None,
+        check: bool = False,
+        capture_output: bool = False,
+        **options: Any,
+    ) -> subprocess.CompletedProcess[Any]:
+        """Like subprocess.run, on this host."""
+        if capture_output:
+            options.update(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        if input is not None:
+            options["stdin"] = subprocess.PIPE
+        process = self.popen(arguments, **options)
+        with process:
+            try:
+                out, err = process.communicate(input, timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
+        done = subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        if check:
+            done.check_returncode()
+        return done
+
+    def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
+        """What `function` returns or raises, called in a thread of this process on this host.
+
+        Sockets and threads that it makes stay on the host for as long as they live:
+        `host.call(socket.create_server, (host.address, 0))`, or a TCPStore.
+        """
+        self._lab._check_open()
+        return self._spaces.call(lambda: function(*arguments))
+
+    def sysctl(self, name: str, value: object = None) -> str:
+        """Reads a setting such as "net.ipv4.tcp_wmem", after writing `value` if it is given.
+
+        Raises OSError.
+        """
+        path = "/proc/sys/" + name.replace(".", "/")
+
+        def body() -> str:
+            if value is not None:
+                with open(path, "w", encoding="ascii") as file:
+                    file.write(str(value))
+            with open(path, encoding="ascii") as file:
+                return file.read().strip()
+
+        return self.call(body)
+
+    def _ip(self, lines: Iterable[str], family: str = "-4") -> None:
+        """Commands of `ip`, without that word, for one family of addresses."""
+        text = "\n".join(lines)
+
+        def body() -> subprocess.CompletedProcess[str]:
+            command = ["ip", family, "-batch", "-"]
+            return subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+
+        done = self._spaces.call(body)
+        if done.returncode != 0:
+            raise OSError(f"host {self.name}: ip failed: {done.stderr.strip()}; it was to\n{text}")
+
+
+class Network:
+    """A subnet, with a direction (pipe) from each of its NICs to each other one.
+
+    A link is a network of two NICs. Made by NetworkLab.link() and network().
+    """
+
+    def __init__(self, lab: NetworkLab, name: str, index: int) -> None:
+        self.name = name
+        self.nics: list[Nic] = []
+        self._lab = lab
+        self._index = index
+        self._pipes: dict[tuple[int, int], int] = {}
+        self._settings: dict[int, LinkSettings] = {}
+        self._shared: dict[int, list[int]] = {}
+        # What is out of order: directions that lose everything, NICs without carrier or down.
+        self._blackholes: set[int] = set()
+        self._faults: dict[int, set[str]] = {}
+
+    def __repr__(self) -> str:
+        return f"Network({self.name!r}, {' '.join(nic.host.name for nic in self.nics)})"
+
+    @property
+    def hosts(self) -> list[Host]:
+        """Its hosts in order, each once."""
+        return list(dict.fromkeys(nic.host for nic in self.nics))
+
+    def address(self, host: Host | str) -> str:
+        """The IPv4 address of `host` here. Raises LookupError."""
+        return self._nics_of(host)[0].address
+
+    def device(self, host: Host | str) -> str:
+        """The name of the NIC of `host` here. Raises LookupError."""
+        return self._nics_of(host)[0].device
+
+    def set(self, *, direction: str | None = None, **settings: Any) -> None:
+        """Changes fields of LinkSettings, at once and together.
+
+        direction: "a->b", from host a to host b; "a,b<->c,d" both ways between two groups;
+        "*" stands for all hosts, "a/eth0" for one NIC; None for all directions. Raises
+        TypeError, ValueError, LookupError, and then nothing has changed.
+        """
+        with self._lab._lock:
+            chosen = self._directions(direction)
+            changed = {
+                pipe: dataclasses.replace(self._settings[pipe], **settings) for pipe in chosen
+            }
+            self._settings.update(changed)
+            self._send(chosen)
+
+    def settings(self, direction: str) -> LinkSettings:
+        """Of the first pipe of `direction`."""
+        return self._settings[self._directions(direction)[0]]
+
+    def down(
+        self,
+        kind: str = "blackhole",
+        *,
+        end: Host | str | None = None,
+        direction: str | None = None,
+    ) -> None:
+        """Takes the network down until up(). Packets on their way are lost, too.
+
+        kind: "blackhole", nothing arrives and nobody is told; "carrier", the NICs lose their
+        carrier, as when a cable is pulled; "admin", the NICs are switched off, and their routes
+        are gone. end: only the NICs of this host, or one ("a/eth0"); None: all. direction: as in
+        set(), for black holes only. Raises ValueError, LookupError.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, got {kind!r}")
+        if direction is not None and (kind != "blackhole" or end is not None):
+            raise ValueError(
+                "direction: only a black hole has one, and it excludes end; leave it out"
+            )
+        with self._lab._lock:
+            if kind == "blackhole":
+                pipes = (
+                    self._directions(direction)
+                    if end is None
+                    else self._touching(self._nics_of(end))
+                )
+                self._blackholes.update(pipes)
+                self._send(pipes)
+                return
+            nics = self.nics if end is None else self._nics_of(end)
+            for nic in nics:
+                faults = self._faults.setdefault(nic.index, set())
+                if kind not in faults:
+                    faults.add(kind)
+                    self._switch(nic, kind, False)
+            self._send(self._touching(nics))
+
+    def up(self, *, end: Host | str | None = None, direction: str | None = None) -> None:
+        """Ends what down() has begun: all of it, or what concerns one host, or one direction.
+
+        Routes and addresses are as before.
+        """
+        with self._lab._lock:
+            if direction is not None:
+                if end is not None:
+                    raise ValueError("direction: excludes end; leave one of them out")
+                pipes = self._directions(direction)
+                self._blackholes.difference_update(pipes)
+                self._send(pipes)
+                return
+            nics = self.nics if end is None else self._nics_of(end)
+            for nic in nics:
+                for kind in sorted(self._faults.pop(nic.index, ())):
+                    self._switch(nic, kind, True)
+            pipes = self._touching(nics)
+            self._blackholes.difference_update(pipes)
+            self._send(pipes)
+
+    def counters(self, direction: str | None = None) -> Counters:
+        """What has happened to packets so far, over all directions or those of `direction`."""
+        every = self._lab._counters()
+        total = Counters()
+        for pipe in self._directions(direction):
+            total += every[pipe]
+        return total
+
+    def share_rate(
+        self,
+        direction: str,
+        rate_bytes_per_s: float,
+        *,
+        queue_bytes: float | None = None,
+    ) -> SharedRate:
+        """A rate that the pipes of `direction` have in common, behind their own.
+
+        "a,b->c,d" and "c,d->a,b", each with a rate, make the uplink of a site.
+        """
+        return self._lab.share_rate([(self, direction)], rate_bytes_per_s, queue_bytes=queue_bytes)
+
+    def _nics_of(self, host: Host | str) -> list[Nic]:
+        name, _, device = (host.name if isinstance(host, Host) else host).partition("/")
+        found = [nic for nic in self.nics if nic.host.name == name and device in ("", nic.device)]
+        if not found:
+            names = ", ".join(f"{nic.host.name}/{nic.device}" for nic in self.nics)
+            raise LookupError(f"{host} is not on {self.name}; there are {names}")
+        return found
+
+    def _directions(self, text: str | None) -> list[int]:
+        """Pipes from the text of a direction; raises ValueError, LookupError."""
+        if text is None:
+            return list(self._pipes.values())
+        match = re.fullmatch(r"\s*([^<>-][^<>]*?)\s*(<?->)\s*([^<>]+?)\s*", text)
+        if match is None:
+            raise ValueError(
+                f"direction: expected a->b, or a,b<->c,d with * for all hosts, got {text!r}"
+            )
+
+        def group(names: str) -> set[int]:
+            found: set[int] = set()
+            for name in names.split(","):
+                nics = self.nics if name.strip() == "*" else self._nics_of(name.strip())
+                found.update(nic.index for nic in nics)
+            return found
+
+        left, right = group(match[1]), group(match[3])
+        both = match[2] == "<->"
+        pipes = [
+            pipe
+            for (source, target), pipe in self._pipes.items()
+            if (source in left and target in right) or (both and source in right and target in left)
+        ]
+        if not pipes:
+            raise ValueError(f"direction: {text!r} holds no two hosts of {self.name}")
+        return pipes
+
+    def _touching(self, nics: Iterable[Nic]) -> list[int]:
+        chosen = {nic.index for nic in nics}
+        return [pipe for ends, pipe in self._pipes.items() if chosen.intersection(ends)]
+
+    def _send(self, pipes: Iterable[int]) -> None:
+        """Tells the relay how these pipes are to be now."""
+        ends = {pipe: pair for pair, pipe in self._pipes.items()}
+        lines = []
+        for pipe in pipes:
+            s = self._settings[pipe]
+            down = pipe in self._blackholes or any(self._faults.get(nic) for nic in ends[pipe])
+            shared = ",".join(map(str, self._shared.get(pipe, ())))
+            lines.append(
+                f"set {pipe} delay={s.delay_s!r} jitter={s.jitter_s!r} "
+                f"rate={s.rate_bytes_per_s or 0!r} queue={s.queue_limit_bytes()} loss={s.loss!r} "
+                f"burst={s.burst_packets or 0!r} duplicate={s.duplicate!r} "
+                f"corrupt={s.corrupt!r} reorder={s.reorder!r} "
+                f"reorder_delay={s.reorder_delay_s!r} down={int(down)} shared={shared}"
+            )
+        self._lab._relay.ask(lines)
+
+    def _switch(self, nic: Nic, kind: str, on: bool) -> None:
+        if kind == "carrier":
+            self._lab._relay.ask([f"carrier {nic.index} {int(on)}"])
+        else:
+            nic.host.call(namespaces.set_device_up, nic.device, on)
+            if on:
+                nic.configure_routes()
+
+
+@dataclass(frozen=True)
+class SharedRate:
+    """A rate that several directions have in common. Made by share_rate()."""
+
+    _lab: NetworkLab = dataclasses.field(repr=False)
+    _index: int
+
+    def set(self, rate_bytes_per_s: float | None, *, queue_bytes: float | None = None) -> None:
+        """Changes it at once; None: no limit. Raises TypeError, ValueError."""
+        settings = LinkSettings(rate_bytes_per_s=rate_bytes_per_s, queue_bytes=queue_bytes)
+        rate, queue = settings.rate_bytes_per_s or 0, settings.queue_limit_bytes()
+        self._lab._relay.ask([f"limiter {self._index} {rate!r} {queue}"])
+
+
+class NetworkLab:
+    """Hosts and networks on this machine; a context manager.
+
+        with NetworkLab() as lab:
+            a, b = lab.host("a"), lab.host("b")
+            wan = lab.link(a, b, delay_s=0.02, rate_bytes_per_s=125e6)
+            job = a.popen(["ping", b.address])
+            wan.down("blackhole")
+
+    seed: decides which packets are lost and so on, with the number of the direction.
+    Raises LabUnavailable if unavailable() has something to say. Usable from any thread.
+    """
+
+    def __init__(self, *, seed: int = 1) -> None:
+        if (reason := unavailable()) is not None:
+            raise LabUnavailable(reason)
+        self.seed = seed
+        self.hosts: dict[str, Host] = {}
+        self.networks: dict[str, Network] = {}
+        self._lock = threading.RLock()
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._players: list[Player] = []
+        self._nic_count = 0
+        self._pipe_count = 0
+        self._limiter_count = 0
+        self._closed = False
+        self._relay = Relay()
+
+    def __enter__(self) -> NetworkLab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def host(self, name: str, *, sysctl: Mapping[str, object] | None = None) -> Host:
+        """A new host. sysctl: settings of its network, such as {"net.ipv4.tcp_wmem": "..."}.
+
+        Raises ValueError, OSError.
+        """
+        self._check_name("host", name, self.hosts)
+        self._check_open()
+        with self._lock:
+            spaces = namespaces.Namespaces.create(name, self._relay.pid_namespace)
+            host = self.hosts[name] = Host(self, name, spaces)
+            host._ip(["link set lo up"])
+            for key, value in {**_SYSCTLS, **(sysctl or {})}.items():
+                try:
+                    host.sysctl(key, value)
+                except OSError as error:
+                    if error.errno == errno.ENOENT and key in _SYSCTLS:
+                        continue  # a kernel without IPv6
+                    raise OSError(f"host {name}: sysctl {key}={value}: {error}") from error
+            return host
+
+    def link(
+        self, one: Host, other: Host, *, name: str | None = None, mtu: int = 1500, **settings: Any
+    ) -> Network:
+        """A NIC on each of two hosts, and what LinkSettings say between them, both ways."""
+        return self.network([one, other], name=name, mtu=mtu, **settings)
+
+    def network(
+        self,
+        hosts: Sequence[Host],
+        *,
+        name: str | None = None,
+        mtu: int = 1500,
+        **settings: Any,
+    ) -> Network:
+        """A subnet with a NIC for each host; one that is named twice gets two.
+
+        name: also that of the devices (of a second NIC on the same host with "b", then "c");
+        None: the next of "eth0", "eth1"... mtu: bytes. settings: LinkSettings of all directions.
+        Raises TypeError, ValueError, OSError.
+        """
+        self._check_open()
+        with self._lock:
+            index = len(self.networks)
+            if name is None:
+                name = next(n for k in range(index + 1) if (n := f"eth{k}") not in self.networks)
+            self._check_name("network", name, self.networks)
+            first = LinkSettings(**settings)
+            if len(hosts) < 2:
+                raise ValueError(f"network {name}: expected at least two hosts")
+            if max(len(hosts), index + 1) > _COUNT_MAX:
+                raise ValueError(f"network {name}: at most {_COUNT_MAX} networks and NICs in each")
+            if any(each._lab is not self for each in hosts):
+                raise ValueError(f"network {name}: a host of another lab")
+            if not 1280 <= mtu <= 65535:
+                raise ValueError(f"mtu: expected 1280 to 65535 bytes, got {mtu}")
+            network = self.networks[name] = Network(self, name, index)
+            for place, host in enumerate(hosts, start=1):
+                self._add_nic(network, host, place, mtu)
+            lines = []
+            for source in network.nics:
+                for target in network.nics:
+                    if source.host is not target.host:
+                        pipe = network._pipes[source.index, target.index] = self._pipe_count
+                        network._settings[pipe] = first
+                        self._pipe_count += 1
+                        seed = (self.seed << 20) + pipe
+                        lines.append(f"pipe {pipe} {source.index} {target.index} {seed}")
+            self._relay.ask(lines)
+            network._send(network._pipes.values())
+            self._write_hosts_files()
+            return network
+
+    def share_rate(
+        self,
+        directions: Sequence[tuple[Network, str]],
+        rate_bytes_per_s: float,
+        *,
+        queue_bytes: float | None = None,
+    ) -> SharedRate:
+        """Like Network.share_rate, over several networks."""
+        with self._lock:
+            shared = SharedRate(self, self._limiter_count)
+            shared.set(rate_bytes_per_s, queue_bytes=queue_bytes)
+            self._limiter_count += 1
+            for network, direction in directions:
+                pipes = network._directions(direction)
+                for pipe in pipes:
+                    network._shared.setdefault(pipe, []).append(shared._index)
+                network._send(pipes)
+            return shared
+
+    def play(
+        self, script: str | Sequence[tuple[float, Callable[[], object]]], *, wait: bool = False
+    ) -> Player:
+        """Does what a script says, in a thread, counted from now.
+
+        script: text (torch_resilient/testing/script.py says which), or (seconds, function) pairs.
+        wait: until its end. Raises ScriptError before anything is done.
+        """
+        self._check_open()
+        if isinstance(script, str):
+            events = parse_script(script, self.networks)
+        else:
+            events = [Event(at_s, getattr(do, "__name__", "call"), do) for at_s, do in script]
+        player = Player(events)
+        self._players.append(player)
+        if wait:
+            player.wait()
+        return player
+
+    @property
+    def is_real_time(self) -> bool:
+        """Whether the relay goes before other processes. If not, delays follow the load."""
+        return "realtime=1" in self._relay.ask(["counters"])
+
+    @property
+    def relay_cpu_s(self) -> float:
+        """Processor time that the relay has used. Raises OSError after close()."""
+        with open(f"/proc/{self._relay.process.pid}/stat", encoding="ascii") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        """Kills all processes of the lab; hosts, networks and NICs are gone. May be repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        for player in self._players:
+            player.cancel()
+        self._relay.kill()
+        # Before the relay: the kernel keeps the first process until the others are buried.
+        for process in self._processes:
+            process.wait()
+            for stream in (process.stdin, process.stdout, process.stderr):
+                if stream is not None:
+                    with contextlib.suppress(OSError):
+                        stream.close()
+        self._relay.wait()
+        for host in self.hosts.values():
+            host._spaces.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this lab is closed")
+
+    def _check_name(self, what: str, name: str, used: Mapping[str, object]) -> None:
+        if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+            raise ValueError(
+                f"{what} name: expected up to 13 of a-z, 0-9, '_', '.', '-', got {name!r}"
+            )
+        if name in used:
+            raise ValueError(f"{what} name: {name!r} is taken")
+
+    def _add_nic(self, network: Network, host: Host, place: int, mtu: int) -> None:
+        before = sum(nic.host is host for nic in network.nics)
+        device = network.name + ("" if before == 0 else chr(ord("a") + before))
+        nic = Nic(
+            host,
+            network,
+            device,
+            f"10.77.{network._index}.{place}",
+            str(ipaddress.ip_address(f"fd77:0:0:{network._index:x}::{place:x}")),
+            self._nic_count,
+        )
+        tun = host.call(namespaces.open_tun, device)
+        try:
+            digits = [
+                f"{'0' * 20}ffff{int(ipaddress.ip_address(nic.address)):08x}",
+                f"{int(ipaddress.ip_address(nic.address_v6)):032x}",
+            ]
+            self._relay.ask([f"nic {nic.index} {network._index} {' '.join(digits)}"], tun)
+        finally:
+            os.close(tun)
+        self._nic_count += 1
+        # What comes from this NIC's address leaves through it, whatever the target.
+        host._ip(
+            [
+                f"link set {device} mtu {mtu} txqueuelen {_DEVICE_QUEUE_PACKETS} up",
+                f"address add {nic.address}/24 dev {device}",
+                f"rule add from {nic.address} lookup {nic.table}",
+            ]
+        )
+        if _HAS_V6:
+            host._ip(
+                [
+                    f"address add {nic.address_v6}/64 dev {device} nodad",
+                    f"rule add from {nic.address_v6} lookup {nic.table}",
+                ],
+                "-6",
+            )
+        nic.configure_routes()
+        network.nics.append(nic)
+        host.nics.append(nic)
+
+    def _write_hosts_files(self) -> None:
+        """Host a is called a, at its first NIC, and a-eth0 and so on at each."""
+        lines = ["127.0.0.1 localhost", "::1 localhost"]
+        for host in self.hosts.values():
+            for nic in host.nics:
+                first = f"{host.name} " if nic is host.nics[0] else ""
+                lines.append(f"{nic.address} {first}{host.name}-{nic.device}")
+        for host in self.hosts.values():
+            host._spaces.write_hosts_file("\n".join(lines) + "\n")
+
+    def _counters(self) -> list[Counters]:
+        return [Counters.parse(line) for line in self._relay.ask(["counters"]).splitlines()[1:]]

@@ -1,0 +1,223 @@
+"""Scripts of events: what happens to a lab's networks when.
+
+One event a line (or between semicolons); `#` begins a comment:
+
+    2s    eth0 down blackhole          # kinds: blackhole, carrier, admin
+    2.5s  eth0 up
+    3s    eth1 down carrier a          # only the NIC of host a
+    4s    eth1 up a
+    5s    wan set delay=40ms loss=1% rate=100mbit
+    6s    wan a->b down                # one direction, as a black hole
+    7s    wan a,b<->c,d set rate=none
+    8s    eth0 flap blackhole 200ms 38s     # down and up every 200 ms, until 38 s; then up
+
+Times count from the start of the script. Units: s, ms, us; kbit, mbit, gbit (bit/s) or kBps, MBps,
+GBps (bytes/s); kB, MB, GB, KiB, MiB; shares as numbers or with %. `none` stands for no limit.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_resilient.testing.lab import Network
+
+_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
+_RATE = {
+    "bit": 1 / 8,
+    "kbit": 1e3 / 8,
+    "mbit": 1e6 / 8,
+    "gbit": 1e9 / 8,
+    "Bps": 1.0,
+    "kBps": 1e3,
+    "MBps": 1e6,
+    "GBps": 1e9,
+}
+_SIZE = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2}
+_SHARE = {"": 1.0, "%": 0.01}
+# Name in a script -> (field of LinkSettings, its units, whether "none" is a value).
+_FIELDS: dict[str, tuple[str, dict[str, float], bool]] = {
+    "delay": ("delay_s", _TIME, False),
+    "jitter": ("jitter_s", _TIME, False),
+    "rate": ("rate_bytes_per_s", _RATE, True),
+    "queue": ("queue_bytes", _SIZE, True),
+    "loss": ("loss", _SHARE, False),
+    "burst": ("burst_packets", {"": 1.0}, True),
+    "duplicate": ("duplicate", _SHARE, False),
+    "corrupt": ("corrupt", _SHARE, False),
+    "reorder": ("reorder", _SHARE, False),
+    "reorder-delay": ("reorder_delay_s", _TIME, False),
+}
+_KINDS = ("blackhole", "carrier", "admin")
+
+
+class ScriptError(ValueError):
+    """A script that cannot be understood; names the line and what was expected."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something to do at a time."""
+
+    at_s: float
+    text: str
+    do: Callable[[], object]
+
+
+def parse_quantity(text: str, units: Mapping[str, float]) -> float:
+    """`"40ms"` with the units of time is 0.04. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([A-Za-z%]*)", text)
+    # A time without a unit is in seconds.
+    factor = units.get(match[2] or ("s" if "s" in units else "")) if match else None
+    if match is None or factor is None:
+        example = next((f"20{unit}" for unit in units if unit), "20")
+        raise ValueError(f"{text!r}: expected a number with a unit, such as {example}")
+    return float(match[1]) * factor
+
+
+def parse_rate(text: str) -> float:
+    """Bytes per second from `1gbit` and the like. Raises ValueError."""
+    return parse_quantity(text, _RATE)
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, float | None]:
+    """Fields of LinkSettings from `delay=40ms` and so on. Raises ValueError."""
+    fields: dict[str, float | None] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals or name not in _FIELDS:
+            raise ValueError(f"{word!r}: expected one of {', '.join(f'{n}=' for n in _FIELDS)}")
+        field, units, may_be_none = _FIELDS[name]
+        if value == "none" and may_be_none:
+            fields[field] = None
+        else:
+            try:
+                fields[field] = parse_quantity(value, units)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+    return fields
+
+
+def parse_script(text: str, networks: Mapping[str, Network]) -> list[Event]:
+    """Events of a script, in the order of their times. Raises ScriptError."""
+    events: list[Event] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        for part in line.partition("#")[0].split(";"):
+            words = part.replace(":", " ", 1).split()
+            if not words:
+                continue
+            try:
+                events += _events(words, networks)
+            except (ValueError, LookupError, TypeError) as error:
+                problem = error.args[0] if error.args else error
+                raise ScriptError(f"line {number}, {part.strip()!r}: {problem}") from None
+    return sorted(events, key=lambda event: event.at_s)
+
+
+def _events(words: list[str], networks: Mapping[str, Network]) -> list[Event]:
+    if len(words) < 3:
+        raise ValueError("expected TIME NETWORK ACTION")
+    at_s = parse_quantity(words[0], _TIME)
+    network = networks.get(words[1])
+    if network is None:
+        raise ValueError(f"no network {words[1]}; there are {', '.join(networks) or 'none'}")
+    rest = words[2:]
+    direction = rest.pop(0) if "->" in rest[0] else None
+    network._directions(direction)
+    if not rest:
+        raise ValueError("expected an action after the direction: set, down, up or flap")
+    action, *arguments = rest
+    text = " ".join(words[1:])
+    if action == "set":
+        from torch_resilient.testing.settings import LinkSettings
+
+        fields: dict[str, Any] = parse_settings(arguments)
+        if not fields:
+            raise ValueError("set: expected settings such as delay=40ms")
+        LinkSettings(**fields)  # bad values are errors now, not when their time has come
+        return [Event(at_s, text, lambda: network.set(direction=direction, **fields))]
+    if action in ("down", "up"):
+        kind = arguments.pop(0) if action == "down" and arguments else "blackhole"
+        down, up = _outage(network, kind, direction, arguments)
+        return [Event(at_s, text, down if action == "down" else up)]
+    if action == "flap":
+        if len(arguments) < 3:
+            raise ValueError("flap: expected KIND PERIOD END_TIME")
+        kind, period, end, *others = arguments
+        period_s, end_s = parse_quantity(period, _TIME), parse_quantity(end, _TIME)
+        if period_s < 1e-3 or end_s <= at_s:
+            raise ValueError("flap: expected a period of at least 1ms and an end after its start")
+        down, up = _outage(network, kind, direction, others)
+        events = []
+        count = 0
+        while at_s + count * period_s < end_s:
+            events.append(Event(at_s + count * period_s, f"{text} #{count}", (down, up)[count % 2]))
+            count += 1
+        return [*events, Event(end_s, f"{text} ends", up)]
+    raise ValueError(f"no action {action}; there are set, down, up, flap")
+
+
+def _outage(
+    network: Network, kind: str, direction: str | None, arguments: list[str]
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(what begins it, what ends it)."""
+    if kind not in _KINDS:
+        raise ValueError(f"{kind!r}: expected one of {', '.join(_KINDS)}")
+    end = arguments.pop(0) if arguments else None
+    if arguments:
+        raise ValueError(f"{' '.join(arguments)!r}: expected nothing more")
+    if direction is not None and (kind != "blackhole" or end is not None):
+        raise ValueError("only a black hole has a direction, and then no host")
+    if end is not None:
+        network.address(end)
+    return (
+        lambda: network.down(kind, end=end, direction=direction),
+        lambda: network.up(end=end, direction=direction),
+    )
+
+
+class Player:
+    """Does events at their times in a thread of its own. Made by NetworkLab.play()."""
+
+    def __init__(self, events: Sequence[Event]) -> None:
+        self._events = sorted(events, key=lambda event: event.at_s)
+        self._error: BaseException | None = None
+        self._cancelled = threading.Event()
+        self.done: list[tuple[float, str]] = []
+        """What was done: seconds since the start, and the event's text."""
+        self._thread = threading.Thread(target=self._play, name="lab-script", daemon=True)
+        self._thread.start()
+
+    def _play(self) -> None:
+        start = time.monotonic()
+        try:
+            for event in self._events:
+                if self._cancelled.wait(max(0.0, start + event.at_s - time.monotonic())):
+                    return
+                self.done.append((time.monotonic() - start, event.text))
+                event.do()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Until the last event is done; raises what one of them raised, or TimeoutError."""
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"the script is not over after {timeout} s")
+        self.check()
+
+    def check(self) -> None:
+        """Raises what an event raised, if one has."""
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> None:
+        """Ends it after the event that is being done, if any."""
+        self._cancelled.set()
+        if self._thread is not threading.current_thread():  # an event may end the lab
+            self._thread.join()
