@@ -68,7 +68,7 @@ def worker(settings: dict[str, Any]) -> None:
         if settings["backend"] == "resilient":
             paths = torch_resilient.stats()["peers"][0]["paths"]
             used = [path for path in paths if path["state"] == "up"]
-            say("paths", up=len(used), all=len(paths))
+            say("paths", up=len(used), paths=paths)
     else:
         buffers = [torch.empty_like(message) for _ in range(AHEAD)]
         works = [dist.irecv(buffer, 0) for buffer in buffers]

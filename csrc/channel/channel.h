@@ -40,6 +40,7 @@ struct ChannelConfig {
   uint64_t copyBytes = 64u << 10;
   Nanos stageAfter = std::chrono::milliseconds(2);
   uint64_t starvationBytes = 8u << 20;
+  uint32_t firstChunkBytes = UINT32_MAX; // at most, while nothing is measured
 };
 
 // What the channel asks of the world around it.
@@ -119,6 +120,10 @@ class Channel {
   }
   void setPeerEagerBytes(uint64_t bytes) {
     config_.peerEagerBytes = bytes;
+  }
+  // The size of chunks until something is known of the paths.
+  void setFirstChunkBytes(uint32_t bytes) {
+    config_.firstChunkBytes = bytes;
   }
 
   // --- the application's side
@@ -230,12 +235,7 @@ class Channel {
   // sending
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
-  bool worthTaking(
-      const PathState& p,
-      const OutMessage& m,
-      size_t cls,
-      TimePoint now) const;
-  uint64_t backlogBytes(size_t cls) const;
+  OutMessage* worthTaking(const PathState& p, size_t cls, TimePoint now);
   uint32_t chunkBytesFor(uint64_t messageBytes) const;
   void trackChunks(OutMessage& m);
   void takeBack(InFlight& f, bool pathIsGone);

@@ -278,8 +278,11 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
       slowest = slowest == 0 ? rate : std::min(slowest, rate);
     }
   }
+  if (slowest == 0) {
+    return std::min(most, config_.firstChunkBytes);
+  }
   const double fits = slowest * toSeconds(kChunkTime);
-  if (slowest == 0 || fits >= most) {
+  if (fits >= most) {
     return most;
   }
   uint32_t bytes = kLeastChunkBytes;
@@ -289,31 +292,17 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   return std::min(bytes, most);
 }
 
-// What waits to be sent in this class, as far as it matters: more than a few
-// messages ahead, every path has enough to do.
-uint64_t Channel::backlogBytes(size_t cls) const {
+// The first message of the class of which a chunk on this path would arrive in
+// time: before the others have sent all that stands in front of it. A slow
+// path so works on what is needed later. Null: it had better wait.
+Channel::OutMessage*
+Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
+  // Beyond these, every path has enough to do.
   constexpr size_t kLookAhead = 16;
-  uint64_t bytes = 0;
-  size_t seen = 0;
-  for (uint64_t number : ready_[cls]) {
-    if (seen++ == kLookAhead) {
-      break;
-    }
-    const auto found = out_.find(number);
-    if (found != out_.end() && !found->second->abandoned) {
-      bytes += found->second->unsentBytes();
-    }
+  OutMessage& front = *out_.at(ready_[cls].front());
+  if (paths_.size() == 1) {
+    return &front;
   }
-  return bytes;
-}
-
-// Would a chunk on this path arrive in time, or had it better wait for
-// another one?
-bool Channel::worthTaking(
-    const PathState& p,
-    const OutMessage& m,
-    size_t cls,
-    TimePoint now) const {
   const auto load = [now](const PathState& s) {
     PathLoad l;
     l.bytesPerS = s.statistics.capacityBytesPerS();
@@ -322,16 +311,32 @@ bool Channel::worthTaking(
     l.silentS = s.inFlight.empty() ? 0 : toSeconds(now - s.progressAt);
     return l;
   };
-  const uint64_t chunk =
-      std::min<uint64_t>(m.header.chunkBytes, m.unsentBytes());
-  ArrivalOrder order(load(p), chunk);
+  ArrivalOrder order(
+      load(p),
+      std::min<uint64_t>(front.header.chunkBytes, front.unsentBytes()));
   for (const auto& [id, other] : paths_) {
     if (&other != &p && !other.suspect && !other.onProbation &&
         (other.classes >> cls & 1) != 0) {
       order.addOther(load(other));
     }
   }
-  return order.mayTake(backlogBytes(cls), now - p.chunkAt >= kExploreAfter);
+  uint64_t backlog = front.unsentBytes();
+  if (order.mayTake(backlog)) {
+    return &front;
+  }
+  const size_t most = std::min(kLookAhead, ready_[cls].size());
+  for (size_t i = 1; i < most; ++i) {
+    OutMessage& m = *out_.at(ready_[cls][i]);
+    backlog += m.unsentBytes();
+    const bool credit = m.granted ||
+        chargedBytes_ + m.header.chunkBytes + kChunkOverheadBytes <=
+            config_.peerEagerBytes;
+    if (m.hasUnsent() && credit && order.inTime(backlog)) {
+      return &m;
+    }
+  }
+  const bool forgotten = p.inFlight.empty() && now - p.chunkAt >= kExploreAfter;
+  return forgotten && backlog >= kWorthExploring ? &front : nullptr;
 }
 
 // The next chunk for this path (`repeated`: another path lost it), or
@@ -343,7 +348,6 @@ Channel::OutMessage* Channel::nextSendable(
     uint32_t& chunk,
     bool& repeated) {
   repeated = false;
-  const bool alone = paths_.size() == 1;
   for (;;) {
     std::array<bool, kTrafficClassCount> waiting;
     for (size_t c = 0; c < kTrafficClassCount; ++c) {
@@ -355,17 +359,18 @@ Channel::OutMessage* Channel::nextSendable(
     }
     auto found = out_.find(ready_[c].front());
     assert(found != out_.end());
-    OutMessage& m = *found->second;
-    if (!m.hasUnsent()) {
+    if (OutMessage& front = *found->second; !front.hasUnsent()) {
       ready_[c].pop_front();
-      m.queued = false;
-      eraseIfDone(m);
+      front.queued = false;
+      eraseIfDone(front);
       continue;
     }
-    if (!alone && !worthTaking(p, m, c, now)) {
+    OutMessage* const chosen = worthTaking(p, c, now);
+    if (chosen == nullptr) {
       askAgainAt_ = std::min(askAgainAt_, now + kAskAgain);
       return nullptr;
     }
+    OutMessage& m = *chosen;
     if (!m.again.empty()) {
       chunk = m.again.back(); // was charged when it was sent first
       m.again.pop_back();

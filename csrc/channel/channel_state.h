@@ -70,6 +70,7 @@ inline constexpr Nanos kAskAgain = std::chrono::milliseconds(5);
 // A path that has been passed over this long is tried with one chunk: it may
 // have become better since it was measured.
 inline constexpr Nanos kExploreAfter = std::chrono::seconds(1);
+inline constexpr uint64_t kWorthExploring = 1u << 20;
 
 struct Channel::OutMessage {
   FrameHeader header; // of every chunk, but for offset and payload

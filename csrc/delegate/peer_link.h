@@ -186,6 +186,7 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   void ping(size_t slot, TimePoint now);
   // Life on any other path.
   TimePoint othersAt(size_t slot) const;
+  TimePoint neighboursAt(size_t slot) const;
   bool anyOtherGood(size_t slot) const;
   void setSuspect(size_t slot, bool suspect);
   void doubt(size_t slot, TimePoint now);

@@ -74,6 +74,7 @@ void PeerLink::onHealthTimer() {
     }
     if (slots_[i].path) {
       checkProbation(i, now);
+      slots_[i].path->tune();
       waiting = waiting || slots_[i].pingAt != kNever;
     }
   }
@@ -91,6 +92,17 @@ TimePoint PeerLink::othersAt(size_t index) const {
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (i != index && slots_[i].path) {
       at = std::max(at, slots_[i].path->heardAt());
+    }
+  }
+  return at;
+}
+
+TimePoint PeerLink::neighboursAt(size_t index) const {
+  TimePoint at{};
+  for (size_t i = routeOf(index); i < slots_.size() && !routes_.empty();
+       i += routeCount()) {
+    if (i != index && slots_[i].path) {
+      at = std::max(at, slots_[i].health.provenAt());
     }
   }
   return at;
@@ -153,6 +165,7 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
   evidence.owes =
       channel_.waitingSince(path.id()) != kNever || slot.pingAt != kNever;
   evidence.othersAt = othersAt(index);
+  evidence.neighboursAt = neighboursAt(index);
   const PathHealth::Limits limits{
       fromSeconds(engine_.options().suspect_after_s),
       fromSeconds(engine_.options().stall_timeout_s)};

@@ -8,6 +8,16 @@
 // connection is for.
 
 namespace resilient {
+namespace {
+
+// What other traffic and the kernel's own timers add to a round trip.
+constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
+
+// Before a way to another host has been measured: it may be slow, and a chunk
+// cannot leave the connection that has begun it.
+constexpr uint32_t kFirstChunkBytes = 64u << 10;
+
+} // namespace
 
 void PeerLink::chooseRoutes() {
   const EngineOptions& options = engine_.options();
@@ -22,6 +32,7 @@ void PeerLink::chooseRoutes() {
         nics, [](const NicAddress& n) { return n.address.isLoopback(); });
     return nics;
   };
+  channel_.setFirstChunkBytes(kFirstChunkBytes);
   ourNics_ = outward(engine_.self().addresses);
   const std::vector<NicAddress> theirs = outward(address_->addresses);
   if (!theirs.empty()) {
@@ -180,25 +191,31 @@ void PeerLink::countConnections(TimePoint now) {
   bool changed = false;
   for (size_t route = 0; route < routes_.size(); ++route) {
     uint64_t acked = 0;
-    double roundTripS = 0;
+    Nanos roundTrip{};
+    int sending = 0, queueing = 0;
     for (size_t i = route; i < slots_.size(); i += routes_.size()) {
       const Slot& slot = slots_[i];
       acked += slot.past.bytesSent;
-      if (slot.path) {
-        acked += channel_.pathCounters(slot.path->id()).bytesSent -
-            channel_.inFlightBytes(slot.path->id());
-        const double s =
-            channel_.pathStatistics(slot.path->id()).leastRoundTripS();
-        roundTripS = roundTripS == 0 || s == 0 ? std::max(roundTripS, s)
-                                               : std::min(roundTripS, s);
+      if (!slot.path) {
+        continue;
+      }
+      acked += channel_.pathCounters(slot.path->id()).bytesSent -
+          channel_.inFlightBytes(slot.path->id());
+      const auto view = slot.path->kernelView();
+      const Nanos least = view ? view->leastRoundTrip : Nanos(0);
+      if (least > Nanos(0)) {
+        roundTrip = roundTrip == Nanos(0) ? least : std::min(roundTrip, least);
+        sending += view->unackedSegments > 0;
+        queueing += view->unackedSegments > 0 &&
+            view->roundTrip > least + least / 2 + kShortQueue;
       }
     }
     ConnectionCount& count = counts_[route];
     const int before = count.count();
-    if (roundTripS > 0) {
-      count.onRoundTrip(fromSeconds(roundTripS));
+    if (roundTrip > Nanos(0)) {
+      count.onRoundTrip(roundTrip);
     }
-    count.observe(acked, busy, now);
+    count.observe(acked, busy, 2 * queueing > sending, now);
     if (count.count() != before) {
       changed = true;
       logMessage(

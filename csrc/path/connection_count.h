@@ -46,8 +46,10 @@ class ConnectionCount {
 
   // Called every now and then. `ackedBytes`: over all connections between the
   // two NICs since their beginning; `busy`: all the time since the last call
-  // there was more to send. Returns whether count() has changed.
-  bool observe(uint64_t ackedBytes, bool busy, TimePoint now) {
+  // there was more to send; `queueing`: packets wait in front of the link, so
+  // it is full, and more connections could only take from each other. Returns
+  // whether count() has changed.
+  bool observe(uint64_t ackedBytes, bool busy, bool queueing, TimePoint now) {
     if (config_.least == config_.most) {
       return false;
     }
@@ -66,7 +68,7 @@ class ConnectionCount {
     const double rate = static_cast<double>(ackedBytes - windowBytes_) /
         toSeconds(now - windowAt_);
     const int before = count_;
-    judge(rate, now);
+    judge(rate, queueing, now);
     restart(ackedBytes, now, count_ == before ? Nanos(0) : settleTime());
     return count_ != before;
   }
@@ -86,20 +88,28 @@ class ConnectionCount {
   }
 
   // `rate` is that of count_ connections.
-  void judge(double rate, TimePoint now) {
+  void judge(double rate, bool queueing, TimePoint now) {
     switch (step_) {
       case Step::kBase:
         if (now >= nextTrial_) {
           base_ = rate;
           roseOnce_ = false;
-          tryMore(now);
+          if (queueing) {
+            tryFewer(now);
+          } else {
+            tryMore(now);
+          }
         }
         return;
       case Step::kUp:
         if (rate > kGain * base_) {
           base_ = rate;
           roseOnce_ = true;
-          tryMore(now);
+          if (queueing) {
+            rest(now);
+          } else {
+            tryMore(now);
+          }
         } else {
           count_ = kept_;
           upIsNoUse(now);

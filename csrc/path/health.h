@@ -18,6 +18,10 @@ struct PathEvidence {
   bool kernelOwes = false;
   // When another path to the same process last showed life.
   TimePoint othersAt{};
+  // When another connection between the same two NICs last had something
+  // acknowledged: then the way works, and only this connection waits, for a
+  // packet that was lost. TCP sees to that.
+  TimePoint neighboursAt{};
   Nanos roundTrip{}; // smoothed, with four deviations; 0 if unknown
   // Our own doing, such as an injected delay.
   bool heldOnPurpose = false;
@@ -49,30 +53,61 @@ class PathHealth {
     if (!e.owes || e.heldOnPurpose) {
       owesSince_ = now;
     }
+    if (e.progress != progress_) {
+      provenAt_ = now;
+      if (doubted_ && e.kernelOwes) {
+        // It was only slow, and what it had went over the others in vain:
+        // next time with more patience.
+        patience_ = std::min(patience_ * 2, kMostPatience);
+        calmAt_ = now;
+      }
+      doubted_ = false;
+    }
+    if (patience_ > 1 && now - calmAt_ >= kForgetAfter) {
+      patience_ /= 2;
+      calmAt_ = now;
+    }
     if (e.progress != progress_ || !e.owes || e.heldOnPurpose) {
       progress_ = e.progress;
       progressAt_ = now;
       return PathVerdict::kGood;
     }
     const Nanos silent = now - progressAt_;
-    if (silent >= std::max(limits.stalledAfter, 2 * e.roundTrip)) {
+    if (silent >= std::max(limits.stalledAfter, 3 * e.roundTrip)) {
       return PathVerdict::kStalled;
     }
+    // Where answers take long, they also come in longer intervals.
+    const Nanos suspectAfter =
+        patience_ * std::max(limits.suspectAfter, e.roundTrip);
     // A process that is slow is slow on all paths.
     const bool pathAlone =
-        e.kernelOwes || e.othersAt >= progressAt_ + limits.suspectAfter / 2;
-    // The first answer takes a round trip, however good the path; then they
-    // come one upon the other.
-    const bool due = now - owesSince_ >= limits.suspectAfter + e.roundTrip;
-    return pathAlone && due && silent >= limits.suspectAfter
-        ? PathVerdict::kSuspect
-        : PathVerdict::kGood;
+        e.kernelOwes || e.othersAt >= progressAt_ + suspectAfter / 2;
+    // The first answer takes a round trip, however good the path.
+    const bool due = now - owesSince_ >= suspectAfter + e.roundTrip;
+    if (pathAlone && due && silent >= suspectAfter &&
+        e.neighboursAt <= progressAt_) {
+      doubted_ = true;
+      return PathVerdict::kSuspect;
+    }
+    return PathVerdict::kGood;
+  }
+
+  // When something was last acknowledged on it.
+  TimePoint provenAt() const {
+    return provenAt_;
   }
 
  private:
+  static constexpr int kMostPatience = 8;
+  static constexpr Nanos kForgetAfter = std::chrono::seconds(10);
+
   uint64_t progress_ = 0;
   TimePoint progressAt_;
   TimePoint owesSince_;
+  TimePoint provenAt_{};
+  bool doubted_ = false;
+  int patience_ = 1;
+  TimePoint calmAt_{};
 };
 
 // How long a path that has come back must prove itself before it carries

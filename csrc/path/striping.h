@@ -49,24 +49,24 @@ class ArrivalOrder {
     soonestS_ = std::min(soonestS_, other.arrivalS(chunkBytes_));
   }
 
-  // `backlogBytes`: all that waits, the chunk included. `stale`: the path has
-  // not been tried for long.
-  bool mayTake(uint64_t backlogBytes, bool stale) const {
+  // The chunk, with all of `backlogBytes` that waits (itself included), would
+  // be there no sooner by the others alone.
+  bool inTime(uint64_t backlogBytes) const {
+    const double othersDoneS =
+        (ahead_ + static_cast<double>(backlogBytes)) / rate_;
+    return mine_.bytesPerS > 0 &&
+        mine_.arrivalS(chunkBytes_) <= othersDoneS * kTolerance;
+  }
+  bool mayTake(uint64_t backlogBytes) const {
     if (!known_) {
-      return true;
-    }
-    if (mine_.inFlightBytes == 0 && stale && backlogBytes >= kWorthExploring) {
       return true;
     }
     if (mine_.bytesPerS == 0) {
       return mine_.inFlightBytes < kFirstShareBytes;
     }
-    const double mineS = mine_.arrivalS(chunkBytes_);
-    const double othersDoneS =
-        (ahead_ + static_cast<double>(backlogBytes)) / rate_;
     // The path on which the chunk arrives first never refuses it, or nobody
     // might take it.
-    return mineS <= othersDoneS * kTolerance || mineS <= soonestS_;
+    return inTime(backlogBytes) || mine_.arrivalS(chunkBytes_) <= soonestS_;
   }
 
  private:
@@ -74,7 +74,6 @@ class ArrivalOrder {
   static constexpr double kTolerance = 1.05;
   // A path of which nothing is known gets this much to show what it can do.
   static constexpr uint64_t kFirstShareBytes = 64u << 10;
-  static constexpr uint64_t kWorthExploring = 1u << 20;
 
   const PathLoad mine_;
   const uint64_t chunkBytes_;

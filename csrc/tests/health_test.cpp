@@ -49,17 +49,53 @@ TEST(health_of_an_idle_path_is_good) {
 TEST(health_waits_for_the_round_trip) {
   Watched w;
   w.evidence.owes = w.evidence.kernelOwes = true;
-  w.evidence.roundTrip = milliseconds(300);
+  w.evidence.roundTrip = milliseconds(200);
   (void)w.after(milliseconds(1));
-  CHECK(w.after(milliseconds(340)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(390)) == PathVerdict::kGood); // 200 + 200
   CHECK(w.after(milliseconds(20)) == PathVerdict::kSuspect);
-  CHECK(w.after(milliseconds(230)) == PathVerdict::kSuspect);
-  CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled); // 600 > 500
-  // Once answers flow, a gap between two of them is no round trip.
-  w.evidence.progress = 5;
+  CHECK(w.after(milliseconds(180)) == PathVerdict::kSuspect);
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled); // 3 * 200
+}
+
+TEST(health_gap_between_answers_is_no_round_trip) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.roundTrip = milliseconds(20);
+  for (uint64_t i = 0; i < 30; ++i) {
+    w.evidence.progress = i;
+    CHECK(w.after(milliseconds(10)) == PathVerdict::kGood);
+  }
+  CHECK(w.after(milliseconds(49)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
+}
+
+// A lost packet holds up one connection; a dead way holds up all.
+TEST(health_does_not_blame_a_path_whose_neighbours_work) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
   (void)w.after(milliseconds(1));
-  CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
-  CHECK(w.after(milliseconds(20)) == PathVerdict::kSuspect);
+  (void)w.after(milliseconds(10));
+  w.evidence.neighboursAt = w.now;
+  CHECK(w.after(milliseconds(300)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(200)) == PathVerdict::kStalled);
+}
+
+TEST(health_learns_patience_from_false_alarms) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  Nanos needed = milliseconds(50);
+  for (uint64_t i = 1; i <= 5; ++i) {
+    w.evidence.progress = i;
+    (void)w.after(milliseconds(1));
+    CHECK(w.after(needed - milliseconds(2)) == PathVerdict::kGood);
+    CHECK(w.after(milliseconds(4)) == PathVerdict::kSuspect);
+    needed = std::min<Nanos>(2 * needed, milliseconds(400));
+  }
+  for (uint64_t i = 6; i < 100; ++i) { // a long calm
+    w.evidence.progress = i;
+    (void)w.after(milliseconds(500));
+  }
+  CHECK(w.after(milliseconds(60)) == PathVerdict::kSuspect);
 }
 
 // The far kernel has everything: its process is slow, on this path as on the
@@ -126,7 +162,11 @@ int found(
   for (const TimePoint end = now + duration; now < end;
        now += milliseconds(10)) {
     acked += 0.01 * std::min(linkBytesPerS, eachBytesPerS * count.count());
-    count.observe(static_cast<uint64_t>(acked), true, now);
+    count.observe(
+        static_cast<uint64_t>(acked),
+        true,
+        eachBytesPerS * count.count() > linkBytesPerS,
+        now);
   }
   return count.count();
 }
@@ -162,7 +202,7 @@ TEST(connection_count_learns_nothing_from_an_idle_link) {
   TimePoint now{seconds(100)};
   for (int i = 0; i < 2000; ++i) {
     now += milliseconds(10);
-    CHECK(!count.observe(static_cast<uint64_t>(i), i % 20 != 0, now));
+    CHECK(!count.observe(static_cast<uint64_t>(i), i % 20 != 0, false, now));
   }
   CHECK_EQ(count.count(), 6);
 }

@@ -22,13 +22,12 @@ bool takes(
     const PathLoad& mine,
     const std::vector<PathLoad>& others,
     uint64_t chunk,
-    uint64_t backlog,
-    bool stale = false) {
+    uint64_t backlog) {
   ArrivalOrder order(mine, chunk);
   for (const PathLoad& other : others) {
     order.addOther(other);
   }
-  return order.mayTake(backlog, stale);
+  return order.mayTake(backlog);
 }
 
 TEST(striping_slow_path_leaves_the_end_to_the_fast_one) {
@@ -65,14 +64,6 @@ TEST(striping_silent_path_is_as_late_as_it_is_silent) {
   CHECK(!takes(other, {silent}, 64 << 10, 64 << 10));
   silent.silentS = 0.03;
   CHECK(takes(other, {silent}, 64 << 10, 64 << 10));
-}
-
-TEST(striping_forgotten_path_is_tried_again) {
-  const PathLoad fast = load(100e6, 0.001);
-  const PathLoad slow = load(1e3, 0.001); // once; and now?
-  CHECK(!takes(slow, {fast}, 64 << 10, 4 << 20));
-  CHECK(takes(slow, {fast}, 64 << 10, 4 << 20, /*stale=*/true));
-  CHECK(!takes(slow, {fast}, 64 << 10, 64 << 10, /*stale=*/true));
 }
 
 // Whatever the paths are like, somebody takes the chunk: else it would wait

@@ -191,6 +191,11 @@ Status applySocketOptions(int fd, const SocketOptions& options) {
   return status;
 }
 
+void limitUnsent(int fd, int bytes) {
+  (void)setOption(
+      fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, "TCP_NOTSENT_LOWAT", bytes);
+}
+
 void bindToInterface(int fd, const std::string& interface) {
   (void)::setsockopt(
       fd,
@@ -375,6 +380,9 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   TcpInfo info;
   info.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
   info.roundTripVariance = std::chrono::microseconds(raw.tcpi_rttvar);
+  // The kernel says all ones for "unknown".
+  info.leastRoundTrip = std::chrono::microseconds(
+      raw.tcpi_min_rtt == UINT32_MAX ? 0 : raw.tcpi_min_rtt);
   info.unackedSegments = raw.tcpi_unacked;
   info.retransmits = raw.tcpi_retransmits;
   info.totalRetransmits = raw.tcpi_total_retrans;

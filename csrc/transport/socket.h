@@ -71,6 +71,9 @@ struct SocketOptions {
   int dscp = 0;
 };
 
+// TCP_NOTSENT_LOWAT, see SocketOptions. Best effort.
+void limitUnsent(int fd, int bytes);
+
 // Packets leave by this interface only, whatever the routing table says: with
 // two NICs in one subnet they would all leave by the first. Best effort.
 void bindToInterface(int fd, const std::string& interface);
@@ -118,6 +121,7 @@ SocketAddress remoteAddress(int fd);
 struct TcpInfo {
   Nanos roundTrip{}; // smoothed
   Nanos roundTripVariance{};
+  Nanos leastRoundTrip{}; // of the last minutes; 0: unknown
   uint32_t unackedSegments = 0;
   uint32_t retransmits = 0; // of the segment at the head, in a row
   uint32_t totalRetransmits = 0;

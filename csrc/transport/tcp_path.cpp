@@ -40,7 +40,8 @@ TcpPath::TcpPath(
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
       heardAt_(loop.now()),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
-  if (isLocalConnection(socket_.get())) {
+  local_ = isLocalConnection(socket_.get());
+  if (local_) {
     tuneLocalConnection(socket_.get());
   }
   // Edge-triggered: no system call to change what is watched, and one wake-up
@@ -119,14 +120,27 @@ bool TcpPath::hasRoom() const {
       !(socketFull_ && !releases_.empty());
 }
 
-// A slow path binds less: what is bound cannot go another way.
+// A slow path binds less: what is bound cannot go another way. On a long one
+// the kernel must never run dry, or it takes us for the bottleneck.
+size_t TcpPath::bytesAhead() const {
+  const LinkStatistics& s = channel_.pathStatistics(id_);
+  const double seconds =
+      std::max(toSeconds(kAheadTime), s.leastRoundTripS() / 4);
+  return static_cast<size_t>(s.capacityBytesPerS() * seconds);
+}
+
 size_t TcpPath::batchBytes() const {
-  const double rate = channel_.pathStatistics(id_).capacityBytesPerS();
-  return rate == 0 ? kBatchBytes
-                   : std::clamp(
-                         static_cast<size_t>(rate * toSeconds(kBatchTime)),
-                         kLeastBatchBytes,
-                         kBatchBytes);
+  const size_t ahead = bytesAhead();
+  return ahead == 0 ? kBatchBytes
+                    : std::clamp(ahead, kLeastBatchBytes, kBatchBytes);
+}
+
+void TcpPath::tune() {
+  const size_t wanted = std::clamp(bytesAhead(), kLeastUnsent, kMostUnsent);
+  if (!local_ && (wanted > unsentLimit_ * 5 / 4 || wanted < unsentLimit_ / 2)) {
+    unsentLimit_ = wanted;
+    limitUnsent(socket_.get(), static_cast<int>(wanted));
+  }
 }
 
 bool TcpPath::takeFrame() {

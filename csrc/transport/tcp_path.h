@@ -69,6 +69,13 @@ class TcpPath final : public Handler {
 
   // What it shows of its health, but for what only the channel knows.
   PathEvidence evidence() const;
+  // The kernel's own view: of packets, not of frames that wait for others in
+  // front of them.
+  std::optional<TcpInfo> kernelView() const {
+    return tcpInfo(socket_.get());
+  }
+  // Follows what has been measured; now and then.
+  void tune();
   // Rules were added or removed.
   void faultsChanged();
 
@@ -90,7 +97,10 @@ class TcpPath final : public Handler {
   static constexpr size_t kBatchBytes = 1u << 20;
   static constexpr size_t kBatchFrames = 64;
   static constexpr size_t kLeastBatchBytes = 64u << 10;
-  static constexpr Nanos kBatchTime = std::chrono::milliseconds(5);
+  static constexpr Nanos kAheadTime = std::chrono::milliseconds(5);
+  // Bounds of what the kernel holds unsent; the first is that of SocketOptions.
+  static constexpr size_t kLeastUnsent = 128u << 10;
+  static constexpr size_t kMostUnsent = 2u << 20;
   // With a fault that delays, what is "on the wire" waits here instead.
   static constexpr size_t kDelayedBytes = 64u << 20;
   // A link limited by a fault has a queue of this length, like a router's:
@@ -100,6 +110,7 @@ class TcpPath final : public Handler {
   static constexpr size_t kReadPerTurn = 4u << 20;
   static constexpr size_t kReadBuffer = 16u << 10;
 
+  size_t bytesAhead() const;
   size_t batchBytes() const;
   void end(const Status& why);
   enum class Read { kNothing, kShort, kFull };
@@ -122,6 +133,8 @@ class TcpPath final : public Handler {
   TcpPathOwner& owner_;
   std::string localAddress_, remoteAddress_;
   bool closed_ = false;
+  bool local_ = false; // the far end is on this host
+  size_t unsentLimit_ = kLeastUnsent;
   TimePoint heardAt_;
 
   // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.

@@ -1,0 +1,87 @@
+"""One rank of a small training job, started by test_failover.py on the hosts of a lab."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+import torch_resilient
+
+
+def train(steps: int, pause_s: float) -> dict[str, object]:
+    """Data-parallel steps; the losses and the sum of the parameters as exact bits."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(256, 512), torch.nn.ReLU(), torch.nn.Linear(512, 256)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses = []
+    for step in range(steps):
+        data = torch.randn(8, 256, generator=generator)
+        loss = (model(data) - data).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        for parameter in model.parameters():
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        total = loss.detach().double()
+        dist.all_reduce(total)
+        losses.append(total.item().hex())
+        say(kind="step", step=step)
+        time.sleep(pause_s)
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()])
+    return {"losses": losses, "weights": weights.double().sum().item().hex()}
+
+
+def stream(messages: int, pause_s: float) -> dict[str, object]:
+    """Messages from rank 0 to rank 1, each with its own content."""
+    wrong = 0
+    for number in range(messages):
+        content = torch.full((32768,), number, dtype=torch.int32)
+        if dist.get_rank() == 0:
+            dist.send(content, 1)
+        else:
+            message = torch.zeros_like(content)
+            dist.recv(message, 0)
+            wrong += not torch.equal(message, content)
+        say(kind="message", number=number)
+        time.sleep(pause_s)
+    return {"wrong": wrong}
+
+
+def say(**values: object) -> None:
+    """One row for the test."""
+    print(json.dumps(values), flush=True)
+
+
+def main() -> None:
+    """Joins, does what it is told, and says how it went."""
+    settings = json.loads(sys.argv[1])
+    dist.init_process_group(
+        "resilient", timeout=datetime.timedelta(seconds=settings.get("timeout_s", 60))
+    )
+    dist.barrier()
+    say(kind="ready")
+    try:
+        result = {"train": train, "stream": stream}[settings["job"]](
+            settings["count"], settings["pause_s"]
+        )
+        dist.barrier()
+        paths = torch_resilient.stats()["peers"][0]["paths"]
+        say(kind="result", paths=paths, **result)
+    except dist.DistBackendError as error:
+        say(kind="error", text=str(error))
+        os._exit(3)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

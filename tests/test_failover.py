@@ -1,0 +1,235 @@
+"""Jobs over two interfaces in the lab: whatever fails, nothing is lost and the numbers stay."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from torch_resilient.testing import Host, Network, NetworkLab
+
+pytestmark = pytest.mark.lab
+
+PROGRAM = Path(__file__).with_name("failover_program.py")
+LINK = {"delay_s": 0.001, "rate_bytes_per_s": 12.5e6}
+# Much longer than anything here takes, even on a busy machine.
+PATIENCE_S = 60.0
+
+Row = dict[str, Any]
+
+
+class Job:
+    """Two ranks on two hosts; rows of either as they come."""
+
+    def __init__(
+        self, hosts: Sequence[Host], control: Network, settings: Row, environment: dict[str, str]
+    ) -> None:
+        self.rows: queue.Queue[Row] = queue.Queue()
+        self.results: dict[int, Row] = {}
+        self.seen: list[Row] = []
+        self.processes = []
+        self.threads = []
+        for rank, host in enumerate(hosts):
+            env = {
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "OMP_NUM_THREADS": "1",
+                "MASTER_ADDR": control.address(hosts[0]),
+                "MASTER_PORT": "29500",
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(hosts)),
+                "TORCH_RESILIENT_INTERFACE": "eth0,eth1",
+                **environment,
+            }
+            command = [sys.executable, str(PROGRAM), json.dumps(settings)]
+            process = host.popen(command, env=env, stdout=subprocess.PIPE, text=True)
+            self.processes.append(process)
+            thread = threading.Thread(target=self.read, args=(rank, process), daemon=True)
+            thread.start()
+            self.threads.append(thread)
+
+    def read(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                self.rows.put({"rank": rank, **json.loads(line)})
+
+    def until(self, condition: Callable[[Row], bool], what: str) -> Row:
+        """The next row that fulfils the condition."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                row = self.rows.get(timeout=0.1)
+                if row["kind"] in ("result", "error"):
+                    self.results[row["rank"]] = row
+                if condition(row):
+                    return row
+        pytest.fail(
+            f"no {what} in {PATIENCE_S} s; ranks ended {[p.poll() for p in self.processes]}"
+        )
+
+    def step(self, number: int) -> None:
+        self.until(lambda row: row.get("step", -1) >= number, f"step {number}")
+
+    def end(self) -> list[Row]:
+        """What the two ranks say at their end."""
+        while len(self.results) < len(self.processes):
+            self.until(lambda row: row["kind"] in ("result", "error"), "result")
+        return [self.results[rank] for rank in range(len(self.processes))]
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for thread in self.threads:
+            thread.join(10)
+
+
+class Bed:
+    """Two hosts with two links, and a way for the store that nothing happens to."""
+
+    def __init__(self, lab: NetworkLab) -> None:
+        self.hosts = [lab.host("a"), lab.host("b")]
+        self.links = [lab.link(*self.hosts, **LINK), lab.link(*self.hosts, **LINK)]
+        self.control = lab.link(*self.hosts, name="control")
+        self.jobs: list[Job] = []
+
+    def job(self, job: str, count: int, pause_s: float, **environment: str) -> Job:
+        settings = {"job": job, "count": count, "pause_s": pause_s}
+        if "timeout_s" in environment:
+            settings["timeout_s"] = float(environment.pop("timeout_s"))
+        made = Job(self.hosts, self.control, settings, environment)
+        self.jobs.append(made)
+        return made
+
+
+@pytest.fixture
+def bed(lab: NetworkLab) -> Iterator[Bed]:
+    """A bed whose jobs are gone afterwards."""
+    made = Bed(lab)
+    yield made
+    for job in made.jobs:
+        job.close()
+
+
+def sent_on(result: Row, nic: str) -> int:
+    return sum(path["bytes_sent"] for path in result["paths"] if path["nic"] == nic)
+
+
+def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(bed: Bed) -> None:
+    seed = 1
+    print(f"seed {seed}")
+    chance = random.Random(seed)
+    steps = 60
+    quiet = bed.job("train", steps, 0.0)
+    expected = quiet.end()
+    quiet.close()
+    job = bed.job("train", steps, 0.01)
+    faults = [
+        ("blackhole", None),
+        ("admin", "a"),
+        ("blackhole", "a->b"),
+        ("carrier", "b"),
+        ("admin", "b"),
+    ]
+    for number, (kind, end) in enumerate(faults):
+        job.step(5 + 10 * number)
+        link = bed.links[chance.randrange(2)]
+        if end is not None and "->" in end:
+            link.down(kind, direction=end)
+        else:
+            link.down(kind, end=end)
+        job.step(11 + 10 * number)  # the job does not wait for it to heal
+        link.up()
+    for result, before in zip(job.end(), expected, strict=True):
+        assert result["kind"] == "result", result
+        assert result["losses"] == before["losses"]
+        assert result["weights"] == before["weights"]
+
+
+def test_job_waits_while_no_path_is_left_and_goes_on(bed: Bed) -> None:
+    job = bed.job("stream", 60, 0.01)
+    job.until(lambda row: row.get("number", -1) >= 10, "message 10")
+    for link in bed.links:
+        link.down("blackhole")
+    with contextlib.suppress(queue.Empty):
+        while True:  # what had arrived is still told; then silence
+            job.rows.get(timeout=1.5)
+    assert all(process.poll() is None for process in job.processes)
+    bed.links[1].up()
+    for result in job.end():
+        assert result.get("wrong") == 0, result
+
+
+def test_job_that_has_no_path_for_too_long_names_the_culprit(bed: Bed) -> None:
+    job = bed.job("stream", 60, 0.01, timeout_s="4")
+    job.until(lambda row: row.get("number", -1) >= 10, "message 10")
+    for link in bed.links:
+        link.down("blackhole")
+    for rank, result in enumerate(job.end()):
+        assert result["kind"] == "error", result
+        assert f"rank {1 - rank}" in result["text"]
+        assert "of 2 paths up" in result["text"] or "eth0" in result["text"], result["text"]
+
+
+def test_standby_interface_carries_nothing_until_it_is_needed(bed: Bed) -> None:
+    job = bed.job("stream", 90, 0.01, TORCH_RESILIENT_NIC_POLICY="standby")
+    job.until(lambda row: row.get("number", -1) >= 30, "message 30")
+    before = bed.links[1].counters("a->b").delivered.bytes
+    assert before < 30 * 131072 / 10  # its connections alone
+    bed.links[0].down("blackhole")
+    job.until(lambda row: row.get("number", -1) >= 60, "message 60")
+    assert bed.links[1].counters("a->b").delivered.bytes - before > 20 * 131072
+    bed.links[0].up()
+    for result in job.end():
+        assert result.get("wrong") == 0, result
+
+
+def test_traffic_class_keeps_to_its_interface(bed: Bed) -> None:
+    job = bed.job("stream", 30, 0.0, TORCH_RESILIENT_NIC_CLASSES="activation=eth1")
+    result = job.end()[0]
+    assert result.get("wrong") == 0, result
+    assert sent_on(result, "eth1") >= 29 * 131072
+    assert sent_on(result, "eth0") < 131072
+
+
+def test_both_interfaces_carry_and_no_path_is_lost_when_all_is_well(bed: Bed) -> None:
+    job = bed.job("stream", 60, 0.0)
+    sender = job.end()[0]
+    for nic in ("eth0", "eth1"):
+        assert sent_on(sender, nic) > 0
+    assert sum(path["reconnects"] for path in sender["paths"]) == 0
+
+
+def test_crossed_interfaces_find_each_other(lab: NetworkLab) -> None:
+    # One subnet, two interfaces each. The first of one host and the second of
+    # the other go down: no pair that belongs together is left.
+    a, b = lab.host("a"), lab.host("b")
+    fabric = lab.network([a, a, b, b], name="lan", **LINK)
+    control = lab.link(a, b, name="control")
+    job = Job(
+        [a, b],
+        control,
+        {"job": "stream", "count": 60, "pause_s": 0.01},
+        {"TORCH_RESILIENT_INTERFACE": "lan,lanb"},
+    )
+    try:
+        job.until(lambda row: row.get("number", -1) >= 10, "message 10")
+        fabric.down("blackhole", direction="a/lan<->b,b/lanb")
+        fabric.down("blackhole", direction="b/lanb<->a,a/lan")
+        for result in job.end():
+            assert result.get("wrong") == 0, result
+    finally:
+        job.close()
