@@ -433,7 +433,9 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
   slot.past.chunksSent += c.chunksSent;
   slot.past.chunksRetransmitted += c.chunksRetransmitted;
   slot.past.timesSuspect += c.timesSuspect;
-  slot.damping.onLost(engine_.loop().now());
+  if (!channel_.isSuspect(path.id())) { // else it counts already
+    slot.damping.onLost(engine_.loop().now());
+  }
   slot.astray = false;
   engine_.destroyLater(std::shared_ptr<TcpPath>(std::move(slot.path)));
   assignRoles();

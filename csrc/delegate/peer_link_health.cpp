@@ -143,6 +143,9 @@ void PeerLink::doubt(size_t index, TimePoint now) {
       }
     }
   }
+  if (!channel_.isSuspect(slots_[index].path->id())) {
+    slots_[index].damping.onLost(now);
+  }
   setSuspect(index, true);
 }
 
@@ -172,7 +175,13 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
   switch (slot.health.observe(evidence, limits, now)) {
     case PathVerdict::kGood:
       slot.stalled = false;
-      if (slot.taintedAt == kNever) {
+      if (slot.taintedAt == kNever && channel_.isSuspect(path.id())) {
+        if (slot.health.wasOutage()) {
+          // As if it had been lost and made again: it may be flapping.
+          slot.damping.onUp(now);
+          slot.upAt = now;
+          channel_.putOnProbation(path.id());
+        }
         setSuspect(index, false);
       }
       if (interest_ > 0 && slot.pingAt == kNever &&

@@ -53,9 +53,16 @@ class PathHealth {
     if (!e.owes || e.heldOnPurpose) {
       owesSince_ = now;
     }
-    if (e.progress != progress_) {
+    // Where answers take long, they also come in longer intervals.
+    const Nanos suspectAfter =
+        patience_ * std::max(limits.suspectAfter, e.roundTrip);
+    // That the kernel begins to owe is no sign of life, only another measure.
+    const bool begins = e.kernelOwes && !kernelOwed_;
+    kernelOwed_ = e.kernelOwes;
+    if (e.progress != progress_ && !begins) {
       provenAt_ = now;
-      if (doubted_ && e.kernelOwes) {
+      wasOutage_ = doubted_ && now - progressAt_ >= kFalseAlarm * suspectAfter;
+      if (doubted_ && !wasOutage_) {
         // It was only slow, and what it had went over the others in vain:
         // next time with more patience.
         patience_ = std::min(patience_ * 2, kMostPatience);
@@ -76,9 +83,6 @@ class PathHealth {
     if (silent >= std::max(limits.stalledAfter, 3 * e.roundTrip)) {
       return PathVerdict::kStalled;
     }
-    // Where answers take long, they also come in longer intervals.
-    const Nanos suspectAfter =
-        patience_ * std::max(limits.suspectAfter, e.roundTrip);
     // A process that is slow is slow on all paths.
     const bool pathAlone =
         e.kernelOwes || e.othersAt >= progressAt_ + suspectAfter / 2;
@@ -92,6 +96,10 @@ class PathHealth {
     return PathVerdict::kGood;
   }
 
+  // The silence that the last sign of life ended was no false alarm.
+  bool wasOutage() const {
+    return wasOutage_;
+  }
   // When something was last acknowledged on it.
   TimePoint provenAt() const {
     return provenAt_;
@@ -99,13 +107,17 @@ class PathHealth {
 
  private:
   static constexpr int kMostPatience = 8;
+  // Silence that ends before so many times the limit was no outage.
+  static constexpr int kFalseAlarm = 3;
   static constexpr Nanos kForgetAfter = std::chrono::seconds(10);
 
   uint64_t progress_ = 0;
   TimePoint progressAt_;
   TimePoint owesSince_;
   TimePoint provenAt_{};
+  bool kernelOwed_ = false;
   bool doubted_ = false;
+  bool wasOutage_ = false;
   int patience_ = 1;
   TimePoint calmAt_{};
 };

@@ -69,6 +69,36 @@ TEST(health_gap_between_answers_is_no_round_trip) {
   CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
 }
 
+// What was a real outage teaches no patience.
+TEST(health_stays_quick_after_a_real_outage) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  for (uint64_t i = 1; i <= 5; ++i) {
+    w.evidence.progress = i;
+    (void)w.after(milliseconds(1));
+    CHECK(w.after(milliseconds(52)) == PathVerdict::kSuspect);
+    CHECK(w.after(milliseconds(300)) == PathVerdict::kSuspect);
+  }
+  w.evidence.progress = 6;
+  (void)w.after(milliseconds(1));
+  CHECK(w.health.wasOutage());
+}
+
+// That it has something to do is no proof that a path works.
+TEST(health_is_not_proven_by_new_work) {
+  Watched w;
+  w.evidence.progress = 1000;
+  (void)w.after(milliseconds(1));
+  const TimePoint proven = w.health.provenAt();
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.progress = 3; // the other measure
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.health.provenAt() == proven);
+  w.evidence.progress = 4;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.health.provenAt() == w.now);
+}
+
 // A lost packet holds up one connection; a dead way holds up all.
 TEST(health_does_not_blame_a_path_whose_neighbours_work) {
   Watched w;

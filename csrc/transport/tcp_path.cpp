@@ -19,6 +19,9 @@ std::byte* scrap() {
 }
 constexpr size_t kScrapBytes = 256 << 10;
 
+// What a queue on the way may add to a round trip, beyond a multiple of it.
+constexpr Nanos kMostQueue = std::chrono::milliseconds(20);
+
 } // namespace
 
 TcpPath::TcpPath(
@@ -95,7 +98,11 @@ PathEvidence TcpPath::evidence() const {
     e.progress = static_cast<uint64_t>(heardAt_.time_since_epoch().count());
   }
   if (info) {
-    e.roundTrip = info->roundTrip + 4 * info->roundTripVariance;
+    // Recovery from an outage swells the kernel's estimate; it must not make
+    // us slow to see the next one.
+    e.roundTrip = std::min(
+        info->roundTrip + 4 * info->roundTripVariance,
+        4 * info->leastRoundTrip + kMostQueue);
   }
   if (faults_.any() && !releases_.empty()) {
     // An injected silence stands for one in the network.
