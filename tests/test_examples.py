@@ -18,6 +18,7 @@ import pytest
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
+import failover  # noqa: E402
 import run_demo  # noqa: E402
 import train_pipeline  # noqa: E402
 from loss_svg import Curve, render_losses  # noqa: E402
@@ -176,6 +177,33 @@ def test_ordinary_programs_learn_the_same_over_any_backend(
     assert len(reference) == 3
     assert float.fromhex(reference[-1]) < float.fromhex(reference[0])
     assert losses(BACKEND) == reference
+
+
+@pytest.mark.slow
+def test_the_failover_example_shows_faults_and_equal_losses() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "failover.py", "--steps=300", "--seed=7"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all 300 losses are bitwise equal to those of the run without faults" in done.stdout
+    assert re.search(r"[1-5] of 5 faults left a trace", done.stdout)
+    assert "0 of" in done.stdout, "an operation failed"
+
+
+def test_the_failover_example_fails_if_a_loss_differs_in_the_last_bit() -> None:
+    output = "step 0 loss 1.0000 0x1.0p+0\nstep 1 loss 0.5000 0x1.0p-1\nnoise\n"
+    losses = failover.losses_of(output, 2)
+    failover.compare(losses, list(losses))
+    with pytest.raises(failover.FailoverError, match="the loss of step 1 is 0x1"):
+        failover.compare(losses, [losses[0], "0x1.0000000000001p-1"])
+    with pytest.raises(failover.FailoverError, match="expected the losses of 3 steps, got 2"):
+        failover.losses_of(output, 3)
+    with pytest.raises(failover.FailoverError, match=r"failed with exit code 3:\nwhy"):
+        failover.run(["sh", "-c", "echo why; exit 3"])
 
 
 def test_help_teaches_and_needs_no_torchrun() -> None:

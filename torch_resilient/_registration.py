@@ -5,17 +5,26 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import sys
+import time
 import warnings
 from typing import Any
 
-from torch_resilient import _native
+from torch_resilient import _native, _observers
 
 NAME = "resilient"
 
 
 def create_backend(dist_opts: Any, options: Any = None) -> Any:
     """Called by torch for each new group; loads the compiled module on first use."""
-    return _native.load().create(dist_opts, options)
+    if not _observers.asked_for():
+        return _native.load().create(dist_opts, options)
+    _observers.check()
+    before_s = time.time()
+    backend = _native.load().create(dist_opts, options)
+    ranks = dist_opts.global_ranks_in_group
+    rank = ranks[dist_opts.group_rank] if ranks else dist_opts.group_rank
+    _observers.begin(rank, (before_s, time.time()))
+    return backend
 
 
 def register() -> None:

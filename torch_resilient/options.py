@@ -116,6 +116,20 @@ _TAIL = """
 
 Where the schedules of `torch_resilient.pipelining` write what each rank does when, unless they are
 given `timeline_dir`; `torch-resilient timeline FOLDER` draws it.
+
+`TORCH_RESILIENT_METRICS`: default empty, which means off; a folder, a port or host:port
+
+Where each process serves its state over HTTP: `/metrics` for Prometheus, `/stats` as JSON. A folder
+(any text with a `/`) gets a Unix socket `rank<NNNNN>.<pid>.sock` for each process, for its owner
+only; `torch-resilient top FOLDER` shows them all. Of a port, the first rank of each host takes that
+number, the second the next and so on (`LOCAL_RANK`), on loopback unless a host is given. There is
+neither encryption nor a password: host names, addresses and rates are open to whoever can reach it.
+
+`TORCH_RESILIENT_RECORD_DIR`: default empty, which means off; a folder
+
+Where each process writes how its paths and operations fare, 100 looks a second, in
+`rank<NNNNN>.<pid>.jsonl`. `torch-resilient chaos` sets it and reads it. It costs up to a
+twentieth of a core and some MB a minute.
 """
 
 

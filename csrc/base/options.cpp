@@ -353,8 +353,11 @@ void EngineOptions::validate() const {
   }
 }
 
-// By torch_resilient/pipelining/recording.py.
-constexpr std::string_view kReadByPython = "TORCH_RESILIENT_TIMELINE";
+// By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.
+constexpr std::array<std::string_view, 3> kReadByPython = {
+    "TORCH_RESILIENT_TIMELINE",
+    "TORCH_RESILIENT_METRICS",
+    "TORCH_RESILIENT_RECORD_DIR"};
 
 std::vector<std::string> unknownVariables() {
   std::vector<std::string> unknown;
@@ -364,10 +367,11 @@ std::vector<std::string> unknownVariables() {
     if (!name.starts_with(kPrefix)) {
       continue;
     }
-    const bool known = name == kReadByPython ||
+    const bool known =
+        std::ranges::find(kReadByPython, name) != kReadByPython.end() ||
         std::ranges::any_of(optionTable(), [&](const OptionInfo& option) {
-                         return option.variable == name;
-                       });
+          return option.variable == name;
+        });
     if (!known) {
       unknown.emplace_back(name);
     }

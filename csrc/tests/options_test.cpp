@@ -205,6 +205,13 @@ TEST(options_never_show_a_secret) {
   }
 }
 
+TEST(options_know_what_python_reads) {
+  Variable metrics("METRICS", "folder");
+  Variable record("RECORD_DIR", "folder");
+  Variable timeline("TIMELINE", "folder");
+  CHECK(unknownVariables().empty());
+}
+
 TEST(options_warn_of_misspelled_variables) {
   Variable misspelled("PATH_REMOTE", "8");
   const std::vector<std::string> expected = {"TORCH_RESILIENT_PATH_REMOTE"};

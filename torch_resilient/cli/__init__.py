@@ -6,19 +6,38 @@ import argparse
 from collections.abc import Sequence
 
 from torch_resilient._version import __version__
-from torch_resilient.cli import lab, plan, timeline
+from torch_resilient.cli import bench, chaos, doctor, lab, plan, timeline, top
+
+EXAMPLES = """\
+examples:
+  torch-resilient doctor                                          before a job: what will go wrong
+  torchrun --nproc-per-node 2 --no-python torch-resilient bench   what its links carry
+  torch-resilient top /tmp/job                                    watch it (TORCH_RESILIENT_METRICS)
+  torch-resilient chaos -- torchrun --nproc-per-node 2 train.py   drill it with network faults
+  torch-resilient lab --delay 20ms -- torchrun train.py           the same on hosts far apart (root)
+
+`torch-resilient COMMAND --help` tells more, with an example.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit status: 0, or 2 for bad input."""
+    """Runs one command; returns the exit status: 0, or 2 for bad input; see each
+    command for others."""
     parser = argparse.ArgumentParser(
-        prog="torch-resilient", description="Tools for training over slow and failing networks."
+        prog="torch-resilient",
+        description="Tools for training over slow and failing networks.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    bench.add_parser(commands)
+    chaos.add_parser(commands)
+    doctor.add_parser(commands)
+    lab.add_parser(commands)
     plan.add_parser(commands)
     timeline.add_parser(commands)
-    lab.add_parser(commands)
+    top.add_parser(commands)
     options = parser.parse_args(arguments)
     status: int = options.run(options)
     return status

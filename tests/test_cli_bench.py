@@ -1,0 +1,135 @@
+"""`torch-resilient bench`: the numbers are those of the links, and the tables show them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from conftest import ROOT
+from harness import run_ranks
+
+from torch_resilient import cli
+from torch_resilient.cli import bench
+
+
+def measured(rank: int) -> list[dict[str, Any]]:
+    links = bench.measure_all(0.25)
+    dist.barrier()
+    return links
+
+
+def test_the_numbers_are_those_of_the_links() -> None:
+    # 0 to 1 carries 20 MB/s; to and from 2 everything takes longer.
+    rules = "rate rank=0 peer=1 bytes_per_s=20e6; delay rank=2 ms=30"
+    env = {"TORCH_RESILIENT_FAULTS": rules}
+    links, *others = run_ranks(measured, world_size=3, env=env, timeout_s=90)
+    assert others == [[], []]
+    by_ends = {(link["from"], link["to"]): link for link in links}
+    assert set(by_ends) == {(a, b) for a in range(3) for b in range(3) if a != b}
+    print(bench.text_of(["a", "b", "c"], links))
+    for (a, b), link in by_ends.items():
+        assert link["round_trip_least_s"] <= link["round_trip_s"]
+        # One way of each round trip with rank 2 is 30 ms longer.
+        assert (link["round_trip_s"] >= 0.03) == (2 in (a, b)), link
+        assert link["reconnects"] == 0
+        (nic,) = link["nics"]
+        assert nic["connections"] == link["connections"] == 1
+        assert nic["bytes"] > 0
+    assert by_ends[0, 1]["goodput_bytes_per_s"] == pytest.approx(20e6, rel=0.2)
+    assert by_ends[1, 0]["goodput_bytes_per_s"] > 2 * by_ends[0, 1]["goodput_bytes_per_s"]
+
+
+def test_goodput_is_that_of_the_end() -> None:
+    # Slow at first: 1 MB a second; from 4 s on 10 MB a second.
+    arrivals = [(float(i), 1_000_000) for i in range(5)]
+    arrivals += [(4 + i / 10, 1_000_000) for i in range(1, 61)]
+    assert bench.goodput(arrivals) == pytest.approx(10e6)
+    # The first of two cannot count: nobody knows when it began.
+    assert bench.goodput([(1.0, 5_000_000), (2.0, 1_000_000)]) == pytest.approx(1e6)
+    assert bench.goodput([(1.0, 5)]) == bench.goodput([]) == 0
+
+
+def link(a: int, b: int, **values: Any) -> dict[str, Any]:
+    return {
+        "from": a,
+        "to": b,
+        "round_trip_s": 0.0123456,
+        "goodput_bytes_per_s": 1.5e9,
+        "connections": 4,
+        "nics": [{"nic": "eth0", "remote_nic": "eth0", "connections": 4, "bytes": 100}],
+        "chunks_retransmitted": 0,
+        "reconnects": 0,
+        **values,
+    }
+
+
+def test_the_tables() -> None:
+    nics = [
+        {"nic": "eth0", "remote_nic": "eth0", "connections": 3, "bytes": 750},
+        {"nic": "eth1", "remote_nic": "eth1", "connections": 1, "bytes": 250},
+    ]
+    links = [link(0, 1, nics=nics), link(1, 0, reconnects=1, chunks_retransmitted=2)]
+    assert bench.text_of(["a", "b"], links) == (
+        "rank 0: a\nrank 1: b\n\n"
+        "round trip, ms\nfrom\\to    0    1\n      0    - 12.3\n      1 12.3    -\n\n"
+        "goodput, MB/s\nfrom\\to    0    1\n      0    - 1500\n      1 1500    -\n\n"
+        "connections used\nfrom\\to 0 1\n      0 - 4\n      1 4 -\n\n"
+        "0 to 1: eth0-eth0 75% on 3, eth1-eth1 25% on 1\n"
+        "1 to 0: 1 connections made again, 2 chunks sent again"
+    )
+    failed = bench.text_of(["a", "b"], [{"from": 0, "to": 1, "error": "no way"}, link(1, 0)])
+    assert "0      - failed" in failed
+    assert failed.endswith("\n0 to 1: no way")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(0.0123, "0.0123"), (9.996, "10.00"), (123.4, "123"), (12345, "12345")]
+)
+def test_three_digits_count(value: float, text: str) -> None:
+    assert bench._significant(value) == text
+
+
+def test_rank_0_of_a_job_prints_the_result() -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*torchrun, "-m", "torch_resilient.cli", "bench", "--seconds=0.1", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert len(told["hosts"]) == 2
+    assert [(each["from"], each["to"]) for each in told["links"]] == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "text"),
+    [
+        ([], {}, "it runs within a job: torchrun"),
+        (["--seconds", "0"], {}, "--seconds: expected 0.1 to 3600, got 0"),
+        ([], {"RANK": "0", "WORLD_SIZE": "1"}, "one rank has no links: start at least 2"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(
+    arguments: list[str],
+    environment: dict[str, str],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["bench", *arguments]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert errors.startswith(f"torch-resilient bench: {text}")

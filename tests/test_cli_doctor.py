@@ -1,0 +1,462 @@
+"""`torch-resilient doctor`: each mistake is found, with what mends it, and nothing else is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from torch_resilient import cli
+from torch_resilient.cli import doctor, doctor_checks, doctor_facts, doctor_peers
+from torch_resilient.cli.doctor_checks import (
+    Facts,
+    Finding,
+    Interface,
+    Link,
+    Target,
+    check_host,
+    check_job,
+    check_target,
+)
+
+RMEM = "4096 131072 6291456"  # as most distributions have it
+WMEM = "4096 16384 4194304"
+
+
+def host(rank: int | None = None, **values: Any) -> Facts:
+    """A healthy host; the rank of a job of two if one is given."""
+    name = f"node{rank or 0}"
+    facts = Facts(
+        host=name,
+        host_key=name,
+        rank=rank,
+        world_size=2,
+        versions={"python": "3.11.7", "torch": "2.13.0", "torch_resilient": "0.1.0"},
+        built_for="2.13.0",
+        name_addresses=[f"10.0.0.{1 + (rank or 0)}"],
+        master="node0",
+        master_addresses=["10.0.0.1"],
+        toward_master=("eth0", f"10.0.0.{1 + (rank or 0)}"),
+        interfaces=[
+            Interface("lo", True, 65536),
+            Interface("docker0", True, 1500),  # lowest by name, and no trouble by itself
+            Interface("eth0", True, 1500, 10e9),
+        ],
+        environment={"MASTER_ADDR": "node0"},
+        known_variables=["TORCH_RESILIENT_INTERFACE", "TORCH_RESILIENT_LISTEN_PORT"],
+        sysctl={
+            "net.core.rmem_max": "212992",
+            "net.core.wmem_max": "212992",
+            "net.ipv4.tcp_rmem": RMEM,
+            "net.ipv4.tcp_wmem": WMEM,
+            "net.ipv4.tcp_moderate_rcvbuf": "1",
+        },
+        shm_bytes=8 << 30,
+        nofile=(1 << 20, 1 << 20),
+    )
+    if rank is not None:
+        facts.links = [Link(1 - rank, 0, "eth0", "eth0", "up")]
+        facts.round_trips_s = {1 - rank: 0.0002}
+        facts.clock_offsets_s = {1 - rank: (0.003, 0.0001)}
+    return dataclasses.replace(facts, **values)
+
+
+def only(findings: list[Finding]) -> Finding:
+    """The one finding, which must be whole."""
+    assert len(findings) == 1, [doctor.finding_text(each) for each in findings]
+    (finding,) = findings
+    assert finding.seen
+    assert finding.why
+    assert "`" in finding.remedy or "docs/" in finding.remedy, finding.remedy
+    return finding
+
+
+def job(**of_rank_0: Any) -> list[Finding]:
+    return check_job([host(0, **of_rank_0), host(1)])
+
+
+# ---- no false alarm -----------------------------------------------------------------------
+
+
+def test_healthy_hosts_have_no_finding() -> None:
+    assert check_host(host(), several_hosts=True) == []
+    assert check_job([host(0), host(1)]) == []
+
+
+def test_this_machine_has_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor"]) == 0, capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.endswith("\nnothing to mend\n")
+    assert "torch_resilient 0.1.0" in output
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        # 127.0.1.1 is Debian's default; a job on one host does not mind.
+        {"master_addresses": ["127.0.1.1"], "toward_master": ("lo", "127.0.0.1")},
+        # TCP's autotuning does not ask rmem_max.
+        {"sysctl": {"net.core.rmem_max": "4096"}},
+        {"sysctl": {}},
+        {"interfaces": [], "nofile": (1024, 1024)},
+        {"shm_bytes": None},
+        {"environment": {"TORCH_RESILIENT_INTERFACE": "docker0"}, "toward_master": ("docker0", "")},
+        {"environment": {"NCCL_SOCKET_IFNAME": "eth0"}},
+        {"environment": {"GLOO_SOCKET_IFNAME": "eth0"}},
+    ],
+)
+def test_what_is_merely_unusual_is_no_finding(values: dict[str, Any]) -> None:
+    assert check_host(host(**values)) == []
+
+
+def test_a_job_may_have_differences_that_do_no_harm() -> None:
+    # TCP agrees on the smaller MTU; an interface without speed; a fast clock within its error.
+    other = host(1)
+    other.interfaces[2] = Interface("eth0", True, 9000, None)
+    other.clock_offsets_s = {0: (3.0, 2.9)}
+    assert check_job([host(0), other]) == []
+    # A long way that the buffers fill: 16 connections of 3 MiB over 30 ms are 13 Gbit/s.
+    assert job(round_trips_s={1: 0.03}) == []
+    # An interface that the backend does not need.
+    spare = [Link(1, 0, "eth0", "eth0", "up"), Link(1, 1, "eth0", "eth0", "unused", "was cut")]
+    assert job(links=spare) == []
+
+
+def test_one_clock_for_ranks_of_one_host() -> None:
+    ranks = [host(0), host(1, host_key="node0")]
+    ranks[0].clock_offsets_s = {1: (9.0, 0.1)}
+    assert check_job(ranks) == []
+
+
+# ---- one host -----------------------------------------------------------------------------
+
+
+def test_a_name_that_leads_to_loopback() -> None:
+    line = "127.0.1.1 node0.example.org node0"
+    values = {"master_addresses": ["127.0.1.1"], "hosts_line": line, "toward_master": None}
+    finding = only(job(**values))
+    assert finding.check == "hosts-file"
+    assert finding.where == "rank 0 (node0)"
+    assert line in finding.seen
+    # The remedy does what it says: the name goes, the rest of the file stays.
+    command = re.search(r"`(sed -i [^;]*?) /etc/hosts;", finding.remedy)
+    assert command
+    text = f"127.0.0.1 localhost\n{line}\n10.0.0.2 node0b\n"
+    done = subprocess.run(
+        ["sh", "-c", command[1].replace("sed -i", "sed")],
+        input=text,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == (
+        ["127.0.0.1", "localhost", "127.0.1.1", "node0.example.org", "10.0.0.2", "node0b"]
+    )
+
+
+def test_a_name_that_leads_nowhere() -> None:
+    finding = only(check_host(host(master_addresses=[], toward_master=None)))
+    assert finding.check == "master"
+    assert "node0" in finding.seen
+
+
+def test_packets_to_the_store_leave_by_docker0() -> None:
+    finding = only(job(toward_master=("docker0", "172.17.0.1")))
+    assert finding.check == "interface"
+    assert "172.17.0.1" in finding.seen
+    assert "`export TORCH_RESILIENT_INTERFACE=eth0`" in finding.remedy
+
+
+def test_the_list_of_inward_interfaces_is_that_of_the_backend() -> None:
+    source = (ROOT / "csrc" / "transport" / "address.cpp").read_text(encoding="utf-8")
+    body = source[source.index("bool leadsInward") :]
+    names = re.findall(r'"([a-z-]+)"', body[: body.index("})")])
+    assert tuple(names) == doctor_checks.INWARD
+    assert doctor_checks.is_inward("docker0")
+    assert not doctor_checks.is_inward("eth0")
+
+
+def test_another_backends_variable_is_not_read() -> None:
+    interfaces = [Interface("eth0", True, 1500), Interface("eth1", True, 1500)]
+    environment = {"GLOO_SOCKET_IFNAME": "eth1"}
+    finding = only(check_host(host(interfaces=interfaces, environment=environment)))
+    assert "`export TORCH_RESILIENT_INTERFACE=eth1`" in finding.remedy
+
+
+def test_a_misspelled_variable() -> None:
+    environment = {"TORCH_RESILIENT_INTERFACES": "eth0", "TORCH_RESILIENT_INTERFACE": "eth0"}
+    finding = only(check_host(host(environment=environment)))
+    assert "TORCH_RESILIENT_INTERFACES," in finding.seen
+    assert "`unset TORCH_RESILIENT_INTERFACES`" in finding.remedy
+
+
+def test_the_wrong_torch() -> None:
+    versions = {"torch": "2.12.0+cpu", "torch_resilient": "0.1.0"}
+    finding = only(check_host(host(versions=versions, built_for="2.13.0+cpu")))
+    assert finding.check == "torch"
+    assert "built for torch 2.13.0+cpu, but torch 2.12.0+cpu" in finding.seen
+    assert "`pip install torch==2.13.0`" in finding.remedy
+    missing = only(check_host(host(torch_error="torch_resilient._C is missing")))
+    assert "pip install --no-build-isolation" in missing.remedy
+
+
+def test_a_backend_that_does_not_start() -> None:
+    error = "listen on port 29600: Address already in use; another process has that port"
+    assert "LISTEN_PORT" in only(check_host(host(backend_error=error))).remedy
+    error = 'TORCH_RESILIENT_CHUNK_BYTES="1": expected a whole number of bytes'
+    assert (
+        "`unset TORCH_RESILIENT_CHUNK_BYTES`" in only(check_host(host(backend_error=error))).remedy
+    )
+
+
+def test_a_small_shm() -> None:
+    finding = only(check_host(host(shm_bytes=64 << 20)))
+    assert finding.seen == "/dev/shm holds 64 MiB"
+    assert "--shm-size=8g" in finding.remedy
+
+
+def test_too_few_open_files() -> None:
+    finding = only(check_host(host(world_size=128, nofile=(1024, 1 << 20))))
+    assert "1024 files" in finding.seen
+    assert "`ulimit -n 65536`" in finding.remedy
+    assert "--ulimit" in only(check_host(host(world_size=128, nofile=(1024, 4096)))).remedy
+
+
+def test_buffers_that_the_kernel_will_not_give() -> None:
+    findings = check_host(host(socket_buffer_bytes=16 << 20))
+    assert [each.check for each in findings] == ["socket-buffers"] * 2
+    assert "`sysctl -w net.core.rmem_max=16777216`" in findings[0].remedy
+    assert "net.core.wmem_max" in findings[1].remedy
+
+
+def test_autotuning_that_is_off() -> None:
+    finding = only(check_host(host(sysctl={"net.ipv4.tcp_moderate_rcvbuf": "0"})))
+    assert "`sysctl -w net.ipv4.tcp_moderate_rcvbuf=1`" in finding.remedy
+
+
+# ---- a job --------------------------------------------------------------------------------
+
+
+def test_versions_that_differ() -> None:
+    finding = only(job(versions={"torch": "2.13.0", "torch_resilient": "0.2.0"}))
+    assert "0.2.0 on ranks [0], 0.1.0 on ranks [1]" in finding.seen
+
+
+def test_a_clock_that_is_off() -> None:
+    ranks = [host(0, clock_offsets_s={1: (5.0, 0.01)}), host(1, clock_offsets_s={})]
+    finding = only(check_job(ranks))
+    assert finding.where == "rank 1 (node1)"
+    assert finding.seen == "its clock is 5.0 s ahead of that of rank 0 (node0)"
+    assert "timedatectl set-ntp true" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "why", "remedy"),
+    [
+        ("connect to 10.0.0.2:41000: no answer in 5 s", "packets are dropped", "iptables -I INPUT"),
+        ("connect to 10.0.0.2:41000: Connection refused", "nobody listens", "iptables -I INPUT"),
+        ("connect to 10.0.0.2:41000: No route to host", "no route", "ip route get"),
+        ("connect to 10.0.0.2:41000: Network is unreachable", "no route", "ip route get"),
+    ],
+)
+def test_a_blocked_port(error: str, why: str, remedy: str) -> None:
+    links = [Link(1, 0, "eth0", "eth0", "down", error)]
+    ranks = [host(0, links=links), host(1, links=[Link(0, 0, "eth0", "eth0", "down", error)])]
+    finding = only(check_job(ranks))  # both ends tell of it, and it is one thing
+    assert finding.check == "firewall"
+    assert finding.where == "rank 0 (node0) eth0 - rank 1 (node1) eth0"
+    assert finding.seen == error
+    assert why in finding.why
+    assert "every operation between them fails" in finding.why
+    assert remedy in finding.remedy
+
+
+def test_a_blocked_port_of_one_interface_of_two() -> None:
+    error = "connect to 10.9.0.2:29600: no answer in 5 s"
+    links = [Link(1, 0, "eth0", "eth0", "up"), Link(1, 1, "eth1", "eth1", "connecting", error)]
+    environment = {"TORCH_RESILIENT_LISTEN_PORT": "29600"}
+    finding = only(job(links=links, environment=environment))
+    assert "this way is not used" in finding.why
+    assert finding.remedy.startswith(
+        "if it is not meant for this job: `export TORCH_RESILIENT_INTERFACE=eth0`"
+    )
+    # The port is open to be named: it is fixed already.
+    assert "--dport 29600" in finding.remedy
+    assert "export TORCH_RESILIENT_LISTEN_PORT" not in finding.remedy
+
+
+def test_large_messages_that_do_not_pass() -> None:
+    ranks = [host(0), host(1)]
+    ranks[0].links = [Link(1, 0, "eth0", "eth0", "up", large_stalled=True)]
+    ranks[0].peer_errors = {1: "Timed out waiting 15000ms"}
+    finding = only(check_job(ranks))
+    assert finding.check == "mtu"
+    assert "MTU 1500 and 1500" in finding.seen
+    assert "`ip link set dev eth0 mtu 1280` on node0" in finding.remedy
+    assert "net.ipv4.tcp_mtu_probing=1" in finding.remedy
+    # One end has a smaller MTU, as of a tunnel: then that is what passes.
+    ranks[1].interfaces[2] = Interface("eth0", True, 1280)
+    remedy = only(check_job(ranks)).remedy
+    assert "`ip link set dev eth0 mtu 1280` on node0" in remedy
+    assert "on node1" not in remedy
+
+
+def test_a_link_that_fails_for_another_reason() -> None:
+    finding = only(job(peer_errors={1: "rank 1 (host node1) died: its connections closed"}))
+    assert finding.check == "link"
+    assert finding.seen.startswith("rank 1 (host node1) died")
+
+
+def test_windows_too_small_for_a_long_link() -> None:
+    # 16 connections of 3 MiB over 80 ms are 5 Gbit/s, of 10.
+    finding = only(job(round_trips_s={1: 0.08}))
+    assert finding.check == "socket-buffers"
+    assert "at most 5.03 Gbit/s over 80 ms; eth0 has 10 Gbit/s" in finding.seen
+    sizes = re.search(r'tcp_rmem="4096 131072 (\d+)"', finding.remedy)
+    assert sizes
+    # With what the remedy sets there is nothing left to mend.
+    mended = {
+        "net.ipv4.tcp_rmem": f"4096 131072 {sizes[1]}",
+        "net.ipv4.tcp_wmem": f"4096 16384 {sizes[1]}",
+    }
+    ranks = [host(0, sysctl=mended, round_trips_s={1: 0.08}), host(1, sysctl=mended)]
+    assert check_job(ranks) == []
+    # Fewer connections, by the user's choice.
+    finding = only(job(round_trips_s={1: 0.08}, wan_connections=2))
+    assert "unset TORCH_RESILIENT_WAN_CONNECTIONS" in finding.remedy
+
+
+def test_facts_survive_the_store() -> None:
+    facts = host(0, peer_errors={1: "x"})
+    assert Facts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
+
+
+def test_who_tries_whom() -> None:
+    assert doctor_peers._pairs(["a", "a", "b", "b", "c"], [0, 1, 2, 3, 4]) == [
+        (0, 1),
+        (2, 3),
+        (0, 2),
+        (0, 4),
+        (2, 4),
+    ]
+    # Rank 0 has no backend: its host's next one stands in.
+    assert doctor_peers._pairs(["a", "a", "b"], [1, 2]) == [(1, 2)]
+
+
+def run_job(**environment: str) -> subprocess.CompletedProcess[str]:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return subprocess.run(
+        [*torchrun, "-m", "torch_resilient.cli", "doctor", "--json"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+def test_a_job_on_this_machine() -> None:
+    done = run_job()
+    told = json.loads(done.stdout)
+    assert told["findings"] == []
+    assert done.returncode == 0
+    first, second = told["facts"]
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert first["host_key"] == second["host_key"]
+    assert [link["peer"] for link in first["links"]] == [1]
+    assert 0 < first["round_trips_s"]["1"] < 1
+    offset_s, error_s = first["clock_offsets_s"]["1"]
+    assert abs(offset_s) <= error_s + 0.001
+
+
+def test_a_job_in_which_a_rank_does_not_start() -> None:
+    # Both listen on one port: one of them must fail, and the other must not wait for it.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    done = run_job(TORCH_RESILIENT_LISTEN_PORT=str(port))
+    told = json.loads(done.stdout)
+    assert [finding["check"] for finding in told["findings"]] == ["backend"], told["findings"]
+    assert "Address already in use" in told["findings"][0]["seen"]
+    assert done.returncode != 0
+
+
+# ---- a host and port ----------------------------------------------------------------------
+
+
+def test_a_port_that_answers_and_one_that_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        # Bound, not listening: it refuses.
+        assert cli.main(["doctor", "--host", "127.0.0.1", "--port", str(port), "--json"]) == 1
+        (finding,) = json.loads(capsys.readouterr().out)["findings"]
+        assert finding["check"] == "port"
+        assert "refused" in finding["seen"]
+        assert f"--dport {port}" in finding["remedy"]
+        listener.listen()
+        assert cli.main(["doctor", "--host", "127.0.0.1", "--port", str(port)]) == 0
+        assert "nothing to mend" in capsys.readouterr().out
+
+
+def test_targets() -> None:
+    unknown = Target("node9", 29500, resolve_error="Name or service not known")
+    assert only(check_target(host(), unknown)).check == "name"
+    silent = Target("node1", 29500, tries=[("10.0.0.2", "no answer in 5 s")])
+    assert "dropped by a firewall" in only(check_target(host(), silent)).why
+    # IPv6 first, and dead: each attempt waits for it. Refused at once does no harm.
+    tries = [("fd00::2", "no answer in 5 s"), ("10.0.0.2", "")]
+    finding = only(check_target(host(), Target("node1", 29500, tries=tries)))
+    assert finding.check == "address-family"
+    assert "fd00::2 does not answer" in finding.seen
+    tries[0] = ("fd00::2", "Connection refused")
+    assert check_target(host(), Target("node1", 29500, tries=tries)) == []
+
+
+def test_interfaces_and_addresses_of_this_machine() -> None:
+    by_name = {each.name: each for each in doctor_facts.interfaces()}
+    assert by_name["lo"].up
+    assert by_name["lo"].mtu_bytes >= 1280
+    assert doctor_facts.interface_of("127.0.0.1") == "lo"
+    assert doctor_facts.interface_of("203.0.113.77") == "?"
+    assert doctor_facts.toward("127.0.0.1") == ("lo", "127.0.0.1")
+    assert doctor_facts.addresses_of("localhost")
+
+
+def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_RESILIENT_SECRET", "swordfish-swordfish")
+    assert "swordfish" not in json.dumps(doctor_facts.collect().as_json())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--host", "x"], "--host and --port go together"),
+        (["--port", "5"], "--host and --port go together"),
+        (["--host", "x", "--port", "70000"], "--port: expected 1 to 65535, got 70000"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["doctor", *arguments]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert errors.startswith(f"torch-resilient doctor: {text}")
+
+
+def test_a_finding_is_told_with_its_command_unbroken() -> None:
+    remedy = "`sysctl -w net.ipv4.tcp_rmem=1` " * 5
+    text = doctor.finding_text(Finding("x", "node0", "seen " * 40, "why", remedy))
+    assert text.startswith("[x] node0\n  seen   seen")
+    assert max(map(len, text.splitlines())) <= 100
+    assert "net.ipv4.tcp_rmem=1`" in text

@@ -1,0 +1,395 @@
+"""The state of a running job over HTTP, and `torch-resilient top`, which shows it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import socket
+import stat
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import init_group, run_outcomes, run_ranks, wait_until
+
+from torch_resilient import _endpoint, _observers, _prometheus, _recorder, cli, faults
+from torch_resilient.cli import top
+
+LABEL = r'\w+="(?:[^"\\\n]|\\[\\"n])*",?'
+SAMPLE = re.compile(rf"(?P<name>[a-zA-Z_:][\w:]*)\{{(?P<labels>(?:{LABEL})*)\}} (?P<value>\S+)")
+
+
+def samples(text: str) -> dict[str, dict[str, float]]:
+    """Of Prometheus text: value by labels by name. Fails where the format is broken."""
+    found: dict[str, dict[str, float]] = {}
+    kinds: dict[str, str] = {}
+    for line in text.splitlines():
+        if line.startswith("# TYPE "):
+            _, _, name, kind = line.split(" ")
+            assert name not in kinds, f"{name} has two heads"
+            kinds[name] = kind
+        elif not line.startswith("# HELP "):
+            match = SAMPLE.fullmatch(line)
+            assert match, line
+            assert match["name"] in kinds, f"{match['name']} has no head"
+            assert (kinds[match["name"]] == "counter") == match["name"].endswith("_total")
+            of_name = found.setdefault(match["name"], {})
+            assert match["labels"] not in of_name, f"twice: {line}"
+            of_name[match["labels"]] = float(match["value"])
+    assert text.endswith("\n")
+    return found
+
+
+def path_told(slot: int = 0, **values: Any) -> dict[str, Any]:
+    """As stats() has it."""
+    return {
+        "slot": slot,
+        "state": "up",
+        "nic": "eth0",
+        "remote_nic": "eth0",
+        "local_address": "10.0.0.1:1",
+        "remote_address": "10.0.0.2:2",
+        "bytes_sent": 1000,
+        "bytes_received": 500,
+        "chunks_sent": 3,
+        "chunks_retransmitted": 0,
+        "round_trip_s": 0.002,
+        "goodput_bytes_per_s": 1e6,
+        "capacity_bytes_per_s": 2e6,
+        "times_suspect": 0,
+        "reconnects": 0,
+        "last_error": "",
+        **values,
+    }
+
+
+def told(time_s: float = 100.0, state: str = "up", **path: Any) -> dict[str, Any]:
+    """A process's snapshot: rank 0 of 2, one path to rank 1."""
+    peer = {
+        "rank": 1,
+        "host": 'b"\\\n',
+        "state": state,
+        "messages_sent": 1,
+        "messages_received": 1,
+        "bytes_sent": 1000,
+        "bytes_received": 500,
+        "last_heard_seconds_ago": 0.1,
+        "last_error": "",
+        "paths": [path_told(**path)],
+    }
+    group = {"group": "0", "rank": 0, "size": 2, "collectives": 7, "operations_pending": 1}
+    return {
+        "version": "0.1.0",
+        "time_s": time_s,
+        "host": "a",
+        "pid": 42,
+        "rank": 0,
+        "world_size": 2,
+        "groups": [group],
+        "peers": [peer],
+        "listener": dict.fromkeys(_prometheus._LISTENER_OUTCOMES, 0),
+        "events": [],
+    }
+
+
+def test_the_text_for_prometheus_is_well_formed() -> None:
+    found = samples(_prometheus.render(told(state="suspect", reconnects=3)))
+    assert found["torch_resilient_collectives_total"] == {'rank="0",group="0"': 7}
+    labels = 'rank="0",peer="1",path="0",nic="eth0",peer_nic="eth0"'
+    assert found["torch_resilient_path_reconnects_total"] == {labels: 3}
+    assert found["torch_resilient_path_round_trip_seconds"] == {labels: 0.002}
+    states = found["torch_resilient_peer_state"]
+    assert sum(states.values()) == 1
+    # Host names come from other machines.
+    assert states[r'rank="0",peer="1",peer_host="b\"\\\n",state="suspect"'] == 1
+
+
+def serve(rank: int) -> list[Any]:
+    """Both ranks look at both, over the sockets; rank 0 at an unknown page as well."""
+    folder = os.environ["TORCH_RESILIENT_METRICS"]
+    everyone, unused = dist.new_group([0, 1]), dist.new_group([0, 1])
+    assert unused.size() == 2
+    for group in (None, everyone):
+        dist.all_reduce(torch.ones(1 << 16), group=group)
+    dist.barrier()
+    endpoints = top.find([folder])
+    looks = top.fetch_all(endpoints)
+    mine = next(path for path in endpoints if f".{os.getpid()}." in path)
+    connection = top._UnixConnection(mine)
+    connection.request("GET", "/metrics")
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    kind = answer.headers["Content-Type"]
+    connection.close()
+    connection = top._UnixConnection(mine)
+    connection.request("GET", "/else")
+    status = connection.getresponse().status
+    connection.close()
+    mode = stat.S_IMODE(os.stat(mine).st_mode), stat.S_IMODE(os.stat(folder).st_mode)
+    dist.barrier()
+    return [looks, text, kind, status, mode, Path(mine).name]
+
+
+def test_every_process_serves_its_state(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "job"
+    results = run_ranks(serve, env={"TORCH_RESILIENT_METRICS": str(folder)})
+    for rank, (looks, text, kind, status, mode, name) in enumerate(results):
+        assert [look["rank"] for look in looks] == [0, 1]
+        assert [look["world_size"] for look in looks] == [2, 2]
+        assert name.startswith(f"rank0000{rank}.")
+        # Groups of the same ranks share their peers; nothing is told twice, nor lost by a group
+        # that has not used them.
+        assert [len(look["groups"]) for look in looks] == [3, 3]
+        (peer,) = looks[rank]["peers"]
+        assert (peer["rank"], peer["state"]) == (1 - rank, "up")
+        assert sum(path["bytes_sent"] for path in peer["paths"]) > 1 << 16
+        found = samples(text)
+        sent = found["torch_resilient_path_sent_bytes_total"]
+        assert sum(sent.values()) > 1 << 16
+        assert kind == _prometheus.CONTENT_TYPE
+        assert status == 404
+        # Nobody else may look.
+        assert mode == (0o600, 0o700)
+    assert not list(folder.iterdir()), "sockets outlive their processes"
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports next to each other that nobody has."""
+    for first in range(20000, 30000, 17):
+        try:
+            for port in range(first, first + count):
+                with socket.socket() as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    probe.bind(("127.0.0.1", port))
+        except OSError:
+            continue
+        return first
+    raise AssertionError("no free ports")
+
+
+def look_at_both(rank: int, first: int) -> list[Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    init_group()
+    dist.barrier()
+    looks = top.fetch_all(top.find([str(first), f"127.0.0.1:{first + 1}"]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return [look["rank"] for look in looks]
+
+
+def test_ranks_of_a_host_take_ports_side_by_side() -> None:
+    first = free_ports(2)
+    env = {"TORCH_RESILIENT_METRICS": str(first)}
+    assert run_ranks(look_at_both, first, init=False, env=env) == [[0, 1], [0, 1]]
+
+
+def nothing(rank: int) -> list[str]:
+    return [thread.name for thread in threading.enumerate()]
+
+
+@pytest.mark.parametrize("value", ["job", "1.2.3.4", "host:port", "70000", "::1:9400"])
+def test_a_value_that_cannot_be_read_fails_the_start(value: str) -> None:
+    for outcome in run_outcomes(nothing, env={"TORCH_RESILIENT_METRICS": value}):
+        assert outcome.exception
+        assert outcome.exception.startswith(f'ValueError: TORCH_RESILIENT_METRICS="{value}"')
+        assert "expected a folder" in outcome.exception
+
+
+def test_a_name_that_is_too_long_fails_the_start(tmp_path: Path) -> None:
+    value = str(tmp_path / ("x" * 100))
+    for outcome in run_outcomes(nothing, env={"TORCH_RESILIENT_METRICS": value}):
+        assert "choose a shorter folder" in (outcome.exception or "")
+
+
+def warned(rank: int) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        init_group()
+        dist.all_reduce(torch.ones(1))
+    dist.destroy_process_group()
+    return [str(each.message) for each in caught if "TORCH_RESILIENT" in str(each.message)]
+
+
+def test_a_folder_that_cannot_be_made_does_not_end_the_job(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    folder = str(tmp_path / "file" / "job")
+    env = {"TORCH_RESILIENT_METRICS": folder, "TORCH_RESILIENT_RECORD_DIR": folder}
+    for texts in run_ranks(warned, init=False, env=env):
+        assert len(texts) == 2
+        assert all("the job goes on without it" in text for text in texts)
+
+
+def test_nothing_runs_unless_asked_for() -> None:
+    assert _observers._METRICS == _endpoint.VARIABLE
+    assert _observers._RECORD == _recorder.VARIABLE
+    for names in run_ranks(nothing):
+        assert not [name for name in names if "resilient" in name]
+    env = {"TORCH_RESILIENT_METRICS": "127.0.0.1:0"}
+    for names in run_ranks(nothing, env=env):
+        assert "torch_resilient metrics" in names
+
+
+def create_and_destroy(rank: int) -> int:
+    """Groups come and go while another thread looks; returns how often it looked."""
+    from torch_resilient._snapshot import snapshot
+
+    looks, over = 0, threading.Event()
+    errors: list[BaseException] = []
+
+    def look() -> None:
+        nonlocal looks
+        try:
+            while not over.is_set():
+                snapshot()
+                looks += 1
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for i in range(8):
+        init_group(f"round{i}")
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(1000), group=group)
+        dist.destroy_process_group()
+    over.set()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return looks
+
+
+def test_looking_while_groups_come_and_go() -> None:
+    assert all(looks > 0 for looks in run_ranks(create_and_destroy, init=False))
+
+
+def clients(rank: int) -> tuple[int, int]:
+    """How many of many slow clients are let in, and whether others are served after them."""
+    dist.barrier()
+    (endpoint,) = top.find([f"{os.environ['TORCH_RESILIENT_METRICS']}"])
+    slow = []
+    for _ in range(_endpoint._CLIENTS_MAX + 4):
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(endpoint)
+        slow.append(client)
+    closed = 0
+
+    def count() -> bool:
+        nonlocal closed
+        for client in list(slow):
+            client.setblocking(False)
+            try:
+                if client.recv(1) == b"":
+                    closed += 1
+                    slow.remove(client)
+            except BlockingIOError:
+                pass
+        return closed >= 4
+
+    wait_until(count, "those above the limit are sent away")
+    still = len(slow)
+    for client in slow:
+        client.close()
+    wait_until(lambda: bool(top.fetch_all([endpoint])), "others are served")
+    return closed, still
+
+
+def test_clients_are_limited(tmp_path: Path) -> None:
+    env = {"TORCH_RESILIENT_METRICS": str(tmp_path)}
+    assert run_ranks(clients, world_size=1, env=env) == [(4, _endpoint._CLIENTS_MAX)]
+
+
+def test_changes_are_told_once() -> None:
+    before = told()
+    assert top.changes(before, told(time_s=101)) == []
+    now = told(time_s=101, reconnects=2, last_error="cut by fault injection")
+    (text,) = top.changes(before, now)
+    assert text == "rank 0: path 0 to rank 1: made again 2 times: cut by fault injection"
+    now = told(time_s=101)
+    now["peers"][0]["state"] = "dead"
+    now["peers"][0]["last_error"] = "its connections closed"
+    now["events"] = [{"time_s": 100.5, "kind": "plan", "text": "plan 2"}]
+    assert top.changes(before, now) == [
+        "rank 0: plan 2",
+        "rank 0: rank 1: up -> dead: its connections closed",
+    ]
+    assert top.changes(now, now) == []
+
+
+def test_the_table_has_rates_of_the_interval() -> None:
+    before, now = told(), told(time_s=102, bytes_sent=4_001_000, state="up")
+    lines = top.frame([before], [now]).splitlines()
+    assert lines[0].startswith("1 of 2 ranks, on a; 1 operations pending; ")
+    cells = re.split(r"\s{2,}", lines[3])
+    assert cells[:7] == ["0", "1", "0", "up", "2.0", "0.0", "2.00"]
+    # A process that was not there before has no rates yet.
+    assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[3])[4:6] == ["-", "-"]
+
+
+def watched(rank: int) -> str:
+    """Rank 0 shows the table of both, while a connection is cut."""
+    dist.all_reduce(torch.ones(1000))
+    output = io.StringIO()
+    if rank == 0:
+        folder = os.environ["TORCH_RESILIENT_METRICS"]
+        with contextlib.redirect_stdout(output):
+            timer = threading.Timer(0.1, lambda: faults.cut(peer=1, path=0))
+            timer.start()
+            assert cli.main(["top", folder, "--once", "--interval", "1"]) == 0
+            timer.join()
+    dist.barrier()
+    return output.getvalue()
+
+
+def test_top_shows_the_ranks_and_what_happens(tmp_path: Path) -> None:
+    text = run_ranks(watched, env={"TORCH_RESILIENT_METRICS": str(tmp_path)})[0]
+    assert text.startswith("2 of 2 ranks, on ")
+    rows = [re.split(r"\s{2,}", line) for line in text.splitlines()[3:5]]
+    assert [row[:3] for row in rows] == [["0", "1", "0"], ["1", "0", "0"]]
+    assert re.search(r"rank 0: path 0 to rank 1: made again: cut by fault injection", text)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "where? give the folder"),
+        (["./nowhere"], "./nowhere: no such folder"),
+        (["host"], "host: neither a folder nor host:port"),
+        (["127.0.0.1:1", "--interval", "0"], "--interval: expected 0.05 to 3600"),
+    ],
+)
+def test_bad_input_is_named_in_one_line(
+    arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["top", *arguments]) == 2
+    output, errors = capsys.readouterr()
+    assert (output, errors.count("\n")) == ("", 1)
+    assert errors.startswith(f"torch-resilient top: {text}")
+
+
+def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    # What a process that was killed leaves behind.
+    with socket.socket(socket.AF_UNIX) as gone:
+        gone.bind(str(tmp_path / "rank00000.1.sock"))
+    assert cli.main(["top", str(tmp_path), "--once"]) == 1
+    assert "no process answers" in capsys.readouterr().err
+
+
+def test_json_is_what_the_processes_say(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_endpoint, "snapshot", lambda: told())
+    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    try:
+        assert cli.main(["top", str(tmp_path), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == [told()]
+    finally:
+        endpoint.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,376 @@
+"""`torch-resilient bench`: round trip and goodput of every link between the ranks of a job.
+
+Runs over the backend itself, on the connections, interfaces and settings that a training has.
+One pair of ranks is measured at a time, in each direction, while the others are idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch_resilient.cli.errors import bad_input
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ABOUT = """\
+examples:
+  torchrun --standalone --nproc-per-node 2 --no-python torch-resilient bench
+  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 \\
+      --no-python torch-resilient bench --seconds 2
+
+Rank 0 prints three tables, from the rank of the row to the rank of the column: the round trip of a
+small message (median, milliseconds), goodput (MB/s of 10^6 bytes, once the link is up to speed),
+and the connections that carried it. What the network lost on the way is told below them.
+
+It takes about 1.3 s more than --seconds for each of the N * (N - 1) directions.
+exit status: 0; 1 if a direction could not be measured; 2 for bad input.
+"""
+
+_LEAST_BYTES = 64 << 10
+_MOST_BYTES = 16 << 20
+_ROUND_TRIPS_S = 0.3
+_ROUND_TRIPS_LEAST = 5
+# Enough for one to be on the way there, one to be acknowledged, and one on either end.
+_IN_FLIGHT = 4
+# A message should take this long, or a round trip: less, and the pauses between them count.
+_MESSAGE_S = 0.05
+# The part of the time in which a link comes up to speed, and does not count.
+_WARM_UP = 0.4
+_TAG = 79
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this command to those of an argparse parser."""
+    parser = commands.add_parser(
+        "bench",
+        help="measure all links between the ranks of a torchrun job",
+        description=__doc__,
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="of transfer in each direction of each link (default: 1)",
+    )
+    parser.add_argument("--json", action="store_true", help="print it as JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def _round_trips(peer: int, first: bool) -> list[float]:
+    """Seconds of each; of the other end: nothing. Ends when the first has enough."""
+    import torch
+    import torch.distributed as dist
+
+    ball, going = torch.zeros(1), torch.ones(1)
+    if not first:
+        while True:
+            dist.recv(ball, peer, tag=_TAG)
+            if ball.item() < 0:
+                return []
+            dist.send(ball, peer, tag=_TAG)
+    times: list[float] = []
+    began_s = time.monotonic()
+    # The first one connects.
+    while len(times) <= _ROUND_TRIPS_LEAST or time.monotonic() - began_s < _ROUND_TRIPS_S:
+        sent_s = time.monotonic()
+        dist.send(going, peer, tag=_TAG)
+        dist.recv(ball, peer, tag=_TAG)
+        times.append(time.monotonic() - sent_s)
+    dist.send(-going, peer, tag=_TAG)
+    return times[1:]
+
+
+def _send(peer: int, seconds: float, round_trip_s: float) -> None:
+    """Sends messages of growing size until the time is up, and tells each size well ahead."""
+    import torch
+    import torch.distributed as dist
+
+    # One buffer: what is in it does not matter.
+    buffer = torch.zeros(_MOST_BYTES, dtype=torch.uint8)
+    acknowledgement = torch.zeros(1)
+    works: list[Any] = []
+
+    def send(tensor: Tensor, tag: int) -> None:
+        works[:] = [work for work in works if not work.is_completed()]
+        works.append(dist.isend(tensor, peer, tag=tag))
+
+    def tell(size: int) -> None:
+        send(torch.tensor([size], dtype=torch.int64), _TAG)
+
+    nbytes, in_flight, acked, over = _LEAST_BYTES, 0, 0, False
+    told = collections.deque([nbytes] * _IN_FLIGHT)
+    for size in told:
+        tell(size)
+    began_s = acked_s = time.monotonic()
+    while told:
+        # The receiver acknowledges each: otherwise the backend would take copies of many messages,
+        # and the last of them come long after the time is up.
+        while in_flight >= _IN_FLIGHT:
+            dist.recv(acknowledgement, peer, tag=_TAG + 1)
+            in_flight -= 1
+            acked += 1
+            if acked == _IN_FLIGHT:
+                now_s = time.monotonic()
+                if (now_s - acked_s) / _IN_FLIGHT < max(_MESSAGE_S, round_trip_s):
+                    nbytes = min(2 * nbytes, _MOST_BYTES)
+                acked, acked_s = 0, now_s
+        send(buffer[: told.popleft()], _TAG + 2)
+        in_flight += 1
+        if not over:
+            over = time.monotonic() - began_s > seconds
+            tell(0 if over else nbytes)
+            if not over:
+                told.append(nbytes)
+    for _ in range(in_flight):
+        dist.recv(acknowledgement, peer, tag=_TAG + 1)
+    for work in works:
+        work.wait()
+
+
+def goodput(arrivals: Sequence[tuple[float, int]]) -> float:
+    """Bytes per second of (time, bytes) of each message, without those of the warm-up.
+
+    The message at the beginning of the time that counts is not counted itself. 0 if there are not
+    two of them.
+    """
+    if len(arrivals) < 2:
+        return 0.0
+    began_s, end_s = arrivals[0][0], arrivals[-1][0]
+    warm_s = began_s + _WARM_UP * (end_s - began_s)
+    # At the latest, the last but one.
+    first = next(i for i, (time_s, _) in enumerate(arrivals) if time_s >= warm_s)
+    first = min(first, len(arrivals) - 2)
+    took_s = end_s - arrivals[first][0]
+    return sum(nbytes for _, nbytes in arrivals[first + 1 :]) / took_s if took_s > 0 else 0.0
+
+
+def _receive(peer: int) -> list[tuple[float, int]]:
+    """(time, bytes) of each message. Several are always asked for ahead, as a training does."""
+    import torch
+    import torch.distributed as dist
+
+    arrivals = []
+    size = torch.zeros(1, dtype=torch.int64)
+    buffers = itertools.cycle(torch.empty(_IN_FLIGHT, _MOST_BYTES, dtype=torch.uint8))
+    posted: collections.deque[tuple[Any, int]] = collections.deque()
+    works: list[Any] = []
+    over = False
+    while True:
+        while not over and len(posted) < _IN_FLIGHT:
+            dist.recv(size, peer, tag=_TAG)
+            nbytes = int(size.item())
+            over = nbytes == 0
+            if not over:
+                posted.append((dist.irecv(next(buffers)[:nbytes], peer, tag=_TAG + 2), nbytes))
+        if not posted:
+            break
+        work, nbytes = posted.popleft()
+        work.wait()
+        arrivals.append((time.monotonic(), nbytes))
+        works = [work for work in works if not work.is_completed()]
+        works.append(dist.isend(torch.zeros(1), peer, tag=_TAG + 1))
+    for work in works:
+        work.wait()
+    return arrivals
+
+
+def _paths_to(peer: int) -> dict[int, dict[str, Any]]:
+    from torch_resilient._stats import stats
+
+    for each in stats()["peers"]:
+        if each["rank"] == peer:
+            return {path["slot"]: path for path in each["paths"]}
+    return {}
+
+
+def _used(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """What a transfer has used, from the sender's paths before and after it."""
+    nics: dict[tuple[str, str], dict[str, Any]] = {}
+    again = reconnects = 0
+    for slot, path in after.items():
+        old = before.get(slot)
+
+        def more(key: str, old: Any = old, path: Any = path) -> int:
+            return int(path[key]) - (int(old[key]) if old else 0)
+
+        again += more("chunks_retransmitted")
+        reconnects += more("reconnects")
+        # Heartbeats and small answers count for nothing.
+        if more("bytes_sent") > _LEAST_BYTES // 2:
+            key = (path["nic"], path["remote_nic"])
+            nic = nics.setdefault(
+                key, {"nic": key[0], "remote_nic": key[1], "connections": 0, "bytes": 0}
+            )
+            nic["connections"] += 1
+            nic["bytes"] += more("bytes_sent")
+    return {
+        "connections": sum(nic["connections"] for nic in nics.values()),
+        "nics": list(nics.values()),
+        "chunks_retransmitted": again,
+        "reconnects": reconnects,
+    }
+
+
+def _measure(sender: int, receiver: int, seconds: float) -> dict[str, Any] | None:
+    """One direction; called by both ranks, the sender gets the result."""
+    import torch
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    if rank == receiver:
+        _round_trips(sender, first=False)
+        told = goodput(_receive(sender))
+        dist.send(torch.tensor([told], dtype=torch.float64), sender, tag=_TAG + 3)
+        return None
+    times_s = _round_trips(receiver, first=True)
+    round_trip_s = statistics.median(times_s)
+    before = _paths_to(receiver)
+    _send(receiver, seconds, round_trip_s)
+    rate = torch.zeros(1, dtype=torch.float64)
+    dist.recv(rate, receiver, tag=_TAG + 3)
+    return {
+        "from": sender,
+        "to": receiver,
+        "round_trip_s": round_trip_s,
+        "round_trip_least_s": min(times_s),
+        "goodput_bytes_per_s": rate.item(),
+        **_used(before, _paths_to(receiver)),
+    }
+
+
+def measure_all(seconds: float) -> list[dict[str, Any]]:
+    """All directions of all links of the default group; on rank 0, elsewhere nothing.
+
+    Every rank calls it. A direction that failed has `error` instead of numbers.
+    """
+    import torch.distributed as dist
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine: list[dict[str, Any]] = []
+    for sender in range(size):
+        for receiver in range(size):
+            if sender == receiver:
+                continue
+            dist.barrier()
+            if rank in (sender, receiver):
+                try:
+                    measured = _measure(sender, receiver, seconds)
+                except RuntimeError as error:
+                    measured = {"from": sender, "to": receiver, "error": str(error)}
+                if measured is not None and rank == sender:
+                    mine.append(measured)
+    rows: list[list[dict[str, Any]] | None] = [None] * size
+    dist.all_gather_object(rows, mine)
+    return [each for row in rows for each in row or []] if rank == 0 else []
+
+
+def matrix(
+    title: str, size: int, links: Sequence[dict[str, Any]], cell: Callable[[dict[str, Any]], str]
+) -> str:
+    """A table of one number of each direction: from the row's rank to the column's."""
+    cells = [["-"] * size for _ in range(size)]
+    for link in links:
+        cells[link["from"]][link["to"]] = "failed" if "error" in link else cell(link)
+    width = max(len(text) for row in cells for text in [*row, str(size - 1)])
+    lines = [title, "from\\to " + " ".join(str(rank).rjust(width) for rank in range(size))]
+    lines += [
+        f"{rank:7} " + " ".join(text.rjust(width) for text in row) for rank, row in enumerate(cells)
+    ]
+    return "\n".join(lines)
+
+
+def _significant(value: float) -> str:
+    """Three digits that count, no exponent: 0.123, 12.3, 1234."""
+    if value <= 0:
+        return "0"
+    return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
+
+
+def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
+    """The three tables, and what is to be said of them."""
+    size = len(hosts)
+    lines = [f"rank {rank}: {host}" for rank, host in enumerate(hosts)]
+    tables = (
+        ("round trip, ms", lambda link: _significant(link["round_trip_s"] * 1e3)),
+        ("goodput, MB/s", lambda link: _significant(link["goodput_bytes_per_s"] / 1e6)),
+        ("connections used", lambda link: str(link["connections"])),
+    )
+    for title, cell in tables:
+        lines += ["", matrix(title, size, links, cell)]
+    notes = []
+    for link in links:
+        where = f"{link['from']} to {link['to']}"
+        if "error" in link:
+            notes.append(f"{where}: {link['error']}")
+            continue
+        if len(link["nics"]) > 1:
+            total = sum(nic["bytes"] for nic in link["nics"])
+            shares = ", ".join(
+                f"{nic['nic']}-{nic['remote_nic']} {nic['bytes'] / total:.0%} on "
+                f"{nic['connections']}"
+                for nic in link["nics"]
+            )
+            notes.append(f"{where}: {shares}")
+        if link["reconnects"] or link["chunks_retransmitted"]:
+            notes.append(
+                f"{where}: {link['reconnects']} connections made again, "
+                f"{link['chunks_retransmitted']} chunks sent again"
+            )
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures, prints on rank 0; returns the exit status."""
+    if not 0.1 <= options.seconds <= 3600:
+        return bad_input(
+            "bench", ValueError(f"--seconds: expected 0.1 to 3600, got {options.seconds:g}")
+        )
+    if "RANK" not in os.environ:
+        return bad_input(
+            "bench",
+            ValueError(
+                "it runs within a job: torchrun --standalone --nproc-per-node 2 --no-python "
+                "torch-resilient bench"
+            ),
+        )
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    # A rank may be idle until all others are done.
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size < 2:
+        return bad_input("bench", ValueError("one rank has no links: start at least 2"))
+    limit_s = 60 + size * (size - 1) * (options.seconds + 10)
+    dist.init_process_group("resilient", timeout=timedelta(seconds=limit_s))
+    try:
+        hosts: list[Any] = [None] * size
+        dist.all_gather_object(hosts, socket.gethostname())
+        links = measure_all(options.seconds)
+        failed = [0 if dist.get_rank() else sum("error" in link for link in links)]
+        dist.broadcast_object_list(failed, src=0)
+        if dist.get_rank() == 0:
+            told = {"hosts": hosts, "links": links}
+            print(json.dumps(told) if options.json else text_of(hosts, links), flush=True)
+        dist.barrier()
+    except RuntimeError as error:
+        sys.stderr.write(f"torch-resilient bench: {error}\n")
+        return 1
+    finally:
+        dist.destroy_process_group()
+    return 1 if failed[0] else 0

@@ -1,0 +1,133 @@
+"""`torch-resilient doctor`: looks for what will break or slow down a job, and says what mends it.
+
+Alone it looks at this machine. With --host it also tries to reach a host and port as a rank would.
+As the program of a torchrun job it looks at every host, and at every way between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from torch_resilient.cli import doctor_facts, doctor_peers
+from torch_resilient.cli.doctor_checks import Facts, Finding, check_host, check_job, check_target
+from torch_resilient.cli.errors import bad_input
+
+ABOUT = """\
+examples:
+  torch-resilient doctor                                     this machine
+  torch-resilient doctor --host node0 --port 29500           and the way to the store
+  torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 \\
+      --no-python torch-resilient doctor                     all hosts, and between them
+
+It looks at: the build of torch_resilient and whether the backend starts with the settings of the
+environment, misspelled variables, names that lead to loopback (127.0.1.1 in /etc/hosts),
+interfaces of containers (docker0), limits on open files and on TCP's buffers, /dev/shm; in a job
+also at versions, ports and firewalls of every pair of interfaces, large messages (MTU), buffers
+for the measured round trip, and clocks.
+
+Each finding says what was seen, what it does to a job, and the command that mends it.
+exit status: 0 if there is nothing to mend, 1 if there is, 2 for bad input.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this command to those of an argparse parser."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check a machine, or the hosts of a job, before training",
+        description=__doc__,
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", help="a name or address to reach, such as that of rank 0")
+    parser.add_argument("--port", type=int, help="the port there, such as MASTER_PORT")
+    parser.add_argument("--json", action="store_true", help="facts and findings as JSON")
+    parser.set_defaults(run=run)
+
+
+def finding_text(finding: Finding) -> str:
+    """For people, with each part on lines of its own."""
+
+    def part(name: str, text: str) -> str:
+        # Commands must not be broken at their hyphens, nor over lines.
+        return textwrap.fill(
+            text,
+            width=100,
+            initial_indent=f"  {name:7}",
+            subsequent_indent=" " * 9,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    lines = [
+        f"[{finding.check}] {finding.where}",
+        part("seen", finding.seen),
+        part("so", finding.why),
+        part("mend", finding.remedy),
+    ]
+    return "\n".join(lines)
+
+
+def about_text(facts: Facts) -> str:
+    """One line of what was looked at."""
+    interfaces = ", ".join(
+        f"{each.name} (MTU {each.mtu_bytes})" for each in facts.interfaces if each.up
+    )
+    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
+    return f"{facts.where}: {versions}; interfaces {interfaces or 'none'}"
+
+
+def _print(all_facts: Sequence[Facts], findings: Sequence[Finding], as_json: bool) -> None:
+    if as_json:
+        told = {
+            "facts": [facts.as_json() for facts in all_facts],
+            "findings": [finding.as_json() for finding in findings],
+        }
+        print(json.dumps(told))
+        return
+    for facts in all_facts:
+        print(about_text(facts))
+    print()
+    for finding in findings:
+        print(f"{finding_text(finding)}\n")
+    number = len(findings)
+    print("nothing to mend" if not number else f"{number} to mend" if number > 1 else "1 to mend")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Looks and prints; returns the exit status."""
+    in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if (options.host is None) != (options.port is None):
+        return bad_input("doctor", ValueError("--host and --port go together"))
+    if options.port is not None and not 1 <= options.port <= 65535:
+        return bad_input("doctor", ValueError(f"--port: expected 1 to 65535, got {options.port}"))
+    if options.host is not None and in_job:
+        return bad_input("doctor", ValueError("--host is for one machine; this is a torchrun job"))
+    if in_job and os.environ["WORLD_SIZE"] != "1":
+        try:
+            all_facts = doctor_peers.examine()
+        except RuntimeError as error:
+            sys.stderr.write(f"torch-resilient doctor: {error}\n")
+            return 1
+        if all_facts is None:
+            return 0  # rank 0 tells
+        findings = check_job(all_facts)
+    else:
+        facts = doctor_facts.collect(options.host or os.environ.get("MASTER_ADDR", ""))
+        doctor_facts.try_backend(facts)
+        all_facts = [facts]
+        findings = check_host(facts, several_hosts=doctor_facts.is_remote_name(options.host))
+        if options.host is not None:
+            target = doctor_facts.try_target(options.host, options.port)
+            # A name that leads nowhere is told once.
+            findings = [finding for finding in findings if finding.check != "master"]
+            findings += check_target(facts, target)
+    _print(all_facts, findings, options.json)
+    sys.stdout.flush()
+    return 1 if findings else 0

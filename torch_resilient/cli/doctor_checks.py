@@ -1,0 +1,678 @@
+"""The checks of `torch-resilient doctor`: from facts to findings. Pure: nothing here looks itself.
+
+A finding is something that will break or slow down a job, with what mends it. What is merely
+unusual is none: a check that cannot be sure says nothing.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+# Interfaces of containers and virtual machines: as in csrc/transport/address.cpp; a test compares.
+INWARD = (
+    "docker",
+    "br-",
+    "virbr",
+    "veth",
+    "vnet",
+    "vmnet",
+    "lxc",
+    "lxd",
+    "cni",
+    "cali",
+    "cilium",
+    "flannel",
+    "kube",
+    "podman",
+    "dummy",
+    "nerdctl",
+)
+# Less than that, and a DataLoader with a few workers dies of SIGBUS. Docker gives 64 MiB.
+_SHM_LEAST_BYTES = 512 << 20
+# Timelines and logs of several hosts are put side by side.
+_CLOCK_MOST_S = 0.5
+# Files, sockets and libraries of a training, apart from connections.
+_OTHER_FILES = 200
+# wan_connections=auto opens up to so many: as in csrc/path/connection_count.h.
+CONNECTIONS_MOST = 16
+# A shorter way is never limited by windows of the usual size.
+_LONG_WAY_S = 0.005
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to mend.
+
+    Attributes:
+        check: its name, such as "hosts-file".
+        where: the host, and the rank in a job.
+        seen: what was found.
+        why: what it will do to a job.
+        remedy: the command or setting that mends it.
+    """
+
+    check: str
+    where: str
+    seen: str
+    why: str
+    remedy: str
+
+    def as_json(self) -> dict[str, str]:
+        """Fit for JSON."""
+        return asdict(self)
+
+
+@dataclass
+class Interface:
+    """A network interface; `speed_bits_per_s` None: it does not say."""
+
+    name: str
+    up: bool
+    mtu_bytes: int
+    speed_bits_per_s: float | None = None
+
+
+@dataclass
+class Link:
+    """A path to another rank, in a job: what the backend says of it after a trial.
+
+    `large_stalled`: small messages passed, but large ones did not, twice.
+    """
+
+    peer: int
+    path: int
+    nic: str
+    remote_nic: str
+    state: str
+    last_error: str = ""
+    large_stalled: bool = False
+
+
+@dataclass
+class Facts:
+    """What was seen on one host, by one rank in a job (else rank None).
+
+    Attributes:
+        host_key: equal for ranks of one host and network namespace.
+        name_addresses: where the host's own name leads on this host.
+        hosts_line: the line of /etc/hosts that says so, if any.
+        master: MASTER_ADDR; master_addresses: where it leads.
+        toward_master: (interface, address) that packets to it leave from.
+        environment: the variables that matter.
+        known_variables: of this package.
+        backend_error: why the backend does not start; empty: it does.
+        nofile: soft and hard limit on open files.
+        links: to other ranks; round_trips_s, clock_offsets_s: of peers, as far as they were tried;
+            an offset is (theirs minus ours, its possible error).
+        peer_errors: by rank, why a trial with it failed.
+    """
+
+    host: str
+    host_key: str = ""
+    rank: int | None = None
+    world_size: int = 1
+    versions: dict[str, str] = field(default_factory=dict)
+    built_for: str = ""
+    torch_error: str = ""
+    backend_error: str = ""
+    name_addresses: list[str] = field(default_factory=list)
+    hosts_line: str = ""
+    master: str = ""
+    master_addresses: list[str] = field(default_factory=list)
+    toward_master: tuple[str, str] | None = None
+    interfaces: list[Interface] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    known_variables: list[str] = field(default_factory=list)
+    sysctl: dict[str, str] = field(default_factory=dict)
+    shm_bytes: int | None = None
+    nofile: tuple[int, int] = (1 << 20, 1 << 20)
+    socket_buffer_bytes: int = 0
+    wan_connections: int = 0
+    links: list[Link] = field(default_factory=list)
+    round_trips_s: dict[int, float] = field(default_factory=dict)
+    clock_offsets_s: dict[int, tuple[float, float]] = field(default_factory=dict)
+    peer_errors: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def where(self) -> str:
+        """For people."""
+        return self.host if self.rank is None else f"rank {self.rank} ({self.host})"
+
+    def as_json(self) -> dict[str, Any]:
+        """Fit for JSON, and for from_json()."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, told: Mapping[str, Any]) -> Facts:
+        """What as_json() gave, perhaps through JSON, which makes all keys text and tuples lists."""
+        values = dict(told)
+        values["interfaces"] = [Interface(**each) for each in told["interfaces"]]
+        values["links"] = [Link(**each) for each in told["links"]]
+        values["nofile"] = tuple(told["nofile"])
+        values["toward_master"] = tuple(told["toward_master"]) if told["toward_master"] else None
+        values["round_trips_s"] = {int(k): v for k, v in told["round_trips_s"].items()}
+        values["clock_offsets_s"] = {
+            int(k): (v[0], v[1]) for k, v in told["clock_offsets_s"].items()
+        }
+        values["peer_errors"] = {int(k): v for k, v in told["peer_errors"].items()}
+        return cls(**values)
+
+    def interface(self, name: str) -> Interface | None:
+        """By its name."""
+        return next((each for each in self.interfaces if each.name == name), None)
+
+
+def is_inward(interface: str) -> bool:
+    """Whether it leads to containers of this host only, as far as its name tells."""
+    return interface.startswith(INWARD)
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _minor(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+# ---- one host --------------------------------------------------------------------------------
+
+
+def check_torch(facts: Facts) -> Iterator[Finding]:
+    """The extension fits torch, and the backend starts."""
+    build = "pip install --no-build-isolation --no-deps --force-reinstall ."
+    found = facts.versions.get("torch", "")
+    if facts.torch_error:
+        yield Finding(
+            "torch",
+            facts.where,
+            facts.torch_error,
+            "no process group can be made",
+            f"`{build}` in the source of torch_resilient, with the Python of the job",
+        )
+    elif facts.built_for and _minor(facts.built_for) != _minor(found):
+        yield Finding(
+            "torch",
+            facts.where,
+            f"torch_resilient was built for torch {facts.built_for}, but torch {found} is here",
+            "importing it with another torch can crash the process, so it refuses",
+            f"`{build}` in its source, or `pip install torch=={facts.built_for.split('+')[0]}`",
+        )
+    elif facts.backend_error:
+        yield Finding(
+            "backend",
+            facts.where,
+            facts.backend_error,
+            "init_process_group() will fail like that",
+            _remedy_of_start(facts.backend_error),
+        )
+
+
+def _remedy_of_start(error: str) -> str:
+    if "Address already in use" in error:
+        return (
+            "`unset TORCH_RESILIENT_LISTEN_PORT`, or give each process of a host its own: "
+            "`export TORCH_RESILIENT_LISTEN_PORT=$((29600 + LOCAL_RANK))`"
+        )
+    if "choose the addresses to listen on" in error:
+        return "`unset TORCH_RESILIENT_INTERFACE`, or name an interface of the list"
+    match = re.search(r'(TORCH_RESILIENT_\w+)="', error)
+    if match:
+        return f"`unset {match[1]}`, or give it what is expected"
+    return "see docs/troubleshooting.md for this text"
+
+
+def check_variables(facts: Facts) -> Iterator[Finding]:
+    """Settings that have no effect."""
+    for name in sorted(facts.environment):
+        if name.startswith("TORCH_RESILIENT_") and name not in facts.known_variables:
+            yield Finding(
+                "variable",
+                facts.where,
+                f"the environment sets {name}, which nothing reads",
+                "the setting that was meant is not in force",
+                f"`unset {name}`; `python -m torch_resilient.options` lists all names",
+            )
+    if facts.environment.get("TORCH_RESILIENT_INTERFACE"):
+        return
+    outward = [
+        each.name
+        for each in facts.interfaces
+        if each.up and each.name != "lo" and not is_inward(each.name)
+    ]
+    name = "GLOO_SOCKET_IFNAME"
+    wanted = [word.strip() for word in facts.environment.get(name, "").split(",") if word.strip()]
+    if wanted and len(outward) > 1 and set(wanted) < set(outward):
+        yield Finding(
+            "interface",
+            facts.where,
+            f"{name}={','.join(wanted)} is set, TORCH_RESILIENT_INTERFACE is not",
+            f"this backend does not read it, and uses all of {', '.join(outward)}",
+            f"`export TORCH_RESILIENT_INTERFACE={','.join(wanted)}`",
+        )
+
+
+def check_shm(facts: Facts) -> Iterator[Finding]:
+    """Room for torch's own shared memory."""
+    if facts.shm_bytes is not None and facts.shm_bytes < _SHM_LEAST_BYTES:
+        yield Finding(
+            "shm",
+            facts.where,
+            f"/dev/shm holds {facts.shm_bytes / _MIB:.0f} MiB",
+            "DataLoader workers hand over batches in it, and die of SIGBUS when it is full",
+            "`mount -o remount,size=8G /dev/shm`; of a container: `docker run --shm-size=8g` or "
+            "`--ipc=host`",
+        )
+
+
+def check_files(facts: Facts) -> Iterator[Finding]:
+    """Descriptors for all connections."""
+    per_peer = facts.wan_connections or CONNECTIONS_MOST
+    need = _OTHER_FILES + per_peer * max(0, facts.world_size - 1)
+    soft, hard = facts.nofile
+    if soft < need:
+        limit = max(65536, 2 * need)
+        yield Finding(
+            "open-files",
+            facts.where,
+            f"at most {soft} files may be open; {facts.world_size} ranks may need {need}",
+            "connections fail with: no descriptor is left",
+            f"`ulimit -n {limit}`"
+            if hard >= limit
+            else f"`ulimit -Hn {limit} && ulimit -n {limit}` as root, or `nofile {limit}` in "
+            "/etc/security/limits.conf; of a container: "
+            f"`docker run --ulimit nofile={limit}`",
+        )
+
+
+def check_buffer_option(facts: Facts) -> Iterator[Finding]:
+    """The kernel caps buffers that are asked for by number, and does not tell."""
+    for name in ("rmem_max", "wmem_max"):
+        text = facts.sysctl.get(f"net.core.{name}", "")
+        if text.isdecimal() and facts.socket_buffer_bytes > int(text):
+            yield Finding(
+                "socket-buffers",
+                facts.where,
+                f"TORCH_RESILIENT_SOCKET_BUFFER_BYTES={facts.socket_buffer_bytes}, but "
+                f"net.core.{name} is {text}",
+                "the kernel gives less than was asked for without a word, and its autotuning, "
+                "which may give more, is off",
+                f"`sysctl -w net.core.{name}={facts.socket_buffer_bytes}`, or "
+                "`unset TORCH_RESILIENT_SOCKET_BUFFER_BYTES`",
+            )
+
+
+def check_autotuning(facts: Facts) -> Iterator[Finding]:
+    """Without it, receive buffers stay at their first size."""
+    if not facts.socket_buffer_bytes and facts.sysctl.get("net.ipv4.tcp_moderate_rcvbuf") == "0":
+        yield Finding(
+            "socket-buffers",
+            facts.where,
+            "net.ipv4.tcp_moderate_rcvbuf is 0",
+            "receive buffers do not grow, so every connection over a long way is slow",
+            "`sysctl -w net.ipv4.tcp_moderate_rcvbuf=1`",
+        )
+
+
+def check_master(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
+    """Where MASTER_ADDR leads on this host."""
+    if not facts.master:
+        return
+    if not facts.master_addresses:
+        yield Finding(
+            "master",
+            facts.where,
+            f"{facts.master}, the host of the store, leads nowhere on this host",
+            "this rank cannot reach the store",
+            f"`echo 'ADDRESS {facts.master}' >> /etc/hosts` with its address, or set MASTER_ADDR "
+            "to a number",
+        )
+    elif several_hosts and all(map(_is_loopback, facts.master_addresses)):
+        line = f', by the line "{facts.hosts_line}" of /etc/hosts' if facts.hosts_line else ""
+        name = facts.master
+        yield Finding(
+            "hosts-file",
+            facts.where,
+            f"{name}, the host of the store, leads to {', '.join(facts.master_addresses)} on this "
+            f"host{line}",
+            "this host's ranks look for the store, and announce themselves first, at an address "
+            "that means another host to all others",
+            f"give all ranks its number in the job's network: `export MASTER_ADDR=ADDRESS`; or "
+            f"`sed -i 's/^\\(127\\..*\\)\\b{re.escape(name)}\\b/\\1/' /etc/hosts; "
+            f"echo 'ADDRESS {name}' >> /etc/hosts`",
+        )
+    if facts.toward_master is not None and not facts.environment.get("TORCH_RESILIENT_INTERFACE"):
+        nic, address = facts.toward_master
+        if is_inward(nic):
+            better = [
+                each.name
+                for each in facts.interfaces
+                if each.up and each.name != "lo" and not is_inward(each.name)
+            ]
+            yield Finding(
+                "interface",
+                facts.where,
+                f"packets to {facts.master}, the host of the store, leave by {nic} ({address}), "
+                "which leads to containers of this host",
+                "that address is announced first, and no other host can reach it",
+                f"`export TORCH_RESILIENT_INTERFACE={better[0] if better else 'eth0'}`, and "
+                "MASTER_ADDR in a network that all hosts share",
+            )
+
+
+def check_host(facts: Facts, several_hosts: bool = False) -> list[Finding]:
+    """All that one host's facts tell by themselves."""
+    return [
+        *check_torch(facts),
+        *check_variables(facts),
+        *check_master(facts, several_hosts),
+        *check_files(facts),
+        *check_buffer_option(facts),
+        *check_autotuning(facts),
+        *check_shm(facts),
+    ]
+
+
+# ---- a job -----------------------------------------------------------------------------------
+
+
+def check_versions(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """The same software everywhere."""
+    for name in ("torch_resilient", "torch"):
+        found: dict[str, list[int]] = {}
+        for facts in all_facts:
+            found.setdefault(facts.versions.get(name, "none"), []).append(facts.rank or 0)
+        if len(found) > 1:
+            text = ", ".join(f"{version} on ranks {ranks}" for version, ranks in found.items())
+            yield Finding(
+                "versions",
+                "the job",
+                f"{name} differs: {text}",
+                "ranks of different versions may not understand each other",
+                f"`pip install {name}==VERSION`, the same on all hosts",
+            )
+
+
+def check_clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Between hosts; of ranks on one host there is one clock."""
+    by_rank = {facts.rank: facts for facts in all_facts}
+    told = set()
+    for facts in all_facts:
+        for peer, (offset_s, error_s) in facts.clock_offsets_s.items():
+            other = by_rank.get(peer)
+            if other is None or other.host_key == facts.host_key:
+                continue
+            hosts = frozenset((facts.host_key, other.host_key))
+            if abs(offset_s) - error_s > _CLOCK_MOST_S and hosts not in told:
+                told.add(hosts)
+                ahead = "ahead of" if offset_s > 0 else "behind"
+                yield Finding(
+                    "clock",
+                    other.where,
+                    f"its clock is {abs(offset_s):.1f} s {ahead} that of {facts.where}",
+                    "logs and records of the two hosts cannot be put side by side; certificates "
+                    "and tokens may be refused",
+                    "`timedatectl set-ntp true`, or `chronyc makestep`, on the host that is wrong",
+                )
+
+
+def _subnet_advice(links: Sequence[Link], broken: Link) -> str:
+    """Which interfaces to keep so that one that does not work is left alone."""
+    good = []
+    for link in links:
+        if link.state in ("up", "reserve", "proving") and link.nic != broken.nic:
+            good += [link.nic] if link.nic not in good else []
+    return ",".join(good)
+
+
+def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Firewalls, wrong interfaces, and what only large messages show."""
+    by_rank = {facts.rank: facts for facts in all_facts}
+    told: set[tuple[str, ...]] = set()
+    for facts in all_facts:
+        for peer, error in sorted(facts.peer_errors.items()):
+            other = by_rank.get(peer)
+            mine = [link for link in facts.links if link.peer == peer]
+            if any(link.state in ("up", "reserve", "proving") for link in mine):
+                if any(link.large_stalled for link in mine):
+                    continue  # told below
+            elif mine and any(link.last_error for link in mine):
+                continue  # told below
+            where = other.where if other is not None else f"rank {peer}"
+            yield Finding(
+                "link",
+                f"{facts.where} - {where}",
+                error,
+                "operations between these two ranks fail",
+                f"look at the log of rank {peer}; then docs/troubleshooting.md for this text",
+            )
+        for link in facts.links:
+            other = by_rank.get(link.peer)
+            if other is None:
+                continue
+            # Several connections between two interfaces, and both ends, have one cause.
+            ends = sorted([(facts.host_key, link.nic), (other.host_key, link.remote_nic)])
+            works = link.state in ("up", "reserve", "proving")
+            kind = "mtu" if link.large_stalled else "firewall"
+            key = (kind, *(f"{host}/{nic}" for host, nic in ends), "")
+            if key in told or (works and not link.large_stalled):
+                continue
+            where = f"{facts.where} {link.nic} - {other.where} {link.remote_nic}"
+            if link.large_stalled:
+                told.add(key)
+                yield _mtu_finding(where, facts, other, link)
+            elif link.last_error and link.state not in ("unused",):
+                told.add(key)
+                yield _blocked_finding(where, facts, other, link)
+
+
+def _mtu_finding(where: str, facts: Facts, other: Facts, link: Link) -> Finding:
+    ends = ((facts, link.nic), (other, link.remote_nic))
+    found = [(each, nic, each.interface(nic)) for each, nic in ends]
+    mtus = [interface.mtu_bytes for _, _, interface in found if interface is not None]
+    seen = "small messages pass, large ones do not"
+    least = 1280  # every IPv6 link carries that
+    if mtus:
+        seen += f" (MTU {' and '.join(map(str, mtus))})"
+        least = min(mtus) if len(set(mtus)) > 1 else 1280
+    hosts = [
+        f"`ip link set dev {nic} mtu {least}` on {each.host}"
+        for each, nic, interface in found
+        if interface is None or interface.mtu_bytes > least
+    ]
+    return Finding(
+        "mtu",
+        where,
+        seen,
+        "something between them drops packets as large as the interface allows, and the messages "
+        "that would tell the sender so",
+        f"{', '.join(hosts) or 'an MTU below that of the way between them'}; or "
+        "`sysctl -w net.ipv4.tcp_mtu_probing=1` on both",
+    )
+
+
+def _blocked_finding(where: str, facts: Facts, other: Facts, link: Link) -> Finding:
+    others = [each for each in facts.links if each.peer == link.peer]
+    keep = _subnet_advice(others, link)
+    fixed = facts.environment.get("TORCH_RESILIENT_LISTEN_PORT", "")
+    number = fixed or "29600"
+    opened = (
+        f"`iptables -I INPUT -p tcp --dport {number} -j ACCEPT` on both hosts"
+        if fixed
+        else f"`export TORCH_RESILIENT_LISTEN_PORT={number}` (each process of a host needs its "
+        f"own) and `iptables -I INPUT -p tcp --dport {number} -j ACCEPT` on both hosts"
+    )
+    why = "this way is not used"
+    if not keep:
+        why = "no way is left between these two ranks: every operation between them fails"
+    error = link.last_error
+    if "no answer" in error or "timed out" in error.lower():
+        cause = "packets are dropped: a firewall, or a network that the two hosts do not share"
+        remedy = opened
+    elif "refused" in error:
+        cause = "nobody listens at that address: a firewall rejects, or the address is another's"
+        remedy = opened
+    elif "unreachable" in error.lower() or "No route" in error:
+        cause = "there is no route to that address"
+        remedy = (
+            "a route between the two networks (`ip route get ADDRESS` shows what is tried), or one "
+            "network that both hosts share: `export TORCH_RESILIENT_INTERFACE=...`"
+        )
+    else:
+        cause = "see the text"
+        remedy = "docs/troubleshooting.md, for this text"
+    if keep:
+        remedy = (
+            f"if it is not meant for this job: `export TORCH_RESILIENT_INTERFACE={keep}`; "
+            f"otherwise {remedy}"
+        )
+    return Finding("firewall", where, error, f"{cause}; {why}", remedy)
+
+
+def check_windows(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Whether the most that all connections may have in flight fills a long link."""
+    by_rank = {facts.rank: facts for facts in all_facts}
+    told = set()
+    for facts in all_facts:
+        if facts.socket_buffer_bytes:
+            continue  # the user's choice
+        for peer, round_trip_s in sorted(facts.round_trips_s.items()):
+            other = by_rank.get(peer)
+            if other is None or other.host_key == facts.host_key or round_trip_s < _LONG_WAY_S:
+                continue
+            nics = {link.nic for link in facts.links if link.peer == peer and link.state == "up"}
+            for nic in sorted(nics):
+                finding = _window_finding(facts, other, nic, round_trip_s)
+                key = (facts.host_key, other.host_key, nic)
+                if finding is not None and key not in told:
+                    told.add(key)
+                    yield finding
+
+
+def _most(facts: Facts, name: str) -> int | None:
+    """The last of the three numbers of tcp_rmem or tcp_wmem."""
+    words = facts.sysctl.get(f"net.ipv4.{name}", "").split()
+    return int(words[2]) if len(words) == 3 and words[2].isdecimal() else None
+
+
+def _window_finding(facts: Facts, other: Facts, nic: str, round_trip_s: float) -> Finding | None:
+    interface = facts.interface(nic)
+    sends, receives = _most(facts, "tcp_wmem"), _most(other, "tcp_rmem")
+    if interface is None or interface.speed_bits_per_s is None or not sends or not receives:
+        return None
+    # Of a receive buffer about half is window; the rest holds the packets' heads.
+    window = min(sends, receives // 2)
+    connections = facts.wan_connections or CONNECTIONS_MOST
+    possible = 8 * connections * window / round_trip_s
+    if possible >= 0.8 * interface.speed_bits_per_s:
+        return None
+    need = interface.speed_bits_per_s / 8 * round_trip_s / connections * 2
+    size = min(2047, math.ceil(need / _MIB)) * _MIB
+    return Finding(
+        "socket-buffers",
+        f"{facts.where} - {other.where}",
+        f"{connections} connections with {window / _MIB:.1f} MiB in flight each carry at most "
+        f"{possible / 1e9:.2f} Gbit/s over {round_trip_s * 1e3:.0f} ms; {nic} has "
+        f"{interface.speed_bits_per_s / 1e9:.0f} Gbit/s",
+        "the limits of TCP's buffers hold back this link",
+        f'`sysctl -w net.ipv4.tcp_rmem="4096 131072 {size}" '
+        f'net.ipv4.tcp_wmem="4096 16384 {size}"` on both hosts'
+        + (
+            "; or `unset TORCH_RESILIENT_WAN_CONNECTIONS`"
+            if 0 < facts.wan_connections < CONNECTIONS_MOST
+            else ""
+        ),
+    )
+
+
+def check_job(all_facts: Sequence[Facts]) -> list[Finding]:
+    """All findings of a job: of each host once, and of what is between them."""
+    several_hosts = len({facts.host_key for facts in all_facts}) > 1
+    findings = []
+    hosts: set[tuple[str, str]] = set()
+    for facts in all_facts:
+        for finding in check_host(facts, several_hosts):
+            # What one rank of a host has seen the others see, too.
+            key = (facts.host_key, finding.check + finding.seen)
+            if key not in hosts:
+                hosts.add(key)
+                findings.append(finding)
+    findings += check_versions(all_facts)
+    findings += check_links(all_facts)
+    findings += check_windows(all_facts)
+    findings += check_clocks(all_facts)
+    return findings
+
+
+# ---- a host and port ---------------------------------------------------------------------------
+
+
+@dataclass
+class Target:
+    """What came of trying to connect to a host and port.
+
+    `tries`: (address, error) in the order of the resolver; an empty error: connected.
+    """
+
+    host: str
+    port: int
+    resolve_error: str = ""
+    tries: list[tuple[str, str]] = field(default_factory=list)
+    took_s: float = 0.0
+
+
+def check_target(facts: Facts, target: Target) -> list[Finding]:
+    """Whether a process on this host could reach it."""
+    where = f"{facts.host} - {target.host}:{target.port}"
+    if target.resolve_error:
+        return [
+            Finding(
+                "name",
+                where,
+                f"the name {target.host} leads nowhere: {target.resolve_error}",
+                "no process of this host can find it",
+                f"`echo 'ADDRESS {target.host}' >> /etc/hosts` with its address, or use that",
+            )
+        ]
+    failed = [(address, error) for address, error in target.tries if error]
+    if len(failed) < len(target.tries):
+        # Families that do not answer cost their time-out before the one that does.
+        dead = [address for address, error in failed if "no answer" in error]
+        answers = [address for address, error in target.tries if not error]
+        if dead:
+            return [
+                Finding(
+                    "address-family",
+                    where,
+                    f"{target.host} leads to {', '.join(address for address, _ in target.tries)}, "
+                    f"and {', '.join(dead)} does not answer",
+                    "each attempt to connect waits for its time-out first",
+                    f"`export MASTER_ADDR={answers[0]}`, the number that answers; or take the "
+                    "other one out of the name server or /etc/hosts",
+                )
+            ]
+        return []
+    errors = "; ".join(f"{address}: {error}" for address, error in failed)
+    refused = all("refused" in error for _, error in failed)
+    return [
+        Finding(
+            "port",
+            where,
+            errors,
+            "nobody listens there, or a firewall rejects"
+            if refused
+            else "packets are dropped by a firewall, or the host is not on this network",
+            (
+                f"start what should listen first (`ss -ltn 'sport = :{target.port}'` there); then "
+                if refused
+                else ""
+            )
+            + f"`iptables -I INPUT -p tcp --dport {target.port} -j ACCEPT` on {target.host}",
+        )
+    ]

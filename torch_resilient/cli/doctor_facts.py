@@ -1,0 +1,247 @@
+"""What `torch-resilient doctor` finds out about the host that it runs on. Changes nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import importlib
+import ipaddress
+import os
+import platform
+import resource
+import socket
+import struct
+import time
+from pathlib import Path
+
+from torch_resilient._version import __version__
+from torch_resilient.cli.doctor_checks import Facts, Interface, Target
+
+_CONNECT_TIMEOUT_S = 5.0
+_SYSCTL = (
+    "net.core.rmem_max",
+    "net.core.wmem_max",
+    "net.ipv4.tcp_rmem",
+    "net.ipv4.tcp_wmem",
+    "net.ipv4.tcp_moderate_rcvbuf",
+    "net.ipv4.tcp_mtu_probing",
+)
+# Of these and of everything of this package's; the values of secrets are left out.
+_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_IFF_UP, _IFF_RUNNING = 0x1, 0x40
+_SIOCGIFADDR = 0x8915
+_TRIAL_S = 20.0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def interfaces() -> list[Interface]:
+    """Those of this network namespace, loopback included."""
+    found = []
+    for _, name in socket.if_nameindex():
+        folder = f"/sys/class/net/{name}"
+        flags, mtu, speed = (_read(f"{folder}/{each}") for each in ("flags", "mtu", "speed"))
+        if not mtu:
+            continue  # gone meanwhile, or a /sys of another namespace
+        bits = int(flags or "0", 16)
+        # -1 and the like: a virtual one, which does not know.
+        known = speed.isdecimal() and int(speed) > 0
+        found.append(
+            Interface(
+                name,
+                up=bits & _IFF_UP != 0 and _read(f"{folder}/carrier") != "0",
+                mtu_bytes=int(mtu),
+                speed_bits_per_s=float(speed) * 1e6 if known else None,
+            )
+        )
+    return found
+
+
+def interface_of(address: str) -> str:
+    """The name of the interface that has the address, or "?"."""
+    ip = ipaddress.ip_address(address.partition("%")[0])
+    if ip.version == 6:
+        for line in _read("/proc/net/if_inet6").splitlines():
+            words = line.split()
+            if len(words) == 6 and int(words[0], 16) == int(ip):
+                return words[5]
+        return "?"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+                if answer[20:24] == ip.packed:
+                    return name
+    return "?"
+
+
+def addresses_of(name: str) -> list[str]:
+    """Where a name leads; empty if nowhere."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return list(dict.fromkeys(str(each[4][0]) for each in found))
+
+
+def toward(host: str) -> tuple[str, str] | None:
+    """(interface, address) that packets to `host` leave from; sends nothing."""
+    for address in addresses_of(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+            probe.connect((address, 9))
+            local = str(probe.getsockname()[0])
+            return interface_of(local), local
+    return None
+
+
+def hosts_line(name: str) -> str:
+    """The line of /etc/hosts that gives `name` an address of loopback, if any."""
+    for line in _read("/etc/hosts").splitlines():
+        words = line.partition("#")[0].split()
+        if len(words) > 1 and name in words[1:] and words[0].startswith("127."):
+            return " ".join(words)
+    return ""
+
+
+def is_remote_name(host: str | None) -> bool:
+    """Whether someone who gives this name means a host that others reach, too."""
+    if host is None or host == "localhost":
+        return False
+    with contextlib.suppress(ValueError):
+        return not ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return True
+
+
+def host_key() -> str:
+    """Equal for processes that share the machine, the network namespace and the host name."""
+    try:
+        namespace = os.stat("/proc/self/ns/net")
+        where = f"{namespace.st_dev}:{namespace.st_ino}"
+    except OSError:
+        where = ""
+    return " ".join((socket.gethostname(), _read("/proc/sys/kernel/random/boot_id"), where))
+
+
+def collect(master: str = "") -> Facts:
+    """What can be seen without trying anything; `master`: MASTER_ADDR, if there is one."""
+    name = socket.gethostname()
+    environment = {
+        key: "(set)" if "SECRET" in key else value
+        for key, value in os.environ.items()
+        if (key.startswith("TORCH_RESILIENT_") or key in _VARIABLES) and value
+    }
+    shm_bytes = None
+    with contextlib.suppress(OSError):
+        shm = os.statvfs("/dev/shm")
+        shm_bytes = shm.f_frsize * shm.f_blocks
+    sysctl = {each: _read("/proc/sys/" + each.replace(".", "/")) for each in _SYSCTL}
+    facts = Facts(
+        host=name,
+        host_key=host_key(),
+        versions={"python": platform.python_version(), "torch_resilient": __version__},
+        name_addresses=addresses_of(name),
+        hosts_line=hosts_line(master or name),
+        master=master,
+        master_addresses=addresses_of(master) if master else [],
+        toward_master=toward(master) if master else None,
+        interfaces=interfaces(),
+        environment=environment,
+        sysctl={key: value for key, value in sysctl.items() if value},
+        shm_bytes=shm_bytes,
+        nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
+    )
+    _look_at_build(facts)
+    return facts
+
+
+def _look_at_build(facts: Facts) -> None:
+    try:
+        import torch
+        import torch.distributed as dist
+    except ImportError as error:
+        facts.torch_error = f"torch cannot be imported: {error}"
+        return
+    facts.versions["torch"] = str(torch.__version__)
+    if not dist.is_available():
+        facts.torch_error = f"torch {torch.__version__} was built without torch.distributed"
+        return
+    with contextlib.suppress(ModuleNotFoundError):
+        built = importlib.import_module("torch_resilient._build_info")
+        facts.built_for = str(built.TORCH_VERSION)
+    from torch_resilient import _endpoint, _native, _recorder
+    from torch_resilient.pipelining import recording
+
+    try:
+        native = _native.load()
+    except ImportError as error:
+        facts.torch_error = str(error)
+        return
+    facts.known_variables = [
+        *(row["variable"] for row in native.option_table()),
+        *(module.VARIABLE for module in (_endpoint, _recorder, recording)),
+    ]
+    with contextlib.suppress(ValueError):  # told by the trial
+        options = native.Options()
+        facts.socket_buffer_bytes = options.socket_buffer_bytes
+        facts.wan_connections = options.wan_connections
+
+
+def try_backend(facts: Facts) -> None:
+    """Starts the backend in this process alone, with the environment's settings, and ends it."""
+    if facts.torch_error:
+        return
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group(
+            "resilient",
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=_TRIAL_S),
+        )
+        dist.all_reduce(torch.ones(1))
+    except (RuntimeError, ValueError) as error:
+        facts.backend_error = first_line(error)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def first_line(error: Exception) -> str:
+    """Of what it says: torch adds stacks."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def try_target(host: str, port: int) -> Target:
+    """Connects to each address of `host`, in the resolver's order."""
+    target = Target(host, port)
+    began_s = time.monotonic()
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        target.resolve_error = error.strerror or str(error)
+        return target
+    for family, kind, protocol, _, address in found:
+        text = ""
+        with socket.socket(family, kind, protocol) as connection:
+            connection.settimeout(_CONNECT_TIMEOUT_S)
+            try:
+                connection.connect(address)
+            except TimeoutError:
+                text = f"no answer in {_CONNECT_TIMEOUT_S:g} s"
+            except OSError as error:
+                text = error.strerror or str(error)
+        target.tries.append((str(address[0]), text))
+    target.took_s = time.monotonic() - began_s
+    return target

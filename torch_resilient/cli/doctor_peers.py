@@ -1,0 +1,228 @@
+"""The part of `torch-resilient doctor` that needs the other ranks of a torchrun job."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch_resilient.cli import doctor_facts
+from torch_resilient.cli.doctor_checks import Facts, Link
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+# A path that is blocked tells so after the time-out of connect(), 5 s.
+_SETTLE_S = 12.0
+# Of one trial: 8 MB at less than that is of no use to a training.
+_TRIAL_S = 15.0
+_LARGE_BYTES = 8 << 20
+_PINGS = 8
+_TAG = 80
+# Twice the time after which a silent path is given up, unless the environment raises that.
+_GIVEN_UP_S = 1.2
+_WORKS = ("up", "reserve", "proving")
+
+
+def examine() -> list[Facts] | None:
+    """Called by every rank: looks at its host and at its ways to others. The facts of all ranks on
+    rank 0, by rank; None elsewhere.
+
+    Raises RuntimeError if the ranks do not even find each other's store.
+    """
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    facts = doctor_facts.collect(os.environ.get("MASTER_ADDR", ""))
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    facts.rank, facts.world_size = rank, size
+    limit = timedelta(seconds=60 + size * size * 2 * _TRIAL_S)
+    store: Store = next(iter(dist.rendezvous("env://", timeout=limit)))[0]  # type: ignore[attr-defined]
+    store = dist.PrefixStore("torch_resilient/doctor", store)  # type: ignore[attr-defined]
+    if not facts.torch_error:
+        _start(facts, store)
+    # Who has no backend is told to the others, so that they do not wait for it.
+    store.set(f"host/{rank}", json.dumps([facts.host_key, not _broken(facts)]))
+    hosts = [json.loads(store.get(f"host/{other}")) for other in range(size)]
+    if not _broken(facts):
+        able = [other for other in range(size) if hosts[other][1]]
+        _settle([other for other in able if other != rank])
+        for number, (a, b) in enumerate(_pairs([host for host, _ in hosts], able)):
+            if rank in (a, b):
+                _try_pair(facts, a, b)
+            _meet(store, f"pair/{number}", len(able))
+        facts.links = _links(facts.links)
+        _meet(store, "done", len(able))
+        dist.destroy_process_group()
+    store.set(f"facts/{rank}", json.dumps(facts.as_json()))
+    if rank != 0:
+        store.get("told")  # rank 0 may be the one that serves the store
+        return None
+    told = [Facts.from_json(json.loads(store.get(f"facts/{other}"))) for other in range(size)]
+    store.set("told", "1")
+    _wait_for_readers()
+    return told
+
+
+def _wait_for_readers() -> None:
+    """The store may end with this process, while others still read their last key."""
+    time.sleep(0.5)
+
+
+def _broken(facts: Facts) -> bool:
+    return bool(facts.torch_error or facts.backend_error)
+
+
+def _start(facts: Facts, store: Store) -> None:
+    import torch.distributed as dist
+
+    from torch_resilient import _native
+
+    try:
+        options = _native.load().Options()
+        options.eager_connect = True
+        dist.init_process_group(
+            "resilient",
+            store=dist.PrefixStore("group", store),  # type: ignore[attr-defined]
+            rank=facts.rank or 0,
+            world_size=facts.world_size,
+            timeout=timedelta(seconds=_TRIAL_S),
+            pg_options=options,
+        )
+    except (RuntimeError, ValueError) as error:
+        facts.backend_error = doctor_facts.first_line(error)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _paths() -> list[tuple[int, dict[str, Any]]]:
+    from torch_resilient._stats import stats
+
+    return [(peer["rank"], path) for peer in stats()["peers"] for path in peer["paths"]]
+
+
+def _settle(others: list[int]) -> None:
+    """Waits until every path to each of them stands or has told why not."""
+    limit_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < limit_s:
+        paths = _paths()
+        known = {peer for peer, _ in paths}
+        if known.issuperset(others) and all(
+            path["state"] in (*_WORKS, "unused") or path["last_error"]
+            for peer, path in paths
+            if peer in others
+        ):
+            return
+        time.sleep(0.05)
+
+
+def _pairs(hosts: list[str], able: list[int]) -> list[tuple[int, int]]:
+    """Those who try each other: the first ranks of hosts all of them, others their host's first."""
+    first: dict[str, int] = {}
+    pairs = []
+    for rank in able:
+        leader = first.setdefault(hosts[rank], rank)
+        if leader != rank:
+            pairs.append((leader, rank))
+    leaders = list(first.values())
+    return pairs + [(a, b) for i, a in enumerate(leaders) for b in leaders[i + 1 :]]
+
+
+def _meet(store: Store, key: str, count: int) -> None:
+    """All have come here; over the store, since the ways between them are what is in doubt."""
+    if store.add(f"{key}/count", 1) == count:
+        store.set(f"{key}/all", "1")
+    store.get(f"{key}/all")
+
+
+def _try_pair(facts: Facts, a: int, b: int) -> None:
+    peer = b if facts.rank == a else a
+    try:
+        _compare_clocks(facts, peer, asks=facts.rank == a)
+    except RuntimeError as error:
+        facts.peer_errors[peer] = doctor_facts.first_line(error)
+        return
+    # Small messages pass. What stands now should stand after large ones; twice, since a busy
+    # machine may have lost a connection by chance.
+    stalled = {path["slot"] for rank, path in _paths() if rank == peer and path["state"] in _WORKS}
+    for _ in range(2):
+        before, suspected = _count("reconnects", peer), _count("times_suspect", peer)
+        error_text = _exchange_large(peer)
+        if _count("times_suspect", peer) != suspected:
+            # Another path has taken over at once; this one is given up, and made again, later.
+            time.sleep(_GIVEN_UP_S)
+        after = _count("reconnects", peer)
+        if error_text:
+            facts.peer_errors[peer] = error_text
+            if "Timed out" not in error_text:
+                return
+            break
+        stalled &= {slot for slot in after if after[slot] > before.get(slot, 0)}
+        if not stalled:
+            return
+    facts.links += [Link(peer, slot, "", "", "", large_stalled=True) for slot in sorted(stalled)]
+
+
+def _compare_clocks(facts: Facts, peer: int, asks: bool) -> None:
+    import torch
+    import torch.distributed as dist
+
+    best_s = float("inf")
+    theirs = torch.zeros(1, dtype=torch.float64)
+    for _ in range(_PINGS):
+        if not asks:
+            dist.recv(theirs, peer, tag=_TAG)
+            dist.send(torch.tensor([time.time()], dtype=torch.float64), peer, tag=_TAG)
+            continue
+        sent_s, began_s = time.time(), time.monotonic()
+        dist.send(theirs, peer, tag=_TAG)
+        dist.recv(theirs, peer, tag=_TAG)
+        round_trip_s = time.monotonic() - began_s
+        if round_trip_s < best_s:
+            best_s = round_trip_s
+            offset_s = theirs.item() - (sent_s + round_trip_s / 2)
+            facts.clock_offsets_s[peer] = (offset_s, round_trip_s / 2)
+            facts.round_trips_s[peer] = round_trip_s
+
+
+def _count(key: str, peer: int) -> dict[int, int]:
+    """A counter of each path to `peer`, by slot."""
+    return {path["slot"]: path[key] for rank, path in _paths() if rank == peer}
+
+
+def _exchange_large(peer: int) -> str:
+    """Both ways at a time; why it did not work, or nothing."""
+    import torch
+    import torch.distributed as dist
+
+    out = torch.zeros(_LARGE_BYTES, dtype=torch.uint8)
+    into = torch.empty(_LARGE_BYTES, dtype=torch.uint8)
+    try:
+        works = [dist.irecv(into, peer, tag=_TAG + 1), dist.isend(out, peer, tag=_TAG + 1)]
+        for work in works:
+            if work is not None:
+                work.wait()
+    except RuntimeError as error:
+        return doctor_facts.first_line(error)
+    return ""
+
+
+def _links(suspects: Sequence[Link]) -> list[Link]:
+    """All paths as they are now; those of `suspects` do not carry large messages."""
+    stalled = {(link.peer, link.path) for link in suspects}
+    return [
+        Link(
+            peer,
+            path["slot"],
+            path["nic"],
+            path["remote_nic"],
+            path["state"],
+            path["last_error"],
+            large_stalled=(peer, path["slot"]) in stalled,
+        )
+        for peer, path in _paths()
+    ]

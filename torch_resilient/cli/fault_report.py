@@ -1,0 +1,414 @@
+"""What faults did to a job, from the records that its ranks left (torch_resilient._recorder)."""
+
+from __future__ import annotations
+
+import bisect
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch_resilient.cli.fault_script import PlannedFault
+
+# After a fault its traces may take this long to show: the limits that find a dead path, twice.
+_TRACES_S = 1.2
+# An operation that begins this long after a path is well again is not the fault's any more.
+_AFTER_S = 0.2
+# The first operations connect, and wait for ranks that start later.
+_WARM_UP_S = 1.0
+_TROUBLE = ("suspect", "down", "connecting", "proving")
+
+
+@dataclass
+class RankRecord:
+    """The record of one process.
+
+    Attributes:
+        start_s: two moments between which its engine started, since the epoch.
+        period_s: between two looks at the paths.
+        paths: by (peer, slot), the rows of that path, oldest first.
+        operations: those that began, oldest first.
+        steps: (time, number) of faults.step().
+        missed: operations that could not be read.
+        end_s: when it ended; None if it was killed.
+    """
+
+    rank: int
+    host: str
+    start_s: tuple[float, float]
+    period_s: float
+    paths: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
+    operations: list[dict[str, Any]] = field(default_factory=list)
+    steps: list[tuple[float, int]] = field(default_factory=list)
+    missed: int = 0
+    end_s: float | None = None
+    last_s: float = 0.0
+
+    def row_at(self, peer: int, slot: int, time_s: float) -> dict[str, Any] | None:
+        """What was known of a path at that moment."""
+        rows = self.paths.get((peer, slot), [])
+        at = bisect.bisect_right(rows, time_s, key=lambda row: row["time_s"])
+        return rows[at - 1] if at else None
+
+    def rows_between(self, peer: int, slot: int, a_s: float, b_s: float) -> list[dict[str, Any]]:
+        """The rows after `a_s`, up to `b_s`."""
+        return [row for row in self.paths.get((peer, slot), []) if a_s < row["time_s"] <= b_s]
+
+
+@dataclass(frozen=True)
+class Pause:
+    """The operation that a fault held up the most.
+
+    `usual_s`: the median of the same operation on the same rank, away from faults; None where there
+    is none to compare with.
+    """
+
+    rank: int
+    operation: str
+    took_s: float
+    usual_s: float | None
+
+    @property
+    def extra_s(self) -> float:
+        """Seconds longer than usual."""
+        return max(0.0, self.took_s - (self.usual_s or 0.0))
+
+
+@dataclass
+class Outcome:
+    """What was seen of one fault.
+
+    Attributes:
+        state: "seen", "not seen" (nothing changed that was looked at), "not reached" (the job was
+            over) or "no connection".
+        at_s: seconds after the first rank's start.
+        noticed_s: from the fault to the first look that showed it on the path; None: never.
+        how: what that look showed.
+        chunks_again: sent once more between the two ranks.
+        reconnects: connections between them made again.
+    """
+
+    fault: PlannedFault
+    state: str
+    at_s: float | None = None
+    noticed_s: float | None = None
+    how: str = ""
+    chunks_again: int = 0
+    reconnects: int = 0
+    pause: Pause | None = None
+
+
+@dataclass
+class Report:
+    """Of a whole job. `noise`: the operation that took the most time more than usual away from
+    faults, to compare pauses with."""
+
+    outcomes: list[Outcome]
+    ranks: list[int]
+    hosts: list[str]
+    operations: int
+    missed: int
+    failed: list[str]
+    noise: Pause | None
+    resolution_s: float
+    killed: list[int]
+    restarted: list[int]
+
+    def as_json(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        told = asdict(self)
+        for outcome, each in zip(told["outcomes"], self.outcomes, strict=True):
+            outcome["rule"] = each.fault.rule
+            if each.pause is not None:
+                outcome["pause"]["extra_s"] = each.pause.extra_s
+        return told
+
+
+def read_records(folder: Path) -> list[RankRecord]:
+    """All records of a folder, by rank and time. A last line that was torn is left out.
+
+    Raises ValueError, with the file, for one that is no record.
+    """
+    records = []
+    for path in sorted(folder.glob("rank*.jsonl")):
+        lines = path.read_text(encoding="utf-8").split("\n")[
+            :-1
+        ]  # after the last: nothing, or torn
+        if lines:
+            records.append(_read(path, lines))
+    return sorted(records, key=lambda record: (record.rank, record.start_s))
+
+
+def _read(path: Path, lines: Sequence[str]) -> RankRecord:
+    try:
+        first, *rows = map(json.loads, lines)
+        record = RankRecord(
+            first["rank"], first["host"], tuple(first["start_s"]), first["period_s"]
+        )
+        for row in rows:
+            kind = row.pop("kind")
+            if kind == "path":
+                record.paths.setdefault((row["peer"], row["path"]), []).append(row)
+                record.last_s = row["time_s"]
+            elif kind == "operation":
+                record.operations.append(row)
+                record.last_s = max(record.last_s, row["began_s"] + (row["took_s"] or 0.0))
+            elif kind == "step":
+                record.steps.append((row["time_s"], row["step"]))
+            elif kind == "missed":
+                record.missed += row["operations"]
+            elif kind == "end":
+                record.end_s = row["time_s"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: no record of torch_resilient ({error!r})") from None
+    record.operations.sort(key=lambda operation: operation["id"])
+    return record
+
+
+@dataclass
+class _Window:
+    """A fault in time: begun, ended, and when its path was well again."""
+
+    fault: PlannedFault
+    begin_s: float
+    end_s: float
+    well_s: float
+    reached: bool
+
+
+def _begin_of(fault: PlannedFault, record: RankRecord) -> tuple[float, float] | None:
+    """When it began and ended; None if that moment never came."""
+    if fault.step is None:
+        assert fault.at_s is not None
+        begin_s = record.start_s[0] + fault.at_s
+        return begin_s, begin_s + fault.for_s
+    begun = [time_s for time_s, step in record.steps if step >= fault.step]
+    if not begun:
+        return None
+    until = fault.step + fault.for_steps
+    later = [time_s for time_s, step in record.steps if time_s >= begun[0] and step >= until]
+    return begun[0], later[0] if later else record.last_s
+
+
+def _ends(fault: PlannedFault, ranks: Mapping[int, RankRecord]) -> list[tuple[RankRecord, int]]:
+    """The records of both ends, each with the rank of the other."""
+    pairs = ((fault.rank, fault.peer), (fault.peer, fault.rank))
+    return [(ranks[rank], peer) for rank, peer in pairs if rank in ranks]
+
+
+def _slots(fault: PlannedFault, record: RankRecord, peer: int) -> list[int]:
+    return sorted(
+        slot
+        for other, slot in record.paths
+        if other == peer and (fault.path is None or slot == fault.path)
+    )
+
+
+def _windows(script: Sequence[PlannedFault], ranks: Mapping[int, RankRecord]) -> list[_Window]:
+    windows = []
+    for fault in script:
+        record = ranks.get(fault.rank)
+        times = _begin_of(fault, record) if record is not None else None
+        there = times is not None and record is not None and times[0] < record.last_s
+        begin_s, end_s = times if times is not None and there else (0.0, 0.0)
+        windows.append(_Window(fault, begin_s, end_s, end_s, there))
+    reached = [window for window in windows if window.reached]
+    for window, following in zip(reached, [*reached[1:], None], strict=False):
+        limit_s = following.begin_s if following else float("inf")
+        for record, peer in _ends(window.fault, ranks):
+            for slot in _slots(window.fault, record, peer):
+                until_s = min(limit_s, window.end_s + _TRACES_S)
+                rows = record.rows_between(peer, slot, window.begin_s, until_s)
+                for row, after in zip(rows, [*rows[1:], None], strict=False):
+                    if row["state"] in _TROUBLE:
+                        # It was so up to the next row.
+                        window.well_s = max(window.well_s, (after or row)["time_s"])
+        window.well_s = min(limit_s, window.well_s)
+    return windows
+
+
+def _first_sign(window: _Window, ranks: Mapping[int, RankRecord]) -> tuple[float, str] | None:
+    """When and how the fault first showed on its paths, at either end."""
+    fault, signs = window.fault, []
+    for record, peer in _ends(fault, ranks):
+        for slot in _slots(fault, record, peer):
+            before = record.row_at(peer, slot, window.begin_s)
+            if before is None:
+                continue
+            until_s = max(window.well_s, window.end_s + _TRACES_S)
+            for row in record.rows_between(peer, slot, window.begin_s, until_s):
+                how = _sign(fault, before, row)
+                if how:
+                    signs.append((row["time_s"], f"rank {record.rank}: path {slot} {how}"))
+                    break
+    return min(signs) if signs else None
+
+
+def _sign(fault: PlannedFault, before: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    if row["reconnects"] > before["reconnects"]:
+        return "made again"
+    if row["state"] in ("suspect", "down", "connecting") and row["state"] != before["state"]:
+        return row["state"]  # type: ignore[no-any-return]
+    if row["times_suspect"] > before["times_suspect"]:
+        return "was suspect"
+    if fault.kind == "delay" and row["round_trip_s"] > before["round_trip_s"] + fault.delay_s / 2:
+        return f"has a round trip of {row['round_trip_s'] * 1e3:.0f} ms"
+    return ""
+
+
+def _rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
+    """Bytes per second that a path sent from the first to the last row; None: too few rows."""
+    if len(rows) < 2:
+        return None
+    sent = rows[-1]["bytes_sent"] - rows[0]["bytes_sent"]
+    return float(sent / (rows[-1]["time_s"] - rows[0]["time_s"]))
+
+
+def _limit_sign(window: _Window, record: RankRecord) -> str:
+    """Whether paths carried what the limit allows, and much more before. Nothing notices that, so
+    there is no moment at which it was."""
+    fault = window.fault
+    for slot in _slots(fault, record, fault.peer):
+        before_s = window.begin_s - _TRACES_S
+        before = _rate(record.rows_between(fault.peer, slot, before_s, window.begin_s))
+        rate = _rate(record.rows_between(fault.peer, slot, window.begin_s, window.end_s))
+        # A little may still be queued below the limit when it begins.
+        if before and rate and before > 2 * fault.bytes_per_s and rate < 1.5 * fault.bytes_per_s:
+            return f"path {slot}: from {before / 1e6:.1f} to {rate / 1e6:.1f} MB/s"
+    return ""
+
+
+def _increase(key: str, window: _Window, ranks: Mapping[int, RankRecord], slots: str) -> int:
+    """Of a counter, over a fault's window, both ends together; `slots`: "its" or "all"."""
+    total = 0
+    until_s = max(window.well_s, window.end_s + _AFTER_S)
+    for record, peer in _ends(window.fault, ranks):
+        for other, slot in record.paths:
+            if other == peer and (slots == "all" or window.fault.path in (None, slot)):
+                before = record.row_at(peer, slot, window.begin_s)
+                after = record.row_at(peer, slot, until_s)
+                if after is not None:
+                    total += after[key] - (before[key] if before is not None else 0)
+    return total
+
+
+class _Operations:
+    """All operations of all ranks, with what is usual for each."""
+
+    def __init__(self, ranks: Mapping[int, RankRecord], windows: Sequence[_Window]) -> None:
+        self._ranks = ranks
+        self._windows = [window for window in windows if window.reached]
+        calm: dict[tuple[int, str], list[float]] = defaultdict(list)
+        for record in ranks.values():
+            for operation in self._calm(record):
+                calm[record.rank, operation["text"]].append(operation["took_s"])
+        self._usual_s = {key: statistics.median(times) for key, times in calm.items()}
+
+    def _calm(self, record: RankRecord) -> Iterable[dict[str, Any]]:
+        """The operations away from all faults, and from the start."""
+        for operation in record.operations:
+            if operation["took_s"] is None or operation["error"]:
+                continue
+            if operation["began_s"] >= record.start_s[1] + _WARM_UP_S and not any(
+                _overlap(operation, window.begin_s, window.well_s + _AFTER_S)
+                for window in self._windows
+            ):
+                yield operation
+
+    def _pause(self, record: RankRecord, operation: Mapping[str, Any]) -> Pause:
+        took_s = operation["took_s"]
+        if took_s is None:
+            took_s = record.last_s - operation["began_s"]
+        usual_s = self._usual_s.get((record.rank, operation["text"]))
+        return Pause(record.rank, operation["name"], took_s, usual_s)
+
+    def worst_in(self, window: _Window) -> Pause | None:
+        """The operation of all ranks that lost the most in a fault's window."""
+        return max(
+            (
+                self._pause(record, operation)
+                for record in self._ranks.values()
+                for operation in record.operations
+                if _overlap(operation, window.begin_s, window.well_s)
+            ),
+            key=lambda pause: pause.extra_s,
+            default=None,
+        )
+
+    def worst_calm(self) -> Pause | None:
+        """The same away from faults."""
+        return max(
+            (
+                self._pause(r, operation)
+                for r in self._ranks.values()
+                for operation in self._calm(r)
+            ),
+            key=lambda pause: pause.extra_s,
+            default=None,
+        )
+
+
+def _overlap(operation: Mapping[str, Any], a_s: float, b_s: float) -> bool:
+    took_s = operation["took_s"]
+    end_s = float("inf") if took_s is None else operation["began_s"] + took_s
+    return bool(operation["began_s"] <= b_s and end_s >= a_s)
+
+
+def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -> Report:
+    """What the records tell of the faults; of a rank that was started again, its first one."""
+    ranks: dict[int, RankRecord] = {}
+    restarted = []
+    for record in records:
+        if ranks.setdefault(record.rank, record) is not record:
+            restarted.append(record.rank)
+    windows = _windows(script, ranks)
+    operations = _Operations(ranks, windows)
+    first_s = min((record.start_s[0] for record in ranks.values()), default=0.0)
+    outcomes = []
+    for window in windows:
+        outcome = Outcome(window.fault, "not reached")
+        outcomes.append(outcome)
+        if not window.reached:
+            continue
+        outcome.at_s = window.begin_s - first_s
+        known = [
+            record.row_at(peer, slot, window.begin_s)
+            for record, peer in _ends(window.fault, ranks)
+            for slot in _slots(window.fault, record, peer)
+        ]
+        if not any(row and row["state"] not in ("unused", "down") for row in known):
+            outcome.state = "no connection"
+            continue
+        sign = _first_sign(window, ranks)
+        outcome.chunks_again = _increase("chunks_retransmitted", window, ranks, "all")
+        # Each end counts the same connection.
+        outcome.reconnects = -(-_increase("reconnects", window, ranks, "its") // 2)
+        outcome.pause = operations.worst_in(window)
+        if window.fault.kind == "rate":
+            outcome.how = _limit_sign(window, ranks[window.fault.rank])
+        traced: object = sign or outcome.how
+        outcome.state = (
+            "seen" if traced or outcome.chunks_again or outcome.reconnects else "not seen"
+        )
+        if sign:
+            outcome.noticed_s, outcome.how = max(0.0, sign[0] - window.begin_s), sign[1]
+    return Report(
+        outcomes=outcomes,
+        ranks=sorted(ranks),
+        hosts=sorted({record.host for record in ranks.values()}),
+        operations=sum(len(record.operations) for record in records),
+        missed=sum(record.missed for record in records),
+        failed=[
+            f"rank {record.rank}: {operation['name']}: {operation['error']}"
+            for record in records
+            for operation in record.operations
+            if operation["error"]
+        ],
+        noise=operations.worst_calm(),
+        resolution_s=max((record.period_s for record in records), default=0.0),
+        killed=[record.rank for record in records if record.end_s is None],
+        restarted=sorted(set(restarted)),
+    )

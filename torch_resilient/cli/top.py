@@ -1,0 +1,293 @@
+"""`torch-resilient top`: a live table of the peers and paths of a running job.
+
+The job must have been started with TORCH_RESILIENT_METRICS set, which is off by default: to a
+folder, in which each process makes a socket, or to a port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from torch_resilient.cli.chaos import table
+from torch_resilient.cli.errors import bad_input
+
+ABOUT = """\
+examples:
+  mkdir -p /tmp/job
+  TORCH_RESILIENT_METRICS=/tmp/job torchrun --standalone --nproc-per-node 2 train.py
+  torch-resilient top /tmp/job                   in another terminal
+  torch-resilient top node0:9400 node0:9401      with TORCH_RESILIENT_METRICS=0.0.0.0:9400
+  curl --unix-socket /tmp/job/rank00000.*.sock http://localhost/metrics
+
+A line for each path (connection): rates of the last interval, chunks sent again, connections made
+again and times it was suspect since the job's start; below it what happened while you watched.
+
+exit status: 0; 1 if no process answers; 2 for bad input.
+"""
+
+_TIMEOUT_S = 3.0
+_EVENTS_SHOWN = 8
+
+
+def add_parser(commands: Any) -> None:
+    """Adds this command to those of an argparse parser."""
+    parser = commands.add_parser(
+        "top",
+        help="watch the peers and paths of a running job",
+        description=__doc__,
+        epilog=ABOUT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "where",
+        nargs="*",
+        metavar="WHERE",
+        help="folders with sockets, or host:port (default: TORCH_RESILIENT_METRICS)",
+    )
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="two looks, one table, and end")
+    parser.add_argument(
+        "--json", action="store_true", help="one look: what each process says, as JSON, and end"
+    )
+    parser.set_defaults(run=run)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__("localhost", timeout=_TIMEOUT_S)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
+
+
+def find(where: Sequence[str]) -> list[str]:
+    """The endpoints: paths of sockets, and host:port as given. Raises ValueError."""
+    found = []
+    for each in where:
+        path = Path(each)
+        if path.is_dir():
+            found += sorted(str(path) for path in path.glob("*.sock"))
+        elif "/" in each:
+            raise ValueError(f"{each}: no such folder")
+        elif each.rpartition(":")[2].isdecimal():
+            found.append(each if ":" in each else f"127.0.0.1:{each}")
+        else:
+            raise ValueError(f"{each}: neither a folder nor host:port")
+    return found
+
+
+def fetch(endpoint: str) -> dict[str, Any] | None:
+    """The snapshot of the process at `endpoint`; None if it does not answer with one."""
+    connection: http.client.HTTPConnection
+    if "/" in endpoint:
+        connection = _UnixConnection(endpoint)
+    else:
+        host, _, port = endpoint.rpartition(":")
+        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S)
+    try:
+        connection.request("GET", "/stats")
+        answer = connection.getresponse()
+        told = json.loads(answer.read()) if answer.status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+    return told if isinstance(told, dict) and "peers" in told else None
+
+
+def fetch_all(endpoints: Sequence[str]) -> list[dict[str, Any]]:
+    """Of all that answer, by rank."""
+    if not endpoints:
+        return []
+    with ThreadPoolExecutor(min(16, len(endpoints))) as pool:
+        told = [each for each in pool.map(fetch, endpoints) if each is not None]
+    return sorted(told, key=_order)
+
+
+def _order(told: dict[str, Any]) -> tuple[float, int]:
+    return (float("inf") if told["rank"] is None else told["rank"], told["pid"])
+
+
+def _paths(told: dict[str, Any]) -> dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]]:
+    """(peer, path) by peer's rank and slot."""
+    return {
+        (peer["rank"], path["slot"]): (peer, path)
+        for peer in told["peers"]
+        for path in peer["paths"]
+    }
+
+
+def _rate(key: str, now: dict[str, Any], before: dict[str, Any] | None, elapsed_s: float) -> str:
+    if before is None or elapsed_s <= 0:
+        return "-"
+    return f"{max(0.0, now[key] - before[key]) / elapsed_s / 1e6:.1f}"
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What happened in one process between two snapshots, for people."""
+    found = []
+    old = _paths(before)
+    told_until = max((event["time_s"] for event in before["events"]), default=0.0)
+    found += [event["text"] for event in now["events"] if event["time_s"] > told_until]
+    peers = {peer["rank"]: peer["state"] for peer in before["peers"]}
+    for peer in now["peers"]:
+        was = peers.get(peer["rank"], "unconnected")
+        if was != peer["state"]:
+            why = f": {peer['last_error']}" if peer["state"] in ("dead", "left") else ""
+            found.append(f"rank {peer['rank']}: {was} -> {peer['state']}{why}")
+    for key, (peer, path) in _paths(now).items():
+        if key not in old:
+            continue
+        was_path = old[key][1]
+        name = f"path {path['slot']} to rank {peer['rank']}"
+        again = path["reconnects"] - was_path["reconnects"]
+        if was_path["state"] != path["state"]:
+            found.append(f"{name}: {was_path['state']} -> {path['state']}")
+        if again > 0:
+            why = f": {path['last_error']}" if path["last_error"] else ""
+            found.append(f"{name}: made again{f' {again} times' if again > 1 else ''}{why}")
+        elif path["times_suspect"] > was_path["times_suspect"]:
+            found.append(f"{name}: was suspect")
+    return [f"rank {now['rank']}: {text}" for text in found]
+
+
+def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+    """The table of all processes; rates are those between the two looks."""
+    old = {(told["host"], told["pid"]): told for told in before}
+    rows = [
+        (
+            "rank",
+            "peer",
+            "path",
+            "state",
+            "sends MB/s",
+            "gets MB/s",
+            "round trip ms",
+            "again",
+            "remade",
+            "suspect",
+            "interfaces",
+        )
+    ]
+    for told in now:
+        earlier = old.get((told["host"], told["pid"]))
+        elapsed_s = told["time_s"] - earlier["time_s"] if earlier else 0.0
+        old_paths = _paths(earlier) if earlier else {}
+        name = "?" if told["rank"] is None else str(told["rank"])
+        for peer in told["peers"]:
+            if not peer["paths"]:
+                rows.append((name, str(peer["rank"]), "-", peer["state"], *["-"] * 7))
+            for path in peer["paths"]:
+                was = old_paths.get((peer["rank"], path["slot"]), (None, None))[1]
+                good = peer["state"] in ("up", "unconnected")
+                rows.append(
+                    (
+                        name,
+                        str(peer["rank"]),
+                        str(path["slot"]),
+                        path["state"] if good else f"{path['state']}, rank {peer['state']}",
+                        _rate("bytes_sent", path, was, elapsed_s),
+                        _rate("bytes_received", path, was, elapsed_s),
+                        f"{path['round_trip_s'] * 1e3:.2f}" if path["round_trip_s"] else "-",
+                        str(path["chunks_retransmitted"]),
+                        str(path["reconnects"]),
+                        str(path["times_suspect"]),
+                        f"{path['nic']}-{path['remote_nic']}" if path["nic"] else "local",
+                    )
+                )
+    pending = sum(group["operations_pending"] for told in now for group in told["groups"])
+    hosts = sorted({told["host"] for told in now})
+    size = max((told["world_size"] or 0 for told in now), default=0)
+    head = (
+        f"{len(now)} of {size or '?'} ranks, on {', '.join(hosts)}; {pending} operations pending; "
+        f"{time.strftime('%H:%M:%S')}"
+    )
+    return f"{head}\n\n{table(rows)}"
+
+
+def _cut_to_terminal(text: str) -> str:
+    columns, lines = shutil.get_terminal_size()
+    shown = [line[:columns] for line in text.splitlines()]
+    if len(shown) > lines - 1:
+        hidden = len(shown) - lines + 2
+        shown = [*shown[: lines - 2], f"... {hidden} more lines: a higher terminal, or --once"]
+    return "\n".join(shown)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Shows it; returns the exit status."""
+    where = options.where or [
+        each for each in [os.environ.get("TORCH_RESILIENT_METRICS", "")] if each
+    ]
+    try:
+        if not where:
+            raise ValueError(
+                "where? give the folder or host:port that TORCH_RESILIENT_METRICS names in the "
+                "job's environment"
+            )
+        if not 0.05 <= options.interval <= 3600:
+            raise ValueError(f"--interval: expected 0.05 to 3600, got {options.interval:g}")
+        before = fetch_all(find(where))
+        if not before:
+            sys.stderr.write(
+                f"torch-resilient top: no process answers at {', '.join(where)}: was the job "
+                "started with TORCH_RESILIENT_METRICS set to it, and has it made its group yet?\n"
+            )
+            return 1
+        if options.json:
+            print(json.dumps(before))
+            return 0
+        _show(options, where, before)
+    except ValueError as error:
+        return bad_input("top", error)
+    except KeyboardInterrupt:
+        pass
+    return 0
+
+
+def _show(options: argparse.Namespace, where: Sequence[str], before: list[dict[str, Any]]) -> None:
+    events: list[str] = []
+    terminal = sys.stdout.isatty()
+    while True:
+        time.sleep(options.interval)
+        # Processes may come and go.
+        now = fetch_all(find(where))
+        clock = time.strftime("%H:%M:%S")
+        old = {(told["host"], told["pid"]): told for told in before}
+        for told in now:
+            earlier = old.pop((told["host"], told["pid"]), None)
+            if earlier is not None:
+                events += [f"{clock} {text}" for text in changes(earlier, told)]
+        events += [f"{clock} rank {told['rank']}: no answer any more" for told in old.values()]
+        if not now and not options.once:
+            print("\n".join([*events[-_EVENTS_SHOWN:], "the job has ended"]))
+            return
+        text = frame(before, now)
+        if events:
+            text += "\n\n" + "\n".join(events[-_EVENTS_SHOWN:])
+        if options.once:
+            print(text)
+            return
+        # Home, the frame with each line's rest erased, then the rest of the screen.
+        erased = _cut_to_terminal(text).replace("\n", "\x1b[K\n")
+        sys.stdout.write(f"\x1b[H{erased}\x1b[K\n\x1b[J" if terminal else f"{text}\n\n")
+        sys.stdout.flush()
+        before = now
