@@ -15,14 +15,16 @@ SCRIPTS = (
     "idle_cpu.py",
     "live_dispatch.py",
     "dp_straggler.py",
+    "wan_collectives.py",
 )
 # Takes five minutes even if quick.
 LONG_SCRIPTS = ("stragglers.py",)
 
 ABOUT = """\
-Runs compare_gloo.py, hol_blocking.py, idle_cpu.py, live_dispatch.py, dp_straggler.py and, with
---full, stragglers.py, one after the other; each explains itself with --help. The first compares
-and has no limits; the others end with status 1 if they miss one, and then so does this.
+Runs compare_gloo.py, hol_blocking.py, idle_cpu.py, live_dispatch.py, dp_straggler.py,
+wan_collectives.py and, with --full, stragglers.py, one after the other; each explains itself with
+--help. compare_gloo.py and wan_collectives.py compare and have no limits; the others end with
+status 1 if they miss one, and then so does this.
 """
 
 

@@ -30,7 +30,11 @@ FOLDERS: dict[str, set[str]] = {
     "lab": {"base"},
 }
 # The interface between the engine and the algorithms that it runs.
-SHARED = {("delegate", "collectives/communicator.h"), ("delegate", "collectives/task.h")}
+SHARED = {
+    ("delegate", "collectives/communicator.h"),
+    ("delegate", "collectives/task.h"),
+    ("delegate", "collectives/topology.h"),
+}
 # No I/O, no thread, no clock of their own: they run under simulation.
 PURE = {"base", "wire", "loss", "path", "failover", "channel", "collectives", "planning", "lab"}
 # base holds the checked system calls and the system's random numbers and, for the time of day

@@ -12,7 +12,16 @@ from torch_resilient import _registration, faults
 from torch_resilient._version import __version__
 from torch_resilient.traffic import traffic_class
 
-__all__ = ["Options", "__version__", "dump", "faults", "stats", "traffic_class"]
+__all__ = [
+    "Options",
+    "__version__",
+    "dump",
+    "faults",
+    "group_by_round_trip",
+    "stats",
+    "topology",
+    "traffic_class",
+]
 
 # The entry point; torch calls it at the end of `import torch`.
 _autoload = _registration.register_or_warn
@@ -22,7 +31,9 @@ def __getattr__(name: str) -> Any:
     """What needs torch or the compiled module, on first use.
 
     `Options` is the type for `pg_options`; `stats(group=None)` tells what the backend knows of
-    its peers and paths; `dump()` gives the recent operations of this process as text.
+    its peers and paths; `topology(group=None)` where its ranks are, and
+    `group_by_round_trip(group=None)` finds it out; `dump()` gives the recent operations of this
+    process as text.
     """
     if name in ("Options", "dump"):
         from torch_resilient import _native
@@ -32,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from torch_resilient._stats import stats
 
         return stats
+    if name in ("group_by_round_trip", "topology"):
+        from torch_resilient import _topology
+
+        return getattr(_topology, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -402,6 +402,33 @@ void bindGroup(py::module_& m) {
         return toPython(stats);
       },
       py::arg("group"));
+  m.def(
+      "topology",
+      [](ProcessGroupResilient& group) {
+        const auto topology = translated([&] {
+          py::gil_scoped_release release;
+          return group.topology();
+        });
+        py::dict d;
+        d["sites"] = topology->sites();
+        d["hosts"] = topology->hosts();
+        d["algorithm"] = nameOf(topology->choice());
+        return d;
+      },
+      py::arg("group"));
+  m.def(
+      "set_topology",
+      [](ProcessGroupResilient& group,
+         std::vector<std::string> sites,
+         const std::string& algorithm) {
+        translated([&] {
+          group.setTopology(std::move(sites), algorithmChoiceFrom(algorithm));
+        });
+      },
+      py::arg("group"),
+      py::arg("sites"),
+      py::arg("algorithm"),
+      py::call_guard<py::gil_scoped_release>());
 }
 
 WorkResilient& ours(c10d::Work& work, const char* function) {

@@ -195,6 +195,29 @@ GroupStats ProcessGroupResilient::stats() {
   return group_->stats();
 }
 
+std::shared_ptr<const Topology> ProcessGroupResilient::topology() {
+  checkUsable("topology");
+  return group_->topology(timeoutOr(c10d::kUnsetTimeout));
+}
+
+void ProcessGroupResilient::setTopology(
+    std::vector<std::string> sites,
+    AlgorithmChoice choice) {
+  const auto known = topology();
+  if (sites.size() != static_cast<size_t>(size_)) {
+    throwInvalid(
+        "set_topology: got " + std::to_string(sites.size()) +
+        " sites, the group has " + std::to_string(size_) + " ranks");
+  }
+  for (const std::string& site : sites) {
+    if (!site.empty() && !isSiteName(site)) {
+      throwInvalid("set_topology: \"" + site + "\" is not the name of a site");
+    }
+  }
+  group_->setTopology(
+      std::make_shared<Topology>(std::move(sites), known->hosts(), choice));
+}
+
 c10::intrusive_ptr<WorkResilient> ProcessGroupResilient::makeWork(
     c10d::OpType type,
     const char* title,

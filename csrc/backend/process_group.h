@@ -59,6 +59,10 @@ class ProcessGroupResilient : public c10d::Backend {
   uint64_t getSequenceNumberForGroup() override;
 
   GroupStats stats();
+  // Group::topology within the group's time-out, and Group::setTopology with
+  // the site of each rank and the choice of algorithms.
+  std::shared_ptr<const Topology> topology();
+  void setTopology(std::vector<std::string> sites, AlgorithmChoice choice);
 
   // process_group_reduce.cpp
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)

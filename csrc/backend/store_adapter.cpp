@@ -35,6 +35,18 @@ class StoreAdapter : public KeyValue {
     return store_->compareSet(key, "", desired);
   }
 
+  std::vector<std::string> getAll(
+      const std::vector<std::string>& keys) override {
+    if (!store_->hasExtendedApi()) {
+      return KeyValue::getAll(keys);
+    }
+    std::vector<std::string> values; // in one round trip
+    for (const std::vector<uint8_t>& value : store_->multiGet(keys)) {
+      values.emplace_back(value.begin(), value.end());
+    }
+    return values;
+  }
+
   std::unique_ptr<KeyValue> clone() override {
     return std::make_unique<StoreAdapter>(store_->clone());
   }

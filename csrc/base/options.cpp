@@ -136,19 +136,19 @@ std::optional<bool> parseFlag(std::string_view text) {
   return std::nullopt;
 }
 
-// `choices`: "debug, info, warning or error".
-bool isChoice(std::string_view choices, std::string_view word) {
-  constexpr std::string_view kSeparators = ", ";
-  while (!choices.empty()) {
-    const size_t end =
-        std::min(choices.find_first_of(kSeparators), choices.size());
-    const std::string_view choice = choices.substr(0, end);
-    if (choice == word && choice != "or" && !choice.empty()) {
+// One of the words in "debug, info, warning or error".
+bool isChoice(const OptionInfo& option, std::string_view value) {
+  std::string_view rest = option.unit;
+  for (;;) {
+    const size_t end = std::min(rest.find(", "), rest.find(" or "));
+    if (rest.substr(0, end) == value) {
       return true;
     }
-    choices.remove_prefix(std::min(end + 1, choices.size()));
+    if (end == std::string_view::npos) {
+      return false;
+    }
+    rest.remove_prefix(end + (rest[end] == ',' ? 2 : 4));
   }
-  return false;
 }
 
 // NaN is within no bounds.
@@ -164,8 +164,7 @@ bool acceptable(const OptionInfo& option, const EngineOptions& options) {
         if constexpr (std::is_same_v<T, bool>) {
           return true;
         } else if constexpr (std::is_same_v<T, std::string>) {
-          return option.kind != OptionKind::Choice ||
-              isChoice(option.unit, value);
+          return option.kind != OptionKind::Choice || isChoice(option, value);
         } else {
           return inBounds(option, static_cast<double>(value));
         }
@@ -346,11 +345,25 @@ void EngineOptions::validate() const {
         " exceeds reconnect_max_s=" + numberText(reconnect_max_s) +
         ": lower the first or raise the second");
   }
+  if (!site.empty() && !isSiteName(site)) {
+    invalid(
+        "site=\"" + site.substr(0, 80) +
+        "\" (TORCH_RESILIENT_SITE): expected up to 64 letters, digits, '.', "
+        "'_' and '-'");
+  }
   if (!secret.empty() && !secret_file.empty()) {
     invalid(
         "both secret and secret_file are set "
         "(TORCH_RESILIENT_SECRET, TORCH_RESILIENT_SECRET_FILE): unset one");
   }
+}
+
+bool isSiteName(std::string_view text) {
+  return !text.empty() && text.size() <= 64 &&
+      std::ranges::all_of(text, [](char c) {
+        return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') ||
+            (c >= 'A' && c <= 'Z') || c == '.' || c == '_' || c == '-';
+      });
 }
 
 // By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.

@@ -53,6 +53,9 @@ struct EngineOptions {
   void validate() const;
 };
 
+// 1 to 64 letters, digits, '.', '_' and '-'.
+bool isSiteName(std::string_view text);
+
 enum class OptionKind : uint8_t {
   Bytes,
   Count,

@@ -5,6 +5,7 @@
 
 #include "collectives/algorithms.h"
 #include "collectives/compute.h"
+#include "collectives/hierarchical.h"
 #include "collectives/reduce.h"
 #include "collectives/sharded_reduction.h"
 
@@ -304,13 +305,33 @@ Task allReduce(
     size_t count,
     Reduction reduction,
     CostModel cost) {
-  const AllReduceAlgorithm algorithm =
-      chooseAllReduce(comm.size(), count * dtypeBytes(reduction.dtype), cost);
-  Tuning tuning;
-  if (algorithm == AllReduceAlgorithm::kDirect) {
-    tuning = tuningForFanIn(comm.size());
+  const size_t bytes = count * dtypeBytes(reduction.dtype);
+  TopologyUse use = TopologyUse::kIgnore;
+  Task choosing =
+      chooseByTopology(comm, CollectiveKind::kAllReduce, bytes, use);
+  co_await choosing;
+  Task chosen;
+  if (use == TopologyUse::kHierarchy) {
+    const Topology& topology = *comm.topology();
+    chosen = hierarchicalAllReduce(
+        topology.root(),
+        comm,
+        data,
+        count,
+        reduction,
+        exchangesAtTop(topology, bytes),
+        hierarchyTuningFor(*comm.topology()));
+  } else {
+    const AllReduceAlgorithm algorithm = use == TopologyUse::kOneRound
+        ? AllReduceAlgorithm::kFlat
+        : chooseAllReduce(comm.size(), bytes, cost);
+    Tuning tuning;
+    if (algorithm == AllReduceAlgorithm::kDirect) {
+      tuning = tuningForFanIn(comm.size());
+    }
+    chosen = allReduceWith(algorithm, comm, data, count, reduction, tuning);
   }
-  return allReduceWith(algorithm, comm, data, count, reduction, tuning);
+  co_await chosen;
 }
 
 } // namespace resilient

@@ -4,6 +4,7 @@
 
 #include "collectives/algorithms.h"
 #include "collectives/compute.h"
+#include "collectives/hierarchical.h"
 
 namespace resilient {
 namespace {
@@ -115,7 +116,17 @@ Task barrierWith(BarrierAlgorithm algorithm, Communicator& comm) {
 }
 
 Task barrier(Communicator& comm) {
-  return barrierWith(chooseBarrier(comm.size(), CostModel()), comm);
+  TopologyUse use = TopologyUse::kIgnore;
+  Task choosing = chooseByTopology(comm, CollectiveKind::kBarrier, 0, use);
+  co_await choosing;
+  Task chosen = use == TopologyUse::kHierarchy
+      ? hierarchicalBarrier(comm.topology()->root(), comm)
+      : barrierWith(
+            use == TopologyUse::kOneRound
+                ? BarrierAlgorithm::kFlat
+                : chooseBarrier(comm.size(), CostModel()),
+            comm);
+  co_await chosen;
 }
 
 // Rounds 2; rank 0 exchanges an empty message with each.

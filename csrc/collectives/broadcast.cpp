@@ -3,6 +3,7 @@
 
 #include "collectives/algorithms.h"
 #include "collectives/compute.h"
+#include "collectives/hierarchical.h"
 
 namespace resilient {
 namespace {
@@ -219,13 +220,31 @@ Task broadcastWith(
 }
 
 Task broadcast(Communicator& comm, void* data, size_t bytes, int root) {
-  return broadcastWith(
-      chooseBroadcast(comm.size(), bytes, CostModel()),
-      comm,
-      data,
-      bytes,
-      root,
-      Tuning());
+  TopologyUse use = TopologyUse::kIgnore;
+  Task choosing =
+      chooseByTopology(comm, CollectiveKind::kBroadcast, bytes, use);
+  co_await choosing;
+  Task chosen;
+  if (use == TopologyUse::kHierarchy) {
+    chosen = hierarchicalBroadcast(
+        comm.topology()->root(),
+        comm,
+        data,
+        bytes,
+        root,
+        hierarchyTuningFor(*comm.topology()));
+  } else {
+    chosen = broadcastWith(
+        use == TopologyUse::kOneRound
+            ? BroadcastAlgorithm::kFlat
+            : chooseBroadcast(comm.size(), bytes, CostModel()),
+        comm,
+        data,
+        bytes,
+        root,
+        Tuning());
+  }
+  co_await chosen;
 }
 
 } // namespace resilient

@@ -37,6 +37,12 @@ class PartCommunicator : public Communicator {
   void cancel(Transfer& transfer) override {
     inner_.cancel(transfer);
   }
+  const Topology* topology() const override {
+    return inner_.topology();
+  }
+  void startLearning(Transfer& transfer) override {
+    inner_.startLearning(transfer);
+  }
   void startYield(Transfer& transfer) override {
     inner_.startYield(transfer);
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "base/status.h"
+#include "collectives/topology.h"
 
 namespace resilient {
 
@@ -103,6 +104,11 @@ class Communicator {
       void* data,
       size_t bytes) = 0;
   virtual void cancel(Transfer& transfer) = 0;
+
+  // Where the ranks are; null until `transfer` of startLearning() completes.
+  // Equal on all ranks for one operation, and for all its life.
+  virtual const Topology* topology() const = 0;
+  virtual void startLearning(Transfer& transfer) = 0;
 
   // `transfer` completes at the next turn of the loop. An algorithm that has
   // computed for about 100 us awaits it, so that other traffic moves on.

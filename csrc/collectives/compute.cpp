@@ -102,6 +102,29 @@ Task scaleSliced(
   }
 }
 
+Task divideSliced(
+    Communicator& comm,
+    ComputeBudget& budget,
+    void* data,
+    size_t count,
+    DType dtype,
+    uint64_t divisor) {
+  const size_t elementBytes = dtypeBytes(dtype);
+  const size_t slice = kComputeSliceBytes / elementBytes;
+  for (size_t done = 0; done < count;) {
+    if (budget.spentBytes >= kComputeSliceBytes) {
+      Transfer turn;
+      comm.startYield(turn);
+      co_await turn;
+      budget.spentBytes = 0;
+    }
+    const size_t n = std::min(slice, count - done);
+    divideBy(at(data, done * elementBytes), n, dtype, divisor);
+    budget.spentBytes += n * elementBytes;
+    done += n;
+  }
+}
+
 void require(bool condition, const char* attempt, const char* what) {
   if (!condition) {
     throw StatusError(Status(

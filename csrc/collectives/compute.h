@@ -2,6 +2,7 @@
 
 #include <coroutine>
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -21,7 +22,7 @@ struct ComputeBudget {
 // other traffic wait (late acknowledgements), lower costs turns of the loop.
 inline constexpr size_t kComputeSliceBytes = 1u << 20;
 
-// All three keep to the budget, which is the caller's and outlives the Task.
+// All keep to the budget, which is the caller's and outlives the Task.
 
 // out = the left fold of the operands (reduceOrdered), then, for kAvg,
 // divided by the number of ranks if `last`.
@@ -49,6 +50,15 @@ Task scaleSliced(
     const void* in,
     size_t count,
     Reduction reduction);
+
+// data /= divisor, element by element (divideBy).
+Task divideSliced(
+    Communicator& comm,
+    ComputeBudget& budget,
+    void* data,
+    size_t count,
+    DType dtype,
+    uint64_t divisor);
 
 // co_await finish(transfers[i]) is co_await transfers[i], which gcc 12 refuses
 // to compile: it copies an awaited array element.

@@ -198,4 +198,99 @@ BarrierAlgorithm chooseBarrier(int ranks, CostModel model) {
   return cheapest({A::kFlat, A::kDissemination}, costOf, model);
 }
 
+namespace {
+
+const LinkModel& topLink(const Topology& topology) {
+  return topology.hasSites() ? kBetweenSites : kBetweenHosts;
+}
+
+// Of the hierarchical all-reduce, at the top only.
+double
+topAllReduceSeconds(const Topology& topology, double bytes, bool exchange) {
+  const LinkModel& link = topLink(topology);
+  const double places = static_cast<double>(topology.root().children.size());
+  return exchange ? link.latencyS + (places - 1) * bytes * link.secondsPerByte
+                  : 2 * link.latencyS +
+          2 * (places - 1) / places * bytes * link.secondsPerByte;
+}
+
+} // namespace
+
+bool exchangesAtTop(const Topology& topology, size_t bytes) {
+  const double size = static_cast<double>(bytes);
+  return topAllReduceSeconds(topology, size, true) <=
+      topAllReduceSeconds(topology, size, false);
+}
+
+TopologyUse
+chooseTopologyUse(const Topology& topology, CollectiveKind kind, size_t bytes) {
+  if (!topology.hasLevels() || topology.choice() == AlgorithmChoice::kFlat ||
+      (bytes == 0 && kind != CollectiveKind::kBarrier)) {
+    return TopologyUse::kIgnore;
+  }
+  if (topology.choice() == AlgorithmChoice::kHierarchical) {
+    return TopologyUse::kHierarchy;
+  }
+  const double n = topology.size();
+  const double size = static_cast<double>(bytes);
+  const Place& root = topology.root();
+  const double places = static_cast<double>(root.children.size());
+  double largest = 0;
+  double smallest = n;
+  double crossing = 0; // pairs of a rank of one place and a rank elsewhere
+  double parts = 0; // that cross once, the mean of both directions
+  for (const Place& child : root.children) {
+    const double m = static_cast<double>(child.ranks.size());
+    largest = std::max(largest, m);
+    smallest = std::min(smallest, m);
+    crossing = std::max(crossing, m * (n - m));
+    parts = std::max(parts, ((places - 1) * m + (n - m)) / 2);
+  }
+  const LinkModel& top = topLink(topology);
+  const LinkModel& lower = topology.hasSites() ? kBetweenHosts : kWithinHost;
+  const double reduceSeconds = CostModel().reduceSecondsPerByte;
+
+  double flatBytes = 0; // over the border of the busiest place
+  double flatReduced = 0;
+  double topSeconds = 0; // of the hierarchy
+  double passes = 2; // of all data, at each lower level
+  double reduced = 0;
+  switch (kind) {
+    case CollectiveKind::kAllReduce:
+      flatBytes = crossing * size;
+      flatReduced = (n - 1) * size;
+      topSeconds =
+          topAllReduceSeconds(topology, size, exchangesAtTop(topology, bytes));
+      reduced = 2 * size;
+      break;
+    case CollectiveKind::kReduce:
+    case CollectiveKind::kBroadcast:
+      flatBytes = (n - smallest) * size;
+      flatReduced = kind == CollectiveKind::kReduce ? (n - 1) * size : 0;
+      topSeconds = top.latencyS + (places - 1) * size * top.secondsPerByte;
+      reduced = kind == CollectiveKind::kReduce ? 2 * size : 0;
+      break;
+    case CollectiveKind::kReduceScatter:
+    case CollectiveKind::kAllGather:
+      flatBytes = crossing * size / n;
+      topSeconds = top.latencyS + parts * size / n * top.secondsPerByte;
+      passes = 1;
+      break;
+    case CollectiveKind::kBarrier:
+      topSeconds = top.latencyS;
+      break;
+  }
+  const double levels = static_cast<double>(topology.height() - 1);
+  const double oneRound = top.latencyS + flatBytes * top.secondsPerByte +
+      flatReduced * reduceSeconds + (n - 1) * kMessageSeconds;
+  const double hierarchy = topSeconds +
+      levels * passes * (lower.latencyS + size * lower.secondsPerByte) +
+      reduced * reduceSeconds +
+      (levels * passes * (largest - 1) + places - 1) * kMessageSeconds;
+  const bool fits = kind != CollectiveKind::kAllReduce ||
+      (n - 1) * size <= static_cast<double>(kUnsegmentedScratchBytesMax);
+  return fits && oneRound <= hierarchy ? TopologyUse::kOneRound
+                                       : TopologyUse::kHierarchy;
+}
+
 } // namespace resilient

@@ -3,6 +3,7 @@
 #include <cstddef>
 
 #include "collectives/collectives.h"
+#include "collectives/topology.h"
 
 namespace resilient {
 
@@ -56,6 +57,23 @@ inline constexpr size_t kSegmentBytesMin = 16u << 10;
 // Segments under way at a time, per peer: one is reduced while others travel.
 inline constexpr size_t kSegmentWindow = 4;
 
+// The unit of pipelining between the levels of a hierarchy, in bytes of one
+// rank's data: long enough that the share of one rank in four is a segment,
+// short enough that the first and the last, whose levels overlap with nothing,
+// take little of what 64 MiB take between two sites.
+inline constexpr size_t kHierarchyChunkBytes = 2u << 20;
+// Of a reduce-scatter or all-gather of many ranks: the least of one rank's
+// part in a chunk.
+inline constexpr size_t kHierarchySliceBytesMin = 64u << 10;
+// Chunks under way at a time. Between sites, 48 MiB: at 10 Gbit/s and 40 ms
+// that much is on the wire. Between hosts, few: what is under way should stay
+// in the cache, and 24 took twice as long as 4 on loopback.
+inline constexpr size_t kHierarchyLanesBetweenSites = 24;
+inline constexpr size_t kHierarchyLanesBetweenHosts = 4;
+// Scratch memory of all chunks under way: with two sites a chunk needs about
+// its own size.
+inline constexpr size_t kHierarchyScratchBytesMax = 64u << 20;
+
 // How an algorithm cuts its data.
 struct Tuning {
   size_t segmentBytes = kSegmentBytes; // a multiple of 16 unless in tests
@@ -83,6 +101,39 @@ ReduceAlgorithm chooseReduce(int ranks, size_t bytes, CostModel model);
 BroadcastAlgorithm chooseBroadcast(int ranks, size_t bytes, CostModel model);
 AllGatherAlgorithm chooseAllGather(int ranks, size_t bytes, CostModel model);
 BarrierAlgorithm chooseBarrier(int ranks, CostModel model);
+
+// Messages between two places. The figures must be the same on all ranks, so
+// they are assumed, not measured; only the choice at small sizes hangs on them.
+struct LinkModel {
+  double latencyS;
+  double secondsPerByte; // between a place and the others, all ranks together
+};
+inline constexpr LinkModel kBetweenSites{20e-3, 1 / 125e6};
+inline constexpr LinkModel kBetweenHosts{100e-6, 1 / 1.25e9};
+inline constexpr LinkModel kWithinHost{30e-6, 1 / 2e9};
+
+enum class CollectiveKind {
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kBarrier
+};
+
+// What a collective makes of the topology. With places apart, only two kinds
+// of algorithm can be best: the one round in which everybody sends all to
+// everybody, for little data, and the hierarchy.
+enum class TopologyUse { kIgnore, kOneRound, kHierarchy };
+
+// `bytes`: of one rank's data; for reduce-scatter and all-gather of the parts
+// of all ranks together.
+TopologyUse
+chooseTopologyUse(const Topology& topology, CollectiveKind kind, size_t bytes);
+
+// The hierarchical all-reduce sends shares whole between the children of the
+// root, rather than in two steps.
+bool exchangesAtTop(const Topology& topology, size_t bytes);
 
 // ceil(log2(ranks)): 0 for 1 rank.
 int logRounds(int ranks);

@@ -5,6 +5,7 @@
 
 #include "collectives/algorithms.h"
 #include "collectives/compute.h"
+#include "collectives/hierarchical.h"
 
 namespace resilient {
 namespace {
@@ -167,13 +168,31 @@ Task allGather(
     std::vector<void*> outputs,
     std::vector<size_t> bytes) {
   const size_t total = std::accumulate(bytes.begin(), bytes.end(), size_t{0});
-  return allGatherWith(
-      chooseAllGather(comm.size(), total, CostModel()),
-      comm,
-      input,
-      std::move(outputs),
-      std::move(bytes),
-      Tuning());
+  TopologyUse use = TopologyUse::kIgnore;
+  Task choosing =
+      chooseByTopology(comm, CollectiveKind::kAllGather, total, use);
+  co_await choosing;
+  Task chosen;
+  if (use == TopologyUse::kHierarchy) {
+    chosen = hierarchicalAllGather(
+        comm.topology()->root(),
+        comm,
+        input,
+        std::move(outputs),
+        std::move(bytes),
+        hierarchyTuningFor(*comm.topology()));
+  } else {
+    chosen = allGatherWith(
+        use == TopologyUse::kOneRound
+            ? AllGatherAlgorithm::kDirect
+            : chooseAllGather(comm.size(), total, CostModel()),
+        comm,
+        input,
+        std::move(outputs),
+        std::move(bytes),
+        Tuning());
+  }
+  co_await chosen;
 }
 
 // Rounds 1; bytes: the root receives all the others' inputs.

@@ -1,7 +1,9 @@
+#include <numeric>
 #include <utility>
 
 #include "collectives/algorithms.h"
 #include "collectives/compute.h"
+#include "collectives/hierarchical.h"
 #include "collectives/sharded_reduction.h"
 
 namespace resilient {
@@ -64,13 +66,30 @@ Task reduceScatter(
     void* output,
     Reduction reduction,
     CostModel /*cost*/) {
-  return reduceScatterWith(
-      comm,
-      std::move(inputs),
-      std::move(counts),
-      output,
-      reduction,
-      tuningForFanIn(comm.size()));
+  const size_t bytes =
+      std::accumulate(counts.begin(), counts.end(), size_t{0}) *
+      dtypeBytes(reduction.dtype);
+  TopologyUse use = TopologyUse::kIgnore;
+  Task choosing =
+      chooseByTopology(comm, CollectiveKind::kReduceScatter, bytes, use);
+  co_await choosing;
+  Task chosen = use == TopologyUse::kHierarchy
+      ? hierarchicalReduceScatter(
+            comm.topology()->root(),
+            comm,
+            std::move(inputs),
+            std::move(counts),
+            output,
+            reduction,
+            hierarchyTuningFor(*comm.topology()))
+      : reduceScatterWith(
+            comm,
+            std::move(inputs),
+            std::move(counts),
+            output,
+            reduction,
+            tuningForFanIn(comm.size()));
+  co_await chosen;
 }
 
 // kDirect: rounds 1; the root receives (n-1) * size bytes and reduces all.
@@ -131,14 +150,31 @@ Task reduce(
     int root,
     CostModel cost) {
   const size_t bytes = count * dtypeBytes(reduction.dtype);
-  return reduceWith(
-      chooseReduce(comm.size(), bytes, cost),
-      comm,
-      data,
-      count,
-      reduction,
-      root,
-      tuningForFanIn(comm.size()));
+  TopologyUse use = TopologyUse::kIgnore;
+  Task choosing = chooseByTopology(comm, CollectiveKind::kReduce, bytes, use);
+  co_await choosing;
+  Task chosen;
+  if (use == TopologyUse::kHierarchy) {
+    chosen = hierarchicalReduce(
+        comm.topology()->root(),
+        comm,
+        data,
+        count,
+        reduction,
+        root,
+        hierarchyTuningFor(*comm.topology()));
+  } else {
+    chosen = reduceWith(
+        use == TopologyUse::kOneRound ? ReduceAlgorithm::kDirect
+                                      : chooseReduce(comm.size(), bytes, cost),
+        comm,
+        data,
+        count,
+        reduction,
+        root,
+        tuningForFanIn(comm.size()));
+  }
+  co_await chosen;
 }
 
 } // namespace resilient

@@ -10,6 +10,7 @@ struct CollectiveRun::Item {
   std::optional<SendRecord> send;
   std::optional<RecvRecord> recv;
   std::shared_ptr<bool> yielding; // false: withdrawn
+  bool learning = false; // waits for the topology
   uint64_t bytes = 0;
   std::list<Item>::iterator self;
 
@@ -38,6 +39,7 @@ CollectiveRun::~CollectiveRun() {
 
 void CollectiveRun::start() {
   armDeadline();
+  topology_ = group_.knownTopology();
   if (auto early = group_.earlyFailure(sequence_)) {
     failure_ = *early;
     tellOthers_ = false;
@@ -167,6 +169,28 @@ void CollectiveRun::startYield(Transfer& transfer) {
       finish(item, failure_);
     }
   });
+}
+
+void CollectiveRun::startLearning(Transfer& transfer) {
+  if (!failure_.ok() || topology_) {
+    startYield(transfer);
+    return;
+  }
+  add(transfer).learning = true;
+  group_.learn();
+}
+
+void CollectiveRun::onTopology() {
+  if (over_ || topology_) {
+    return;
+  }
+  topology_ = group_.knownTopology();
+  for (auto i = items_.begin(); i != items_.end(); ++i) {
+    if (i->learning) {
+      finish(*i, Status()); // there is one at most
+      return;
+    }
+  }
 }
 
 // A transfer after the operation has failed: fails in the next turn.

@@ -34,6 +34,8 @@ class CollectiveRun final : public Communicator {
     return checkAt_;
   }
   void onCheck();
+  // The group knows where its members are. From the top of the loop only.
+  void onTopology();
 
   uint64_t sequence() const {
     return sequence_;
@@ -74,6 +76,10 @@ class CollectiveRun final : public Communicator {
       void* data,
       size_t bytes) override;
   void startYield(Transfer& transfer) override;
+  const Topology* topology() const override {
+    return topology_.get();
+  }
+  void startLearning(Transfer& transfer) override;
   void cancel(Transfer& transfer) override;
 
  private:
@@ -101,6 +107,7 @@ class CollectiveRun final : public Communicator {
   int failedPeer_ = -1;
   uint64_t bytesDone_ = 0;
   uint64_t bytesStarted_ = 0;
+  std::shared_ptr<const Topology> topology_; // as the operation began
   std::list<Item> items_; // pending
 };
 

@@ -209,6 +209,7 @@ Engine::Engine(
   fillRandom(self_.uid.data(), self_.uid.size());
   self_.hostId = hostIdentity();
   self_.hostName = hostName();
+  self_.site = options_.site;
   self_.pid = ::getpid();
   windowBytes_ = systemWindowBytes();
   nicClasses_ = parseNicClasses(options_.nic_classes);

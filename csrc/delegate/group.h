@@ -12,6 +12,7 @@
 #include "base/traffic_class.h"
 #include "collectives/communicator.h"
 #include "collectives/task.h"
+#include "collectives/topology.h"
 
 namespace resilient {
 
@@ -29,6 +30,8 @@ class KeyValue {
   virtual std::string setIfAbsent(
       const std::string& key,
       const std::string& desired) = 0;
+  // The values, of keys that all exist.
+  virtual std::vector<std::string> getAll(const std::vector<std::string>& keys);
   // A client of its own: a thread that waits must not hold up the others.
   virtual std::unique_ptr<KeyValue> clone() = 0;
   // The address of the machine that serves the store, or empty: the route to
@@ -125,7 +128,8 @@ struct GroupStats {
 };
 
 // A group of ranks on the process's one engine. Thread-safe: every method may
-// be called from any thread, and none blocks but shutdown() and stats().
+// be called from any thread, and none blocks but shutdown(), stats() and
+// topology().
 class Group {
  public:
   virtual ~Group() = default;
@@ -141,6 +145,12 @@ class Group {
   // Pending operations fail. Idempotent.
   virtual void shutdown(Nanos linger) = 0;
   virtual GroupStats stats() = 0;
+  // Where the members are; waits until all have joined. Throws StatusError if
+  // they have not after `timeout`, or cannot work together.
+  virtual std::shared_ptr<const Topology> topology(Nanos timeout) = 0;
+  // What was found out later, for the collectives submitted from now on. All
+  // members must do so between the same two collectives.
+  virtual void setTopology(std::shared_ptr<const Topology> topology) = 0;
 };
 
 // Joins a group; starts the process's engine with the first one and stops it

@@ -3,12 +3,15 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <sstream>
 
 #include "base/log.h"
 #include "base/random.h"
 #include "delegate/collective_run.h"
+#include "delegate/diagnosis.h"
 #include "delegate/point_to_point_run.h"
 #include "delegate/resolver.h"
+#include "delegate/topology_record.h"
 
 namespace resilient {
 namespace {
@@ -39,7 +42,28 @@ std::string randomHex(size_t bytes) {
   return toHex(raw.data(), raw.size());
 }
 
+std::vector<std::string> wordsOf(const std::string& text) {
+  std::vector<std::string> words;
+  std::istringstream stream(text);
+  for (std::string word; stream >> word;) {
+    words.push_back(std::move(word));
+  }
+  return words;
+}
+
 } // namespace
+
+std::vector<std::string> KeyValue::getAll(
+    const std::vector<std::string>& keys) {
+  std::vector<std::string> values(keys.size());
+  for (size_t i = 0; i < keys.size(); ++i) {
+    if (!tryGet(keys[i], values[i])) {
+      throw StatusError(Status(
+          StatusCode::kInternal, "the store has lost the key " + keys[i]));
+    }
+  }
+  return values;
+}
 
 std::shared_ptr<Group> joinGroup(GroupConfig config) {
   const int64_t global = config.globalRanks.empty()
@@ -90,32 +114,48 @@ std::string GroupImpl::key(const char* what, int rank) const {
 //   resilient/generation/<rank>   how often this rank has joined this group;
 //                                 a group made again on the same store must
 //                                 not read what the last one left
-//   resilient/job/<generation>/0  a number for the group, and the secret
-//                                 unless one is given by option
+//   resilient/job/<generation>/0  a number for the group, the algorithms it
+//                                 uses, and the secret unless one is given by
+//                                 option
 //   resilient/at/<generation>/<rank>  PeerAddress
+//   resilient/joined/<generation>/0   how many have written the latter
+//   resilient/topology/<generation>/0 where all are (topology_record.h), from
+//                                 the last of them
 // Paper: SHIFT §4.2, what it takes to connect goes through a key-value store.
 void GroupImpl::join() {
   generation_ = store_->add("resilient/generation/" + std::to_string(rank_), 1);
   const std::string& given = engine_->options().secret;
-  std::string job = randomHex(8);
+  const std::string& algorithm = engine_->options().collective_algorithm;
+  std::string job = randomHex(8) + ' ' + algorithm;
   if (given.empty()) {
     job += ' ' + randomHex(kSecretBytes);
   }
-  job = store_->setIfAbsent(key("job", 0), job);
-  const auto parsed = std::from_chars(
-      job.data(), job.data() + std::min<size_t>(16, job.size()), id_, 16);
-  if (parsed.ec != std::errc() || parsed.ptr != job.data() + 16 ||
-      job.size() != (given.empty() ? 17 + 2 * kSecretBytes : 16)) {
-    const Status status(
+  const std::vector<std::string> agreed =
+      wordsOf(store_->setIfAbsent(key("job", 0), job));
+  const bool numbered = !agreed.empty() && agreed[0].size() == 16 &&
+      std::from_chars(agreed[0].data(), agreed[0].data() + 16, id_, 16).ptr ==
+          agreed[0].data() + 16;
+  if (!numbered || agreed.size() != (given.empty() ? 3 : 2) ||
+      (given.empty() && agreed[2].size() != 2 * kSecretBytes)) {
+    id_ = 0;
+    refuseToJoin(Status(
         StatusCode::kInvalidArgument,
-        "group " + name_ + ": the store holds \"" + std::to_string(job.size()) +
-            " bytes\" as its key that this rank cannot use. Either all ranks "
-            "are given TORCH_RESILIENT_SECRET (or _SECRET_FILE) or none");
-    // So that the others need not wait for their time-outs.
-    store_->set(key("at", rank_), kJoinFailed + status.message());
-    throw StatusError(status);
+        "group " + name_ +
+            ": the store holds a key of the group that this rank cannot use. "
+            "Either all ranks are given TORCH_RESILIENT_SECRET (or "
+            "_SECRET_FILE) or none, and all run the same version"));
   }
-  secret_ = given.empty() ? job.substr(17) : given;
+  if (agreed[1] != algorithm) {
+    id_ = 0;
+    refuseToJoin(Status(
+        StatusCode::kInvalidArgument,
+        "group " + name_ + ": collective_algorithm is \"" + algorithm +
+            "\" on rank " + std::to_string(rank_) + " (host " +
+            engine_->self().hostName + ") and \"" + agreed[1] +
+            "\" on the rank that came first. Set "
+            "TORCH_RESILIENT_COLLECTIVE_ALGORITHM alike on all ranks"));
+  }
+  secret_ = given.empty() ? agreed[2] : given;
   engine_->addSecret(secret_);
   resolverStore_ = store_->clone();
   std::weak_ptr<GroupImpl> weak = weak_from_this();
@@ -130,6 +170,9 @@ void GroupImpl::join() {
         Status(StatusCode::kAborted, "the engine is being shut down"));
   }
   store_->set(key("at", rank_), engine_->self().toString());
+  if (size() > 1 && store_->add(key("joined", 0), 1) == size()) {
+    publishTopology();
+  }
   if (eagerConnect_) {
     engine_->loop().post([weak] {
       if (auto self = weak.lock()) {
@@ -141,6 +184,36 @@ void GroupImpl::join() {
       }
     });
   }
+}
+
+// Tells the others, so that they need not wait for their time-outs.
+void GroupImpl::refuseToJoin(const Status& status) {
+  const std::string text = kJoinFailed + status.message();
+  store_->set(key("at", rank_), text);
+  store_->set(key("topology", 0), text);
+  throw StatusError(status);
+}
+
+// By the last rank to join: all the addresses are there.
+void GroupImpl::publishTopology() {
+  std::vector<std::string> keys;
+  for (int r = 0; r < size(); ++r) {
+    keys.push_back(key("at", r));
+  }
+  std::vector<PeerAddress> members(keys.size());
+  size_t r = 0;
+  for (const std::string& text : store_->getAll(keys)) {
+    const Status status = PeerAddress::parse(text, members[r++]);
+    if (!status.ok()) {
+      refuseToJoin(status);
+    }
+  }
+  std::string text;
+  const Status status = topologyText(members, text);
+  if (!status.ok()) {
+    refuseToJoin(status);
+  }
+  store_->set(key("topology", 0), text);
 }
 
 // --- any thread
@@ -353,13 +426,10 @@ void GroupImpl::seek(int rank) {
 void GroupImpl::resolved(int rank, const std::string& text) {
   Member& m = members_[static_cast<size_t>(rank)];
   if (text.starts_with(kJoinFailed)) {
-    if (failure_.ok()) {
-      failure_ = Status(
-          StatusCode::kInvalidArgument,
-          "rank " + std::to_string(rank) +
-              " could not join: " + text.substr(kJoinFailed.size()));
-      failAll(failure_);
-    }
+    failWhole(Status(
+        StatusCode::kInvalidArgument,
+        "rank " + std::to_string(rank) +
+            " could not join: " + text.substr(kJoinFailed.size())));
     return;
   }
   PeerAddress address;
@@ -385,6 +455,82 @@ void GroupImpl::resolved(int rank, const std::string& text) {
   for (Record* record : waiting) {
     record->post(*m.link);
   }
+}
+
+void GroupImpl::failWhole(const Status& status) {
+  if (failure_.ok()) {
+    failure_ = status;
+    failAll(failure_);
+  }
+}
+
+void GroupImpl::learn() {
+  if (learning_ || topology_) {
+    return;
+  }
+  learning_ = true;
+  std::weak_ptr<GroupImpl> weak = weak_from_this();
+  std::shared_ptr<Engine> engine = engine_; // as in seek()
+  engine_->resolver().seek(
+      resolverStore_, key("topology", 0), [weak, engine](const auto& text) {
+        engine->loop().post([weak, text] {
+          if (auto self = weak.lock()) {
+            self->learned(text);
+          }
+        });
+      });
+}
+
+void GroupImpl::learned(const std::string& text) {
+  if (text.starts_with(kJoinFailed)) {
+    failWhole(Status(
+        StatusCode::kInvalidArgument,
+        "a rank could not join: " + text.substr(kJoinFailed.size())));
+    return;
+  }
+  std::vector<std::string> sites;
+  std::vector<int> hosts;
+  const Status status = parseTopology(text, size(), sites, hosts);
+  if (!status.ok()) {
+    failWhole(status);
+    return;
+  }
+  if (!topology_) {
+    topology_ = std::make_shared<Topology>(
+        std::move(sites),
+        std::move(hosts),
+        algorithmChoiceFrom(engine_->options().collective_algorithm));
+  }
+  const auto runs = collectives_; // they may end, and others begin
+  for (const auto& [sequence, run] : runs) {
+    run->onTopology();
+  }
+}
+
+std::shared_ptr<const Topology> GroupImpl::topology(Nanos timeout) {
+  std::shared_ptr<const Topology> found;
+  Status failure;
+  const auto deadline = std::chrono::steady_clock::now() + timeout;
+  const bool over = engine_->waitUntil(deadline, [&] {
+    learn();
+    found = topology_;
+    failure = failure_;
+    return found != nullptr || !failure.ok();
+  });
+  if (!failure.ok()) {
+    throw StatusError(failure);
+  }
+  if (!over) {
+    throw StatusError(Status(
+        StatusCode::kTimeout,
+        timedOutText(timeout) + "group " + name_ + ": not all of its " +
+            std::to_string(size()) + " ranks have joined: were all started?"));
+  }
+  return found;
+}
+
+void GroupImpl::setTopology(std::shared_ptr<const Topology> topology) {
+  engine_->callInLoop([&] { topology_ = std::move(topology); });
 }
 
 void GroupImpl::postWhenKnown(Record& record) {

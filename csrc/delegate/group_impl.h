@@ -38,6 +38,8 @@ class GroupImpl final : public Group,
   void abort(const std::string& reason) override;
   void shutdown(Nanos linger) override;
   GroupStats stats() override;
+  std::shared_ptr<const Topology> topology(Nanos timeout) override;
+  void setTopology(std::shared_ptr<const Topology> topology) override;
 
   // --- for operations
   Engine& engine() {
@@ -57,6 +59,12 @@ class GroupImpl final : public Group,
   }
   // The operation wants its onCheck() called at `at`.
   void watch(TimePoint at);
+  // Where the members are, or null: then learn() asks the store, and every
+  // collective on its way is told.
+  const std::shared_ptr<const Topology>& knownTopology() const {
+    return topology_;
+  }
+  void learn();
   // Calls record.post(link) as soon as the peer is known.
   void postWhenKnown(Record& record);
   void forgetWaiting(Record& record);
@@ -113,6 +121,10 @@ class GroupImpl final : public Group,
   static constexpr size_t kListedInReport = 8;
 
   void resolved(int rank, const std::string& text);
+  void learned(const std::string& text);
+  void failWhole(const Status& status);
+  void publishTopology();
+  [[noreturn]] void refuseToJoin(const Status& status);
   void seek(int rank);
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
@@ -144,6 +156,8 @@ class GroupImpl final : public Group,
   std::map<uint64_t, std::shared_ptr<CollectiveRun>> collectives_;
   std::map<uint64_t, std::shared_ptr<PointToPointRun>> pointToPoints_;
   uint64_t lastPointToPoint_ = 0;
+  std::shared_ptr<const Topology> topology_;
+  bool learning_ = false;
   TimerId watchdog_ = 0;
   TimePoint watchdogAt_ = kNever;
   uint64_t lastStarted_ = 0;

@@ -158,6 +158,7 @@ PeerAddress sample() {
   }
   a.hostId = "0123456789abcdef0123456789abcdef";
   a.hostName = "node-3";
+  a.site = "east-1";
   a.pid = 4711;
   a.addresses = {
       {"eth0", *SocketAddress::parse("10.0.0.7", 29511), 24},
@@ -167,8 +168,8 @@ PeerAddress sample() {
 
 const char* const kSampleText =
     "resilient/2 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
-    "host=0123456789abcdef0123456789abcdef name=node-3 pid=4711 "
-    "at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
+    "host=0123456789abcdef0123456789abcdef name=node-3 site=east-1 "
+    "pid=4711 at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
 
 TEST(a_peer_address_survives_the_store) {
   CHECK_EQ(sample().toString(), std::string(kSampleText));
@@ -177,6 +178,11 @@ TEST(a_peer_address_survives_the_store) {
   CHECK(status.ok());
   CHECK_EQ(back.toString(), std::string(kSampleText));
   CHECK(back.uid == sample().uid);
+  CHECK_EQ(back.site, std::string("east-1"));
+  PeerAddress nowhere = sample();
+  nowhere.site.clear();
+  CHECK(PeerAddress::parse(nowhere.toString(), back).ok());
+  CHECK(back.site.empty());
   PeerAddress odd = sample();
   odd.hostName = "my host=\n\xc3\xa9" + std::string(300, 'x');
   CHECK(PeerAddress::parse(odd.toString(), back).ok());
@@ -211,6 +217,10 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            replaced("node-3", ""),
            replaced("node-3", "a\nb"),
            replaced("node-3", std::string(256, 'a')),
+           replaced("east-1", "east,1"),
+           replaced("east-1", "\xc3\xa9"),
+           replaced("east-1", std::string(65, 'a')),
+           replaced("site=", "place="),
            replaced("4711", "0"),
            replaced("4711", "-5"),
            replaced("4711", "99999999999999999999"),

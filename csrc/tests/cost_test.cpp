@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <string>
 #include <vector>
 
 #include "collectives/algorithms.h"
@@ -117,6 +118,57 @@ TEST(collectives_choice_follows_size_and_ranks) {
     CHECK(tuning.segmentBytes >= kSegmentBytesMin);
     CHECK(tuning.segmentBytes <= kSegmentBytes);
   }
+}
+
+TEST(collectives_use_places_where_it_pays) {
+  using Kind = CollectiveKind;
+  const auto make = [](std::vector<std::string> sites,
+                       std::vector<int> hosts,
+                       AlgorithmChoice choice = AlgorithmChoice::kAuto) {
+    return Topology(std::move(sites), std::move(hosts), choice);
+  };
+  const std::vector<std::string> two = {"a", "a", "b", "b"};
+  const std::vector<int> hosts = {0, 1, 2, 3};
+  const Topology sites = make(two, hosts);
+  for (Kind kind :
+       {Kind::kAllReduce,
+        Kind::kReduce,
+        Kind::kReduceScatter,
+        Kind::kAllGather,
+        Kind::kBroadcast}) {
+    CHECK(chooseTopologyUse(sites, kind, 8) == TopologyUse::kOneRound);
+    CHECK(chooseTopologyUse(sites, kind, 64u << 20) == TopologyUse::kHierarchy);
+    // Once it pays, it pays for more.
+    bool pays = false;
+    for (size_t bytes = 1; bytes < (size_t{1} << 34); bytes *= 2) {
+      const bool now =
+          chooseTopologyUse(sites, kind, bytes) == TopologyUse::kHierarchy;
+      CHECK(now || !pays);
+      pays = now;
+    }
+    CHECK(chooseTopologyUse(sites, kind, 0) == TopologyUse::kIgnore);
+    // Nothing to share: one host, one rank for each site or host.
+    for (const Topology& none :
+         {Topology(4),
+          make({"a", "b", "c", "d"}, hosts),
+          make(std::vector<std::string>(4), hosts),
+          make(two, hosts, AlgorithmChoice::kFlat)}) {
+      CHECK(chooseTopologyUse(none, kind, 64u << 20) == TopologyUse::kIgnore);
+    }
+    const Topology always = make(two, hosts, AlgorithmChoice::kHierarchical);
+    CHECK(chooseTopologyUse(always, kind, 8) == TopologyUse::kHierarchy);
+  }
+  const Topology onHosts = make(std::vector<std::string>(4), {0, 0, 1, 1});
+  CHECK(
+      chooseTopologyUse(onHosts, Kind::kAllReduce, 64u << 20) ==
+      TopologyUse::kHierarchy);
+  CHECK(chooseTopologyUse(sites, Kind::kBarrier, 0) == TopologyUse::kOneRound);
+  // Two places exchange whole shares, several only a little.
+  CHECK(exchangesAtTop(sites, size_t{1} << 30));
+  const Topology three =
+      make({"a", "a", "b", "b", "c"}, std::vector<int>{0, 1, 2, 3, 4});
+  CHECK(exchangesAtTop(three, 1000));
+  CHECK(!exchangesAtTop(three, 64u << 20));
 }
 
 } // namespace

@@ -38,6 +38,9 @@ class LoopbackNetwork {
     std::set<int> absent{};
     // The operation's time runs out when nothing more can happen.
     bool deadline = false;
+    // Where the ranks are; each learns it at a time of its own. Null: all at
+    // one place.
+    const Topology* topology = nullptr;
   };
 
   struct Outcome {
@@ -45,6 +48,7 @@ class LoopbackNetwork {
     int64_t events = 0;
     int failedRank = -1; // whose transfer failed by failAt
     std::vector<uint64_t> bytesSent, messagesSent; // by rank
+    std::vector<std::vector<uint64_t>> bytesTo, messagesTo; // by rank, peer
     int64_t yields = 0;
   };
 
@@ -115,18 +119,32 @@ class LoopbackNetwork {
       network_.add(*this, t, Record::kYield, -1, 0, 0);
       ++network_.outcome_.yields;
     }
+    const Topology* topology() const override {
+      return knows_ ? network_.topology() : nullptr;
+    }
+    void startLearning(Transfer& t) override {
+      knows_ = true;
+      network_.add(*this, t, Record::kYield, -1, 0, 0);
+    }
 
    private:
     LoopbackNetwork& network_;
     int rank_;
+    bool knows_ = false;
   };
 
+  const Topology* topology() const {
+    return options_.topology != nullptr ? options_.topology : &onePlace_;
+  }
+
   explicit LoopbackNetwork(const Options& options)
-      : options_(options), random_(options.seed) {
+      : options_(options), random_(options.seed), onePlace_(options.ranks) {
     const size_t n = static_cast<size_t>(options.ranks);
     outcome_.status.assign(n, Status(StatusCode::kInternal, "never ended"));
     outcome_.bytesSent.assign(n, 0);
     outcome_.messagesSent.assign(n, 0);
+    outcome_.bytesTo.assign(n, std::vector<uint64_t>(n, 0));
+    outcome_.messagesTo.assign(n, std::vector<uint64_t>(n, 0));
   }
 
   void fault(const std::string& what) {
@@ -194,6 +212,10 @@ class LoopbackNetwork {
       r.snapshot.assign(r.sendFrom, r.sendFrom + r.bytes);
       outcome_.bytesSent[static_cast<size_t>(r.rank)] += r.bytes;
       ++outcome_.messagesSent[static_cast<size_t>(r.rank)];
+      const size_t from = static_cast<size_t>(r.rank);
+      const size_t to = static_cast<size_t>(r.peer);
+      outcome_.bytesTo[from][to] += r.bytes;
+      ++outcome_.messagesTo[from][to];
       Message& m = messages_[key];
       m.content = r.snapshot;
       m.send = &r;
@@ -393,6 +415,7 @@ class LoopbackNetwork {
 
   Options options_;
   Prng random_;
+  Topology onePlace_;
   Outcome outcome_;
   std::string fault_;
   size_t done_ = 0;

@@ -50,6 +50,8 @@ TEST(options_have_their_defaults) {
   CHECK(!options.eager_connect);
   CHECK_EQ(options.log_level, "warning");
   CHECK_EQ(options.interface, "");
+  CHECK_EQ(options.collective_algorithm, "auto");
+  CHECK_EQ(options.site, "");
 }
 
 TEST(options_defaults_are_valid_and_read_back) {

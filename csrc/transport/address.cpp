@@ -13,6 +13,7 @@
 #include <memory>
 #include <span>
 
+#include "base/options.h"
 #include "base/sha256.h"
 
 namespace resilient {
@@ -424,7 +425,8 @@ std::string NicAddress::toString() const {
 std::string PeerAddress::toString() const {
   std::string text = std::string(kFirstWord) +
       " uid=" + toHex(uid.data(), uid.size()) + " host=" + hostId +
-      " name=" + printable(hostName) + " pid=" + std::to_string(pid) + " at=";
+      " name=" + printable(hostName) + " site=" + site +
+      " pid=" + std::to_string(pid) + " at=";
   for (size_t i = 0; i < addresses.size(); ++i) {
     text += (i == 0 ? "" : ",") + addresses[i].toString();
   }
@@ -444,12 +446,12 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
     return bad("longer than " + std::to_string(kTextBytesMax) + " bytes");
   }
   std::vector<std::string> words = split(text, ' ');
-  const char* keys[] = {"uid=", "host=", "name=", "pid=", "at="};
-  if (words.size() != 6 || words[0] != kFirstWord) {
-    return bad("not six words of version 2");
+  const char* keys[] = {"uid=", "host=", "name=", "site=", "pid=", "at="};
+  if (words.size() != 7 || words[0] != kFirstWord) {
+    return bad("not seven words of version 2");
   }
-  std::string values[5];
-  for (size_t i = 0; i < 5; ++i) {
+  std::string values[6];
+  for (size_t i = 0; i < 6; ++i) {
     std::string key = keys[i];
     if (words[i + 1].compare(0, key.size(), key) != 0) {
       return bad("no " + key);
@@ -476,10 +478,14 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
     return bad("its name is not one of a host");
   }
   result.hostName = values[2];
-  if (!parseNumber(values[3], result.pid) || result.pid <= 0) {
+  if (!values[3].empty() && !isSiteName(values[3])) {
+    return bad("its site is not a name");
+  }
+  result.site = values[3];
+  if (!parseNumber(values[4], result.pid) || result.pid <= 0) {
     return bad("its pid is not a number above 0");
   }
-  for (const std::string& item : split(values[4], ',')) {
+  for (const std::string& item : split(values[5], ',')) {
     auto a = parseAddress(item);
     if (!a) {
       return bad("\"" + printable(item) + "\" is not an address and port");

@@ -70,10 +70,11 @@ struct PeerAddress {
   Uid uid{};
   std::string hostId; // of hostIdentity()
   std::string hostName; // for people
+  std::string site; // as declared (isSiteName), or empty
   int64_t pid = 0;
   std::vector<NicAddress> addresses;
 
-  // "resilient/2 uid=<32 hex> host=<hex> name=node-3 pid=7
+  // "resilient/2 uid=<32 hex> host=<hex> name=node-3 site=east pid=7
   // at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line.
   std::string toString() const;
   // kProtocol with the reason if `text` is not such a line. Bounded: what is

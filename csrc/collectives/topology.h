@@ -1,0 +1,83 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace resilient {
+
+// Which algorithms a group uses; the option collective_algorithm.
+enum class AlgorithmChoice { kAuto, kFlat, kHierarchical };
+
+// "auto", "flat" or "hierarchical"; anything else is kAuto.
+AlgorithmChoice algorithmChoiceFrom(const std::string& name);
+const char* nameOf(AlgorithmChoice choice);
+
+// Ranks that are near each other: a single one, or nearer groups of them.
+struct Place {
+  std::vector<int> ranks; // of all children, ascending
+  std::vector<Place> children; // none for a single rank, else two or more
+
+  bool single() const {
+    return children.empty();
+  }
+  bool contains(int rank) const;
+  // The index of the child that holds `rank`, which must be in here.
+  size_t childOf(int rank) const;
+  // Levels of groups: 0 for a single rank.
+  size_t height() const;
+};
+
+// Where the ranks of a group are: hosts within sites. The same on all ranks,
+// so that all choose the same algorithms.
+class Topology {
+ public:
+  // Everybody at one place, as if nothing were known.
+  explicit Topology(int ranks);
+  // By rank: the name of its site (or empty: nothing was declared) and any
+  // number that only ranks of the same host share. Two sites never share a
+  // host here: ranks of one machine that declare different sites are apart.
+  Topology(
+      std::vector<std::string> sites,
+      std::vector<int> hosts,
+      AlgorithmChoice choice);
+
+  int size() const {
+    return static_cast<int>(sites_.size());
+  }
+  const std::vector<std::string>& sites() const {
+    return sites_;
+  }
+  const std::vector<int>& hosts() const {
+    return hosts_;
+  }
+  AlgorithmChoice choice() const {
+    return choice_;
+  }
+  // All ranks: children are sites if there are several, else hosts, else
+  // ranks. A group of one counts as what it holds. Children stand in the order
+  // of their lowest ranks.
+  const Place& root() const {
+    return root_;
+  }
+  // The children of the root are sites, not hosts or ranks.
+  bool hasSites() const {
+    return hasSites_;
+  }
+  // There are groups that have something to do among themselves.
+  bool hasLevels() const {
+    return height_ > 1;
+  }
+  size_t height() const {
+    return height_;
+  }
+
+ private:
+  std::vector<std::string> sites_;
+  std::vector<int> hosts_;
+  AlgorithmChoice choice_ = AlgorithmChoice::kAuto;
+  bool hasSites_ = false;
+  Place root_;
+  size_t height_ = 0;
+};
+
+} // namespace resilient

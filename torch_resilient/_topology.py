@@ -1,0 +1,114 @@
+"""Where the ranks of a group are: hosts and sites, as declared or as measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch_resilient import _native
+from torch_resilient._stats import find_backend, stats
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = ["clusters", "group_by_round_trip", "topology"]
+
+# Messages that are exchanged before the round trips are read: the first ones open connections.
+_ROUNDS = 5
+_TAG = 0x7E57  # of these messages
+
+
+def topology(group: ProcessGroup | None = None) -> dict[str, Any]:
+    """Where the ranks of `group` (None: the default group) are, as all of them agree.
+
+    `sites`: by rank, the name of its site, or empty strings if none is known. `hosts`: by rank, a
+    number; ranks with the same one share a host. `algorithm`: the option collective_algorithm.
+
+    Waits, at most for the group's timeout, until all ranks have joined. Raises ValueError as
+    stats() does, and if the ranks' options do not go together (some have a site, others have
+    none); RuntimeError if not all have joined in time.
+    """
+    found: dict[str, Any] = _native.load().topology(find_backend(group))
+    return found
+
+
+def clusters(round_trips_s: Sequence[Sequence[float]], site_s: float) -> list[int]:
+    """Groups of what is connected by round trips below `site_s`, directly or over others.
+
+    `round_trips_s[i][j]` is what i measured to j, in seconds; of the two measurements of a pair
+    the lower one counts. Returns the number of each one's group, counted in order of appearance.
+    """
+    count = len(round_trips_s)
+    label = list(range(count))
+    for i in range(count):
+        for j in range(i):
+            if min(round_trips_s[i][j], round_trips_s[j][i]) < site_s and label[i] != label[j]:
+                low, high = sorted((label[i], label[j]))
+                label = [low if x == high else x for x in label]
+    order = {x: n for n, x in enumerate(dict.fromkeys(label))}
+    return [order[x] for x in label]
+
+
+def group_by_round_trip(
+    group: ProcessGroup | None = None, *, site_s: float = 0.003, every_rank: bool = False
+) -> list[str]:
+    """Measures round trips and regroups: hosts less than `site_s` seconds apart are one site.
+
+    For jobs whose ranks declare no site (TORCH_RESILIENT_SITE); if they do, nothing is changed.
+    All ranks of `group` (None: the default group) must call it at the same point of the program:
+    it is a collective. The grouping is computed from all measurements, so it is the same on all
+    ranks, and holds for the collectives of this group that are called later. Groups made from it
+    must be measured by themselves.
+
+    One rank of each host measures; with `every_rank`, all do, whatever their hosts, as is right
+    where one host stands for several, with delays that are injected.
+
+    Returns the site of each rank: "site0", "site1", ..., or empty strings if all are at one.
+    Raises ValueError for a `site_s` that is no positive number, and as topology() does;
+    RuntimeError if a round trip cannot be measured.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if not (math.isfinite(site_s) and site_s > 0):
+        raise ValueError(f"group_by_round_trip: site_s={site_s}: expected a number above 0")
+    backend = find_backend(group)
+    known = topology(group)
+    if any(known["sites"]):
+        return list(known["sites"])
+    rank, size = backend.rank(), backend.size()
+    places = list(range(size)) if every_rank else known["hosts"]
+    first = {place: r for r, place in reversed(list(enumerate(places)))}
+    leaders = sorted(first.values())
+    measured = torch.full((size,), math.inf, dtype=torch.float64)
+    if rank in leaders:
+        peers = [r for r in leaders if r != rank]
+        empty = torch.zeros(1)
+        for _ in range(_ROUNDS):
+            # Acknowledgements of these messages are what is measured.
+            works = [dist.irecv(torch.empty(1), group=group, group_src=r, tag=_TAG) for r in peers]
+            works += [dist.isend(empty, group=group, group_dst=r, tag=_TAG) for r in peers]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        for peer in stats(group)["peers"]:
+            times = [p["round_trip_least_s"] for p in peer["paths"] if p["round_trip_least_s"] > 0]
+            if peer["rank"] in peers and times:
+                measured[peer["rank"]] = min(times)
+    table = torch.empty(size, size, dtype=torch.float64)
+    dist.all_gather_into_tensor(table, measured, group=group)
+    rows = [[float(table[i, j]) for j in leaders] for i in leaders]
+    for i, one in enumerate(leaders):
+        for j, other in enumerate(leaders[:i]):
+            if math.isinf(min(rows[i][j], rows[j][i])):
+                raise RuntimeError(
+                    f"group_by_round_trip: the round trip between ranks {other} and {one} could "
+                    "not be measured; set TORCH_RESILIENT_SITE on all ranks instead"
+                )
+    labels = dict(zip(leaders, clusters(rows, site_s), strict=True))
+    if len(set(labels.values())) < 2:
+        return [""] * size
+    sites = [f"site{labels[first[place]]}" for place in places]
+    _native.load().set_topology(backend, sites, known["algorithm"])
+    return sites
