@@ -55,9 +55,12 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `operations_pending`, and `peers`, one dict for each other rank: `rank` (in this group),
     `host`, `state` ("unconnected", "up", "suspect", "dead" or "left"), `messages_sent`,
     `messages_received`, `bytes_sent`, `bytes_received`, `last_heard_seconds_ago` (None:
-    never), `last_error`, and `paths`, one dict for each: `slot`, `state` ("up", "connecting"
-    or "down"), `local_address`, `remote_address`, `bytes_sent`, `bytes_received`,
-    `chunks_sent`, `chunks_retransmitted`, `round_trip_s` (smoothed, 0 while unknown),
+    never), `last_error`, and `paths`, one dict for each: `slot`, `state` ("up";
+    "reserve": it works and is not needed; "suspect": silent; "proving": back again;
+    "connecting", "down" or "unused"), `nic`, `remote_nic` (empty where the system chooses),
+    `local_address`, `remote_address`, `bytes_sent`, `bytes_received`, `chunks_sent`,
+    `chunks_retransmitted`, `times_suspect`, `capacity_bytes_per_s` (what it would carry; 0 while
+    unknown), `round_trip_s` (smoothed, 0 while unknown),
     `round_trip_least_s` (the least of the last one to two seconds), `round_trips` (how many were
     measured), `round_trips_s` (the last 32 of them, oldest first), `goodput_bytes_per_s`
     (smoothed, acknowledged bytes only), `reconnects`, `last_error`.

@@ -89,27 +89,26 @@ void TcpPath::end(const Status& why) {
 PathEvidence TcpPath::evidence() const {
   PathEvidence e;
   const auto info = tcpInfo(socket_.get());
+  const bool held = faults_.any() && !releases_.empty();
+  e.kernelOwes = info && info->unackedSegments > 0;
+  if (held) {
+    // An injected silence stands for one in the network.
+    const TimePoint now = loop_.now();
+    e.kernelOwes =
+        e.kernelOwes || faults_.stalled(now) || faults_.dropping(now);
+    e.heldOnPurpose = releases_.front() > now;
+  }
   // Of what we send, only acknowledgements tell. The other direction may be
   // quite well, or tell of nothing but itself.
-  if (info && info->unackedSegments > 0) {
-    e.kernelOwes = true;
-    e.progress = info->bytesAcked + info->deliveredSegments;
-  } else {
-    e.progress = static_cast<uint64_t>(heardAt_.time_since_epoch().count());
-  }
+  e.progress = info && e.kernelOwes
+      ? info->bytesAcked + info->deliveredSegments
+      : static_cast<uint64_t>(heardAt_.time_since_epoch().count());
   if (info) {
     // Recovery from an outage swells the kernel's estimate; it must not make
     // us slow to see the next one.
     e.roundTrip = std::min(
         info->roundTrip + 4 * info->roundTripVariance,
         4 * info->leastRoundTrip + kMostQueue);
-  }
-  if (faults_.any() && !releases_.empty()) {
-    // An injected silence stands for one in the network.
-    const TimePoint now = loop_.now();
-    e.kernelOwes =
-        e.kernelOwes || faults_.stalled(now) || faults_.dropping(now);
-    e.heldOnPurpose = releases_.front() > now;
   }
   return e;
 }
