@@ -350,3 +350,19 @@ def test_a_cut_concerns_only_its_peer() -> None:
     assert reconnects[0] >= 1
     assert reconnects[1] >= 1
     assert reconnects[2] == 0
+
+
+def states_of_paths(rank: int) -> list[str]:
+    from torch_resilient import stats
+
+    dist.all_reduce(torch.ones(1 << 16))
+    dist.barrier()
+    return [path["state"] for peer in stats()["peers"] for path in peer["paths"]]
+
+
+# The end that was called before it knew the caller's address kept all but one in reserve.
+def test_all_connections_carry_whoever_made_them() -> None:
+    for states in run_ranks(
+        states_of_paths, world_size=3, env={"TORCH_RESILIENT_PATHS_SAME_HOST": "3"}
+    ):
+        assert states == ["up"] * 6

@@ -134,6 +134,7 @@ void PeerLink::setAddress(
   secret_ = secret;
   globalRank_ = globalRank;
   chooseRoutes();
+  assignRoles(); // of paths that the peer has made already
   connectAll();
 }
 

@@ -189,6 +189,13 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
         ping(index, now);
       }
       return;
+    case PathVerdict::kUncertain:
+      for (size_t i = 0; i < slots_.size(); ++i) {
+        if (i != index && good(slots_[i]) && slots_[i].pingAt == kNever) {
+          ping(i, now);
+        }
+      }
+      return;
     case PathVerdict::kSuspect:
       doubt(index, now);
       return;

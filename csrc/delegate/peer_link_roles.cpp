@@ -53,7 +53,7 @@ void PeerLink::chooseRoutes() {
 
 bool PeerLink::wanted(size_t slot) const {
   if (counts_.empty()) {
-    return slot == 0; // we do not know the peer's address yet
+    return true; // we do not know the peer's address yet, only its connections
   }
   return routes_.empty() && engine_.self().hostId == address_->hostId
       ? slot < static_cast<size_t>(engine_.options().paths_same_host)

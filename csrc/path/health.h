@@ -29,6 +29,8 @@ struct PathEvidence {
 
 enum class PathVerdict : uint8_t {
   kGood,
+  // Silent, and nobody knows whether the process is, too: ask it elsewhere.
+  kUncertain,
   // Nothing new should depend on it.
   kSuspect,
   // Suspect for so long that it should be given up if there is another way.
@@ -88,12 +90,14 @@ class PathHealth {
         e.kernelOwes || e.othersAt >= progressAt_ + suspectAfter / 2;
     // The first answer takes a round trip, however good the path.
     const bool due = now - owesSince_ >= suspectAfter + e.roundTrip;
-    if (pathAlone && due && silent >= suspectAfter &&
-        e.neighboursAt <= progressAt_) {
-      doubted_ = true;
-      return PathVerdict::kSuspect;
+    if (!due || silent < suspectAfter || e.neighboursAt > progressAt_) {
+      return PathVerdict::kGood;
     }
-    return PathVerdict::kGood;
+    if (!pathAlone) {
+      return PathVerdict::kUncertain;
+    }
+    doubted_ = true;
+    return PathVerdict::kSuspect;
   }
 
   // The silence that the last sign of life ended was no false alarm.
@@ -106,7 +110,7 @@ class PathHealth {
   }
 
  private:
-  static constexpr int kMostPatience = 8;
+  static constexpr int kMostPatience = 4;
   // Silence that ends before so many times the limit was no outage.
   static constexpr int kFalseAlarm = 3;
   static constexpr Nanos kForgetAfter = std::chrono::seconds(10);
