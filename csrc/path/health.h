@@ -60,9 +60,9 @@ class PathHealth {
         patience_ * std::max(limits.suspectAfter, e.roundTrip);
     // That the kernel begins to owe is no sign of life, only another measure.
     const bool begins = e.kernelOwes && !kernelOwed_;
-    kernelOwed_ = e.kernelOwes;
     if (e.progress != progress_ && !begins) {
-      provenAt_ = now;
+      // What comes in proves nothing about the way out.
+      provenAt_ = kernelOwed_ ? now : provenAt_;
       wasOutage_ = doubted_ && now - progressAt_ >= kFalseAlarm * suspectAfter;
       if (doubted_ && !wasOutage_) {
         // It was only slow, and what it had went over the others in vain:
@@ -72,6 +72,7 @@ class PathHealth {
       }
       doubted_ = false;
     }
+    kernelOwed_ = e.kernelOwes;
     if (patience_ > 1 && now - calmAt_ >= kForgetAfter) {
       patience_ /= 2;
       calmAt_ = now;

@@ -99,6 +99,16 @@ TEST(health_is_not_proven_by_new_work) {
   CHECK(w.health.provenAt() == w.now);
 }
 
+// Of a way that works in one direction only, what comes in is no proof.
+TEST(health_is_not_proven_by_what_comes_in) {
+  Watched w;
+  for (uint64_t i = 1; i <= 5; ++i) {
+    w.evidence.progress = i;
+    (void)w.after(milliseconds(10));
+  }
+  CHECK(w.health.provenAt() == TimePoint{});
+}
+
 // A lost packet holds up one connection; a dead way holds up all.
 TEST(health_does_not_blame_a_path_whose_neighbours_work) {
   Watched w;
