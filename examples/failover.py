@@ -1,4 +1,4 @@
-"""The network fails on purpose, the training does not: takes less than a minute, needs no root.
+"""The network fails on purpose, the training does not: takes about a minute, needs no root.
 
     python examples/failover.py
 

@@ -184,7 +184,7 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   void checkPath(size_t slot, TimePoint now);
   void checkProbation(size_t slot, TimePoint now);
   void ping(size_t slot, TimePoint now);
-  // Life on any other path.
+  // Life on any other path; and acknowledgements on others of its own route.
   TimePoint othersAt(size_t slot) const;
   TimePoint neighboursAt(size_t slot) const;
   bool anyOtherGood(size_t slot) const;
