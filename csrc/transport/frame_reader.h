@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstddef>
+
+#include "channel/channel.h"
+#include "wire/frame.h"
+
+namespace resilient {
+
+// Takes the bytes of one path, in any pieces, and gives the channel frames.
+// Payload goes straight to where the channel wants it. Every error is the
+// peer's fault, and ends the path.
+class FrameReader {
+ public:
+  FrameReader(Channel& channel, PathId path) : channel_(channel), path_(path) {}
+
+  // The payload that the next bytes belong to: what is missing of it, and
+  // where it goes (null: nobody wants it). 0 between frames.
+  size_t missing() const {
+    return inPayload_ ? payloadBytes_ - payloadRead_ : 0;
+  }
+  std::byte* destination() const {
+    std::byte* const to = channel_.destination(path_);
+    return to == nullptr ? nullptr : to + payloadRead_;
+  }
+  // That many bytes of it (at most what is missing) have been put there.
+  Status placed(size_t bytes, TimePoint now);
+  Status consume(const std::byte* data, size_t bytes, TimePoint now);
+
+ private:
+  Channel& channel_;
+  const PathId path_;
+  FrameBytes header_;
+  size_t headerRead_ = 0;
+  bool inPayload_ = false;
+  uint32_t payloadBytes_ = 0;
+  uint32_t payloadRead_ = 0;
+};
+
+} // namespace resilient

@@ -1,0 +1,179 @@
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "base/status.h"
+#include "base/syscall.h"
+
+namespace resilient {
+
+// Memory of two processes on one host: a ring of bytes in each direction, and
+// what they need to wake each other. The one who made it is side 0.
+//
+// A ring small enough to stay in the processors' caches carries as much as one
+// copy from memory to memory (process_vm_readv) does in one thread, or more:
+// while the receiver takes a piece out, the sender puts the next one in, and
+// only the first and last of the four touches reach memory. It needs no right
+// to look into another process, and a buffer that has been copied in is free.
+// benchmarks/local_copy.py measures both.
+//
+// Nothing in here is trusted: the peer may write what it likes at any time.
+//
+// All accesses are sequentially consistent. Whoever publishes something then
+// looks whether the other one sleeps; whoever falls asleep says so, then looks
+// once more at what was published: one of the two sees the other.
+class SharedMemory {
+ public:
+  // Bytes of a ring: a power of two within these.
+  static constexpr size_t kLeastRing = 16u << 10;
+  static constexpr size_t kMostRing = 256u << 20;
+
+  // What one side tells the other.
+  struct Side {
+    // It sleeps, and wants its eventfd written when there is something for it.
+    alignas(64) std::atomic<uint32_t> asleep;
+    // There is something for it as well when the other side has read, or has
+    // done with, this much of what it wrote.
+    std::atomic<uint64_t> wakeAtRead, wakeAtDone;
+    // It wants its messages to take the network (fault injection).
+    std::atomic<uint32_t> avoids;
+  };
+  // Bytes ever written and read; the data begins at their remainder by size.
+  // What has been read makes room. It counts as acknowledged when the reader's
+  // answer to it, if any, is on its way: it is done.
+  struct Ring {
+    alignas(64) std::atomic<uint64_t> written;
+    alignas(64) std::atomic<uint64_t> read;
+    std::atomic<uint64_t> done;
+  };
+
+  SharedMemory() = default;
+  SharedMemory(SharedMemory&& o) noexcept;
+  SharedMemory& operator=(SharedMemory&& o) noexcept;
+  ~SharedMemory();
+
+  // `ringBytes` is rounded up to a power of two. The descriptor is for the
+  // peer.
+  static Status
+  make(size_t ringBytes, SharedMemory& memory, FileDescriptor& descriptor);
+  // Maps what a peer has made; refuses what could be taken away under us.
+  static Status map(int descriptor, SharedMemory& memory);
+
+  explicit operator bool() const {
+    return base_ != nullptr;
+  }
+  size_t ringBytes() const {
+    return ringBytes_;
+  }
+  Side& side(int i) const {
+    return layout()->sides[i];
+  }
+  Ring& ring(int writer) const {
+    return layout()->rings[writer];
+  }
+  std::byte* data(int writer) const;
+
+ private:
+  struct Layout {
+    uint64_t magic;
+    uint64_t ringBytes;
+    Side sides[2];
+    Ring rings[2];
+  };
+  static constexpr uint64_t kMagic = 0x31474e4952525354; // "TSRRING1"
+  static constexpr size_t kHeaderBytes = 4096;
+  static_assert(sizeof(Layout) <= kHeaderBytes);
+  static_assert(std::atomic<uint64_t>::is_always_lock_free);
+
+  Layout* layout() const {
+    return static_cast<Layout*>(base_);
+  }
+  Status mapBytes(int descriptor, size_t ringBytes);
+
+  void* base_ = nullptr;
+  size_t ringBytes_ = 0;
+};
+
+// One end's view of a ring. Positions are bytes ever written; those of the
+// peer are checked at each look.
+class RingWriter {
+ public:
+  RingWriter() = default;
+  RingWriter(const SharedMemory& memory, int side);
+
+  uint64_t written() const {
+    return written_;
+  }
+  size_t capacity() const {
+    return bytes_;
+  }
+  // What the peer has read and done with, as last seen by refresh().
+  uint64_t read() const {
+    return read_;
+  }
+  uint64_t done() const {
+    return done_;
+  }
+  // False if the peer claims the impossible.
+  bool refresh();
+  // Whether refresh() would show one of these.
+  bool reached(uint64_t read, uint64_t done) const {
+    return ring_->read.load() >= read || ring_->done.load() >= done;
+  }
+  size_t room() const {
+    return bytes_ - static_cast<size_t>(written_ - read_);
+  }
+  // Copies as much as there is room for; returns how much. The peer sees it
+  // with publish().
+  size_t put(const std::byte* data, size_t bytes);
+  void publish() {
+    ring_->written.store(written_);
+  }
+
+ private:
+  SharedMemory::Ring* ring_ = nullptr;
+  std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+  uint64_t written_ = 0, read_ = 0, done_ = 0;
+};
+
+class RingReader {
+ public:
+  RingReader() = default;
+  RingReader(const SharedMemory& memory, int side);
+
+  bool empty() const {
+    return ring_->written.load() == read_;
+  }
+  uint64_t read() const {
+    return read_;
+  }
+  // What can be read in one piece. False if the peer claims the impossible.
+  bool peek(std::span<const std::byte>& bytes) const;
+  // The first `bytes` of it are done with: the peer may write there.
+  void pop(size_t bytes) {
+    read_ += bytes;
+    ring_->read.store(read_);
+  }
+  // All that was popped is done with. False if that is nothing new.
+  bool finish() {
+    if (done_ == read_) {
+      return false;
+    }
+    done_ = read_;
+    ring_->done.store(done_);
+    return true;
+  }
+
+ private:
+  SharedMemory::Ring* ring_ = nullptr;
+  const std::byte* data_ = nullptr;
+  size_t bytes_ = 0;
+  uint64_t read_ = 0, done_ = 0;
+};
+
+} // namespace resilient

@@ -1,0 +1,149 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+
+#include "base/status.h"
+#include "base/syscall.h"
+#include "channel/channel.h"
+#include "transport/event_loop.h"
+#include "transport/frame_reader.h"
+#include "transport/shared_memory.h"
+
+namespace resilient {
+
+class SharedPath;
+
+class SharedPathOwner {
+ public:
+  virtual ~SharedPathOwner() = default;
+  // It is over; the path does nothing more and waits to be destroyed (not from
+  // within this call).
+  virtual void onSharedClosed(SharedPath& path, const Status& why) = 0;
+  // It takes frames again, or has read some: flush() is due.
+  virtual void onSharedReady(SharedPath& path) = 0;
+  // Its usable() has changed.
+  virtual void onSharedUse(SharedPath& path) = 0;
+};
+
+// What two processes of one host have in common once they have met (see
+// shared_door.h).
+struct SharedEnds {
+  SharedMemory memory;
+  int side = 0; // ours
+  FileDescriptor wakeMine, wakeTheirs; // eventfds
+  FileDescriptor socket; // to the peer; its end is the end of the peer
+};
+
+// Shared memory as a path of a channel: the same stream of frames as on a TCP
+// connection, in a ring for each direction, without a system call unless the
+// far end sleeps. What the peer has read is acknowledged by the ring itself.
+//
+// The bytes in it are as safe as the peer: they are lost only with it. So the
+// path is never suspect and needs no probes.
+//
+// Thread: loop thread. Lifetime: owned by its PeerLink.
+class SharedPath final : public Poller {
+ public:
+  SharedPath(
+      EventLoop& loop,
+      Channel& channel,
+      PathId id,
+      SharedEnds ends,
+      SharedPathOwner& owner);
+  ~SharedPath() override;
+  SharedPath(const SharedPath&) = delete;
+  SharedPath& operator=(const SharedPath&) = delete;
+
+  PathId id() const {
+    return id_;
+  }
+  bool closed() const {
+    return closed_;
+  }
+  // As in TcpPath.
+  bool hasRoom() const;
+  bool takeFrame();
+  // True if it takes frames again, where it did not before.
+  bool flush();
+  void close(const Status& why);
+
+  // Messages take the network instead, as long as one of the two ends says so.
+  void avoid(bool avoid);
+  bool usable() const {
+    return !avoided_;
+  }
+  TimePoint heardAt() const {
+    return heardAt_;
+  }
+
+  // Poller
+  bool hasNews() const override;
+  void onNews() override;
+  bool inMidst() const override;
+  void setAsleep(bool asleep) override;
+
+ private:
+  // Copied in one go; small enough that the far end soon has something to do.
+  static constexpr size_t kPiece = 32u << 10;
+  static constexpr size_t kBatchBytes = 1u << 20;
+  static constexpr size_t kReadPerTurn = 4u << 20;
+  // What nobody waits for is found to be done after this time.
+  static constexpr Nanos kLookAfter = std::chrono::milliseconds(5);
+  static constexpr Nanos kLookAtLast = std::chrono::seconds(1);
+  static constexpr uint64_t kNowhere = UINT64_MAX;
+
+  struct Wake final : Handler {
+    void onEvents(uint32_t) override {} // the loop asks hasNews() anyway
+  };
+  struct End final : Handler {
+    explicit End(SharedPath& p) : path(p) {}
+    void onEvents(uint32_t events) override;
+    SharedPath& path;
+  };
+  struct Written {
+    uint64_t end = 0; // position in the ring
+    bool reliable = false;
+  };
+
+  bool put(const std::byte* data, size_t bytes);
+  void writeOut();
+  bool refresh();
+  void acknowledge();
+  void lookLater();
+  void read();
+  void finish();
+  void wakePeer();
+  void wakePeerForRoom();
+  void lookAtAvoidance();
+  void setWakeAt();
+
+  EventLoop& loop_;
+  Channel& channel_;
+  const PathId id_;
+  SharedEnds ends_;
+  SharedPathOwner& owner_;
+  SharedMemory::Side& mine_;
+  SharedMemory::Side& theirs_;
+  RingWriter out_;
+  RingReader in_;
+  FrameReader reader_;
+  Wake wake_;
+  End end_;
+  bool closed_ = false;
+  bool avoided_ = false;
+  TimePoint heardAt_;
+
+  size_t frontWritten_ = 0; // bytes of the first unwritten frame
+  size_t unwrittenBytes_ = 0;
+  bool full_ = false; // frames wait for room in the ring
+  std::deque<Written> undone_; // frames in the ring, whole
+  std::deque<uint64_t> asked_; // ends of those whose owner waits
+  uint64_t framesDone_ = 0; // reliable ones
+  // Positions whose being reached is news.
+  uint64_t wakeAtRead_ = kNowhere, wakeAtDone_ = kNowhere;
+  TimerId lookTimer_ = 0;
+  Nanos lookAfter_ = kLookAfter;
+};
+
+} // namespace resilient

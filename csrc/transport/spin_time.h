@@ -1,0 +1,41 @@
+#pragma once
+
+#include <algorithm>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// How long a thread that waits should look for news before it falls asleep.
+// To be woken costs some microseconds, on a virtual machine some tens: so it
+// pays for answers that come at once, and is wasted on those that take long.
+// What the last wait was like tells which it is. At most about half of a wait
+// is spent looking, and next to nothing of a long one.
+class SpinTime {
+ public:
+  static constexpr Nanos kMost = std::chrono::microseconds(60);
+  static constexpr Nanos kLeast = std::chrono::microseconds(2);
+
+  Nanos budget() const {
+    return budget_;
+  }
+  // News came this long after the thread began to wait, in its sleep or not.
+  void onNews(Nanos waited) {
+    // If both ends sleep, each waits for the other one's awakening as well as
+    // its own: they would never find out how fast they are without.
+    if (waited <= 2 * kMost) {
+      budget_ = kMost;
+    } else {
+      onOther();
+    }
+  }
+  // It slept, and was woken by something else.
+  void onOther() {
+    budget_ = std::max(budget_ / 2, kLeast);
+  }
+
+ private:
+  Nanos budget_ = kMost;
+};
+
+} // namespace resilient
