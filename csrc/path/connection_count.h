@@ -28,6 +28,23 @@ class ConnectionCount {
   explicit ConnectionCount(const Config& config)
       : config_(config), count_(config.least) {}
 
+  // Begins with what was found before; call it first. 0: nothing was.
+  void beginWith(int count) {
+    if (count > 0) {
+      begun_ = true;
+      count_ = std::clamp(count, config_.least, config_.most);
+    }
+  }
+  // What a connection may have in flight after all.
+  void setWindowBytes(uint64_t bytes) {
+    config_.windowBytes = bytes;
+  }
+  // For this round trip; of one connection that fills the assumed link.
+  uint64_t neededWindowBytes(Nanos roundTrip) const {
+    return static_cast<uint64_t>(
+        config_.assumedBytesPerS * toSeconds(roundTrip));
+  }
+
   // The first measurement of the way: as many as fill the assumed link.
   void onRoundTrip(Nanos roundTrip) {
     roundTrip_ = roundTrip;
@@ -42,6 +59,10 @@ class ConnectionCount {
 
   int count() const {
     return count_;
+  }
+  // What is worth remembering: not what is only being tried.
+  int found() const {
+    return !begun_ ? 0 : step_ == Step::kBase ? count_ : kept_;
   }
 
   // Called every now and then. `ackedBytes`: over all connections between the

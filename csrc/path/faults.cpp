@@ -314,6 +314,24 @@ bool FaultPlan::remove(uint64_t id) {
              rules_, [&](const FaultRule& r) { return r.id == id; }) != 0;
 }
 
+namespace {
+
+bool fits(const std::optional<int64_t>& wanted, int is) {
+  return !wanted || *wanted == is;
+}
+
+bool concernsRanks(const FaultRule& rule, int selfRank, int peerRank) {
+  return fits(rule.rank, selfRank) && fits(rule.peer, peerRank);
+}
+
+} // namespace
+
+bool FaultPlan::concerns(int selfRank, int peerRank) const {
+  return std::any_of(rules_.begin(), rules_.end(), [&](const FaultRule& r) {
+    return concernsRanks(r, selfRank, peerRank);
+  });
+}
+
 PathFaults::PathFaults(
     const FaultPlan& plan,
     int selfRank,
@@ -337,12 +355,8 @@ void PathFaults::refresh() {
   }
   version_ = plan_.version();
   rules_.clear();
-  auto fits = [](const std::optional<int64_t>& wanted, int is) {
-    return !wanted || *wanted == is;
-  };
   for (const FaultRule& r : plan_.rules()) {
-    if (fits(r.rank, selfRank_) && fits(r.peer, peerRank_) &&
-        fits(r.path, slot_)) {
+    if (concernsRanks(r, selfRank_, peerRank_) && fits(r.path, slot_)) {
       rules_.push_back(r);
     }
   }

@@ -87,6 +87,8 @@ class FaultPlan {
   bool empty() const {
     return rules_.empty();
   }
+  // Whether a rule stands for the network between these two, now or later.
+  bool concerns(int selfRank, int peerRank) const;
   const std::vector<FaultRule>& rules() const {
     return rules_;
   }

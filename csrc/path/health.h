@@ -11,6 +11,8 @@ namespace resilient {
 struct PathEvidence {
   // Something was sent that has not been answered.
   bool owes = false;
+  // Since when, if known; later if answers to earlier things have come.
+  TimePoint owesSince{};
   // Any number that changes whenever the far end shows life on this path.
   uint64_t progress = 0;
   // What is unanswered is unanswered by the far kernel too. If not, the path
@@ -48,13 +50,15 @@ class PathHealth {
     Nanos stalledAfter{};
   };
 
-  explicit PathHealth(TimePoint now) : progressAt_(now), owesSince_(now) {}
+  explicit PathHealth(TimePoint now)
+      : progressAt_(now), observedAt_(now), owesSince_(now) {}
 
   PathVerdict
   observe(const PathEvidence& e, const Limits& limits, TimePoint now) {
     if (!e.owes || e.heldOnPurpose) {
       owesSince_ = now;
     }
+    owesSince_ = std::max(owesSince_, e.owesSince);
     // Where answers take long, they also come in longer intervals.
     const Nanos suspectAfter =
         patience_ * std::max(limits.suspectAfter, e.roundTrip);
@@ -72,6 +76,12 @@ class PathHealth {
       }
       doubted_ = false;
     }
+    if (begins) {
+      // When we looked last it did not owe: its silence is no longer than that.
+      progress_ = e.progress;
+      progressAt_ = std::max(progressAt_, observedAt_);
+    }
+    observedAt_ = now;
     kernelOwed_ = e.kernelOwes;
     if (patience_ > 1 && now - calmAt_ >= kForgetAfter) {
       patience_ /= 2;
@@ -82,7 +92,7 @@ class PathHealth {
       progressAt_ = now;
       return PathVerdict::kGood;
     }
-    const Nanos silent = now - progressAt_;
+    const Nanos silent = now - std::max(progressAt_, e.owesSince);
     if (silent >= std::max(limits.stalledAfter, 3 * e.roundTrip)) {
       return PathVerdict::kStalled;
     }
@@ -118,6 +128,7 @@ class PathHealth {
 
   uint64_t progress_ = 0;
   TimePoint progressAt_;
+  TimePoint observedAt_;
   TimePoint owesSince_;
   TimePoint provenAt_{};
   bool kernelOwed_ = false;

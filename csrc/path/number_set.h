@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <iterator>
 #include <map>
+#include <utility>
+#include <vector>
 
 namespace resilient {
 
@@ -45,6 +47,17 @@ class NumberSet {
 
   size_t ranges() const {
     return ranges_.size();
+  }
+  // The least number that is not in it, from `n` on.
+  uint64_t firstGap(uint64_t n) const {
+    auto it = ranges_.upper_bound(n);
+    return it != ranges_.begin() && std::prev(it)->second >= n
+        ? std::prev(it)->second + 1
+        : n;
+  }
+  // Those that begin above `n`, ascending: first and last number of each.
+  std::vector<std::pair<uint64_t, uint64_t>> rangesAbove(uint64_t n) const {
+    return {ranges_.upper_bound(n), ranges_.end()};
   }
 
  private:

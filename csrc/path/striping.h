@@ -22,6 +22,55 @@ struct PathLoad {
   }
 };
 
+// Whether the tail of a message, which one path has in flight, is worth sending
+// once more over another that has nothing else to do: a path may have become
+// slow, without falling silent, since it was given its last chunks.
+//
+// Paper: PIPEMORPH §5.3 sends again what has failed; this is only late.
+class Hedge {
+ public:
+  // `holder` has the chunk in flight, as the last of its first `ahead` bytes.
+  Hedge(const PathLoad& helper, const PathLoad& holder)
+      : helper_(helper), holder_(holder) {}
+
+  bool worthIt(uint64_t ahead, uint64_t chunkBytes) const {
+    if (helper_.bytesPerS == 0) {
+      return false;
+    }
+    double needsS = 0;
+    if (holder_.bytesPerS > 0) {
+      needsS = static_cast<double>(ahead) / holder_.bytesPerS + holder_.oneWayS;
+    }
+    if (holder_.silentS > patienceS(chunkBytes)) {
+      // It will take as long again, as far as anybody knows.
+      needsS = std::max(needsS, holder_.silentS);
+    }
+    return limitS(chunkBytes) < needsS;
+  }
+  // The silence at which worthIt() may become true.
+  double nextLookS(uint64_t chunkBytes) const {
+    return std::max(patienceS(chunkBytes), limitS(chunkBytes)) + kSlackS / 5;
+  }
+
+ private:
+  // A copy costs its bytes, and rates are measured roughly.
+  static constexpr double kFactor = 2;
+  static constexpr double kSlackS = 0.005;
+
+  double limitS(uint64_t chunkBytes) const {
+    return kFactor * helper_.arrivalS(chunkBytes) + kSlackS;
+  }
+  // A path that works is silent for a chunk and a round trip.
+  double patienceS(uint64_t chunkBytes) const {
+    const double chunkS = holder_.bytesPerS > 0
+        ? static_cast<double>(chunkBytes) / holder_.bytesPerS
+        : 0;
+    return kFactor * (chunkS + 2 * holder_.oneWayS) + kSlackS;
+  }
+
+  const PathLoad helper_, holder_;
+};
+
 // Chunks go where they will arrive first. A path with room asks whether it
 // should take the next one; it should not if the chunk, and all that waits
 // behind it, would be there sooner by the other paths. So unequal paths add

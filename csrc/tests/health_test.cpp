@@ -27,7 +27,7 @@ TEST(health_doubts_early_and_gives_up_late) {
   w.evidence.owes = w.evidence.kernelOwes = true;
   w.evidence.progress = 7;
   CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
-  CHECK(w.after(milliseconds(49)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(48)) == PathVerdict::kGood);
   CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
   CHECK(w.after(milliseconds(440)) == PathVerdict::kSuspect);
   CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled);
@@ -44,6 +44,32 @@ TEST(health_of_an_idle_path_is_good) {
   CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
   w.evidence.heldOnPurpose = true;
   CHECK(w.after(seconds(10)) == PathVerdict::kGood);
+}
+
+// After an idle time the first look comes late; what counts is when it began
+// to owe.
+TEST(health_sees_the_first_silence_at_the_first_look) {
+  Watched w;
+  CHECK(w.after(seconds(10)) == PathVerdict::kGood);
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.progress = 7; // another measure: no sign of life
+  w.evidence.owesSince = w.now + milliseconds(10);
+  CHECK(w.after(milliseconds(59)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
+
+  Watched late;
+  CHECK(late.after(seconds(10)) == PathVerdict::kGood);
+  late.evidence = w.evidence;
+  late.evidence.owesSince = late.now + milliseconds(10);
+  CHECK(late.after(milliseconds(61)) == PathVerdict::kSuspect);
+
+  // That it was idle before is no silence.
+  Watched early;
+  CHECK(early.after(seconds(10)) == PathVerdict::kGood);
+  early.evidence.owes = true; // the far kernel has it, its process not yet
+  early.evidence.owesSince = early.now + milliseconds(95);
+  early.evidence.othersAt = early.now + milliseconds(99);
+  CHECK(early.after(milliseconds(100)) == PathVerdict::kGood);
 }
 
 TEST(health_waits_for_the_round_trip) {
@@ -245,6 +271,25 @@ TEST(connection_count_learns_nothing_from_an_idle_link) {
     CHECK(!count.observe(static_cast<uint64_t>(i), i % 20 != 0, false, now));
   }
   CHECK_EQ(count.count(), 6);
+}
+
+TEST(connection_count_begins_with_what_was_found) {
+  ConnectionCount first({});
+  CHECK_EQ(first.found(), 0);
+  CHECK_EQ(found(125e6, 52e6, milliseconds(80), first, seconds(8)), 3);
+  ConnectionCount next({});
+  next.beginWith(first.found());
+  CHECK_EQ(next.count(), 3);
+  next.onRoundTrip(milliseconds(80)); // instead of the 12 of the assumed link
+  CHECK_EQ(next.count(), 3);
+}
+
+TEST(connection_count_follows_the_window_that_connections_have) {
+  ConnectionCount count({});
+  CHECK_EQ(count.neededWindowBytes(milliseconds(80)), 50'000'000u);
+  count.setWindowBytes(64u << 20);
+  count.onRoundTrip(milliseconds(80));
+  CHECK_EQ(count.count(), 1);
 }
 
 TEST(connection_count_keeps_to_a_number_that_is_given) {

@@ -148,6 +148,27 @@ TEST(striping_unequal_links_add_up) {
   }
 }
 
+TEST(hedge_waits_as_long_as_the_holder_may_need) {
+  const uint64_t chunk = 64 << 10;
+  const auto worthIt = [&](double helperRate, PathLoad holder, uint64_t ahead) {
+    return Hedge(load(helperRate, 0.02, 0), holder).worthIt(ahead, chunk);
+  };
+  // Two paths alike, at the end of a message: nobody is late.
+  CHECK(!worthIt(1e7, load(1e7, 0.02, chunk), chunk));
+  CHECK(!worthIt(1e7, load(1e7, 0.02, 2 * chunk), 2 * chunk));
+  // The holder is known to be slow, and has much to do.
+  CHECK(worthIt(1e7, load(1e5, 0.02, chunk), chunk));
+  CHECK(!worthIt(1e5, load(1e5, 0.02, chunk), chunk));
+  CHECK(!worthIt(0, load(1e5, 0.02, chunk), chunk)); // who knows the helper?
+  // It was fast, and is silent: for longer than a chunk and a round trip.
+  PathLoad silent = load(1e7, 0.02, chunk);
+  silent.silentS = 0.05;
+  CHECK(!worthIt(1e7, silent, chunk));
+  silent.silentS = Hedge(load(1e7, 0.02, 0), silent).nextLookS(chunk);
+  CHECK(silent.silentS < 0.15);
+  CHECK(worthIt(1e7, silent, chunk));
+}
+
 TEST(link_capacity_does_not_fall_with_use) {
   LinkStatistics s;
   TimePoint t(std::chrono::seconds(1));

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <cstdint>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// Its name in the kernel.
+inline constexpr char kLossyCongestionControl[] = "bbr";
+
+// Whether one connection would do better with a congestion control that does
+// not take every lost packet for congestion (BBR). CUBIC at 1 % of random loss
+// and 40 ms fills 3 Mbit/s of any link; then losses come without a queue: the
+// round trip stays near its least. Where packets are lost because a buffer is
+// full, the round trip says so, and the system's choice stands.
+// Paper: ATLAS §4.1 meets this with more connections; they help where windows
+// are small, and little against loss.
+class CongestionChoice {
+ public:
+  // Of the whole connection, as the kernel counts.
+  struct Sample {
+    uint32_t retransmits = 0; // segments
+    uint32_t delivered = 0; // segments
+    Nanos roundTrip{};
+    Nanos leastRoundTrip{};
+    bool busy = false; // there was more to send than it took
+  };
+
+  // Called every now and then. True once: it should change now.
+  bool observe(const Sample& s, TimePoint now) {
+    if (!s.busy || s.leastRoundTrip <= Nanos(0)) {
+      restart(s, now);
+      return false;
+    }
+    if (begunAt_ == TimePoint{}) {
+      restart(s, now);
+    }
+    ++looks_;
+    queueing_ += s.roundTrip > s.leastRoundTrip * 5 / 4 + kShortQueue;
+    const Nanos window = s.leastRoundTrip * 8 > kLeastWindow
+        ? s.leastRoundTrip * 8
+        : kLeastWindow;
+    if (now - begunAt_ < window || looks_ < kLeastLooks) {
+      return false;
+    }
+    const uint32_t lost = s.retransmits - retransmits_;
+    const uint32_t delivered = s.delivered - delivered_;
+    if (lost < kLeastLost && now - begunAt_ < kLongestWindow) {
+      return false; // too few to tell
+    }
+    // Single losses in many packets cost little.
+    const bool lossy = lost >= kLeastLost &&
+        static_cast<double>(lost) >=
+            kLeastLoss * static_cast<double>(delivered);
+    const bool short_ = queueing_ * 4 <= looks_;
+    inARow_ = lossy && short_ ? inARow_ + 1 : 0;
+    restart(s, now);
+    if (inARow_ < kWindows || chosen_) {
+      return false;
+    }
+    chosen_ = true;
+    return true;
+  }
+
+ private:
+  void restart(const Sample& s, TimePoint now) {
+    begunAt_ = now;
+    retransmits_ = s.retransmits;
+    delivered_ = s.delivered;
+    looks_ = queueing_ = 0;
+  }
+
+  // What other traffic and the kernel's own timers add to a round trip.
+  static constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
+  static constexpr Nanos kLeastWindow = std::chrono::milliseconds(200);
+  static constexpr Nanos kLongestWindow = std::chrono::seconds(5);
+  static constexpr int kLeastLooks = 8;
+  static constexpr uint32_t kLeastLost = 3;
+  static constexpr double kLeastLoss = 1e-3;
+  static constexpr int kWindows = 2; // in a row
+
+  TimePoint begunAt_{};
+  uint32_t retransmits_ = 0, delivered_ = 0;
+  int looks_ = 0, queueing_ = 0;
+  int inARow_ = 0;
+  bool chosen_ = false;
+};
+
+} // namespace resilient

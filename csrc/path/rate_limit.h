@@ -1,0 +1,100 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <deque>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// The most that some users together may send in a second: a bucket of tokens, a
+// byte each, and a queue of those who found it empty. A frame may leave as soon
+// as there is any token at all, and the bucket then owes the rest; so a frame
+// larger than the bucket is only late, and the mean rate is kept. Whoever
+// waits gets one frame at a time, in turn.
+//
+// A link that is billed or shared between sites, as ATLAS §3 describes them,
+// has such a limit for good reasons: the paper has none.
+class RateLimit {
+ public:
+  using User = uint32_t;
+  // What may leave at once after a pause: this much time's worth.
+  static constexpr Nanos kBurst = std::chrono::milliseconds(10);
+
+  explicit RateLimit(double bytesPerS)
+      : bytesPerS_(bytesPerS), tokens_(most()) {}
+
+  double bytesPerS() const {
+    return bytesPerS_;
+  }
+
+  // May `user` send a frame now? If not, it has a place in the queue.
+  bool mayTake(User user, TimePoint now) {
+    refill(now);
+    const bool itsTurn = turn_ == user || (waiting_.empty() && turn_ == kNone);
+    if (tokens_ > 0 && itsTurn) {
+      return true;
+    }
+    if (std::find(waiting_.begin(), waiting_.end(), user) == waiting_.end()) {
+      waiting_.push_back(user);
+    }
+    return false;
+  }
+
+  // It has sent so much, whether it was asked for or not.
+  void took(User user, uint64_t bytes, TimePoint now) {
+    refill(now);
+    tokens_ -= static_cast<double>(bytes);
+    endTurn(user);
+  }
+
+  // Somebody waits, and nobody has the turn: nextTurn() is due at readyAt().
+  bool idleTurn() const {
+    return turn_ == kNone && !waiting_.empty();
+  }
+  TimePoint readyAt() const {
+    return tokens_ > 0 ? refilledAt_
+                       : refilledAt_ + fromSeconds((1 - tokens_) / bytesPerS_);
+  }
+  // Whose turn it is now; it must then take a frame or call endTurn(). Only if
+  // idleTurn().
+  User nextTurn() {
+    turn_ = waiting_.front();
+    waiting_.pop_front();
+    return turn_;
+  }
+  // It has nothing to send any more, or no path with room.
+  void endTurn(User user) {
+    if (turn_ == user) {
+      turn_ = kNone;
+    }
+  }
+  // It is gone.
+  void leave(User user) {
+    endTurn(user);
+    std::erase(waiting_, user);
+  }
+
+ private:
+  static constexpr User kNone = 0;
+
+  double most() const {
+    return bytesPerS_ * toSeconds(kBurst);
+  }
+  void refill(TimePoint now) {
+    if (refilledAt_ != TimePoint{} && now > refilledAt_) {
+      tokens_ =
+          std::min(tokens_ + bytesPerS_ * toSeconds(now - refilledAt_), most());
+    }
+    refilledAt_ = std::max(refilledAt_, now);
+  }
+
+  const double bytesPerS_;
+  double tokens_;
+  TimePoint refilledAt_{};
+  std::deque<User> waiting_;
+  User turn_ = kNone;
+};
+
+} // namespace resilient

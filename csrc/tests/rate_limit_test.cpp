@@ -1,0 +1,104 @@
+#include "path/rate_limit.h"
+
+#include <array>
+#include <vector>
+
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// Some users with frames of their own sizes; sends as the engine does.
+struct Shared {
+  RateLimit limit;
+  TimePoint now{seconds(100)};
+  std::vector<uint64_t> frameBytes; // by user - 1; 0: nothing to send
+  std::vector<uint64_t> sent = std::vector<uint64_t>(frameBytes.size(), 0);
+
+  // All that may leave now.
+  void pump(RateLimit::User user) {
+    const uint64_t bytes = frameBytes[user - 1];
+    while (bytes != 0 && limit.mayTake(user, now)) {
+      limit.took(user, bytes, now);
+      sent[user - 1] += bytes;
+    }
+    limit.endTurn(user);
+  }
+  void run(Nanos duration) {
+    const TimePoint end = now + duration;
+    for (RateLimit::User u = 1; u <= frameBytes.size(); ++u) {
+      pump(u);
+    }
+    while (limit.idleTurn() && limit.readyAt() < end) {
+      now = std::max(now, limit.readyAt());
+      pump(limit.nextTurn());
+    }
+    now = end;
+  }
+};
+
+TEST(rate_limit_keeps_the_mean_whatever_the_frames) {
+  for (uint64_t bytes : {100ull, 1500ull, 65536ull, 4000000ull}) {
+    Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {bytes}};
+    s.run(seconds(20));
+    const double expected = 20e6;
+    CHECK(static_cast<double>(s.sent[0]) >= 0.98 * expected - 1);
+    CHECK(
+        static_cast<double>(s.sent[0]) <=
+        expected * 1.01 + static_cast<double>(bytes));
+  }
+}
+
+TEST(rate_limit_lets_little_go_at_once_after_a_pause) {
+  Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {1000}};
+  s.run(milliseconds(1));
+  s.now += seconds(1000);
+  const uint64_t before = s.sent[0];
+  s.run(Nanos(1));
+  CHECK(s.sent[0] - before <= 11000); // 10 ms, and a frame
+  CHECK(s.sent[0] - before >= 9000);
+}
+
+TEST(rate_limit_is_shared_frame_by_frame) {
+  Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {10000, 10000, 10000}};
+  s.run(seconds(3));
+  for (uint64_t bytes : s.sent) {
+    CHECK(bytes >= 970'000 && bytes <= 1'030'000);
+  }
+  // Who has nothing to send leaves its share to the others.
+  s.frameBytes[1] = 0;
+  const auto before = s.sent;
+  s.run(seconds(2));
+  CHECK(s.sent[1] == before[1]);
+  CHECK(s.sent[0] - before[0] >= 970'000);
+  CHECK(s.sent[2] - before[2] >= 970'000);
+}
+
+TEST(rate_limit_goes_on_when_one_that_waits_is_gone) {
+  Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {50000, 50000}};
+  s.run(milliseconds(1));
+  CHECK(s.limit.idleTurn());
+  s.limit.leave(1);
+  s.frameBytes[0] = 0;
+  const uint64_t before = s.sent[1];
+  s.run(seconds(1));
+  CHECK(s.sent[1] - before >= 900'000);
+}
+
+TEST(rate_limit_counts_what_was_not_asked_for) {
+  RateLimit limit(1e6);
+  TimePoint now{seconds(1)};
+  CHECK(limit.mayTake(1, now));
+  limit.took(1, 500'000, now); // acknowledgements never wait
+  CHECK(!limit.mayTake(1, now + milliseconds(480)));
+  CHECK(limit.mayTake(1, now + milliseconds(500)) == false); // not its turn
+  CHECK(limit.idleTurn());
+  CHECK_EQ(limit.nextTurn(), 1u);
+  CHECK(limit.mayTake(1, now + milliseconds(500)));
+}
+
+} // namespace
+} // namespace resilient::test

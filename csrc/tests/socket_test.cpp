@@ -1,0 +1,76 @@
+#include "transport/socket.h"
+
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+// Setting a buffer ends the kernel's own tuning: only where it gives more.
+TEST(socket_buffers_are_set_only_where_that_gives_more) {
+  constexpr uint64_t kMiB = 1u << 20;
+  // The limits of a plain Linux: 208 KiB, doubled.
+  CHECK_EQ(sendBufferFor(25 * kMiB, 4 * kMiB, 416 << 10), 0u);
+  CHECK_EQ(receiveBufferFor(25 * kMiB, 6 * kMiB, 416 << 10), 0u);
+  // Autotuning has room for it anyway.
+  CHECK_EQ(sendBufferFor(3 * kMiB, 4 * kMiB, UINT64_MAX), 0u);
+  CHECK_EQ(receiveBufferFor(25 * kMiB, 64 * kMiB, UINT64_MAX), 0u);
+  // As much as is needed, or as is allowed.
+  CHECK_EQ(sendBufferFor(24 * kMiB, 4 * kMiB, UINT64_MAX), 30 * kMiB);
+  CHECK_EQ(receiveBufferFor(24 * kMiB, 6 * kMiB, UINT64_MAX), 48 * kMiB);
+  CHECK_EQ(sendBufferFor(24 * kMiB, 4 * kMiB, 8 * kMiB), 8 * kMiB);
+  CHECK_EQ(receiveBufferFor(24 * kMiB, 6 * kMiB, 8 * kMiB), 8 * kMiB);
+}
+
+int optionOf(int fd, int option) {
+  int value = 0;
+  socklen_t bytes = sizeof(value);
+  CHECK_EQ(::getsockopt(fd, SOL_SOCKET, option, &value, &bytes), 0);
+  return value;
+}
+
+// Two ends of a connection on loopback.
+struct Connection {
+  Connection() {
+    FileDescriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
+    CHECK_EQ(::bind(listener.get(), any.raw(), any.rawBytes()), 0);
+    CHECK_EQ(::listen(listener.get(), 1), 0);
+    const SocketAddress at = localAddress(listener.get());
+    first.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    CHECK_EQ(::connect(first.get(), at.raw(), at.rawBytes()), 0);
+    second.reset(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    CHECK(static_cast<bool>(second));
+  }
+  FileDescriptor first, second;
+};
+
+TEST(socket_buffers_are_raised_as_far_as_the_system_allows) {
+  const BufferLimits system = systemBufferLimits();
+  CHECK(system.windowBytes() > 0);
+  // As if autotuning ended at 64 KiB; what the rest is, the kernel decides.
+  BufferLimits small = system;
+  small.sendTuned = small.receiveTuned = 64 << 10;
+  Connection c;
+  CHECK_EQ(raiseBuffers(c.first.get(), 32 << 10, small), 64u << 10);
+  const int before = optionOf(c.first.get(), SO_SNDBUF);
+  CHECK_EQ(raiseBuffers(c.first.get(), 32 << 10, small), 64u << 10);
+  CHECK_EQ(optionOf(c.first.get(), SO_SNDBUF), before);
+  // 208 KiB are the least that a Linux has.
+  const uint64_t window = raiseBuffers(c.first.get(), 100 << 10, small);
+  CHECK(window >= 99 << 10);
+  CHECK_EQ(optionOf(c.first.get(), SO_SNDBUF), 125 << 10);
+  CHECK_EQ(optionOf(c.first.get(), SO_RCVBUF), 200 << 10);
+  if (system.forced) {
+    CHECK(raiseBuffers(c.second.get(), 64 << 20, small) > small.sendTuned);
+    CHECK(optionOf(c.second.get(), SO_SNDBUF) >= 64 << 20);
+  }
+}
+
+TEST(socket_knows_which_congestion_control_it_may_use) {
+  CHECK(mayUseCongestionControl("reno")); // always there
+  CHECK(!mayUseCongestionControl("no-such-one"));
+  CHECK_CONTAINS(availableCongestionControls(), "reno");
+}
+
+} // namespace
+} // namespace resilient::test
