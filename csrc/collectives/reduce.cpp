@@ -5,8 +5,8 @@
 #include <limits>
 #include <type_traits>
 
+#include "base/small_float.h"
 #include "base/status.h"
-#include "collectives/small_float.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -1,0 +1,20 @@
+#pragma once
+
+namespace resilient {
+
+// What of a message may be missing at its receiver, which then has zeros there
+// and says where. Nothing, unless its sender asks for it.
+//
+// Paper: SMART §3.1, §3.2.
+struct Tolerance {
+  // Packets of gradients whose mean magnitude is at least this must arrive.
+  float threshold = 0;
+  // So much of the packets at most, of each chunk. 0: the message is exact.
+  float mostLost = 0;
+
+  bool exact() const {
+    return !(mostLost > 0);
+  }
+};
+
+} // namespace resilient

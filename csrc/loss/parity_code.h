@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+namespace resilient {
+
+// Repair symbols for a block of packets of equal length. Pure arithmetic: any
+// thread may call anything here at any time.
+enum class ParityKind : uint8_t {
+  kNone = 0,
+  // Paper: SMART §3.2. Data symbol i belongs to sequence i mod `parity`, and
+  // each sequence has one repair symbol, the XOR of its data. So any one loss
+  // in each sequence is repaired, and any burst of up to `parity` symbols.
+  kXor = 1,
+  // Any `parity` losses are repaired. The code is systematic, over GF(256),
+  // with the Cauchy matrix 1 / ((data + j) ^ i) for repair symbol j and data
+  // symbol i.
+  kReedSolomon = 2,
+};
+
+struct BlockShape {
+  ParityKind kind = ParityKind::kNone;
+  int data = 0; // symbols
+  int parity = 0; // symbols; with kNone always 0
+};
+
+// Of data and parity together, with Reed-Solomon: elements of the field.
+inline constexpr int kMostBlockSymbols = 255;
+
+// nullptr, or what is wrong with the shape (one from a peer, say).
+const char* faultOfShape(const BlockShape& shape);
+
+// All below throw std::invalid_argument if the shape is wrong or a span has
+// not one element for each symbol that it stands for.
+
+// Computes parity[j] from data[i], each `bytes` long, which may be any number.
+void encodeParity(
+    const BlockShape& shape,
+    std::span<const std::byte* const> data,
+    std::span<std::byte* const> parity,
+    size_t bytes);
+
+// have[i]: data[i] has arrived. parity[j] == nullptr: that repair symbol has
+// not. Writes those missing data symbols that can be repaired, sets their
+// have[i], and returns how many. Of the others data[i] is not touched.
+int recoverData(
+    const BlockShape& shape,
+    std::span<std::byte* const> data,
+    std::span<bool> have,
+    std::span<const std::byte* const> parity,
+    size_t bytes);
+
+// Whether recoverData would leave nothing missing. Looks at no data.
+bool recoverable(
+    const BlockShape& shape,
+    std::span<const bool> have,
+    std::span<const bool> parityHere);
+
+} // namespace resilient

@@ -1,0 +1,72 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/signature.h"
+
+// Which packets deserve protection (Paper: SMART §3.1). Pure: no clock, no
+// chance but from a seed. The element types are float32, bfloat16, float16 and
+// float64; others throw std::invalid_argument. Data needs no alignment.
+namespace resilient {
+
+// Whether loss priority can be measured for elements of this type.
+bool hasMagnitude(DType dtype);
+
+// The threshold tau: the magnitude that the largest `topFraction` (in (0, 1];
+// the paper's K, 0.01 by default) of a sample reach. The sample is uniform, of
+// at most kThresholdSample elements, the same for the same seed. Elements that
+// are not finite count as infinite. 0 if there is no element.
+double sampledThreshold(
+    DType dtype,
+    const std::byte* data,
+    size_t count,
+    double topFraction,
+    uint64_t seed);
+
+// Elements that sampledThreshold looks at: with 4096 the largest 1 % are 41,
+// so the share of elements above the threshold comes out within about 16 % of
+// what was asked for (a standard deviation). More would cost a cache miss each.
+inline constexpr size_t kThresholdSample = 4096;
+
+// How many packets `count` elements fill if the first packet has
+// `firstPacketElements` (fewer may be there; 0: there is no such first packet)
+// and each other `elementsPerPacket` > 0, the last the rest.
+size_t
+packetCount(size_t count, size_t elementsPerPacket, size_t firstPacketElements);
+
+// Equation 1: out[p] = the mean of |g| over the elements of packet p, for all
+// packetCount() packets. Sums are in float32, but for float64: meant for
+// packets of some thousand elements.
+void meanMagnitudes(
+    DType dtype,
+    const std::byte* data,
+    size_t count,
+    size_t elementsPerPacket,
+    size_t firstPacketElements,
+    float* out);
+
+// Sets high[p] = 1 for each packet of high priority, else 0, and returns how
+// many are high. High are those with a mean of at least `threshold`. If these
+// are fewer than `leastFraction` of all, then as many of the largest, so that
+// late in a training, when no packet reaches the threshold, the largest are
+// protected still. A mean that is not finite is always high: its loss would
+// hide from the training that it diverges. A mean of zero never is: a lost
+// packet is replaced by zeros.
+size_t packetsOfTopFraction(
+    std::span<const float> means,
+    double threshold,
+    double leastFraction,
+    std::vector<uint8_t>& high);
+
+// False if any element is infinite or not a number.
+bool allFinite(DType dtype, const std::byte* data, size_t count);
+
+// Equation 2 for activations of layer `layer` (1 to `layers`): high if
+// layer / layers <= fraction. The paper adds "i.e. the first ceil(k L) layers",
+// which is one more where k L is no whole number; the equation decides here.
+bool isHighPriority(int layer, int layers, double fraction);
+
+} // namespace resilient

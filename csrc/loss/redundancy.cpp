@@ -1,0 +1,208 @@
+#include "loss/redundancy.h"
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace resilient {
+namespace {
+
+// Two packets, of which the second was sent some places after the first: the
+// chance that the second is lost if the first arrived, or was lost. In between
+// the channel forgets, by the factor `memory` for each place.
+struct Transitions {
+  double rate;
+  double lostAfterArrival;
+  double lostAfterLoss;
+};
+
+Transitions transitions(const LossEstimate& loss, double places) {
+  const double rate = std::min(loss.rate, 1.0);
+  // Each burst ends with chance 1 / burstPackets, and so many begin that the
+  // rate comes out. A mean of 1 / (1 - rate) is that of losses one by one;
+  // less would mean that losses avoid each other, which no link does.
+  const double end = 1 / loss.burstPackets;
+  const double begin = rate < 1 ? rate * end / (1 - rate) : 1;
+  const double memory = std::pow(std::max(0.0, 1 - begin - end), places);
+  return {rate, rate * (1 - memory), rate + (1 - rate) * memory};
+}
+
+// [m]: the chance that more than m of data + m packets are lost, for m from 0
+// to mostParity.
+std::vector<double>
+chancesOfMoreThan(int data, int mostParity, const Transitions& chance) {
+  const auto most = static_cast<size_t>(mostParity);
+  std::vector<double> result;
+  // By the number of losses so far, up to the most that is of interest: that
+  // there are so many, and that the last packet arrived, or was lost.
+  std::vector<double> arrived(most + 1, 0.0);
+  std::vector<double> lost(most + 1, 0.0);
+  // Before the first packet: as in the long run.
+  arrived[0] = 1 - chance.rate;
+  lost[0] = chance.rate;
+  for (int packet = 1; packet <= data + mostParity; ++packet) {
+    for (size_t count = most + 1; count-- > 0;) {
+      const double nowArrived = arrived[count] * (1 - chance.lostAfterArrival) +
+          lost[count] * (1 - chance.lostAfterLoss);
+      const double nowLost = count == 0
+          ? 0.0
+          : arrived[count - 1] * chance.lostAfterArrival +
+              lost[count - 1] * chance.lostAfterLoss;
+      arrived[count] = nowArrived;
+      lost[count] = nowLost;
+    }
+    if (packet >= data) {
+      double few = 0;
+      for (size_t count = 0; count <= result.size(); ++count) {
+        few += arrived[count] + lost[count];
+      }
+      result.push_back(std::max(0.0, 1 - few));
+    }
+  }
+  return result;
+}
+
+// That two or more of `packets` are lost.
+double chanceOfTwo(int packets, const Transitions& chance) {
+  if (packets < 2) {
+    return 0;
+  }
+  const double stays = 1 - chance.lostAfterArrival;
+  const double ends = 1 - chance.lostAfterLoss;
+  const double none = (1 - chance.rate) * std::pow(stays, packets - 1);
+  const double first = chance.rate * ends * std::pow(stays, packets - 2);
+  const double last = (1 - chance.rate) * std::pow(stays, packets - 2) *
+      chance.lostAfterArrival;
+  const double between = packets < 3 ? 0.0
+                                     : (packets - 2) * (1 - chance.rate) *
+          std::pow(stays, packets - 3) * chance.lostAfterArrival * ends;
+  return std::max(0.0, 1 - none - first - last - between);
+}
+
+void check(const LossEstimate& loss, int interleavedBlocks) {
+  if (!(loss.rate >= 0 && loss.rate <= 1)) {
+    throw std::invalid_argument(
+        "loss rate: expected 0 to 1, got " + std::to_string(loss.rate));
+  }
+  if (!(loss.burstPackets >= 1 && std::isfinite(loss.burstPackets))) {
+    throw std::invalid_argument(
+        "burst length: expected at least 1 packet, got " +
+        std::to_string(loss.burstPackets));
+  }
+  if (interleavedBlocks < 1) {
+    throw std::invalid_argument(
+        "interleaved blocks: expected at least 1, got " +
+        std::to_string(interleavedBlocks));
+  }
+}
+
+} // namespace
+
+double LossMeter::age(uint64_t count) {
+  static const double kKept = std::exp(-1 / kLossMemoryPackets);
+  const double factor = std::pow(kKept, static_cast<double>(count));
+  packets_ *= factor;
+  lost_ *= factor;
+  bursts_ *= factor;
+  const double weight = (1 - factor) / (1 - kKept);
+  packets_ += weight;
+  return weight;
+}
+
+void LossMeter::onPackets(uint64_t received, uint64_t lost) {
+  if (received > 0) {
+    age(received);
+    inBurst_ = false;
+  }
+  if (lost > 0) {
+    lost_ += age(lost);
+    bursts_ += inBurst_ ? 0 : 1;
+    inBurst_ = true;
+  }
+}
+
+LossEstimate LossMeter::estimate() const {
+  if (packets_ == 0) {
+    return {};
+  }
+  return {
+      .rate = lost_ / packets_,
+      .burstPackets = bursts_ > 0 ? std::max(1.0, lost_ / bursts_) : 1.0};
+}
+
+double chanceUnrecovered(
+    const BlockShape& shape,
+    const LossEstimate& loss,
+    int interleavedBlocks) {
+  if (const char* fault = faultOfShape(shape)) {
+    throw std::invalid_argument(fault);
+  }
+  check(loss, interleavedBlocks);
+  if (shape.kind == ParityKind::kXor && shape.parity > 0) {
+    // Paper: SMART §3.2: neighbours in a sequence are `parity` packets apart.
+    const int length = (shape.data + shape.parity - 1) / shape.parity + 1;
+    return chanceOfTwo(
+        length,
+        transitions(
+            loss, static_cast<double>(shape.parity) * interleavedBlocks));
+  }
+  return chancesOfMoreThan(
+             shape.data, shape.parity, transitions(loss, interleavedBlocks))
+      .back();
+}
+
+BlockShape chooseShape(
+    ParityKind kind,
+    int dataPackets,
+    const LossEstimate& loss,
+    const RedundancyLimits& limits) {
+  if (const char* fault = faultOfShape({kind, dataPackets, 0})) {
+    throw std::invalid_argument(fault);
+  }
+  check(loss, limits.interleavedBlocks);
+  if (!(limits.leastRatio >= 0 && limits.mostRatio >= limits.leastRatio &&
+        std::isfinite(limits.mostRatio))) {
+    throw std::invalid_argument(
+        "redundancy: expected 0 <= least ratio <= most ratio, got " +
+        std::to_string(limits.leastRatio) + " and " +
+        std::to_string(limits.mostRatio));
+  }
+  if (kind == ParityKind::kNone) {
+    return {ParityKind::kNone, dataPackets, 0};
+  }
+  // XOR: one for each packet is a copy of it, and more are of no use.
+  const int room = kind == ParityKind::kReedSolomon
+      ? kMostBlockSymbols - dataPackets
+      : dataPackets;
+  // A ratio of 0.07 shall be 7 of 100, though 0.07 * 100 is a little more.
+  const auto within = [room](double parity) {
+    return static_cast<int>(std::clamp<double>(parity, 0, room));
+  };
+  const int least = within(std::ceil(limits.leastRatio * dataPackets - 1e-9));
+  const int most = std::max(
+      least, within(std::floor(limits.mostRatio * dataPackets + 1e-9)));
+
+  int parity = least;
+  if (limits.congested) {
+    // Paper: SMART §4.3: parity goes down under congestion.
+  } else if (kind == ParityKind::kReedSolomon) {
+    const std::vector<double> chances = chancesOfMoreThan(
+        dataPackets, most, transitions(loss, limits.interleavedBlocks));
+    while (parity < most &&
+           chances[static_cast<size_t>(parity)] > limits.target) {
+      ++parity;
+    }
+  } else {
+    while (parity < most &&
+           chanceUnrecovered(
+               {kind, dataPackets, parity}, loss, limits.interleavedBlocks) >
+               limits.target) {
+      ++parity;
+    }
+  }
+  return {parity == 0 ? ParityKind::kNone : kind, dataPackets, parity};
+}
+
+} // namespace resilient
