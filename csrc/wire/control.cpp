@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <string>
 
 #include "wire/frame.h"
 
@@ -168,9 +169,30 @@ std::vector<std::byte> encode(const PathsLost& lost) {
   return out.take();
 }
 
+std::vector<std::byte> encode(const SharedOffer& offer) {
+  return Writer(ControlKind::kSharedOffer)
+      .put(offer.door)
+      .put(offer.token)
+      .take();
+}
+
+std::vector<std::byte> encode(const Addresses& addresses) {
+  return Writer(ControlKind::kAddresses).put(addresses.record).take();
+}
+
+std::vector<std::byte> encode(const DatagramOffer& offer) {
+  return Writer(ControlKind::kDatagramOffer)
+      .put(offer.slot)
+      .put(static_cast<uint8_t>(offer.answer))
+      .put(offer.port)
+      .put(offer.key)
+      .put(offer.nonce)
+      .take();
+}
+
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
   if (payload.empty() || payload[0] < std::byte(1) ||
-      payload[0] > std::byte(4)) {
+      payload[0] > static_cast<std::byte>(ControlKind::kDatagramOffer)) {
     return std::nullopt;
   }
   return static_cast<ControlKind>(payload[0]);
@@ -235,6 +257,74 @@ std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload) {
     in.get(lost.slots.emplace_back());
   }
   return in.complete() ? std::optional(lost) : std::nullopt;
+}
+
+std::optional<SharedOffer> decodeSharedOffer(
+    std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kSharedOffer)) {
+    return std::nullopt;
+  }
+  SharedOffer offer;
+  Reader in(payload);
+  in.get(offer.door);
+  in.get(offer.token);
+  return in.complete() ? std::optional(offer) : std::nullopt;
+}
+
+std::optional<Addresses> decodeAddresses(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kAddresses)) {
+    return std::nullopt;
+  }
+  Addresses addresses;
+  Reader in(payload);
+  in.get(addresses.record);
+  return in.complete() ? std::optional(addresses) : std::nullopt;
+}
+
+std::optional<DatagramOffer> decodeDatagramOffer(
+    std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kDatagramOffer)) {
+    return std::nullopt;
+  }
+  DatagramOffer offer;
+  uint8_t answer = 0;
+  Reader in(payload);
+  in.get(offer.slot);
+  in.get(answer);
+  in.get(offer.port);
+  in.get(offer.key);
+  in.get(offer.nonce);
+  offer.answer = answer != 0;
+  const bool sound =
+      answer <= 1 && offer.nonce.size() == DatagramOffer::kNonceBytes;
+  return in.complete() && sound ? std::optional(offer) : std::nullopt;
+}
+
+std::vector<std::byte> encodeResidual(
+    uint64_t parts,
+    std::span<const ByteRange> ranges) {
+  std::vector<std::byte> out(8 + 16 * ranges.size());
+  std::memcpy(out.data(), &parts, 8);
+  for (size_t i = 0; i < ranges.size(); ++i) {
+    std::memcpy(out.data() + 8 + 16 * i, &ranges[i].offset, 8);
+    std::memcpy(out.data() + 16 + 16 * i, &ranges[i].bytes, 8);
+  }
+  return out;
+}
+
+Status decodeResidual(std::span<const std::byte> payload, Residual& r) {
+  if (payload.size() < 8 || payload.size() % 16 != 8) {
+    return Status(
+        StatusCode::kProtocol,
+        "residual of " + std::to_string(payload.size()) + " bytes");
+  }
+  std::memcpy(&r.parts, payload.data(), 8);
+  r.ranges.resize(payload.size() / 16);
+  for (size_t i = 0; i < r.ranges.size(); ++i) {
+    std::memcpy(&r.ranges[i].offset, payload.data() + 8 + 16 * i, 8);
+    std::memcpy(&r.ranges[i].bytes, payload.data() + 16 + 16 * i, 8);
+  }
+  return Status();
 }
 
 } // namespace resilient

@@ -18,12 +18,32 @@ std::vector<std::byte> encodeReason(StatusCode code, const std::string& text);
 // Never fails: what cannot be read becomes kProtocol.
 Status decodeReason(std::span<const std::byte> payload);
 
+// Payload of kResidual: parts of a message, in bytes.
+struct ByteRange {
+  uint64_t offset = 0;
+  uint64_t bytes = 0;
+  auto operator<=>(const ByteRange&) const = default;
+};
+struct Residual {
+  uint64_t parts =
+      0; // that the message has in all, in as many frames as needed
+  std::vector<ByteRange> ranges;
+  static constexpr size_t kMost = 4000; // in one frame
+};
+std::vector<std::byte> encodeResidual(
+    uint64_t parts,
+    std::span<const ByteRange> ranges);
+Status decodeResidual(std::span<const std::byte> payload, Residual& residual);
+
 // Payloads of kControl, from engine to engine. The first byte tells which.
 enum class ControlKind : uint8_t {
   kNotice = 1,
   kQuery = 2,
   kReport = 3,
   kPathsLost = 4,
+  kSharedOffer = 5,
+  kAddresses = 6,
+  kDatagramOffer = 7,
 };
 
 // "This collective has failed here": so that the others need not wait for
@@ -68,10 +88,36 @@ struct PathsLost {
   static constexpr size_t kMost = 4096;
 };
 
+// "Knock here for shared memory, and say this": see transport/shared_door.h.
+struct SharedOffer {
+  std::string door; // name of an abstract socket
+  std::string token;
+};
+
+// "Let us have a datagram path beside the connection of this slot; mine is at
+// this port", and the answer. See transport/datagram_path.h.
+struct DatagramOffer {
+  uint16_t slot = 0;
+  bool answer = false;
+  uint16_t port = 0; // 0 in an answer: no
+  // Which secret of the two processes it is: that of any group they share.
+  uint64_t key = 0;
+  std::string nonce;
+  static constexpr size_t kNonceBytes = 16;
+};
+
+// "This is where we are now": a NIC has another address than the store says.
+struct Addresses {
+  std::string record; // of PeerAddress, see transport/address.h
+};
+
 std::vector<std::byte> encode(const Notice& notice);
 std::vector<std::byte> encode(const Query& query);
 std::vector<std::byte> encode(const Report& report);
 std::vector<std::byte> encode(const PathsLost& lost);
+std::vector<std::byte> encode(const SharedOffer& offer);
+std::vector<std::byte> encode(const Addresses& addresses);
+std::vector<std::byte> encode(const DatagramOffer& offer);
 
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload);
 // Nothing if the bytes are not exactly one message of that kind.
@@ -79,5 +125,10 @@ std::optional<Notice> decodeNotice(std::span<const std::byte> payload);
 std::optional<Query> decodeQuery(std::span<const std::byte> payload);
 std::optional<Report> decodeReport(std::span<const std::byte> payload);
 std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload);
+std::optional<SharedOffer> decodeSharedOffer(
+    std::span<const std::byte> payload);
+std::optional<Addresses> decodeAddresses(std::span<const std::byte> payload);
+std::optional<DatagramOffer> decodeDatagramOffer(
+    std::span<const std::byte> payload);
 
 } // namespace resilient

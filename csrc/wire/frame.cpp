@@ -133,7 +133,7 @@ Status decodeFrame(
   }
   const auto type = get<uint8_t>(in, kTypeAt);
   if (type < static_cast<uint8_t>(FrameType::kData) ||
-      type > static_cast<uint8_t>(FrameType::kPong)) {
+      type > static_cast<uint8_t>(FrameType::kResidual)) {
     return malformed("type", type);
   }
   const auto cls = get<uint8_t>(in, kClassAt);
@@ -171,7 +171,9 @@ Status decodeFrame(
   if (h.totalBytes != 0 || h.chunkBytes != 0 || h.offset != 0) {
     return malformed("sizes of a message in a frame of type", type);
   }
-  const uint32_t limit = h.type <= FrameType::kControl ? kMaxControlBytes : 0;
+  const bool described =
+      h.type <= FrameType::kControl || h.type == FrameType::kResidual;
+  const uint32_t limit = described ? kMaxControlBytes : 0;
   if (h.payloadBytes > limit) {
     return malformed("control bytes", h.payloadBytes);
   }

@@ -29,16 +29,19 @@ enum class FrameType : uint8_t {
   kAck = 7, // carries only the `ack` field
   kPing = 8, // `message` = time stamp of the sender, returned in kPong
   kPong = 9,
+  kResidual = 10, // what of `message` the receiver had to fill with zeros
 };
 
 // Frames the receiver acknowledges and the sender repeats on another path if
 // this one dies. The others are worth only their moment.
 inline bool isReliable(FrameType t) {
-  return t <= FrameType::kBye;
+  return t <= FrameType::kBye || t == FrameType::kResidual;
 }
 
 inline constexpr uint16_t kFlagOffer = 1; // no payload: a description only
 inline constexpr uint16_t kFlagAckNow = 2; // the sender waits for this ack
+// Parts of it may be missing; once it is whole, kResidual tells which were.
+inline constexpr uint16_t kFlagTolerant = 4;
 
 // Upper bounds for what a header may claim. A peer that exceeds one is
 // faulty, and its connection is closed.

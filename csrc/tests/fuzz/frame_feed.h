@@ -201,9 +201,9 @@ class FrameFeed {
   FrameHeader header() {
     FrameHeader h;
     const uint8_t kind = byte();
-    h.type = static_cast<FrameType>(1 + kind % 10); // 10: unknown
+    h.type = static_cast<FrameType>(1 + kind % 11); // 11: unknown
     h.trafficClass = static_cast<TrafficClass>(byte() % 5);
-    h.flags = byte() % 4;
+    h.flags = byte() % 8;
     h.ack = number();
     h.message = number();
     h.group = byte() % 3;
@@ -223,6 +223,8 @@ class FrameFeed {
           : static_cast<uint32_t>(std::min<uint64_t>(rest, h.chunkBytes));
     } else if (h.type <= FrameType::kControl) {
       h.payloadBytes = byte() & 0xf8;
+    } else if (h.type == FrameType::kResidual) {
+      h.payloadBytes = 16u * (byte() % 8) + 8;
     }
     return h;
   }
@@ -314,6 +316,9 @@ class FrameFeed {
   void send(size_t bytes, uint64_t tag) {
     if (sends_.size() < 100) {
       sends_.push_back(std::make_unique<TestSend>(text(bytes), tag));
+      if (tag == 2) {
+        sends_.back()->tolerance.mostLost = 0.5f;
+      }
       channel().send(sends_.back().get(), now_);
     }
   }

@@ -1,0 +1,537 @@
+#include "datagram/packet_sender.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <cstring>
+#include <string>
+#include <utility>
+
+#include "datagram/symbol_order.h"
+#include "loss/priority.h"
+
+namespace resilient {
+namespace {
+
+// Headers of IP and UDP, number and seal: what a packet takes of the link
+// beyond what next() writes.
+constexpr size_t kWireOverheadBytes = 60;
+// Packets leave in bursts of this length, so that a system call and a wake-up
+// serve several; and if we are late, at most so much is made up for.
+constexpr Nanos kBurst = std::chrono::microseconds(250);
+constexpr Nanos kLateness = std::chrono::milliseconds(1);
+// A rate is measured over no less: reports and interrupts come in bursts.
+constexpr uint32_t kMeasureMicros = 3000;
+// And over no more: there was a rest in between.
+constexpr Nanos kMeasureMost = std::chrono::seconds(10);
+// Larger blocks recover more at the same overhead, up to the limit of the
+// codes, but cost more to decode. LoWAR's size.
+constexpr size_t kBlockSymbols = 100;
+// The chance that a block is not repaired. A message of 4 MiB has some thirty
+// blocks: its 99th percentile is then that without loss, and there is a margin
+// for a loss that is worse than measured.
+constexpr double kRepairTarget = 1e-4;
+// So much parity is always allowed: a small message costs little.
+constexpr double kLeastMost = 2;
+// What was chosen for a size holds this long; it is not chosen for each object.
+constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
+// Between the first two descriptions of the end; then ever twice as long, so
+// that a burst of losses takes a few of them only.
+constexpr Nanos kEndAgain = std::chrono::microseconds(250);
+constexpr int kEndDoublings = 16;
+constexpr double kMostEndsInARow = 8;
+// In one report: as many as PacketNumbers can tell apart.
+constexpr uint64_t kMostBursts = 1u << 14;
+constexpr Nanos kPatienceLeast = std::chrono::milliseconds(10);
+constexpr Nanos kPatienceMost = std::chrono::seconds(1);
+// Late in a run hardly any packet reaches the threshold of its tensor; these
+// then count as important by rank (project measurements: the top 1 % of the
+// packets hold 90 % of a gradient's energy).
+constexpr double kLeastImportant = 0.01;
+
+uint32_t microsOf(TimePoint t) {
+  return static_cast<uint32_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(
+          t.time_since_epoch())
+          .count());
+}
+
+bool isActivation(TrafficClass c) {
+  return c == TrafficClass::kActivation ||
+      c == TrafficClass::kActivationGradient;
+}
+
+} // namespace
+
+PacketSender::PacketSender(
+    const RecoverySchemes& schemes,
+    const RateControl& rate,
+    std::function<void(uint64_t)> done)
+    : schemes_(schemes), rate_(rate), done_(std::move(done)) {}
+
+// What the coded symbols of one block get.
+BlockShape
+PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
+  const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
+  const RecoveryScheme& scheme = schemes_[static_cast<size_t>(cls)];
+  BlockShape shape;
+  shape.data = static_cast<int>((coded + blocks - 1) / blocks);
+  switch (scheme.kind) {
+    case RecoveryKind::kSelectiveRepeat:
+      return shape;
+    case RecoveryKind::kUniformFec:
+      shape.kind = scheme.code;
+      shape.parity = static_cast<int>(std::ceil(
+          static_cast<double>(shape.data) * scheme.parity / scheme.data));
+      return shape;
+    case RecoveryKind::kSemantic:
+      break;
+  }
+  if (cls == TrafficClass::kBulk && o.header.mayMiss == 0) {
+    return shape; // nobody waits for it
+  }
+  RedundancyLimits limits;
+  limits.target = kRepairTarget;
+  limits.mostRatio = std::max(scheme.mostRatio, kLeastMost / shape.data);
+  limits.leastRatio = o.header.permuted ? scheme.importantRatio
+      : isActivation(cls)               ? scheme.activationRatio
+                                        : scheme.leastRatio;
+  limits.congested = rate_.congested();
+  // They leave among the others: see spreadOrder().
+  const size_t spread = o.header.permuted ? o.header.count / coded : 1;
+  limits.interleavedBlocks =
+      static_cast<int>(blocks * std::max<size_t>(spread, 1));
+  const bool important = o.header.permuted;
+  const auto key =
+      std::tuple(cls, shape.data, limits.interleavedBlocks, important);
+  const auto known = shapes_.find(key);
+  if (known != shapes_.end()) {
+    return known->second;
+  }
+  const BlockShape chosen =
+      chooseShape(scheme.code, shape.data, loss_.estimate(), limits);
+  shapes_.emplace(key, chosen);
+  return chosen;
+}
+
+// Which symbols must arrive, and in which order they go.
+// Paper: SMART §3.1.
+void PacketSender::order(Object& o, const ObjectToSend& what) {
+  SymbolHeader& h = o.header;
+  h.must = h.count;
+  const auto cls = static_cast<size_t>(what.trafficClass);
+  if (schemes_[cls].kind != RecoveryKind::kSemantic || what.tolerance.exact()) {
+    return;
+  }
+  const size_t width = dtypeBytes(what.dtype);
+  if (!isActivation(what.trafficClass) &&
+      (!hasMagnitude(what.dtype) || what.payload.size() % width != 0)) {
+    return;
+  }
+  const double mostLost = std::min(1.0, double(what.tolerance.mostLost));
+  const auto mayMiss = static_cast<uint16_t>(
+      mostLost * static_cast<double>(what.payload.size()) / h.pieceBytes);
+  if (isActivation(what.trafficClass)) {
+    h.must = 1; // which holds the frame's header
+    h.mayMiss = std::min<uint16_t>(mayMiss, h.count - h.must);
+    return;
+  }
+  std::vector<float> means(h.count);
+  meanMagnitudes(
+      what.dtype,
+      what.payload.data(),
+      what.payload.size() / width,
+      h.pieceBytes / width,
+      (h.pieceBytes - what.header.size()) / width,
+      means.data());
+  std::vector<uint8_t> high;
+  packetsOfTopFraction(means, what.tolerance.threshold, kLeastImportant, high);
+  high[0] = 1;
+  o.positions.reserve(h.count);
+  for (const uint8_t wanted : {1, 0}) {
+    for (size_t i = 0; i < h.count; ++i) {
+      if (high[i] == wanted) {
+        o.positions.push_back(static_cast<uint16_t>(i));
+      }
+    }
+    if (wanted == 1) {
+      h.must = static_cast<uint16_t>(o.positions.size());
+    }
+  }
+  h.permuted = true;
+  h.mayMiss = std::min<uint16_t>(mayMiss, h.count - h.must);
+}
+
+uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
+  const size_t bytes = what.header.size() + what.payload.size();
+  Object o;
+  SymbolHeader& h = o.header;
+  h.object = ++lastObject_;
+  h.objectBytes = static_cast<uint32_t>(bytes);
+  h.pieceBytes = static_cast<uint16_t>(pieceBytes_);
+  const size_t count = (bytes + pieceBytes_ - 1) / pieceBytes_;
+  assert(count <= kMostPieces);
+  h.count = static_cast<uint16_t>(count);
+  o.pieces = std::make_unique_for_overwrite<std::byte[]>(count * pieceBytes_);
+  std::memcpy(o.pieces.get(), what.header.data(), what.header.size());
+  if (!what.payload.empty()) {
+    std::memcpy(
+        o.pieces.get() + what.header.size(),
+        what.payload.data(),
+        what.payload.size());
+  }
+  std::memset(o.pieces.get() + bytes, 0, count * pieceBytes_ - bytes);
+  order(o, what);
+  // Activations are coded whole, also if some of them may be missing.
+  const size_t coded = h.permuted ? h.must : h.count;
+  const BlockShape shape = shapeFor(o, coded, what.trafficClass);
+  if (shape.parity > 0 && shape.kind != ParityKind::kNone) {
+    h.parityKind = static_cast<uint8_t>(shape.kind);
+    h.parityPerBlock = static_cast<uint8_t>(shape.parity);
+    h.coded = static_cast<uint16_t>(coded);
+    h.blocks = static_cast<uint16_t>((coded + shape.data - 1) / shape.data);
+  }
+  if (h.permuted) {
+    o.order = spreadOrder(h.count, h.must, o.repairSymbols());
+  }
+  o.lastPacket.assign(count, 0);
+  o.queued.assign(count, false);
+  waitingBytes_ += o.symbols() * uint64_t(h.pieceBytes);
+  heldBytes_ += count * uint64_t(h.pieceBytes);
+  objects_.emplace(h.object, std::move(o));
+  endsSent_ = 0;
+  if (busySince_ == kNever) {
+    busySince_ = now;
+    planEnds(now);
+  }
+  return lastObject_;
+}
+
+void PacketSender::makeRepair(Object& o) {
+  const SymbolHeader& h = o.header;
+  o.repair.resize(size_t(o.repairSymbols()) * h.pieceBytes);
+  o.repairPositions.assign(o.repairSymbols(), 0);
+  std::vector<uint16_t> positions(h.count);
+  for (uint16_t i = 0; i < h.count; ++i) {
+    positions[i] = o.positionOf(i);
+  }
+  std::vector<const std::byte*> data, ofPositions;
+  std::vector<std::byte*> repair, repairOfPositions;
+  for (uint32_t b = 0; b < h.blocks; ++b) {
+    data.clear();
+    ofPositions.clear();
+    repair.clear();
+    repairOfPositions.clear();
+    for (uint32_t i = b; i < h.coded; i += h.blocks) {
+      data.push_back(o.piece(static_cast<uint16_t>(i)));
+      ofPositions.push_back(reinterpret_cast<std::byte*>(&positions[i]));
+    }
+    for (uint32_t j = 0; j < h.parityPerBlock; ++j) {
+      const size_t number = size_t(b) * h.parityPerBlock + j;
+      repair.push_back(o.repair.data() + number * h.pieceBytes);
+      repairOfPositions.push_back(
+          reinterpret_cast<std::byte*>(&o.repairPositions[number]));
+    }
+    const BlockShape shape{
+        static_cast<ParityKind>(h.parityKind),
+        static_cast<int>(data.size()),
+        h.parityPerBlock};
+    encodeParity(shape, data, repair, h.pieceBytes);
+    if (h.permuted) {
+      encodeParity(shape, ofPositions, repairOfPositions, sizeof(uint16_t));
+    }
+  }
+}
+
+void PacketSender::stamp(SymbolHeader& h, TimePoint now) const {
+  h.sentMicros = microsOf(now);
+  h.roundTripMicros = static_cast<uint32_t>(
+      std::chrono::duration_cast<std::chrono::microseconds>(rate_.roundTrip())
+          .count());
+}
+
+size_t PacketSender::writeSymbol(
+    Object& o,
+    uint16_t index,
+    bool again,
+    TimePoint now,
+    std::byte* out) {
+  SymbolHeader h = o.header;
+  h.index = index;
+  h.position = o.positionOf(index);
+  h.again = again;
+  stamp(h, now);
+  encodeSymbolHeader(h, out);
+  std::memcpy(out + kSymbolHeaderBytes, o.piece(index), h.pieceBytes);
+  return kSymbolHeaderBytes + h.pieceBytes;
+}
+
+// `number`: in the order of sending, which takes one of each block in turn, so
+// that a burst takes few of each.
+size_t PacketSender::writeRepair(
+    Object& o,
+    uint32_t number,
+    TimePoint now,
+    std::byte* out) {
+  if (o.repair.empty()) {
+    makeRepair(o);
+  }
+  SymbolHeader h = o.header;
+  const uint32_t block = number % h.blocks;
+  const uint32_t symbol = block * h.parityPerBlock + number / h.blocks;
+  h.repair = true;
+  h.index = static_cast<uint16_t>(symbol);
+  h.position = o.repairPositions[symbol];
+  stamp(h, now);
+  encodeSymbolHeader(h, out);
+  std::memcpy(
+      out + kSymbolHeaderBytes,
+      o.repair.data() + size_t(symbol) * h.pieceBytes,
+      h.pieceBytes);
+  return kSymbolHeaderBytes + h.pieceBytes;
+}
+
+size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
+  // Of the last object that has been sent whole, or is being sent: the
+  // receiver tells of all.
+  auto at = objects_.lower_bound(sending_);
+  const bool whole = at == objects_.end() || at->second.sent == 0;
+  if (whole) {
+    if (at == objects_.begin()) {
+      return 0; // nothing has been sent
+    }
+    --at;
+  }
+  SymbolHeader h = at->second.header;
+  h.type = PacketType::kEnd;
+  h.again = !whole; // its sending is not over
+  stamp(h, now);
+  encodeSymbolHeader(h, out);
+  return kSymbolHeaderBytes;
+}
+
+Nanos PacketSender::patience() const {
+  const Nanos p =
+      rate_.roundTrip() + 4 * rate_.roundTripVariation() + kPatienceLeast;
+  return std::min(p, kPatienceMost);
+}
+
+// When all has been sent, the receiver is told so: at once, again soon, should
+// that be lost, and from then on ever more rarely. While there is more to send,
+// only after a silence, for what was sent may be lost to the last packet.
+void PacketSender::planEnds(TimePoint now) {
+  if (objects_.empty()) {
+    endAt_ = kNever;
+    return;
+  }
+  const bool all = waitingBytes_ == 0 && again_.empty();
+  if (all && endsSent_ == 0) {
+    endAt_ = now;
+  } else if (all) {
+    const int doublings = std::min(endsSent_ - 1, kEndDoublings);
+    endAt_ = now + std::min(kEndAgain * (1 << doublings), kPatienceMost);
+  } else {
+    endAt_ = now + patience();
+  }
+}
+
+TimePoint PacketSender::nextAt() const {
+  const bool more = waitingBytes_ > 0 || !again_.empty();
+  if (more && inFlightBytes_ < rate_.windowBytes()) {
+    return std::min(paceAt_, endAt_);
+  }
+  return endAt_;
+}
+
+size_t PacketSender::next(TimePoint now, uint64_t packet, std::byte* out) {
+  size_t bytes = 0;
+  const bool window = inFlightBytes_ < rate_.windowBytes();
+  if (window && paceAt_ <= now + kBurst) {
+    while (bytes == 0 && !again_.empty()) {
+      const auto [number, index] = again_.front();
+      again_.pop_front();
+      const auto found = objects_.find(number);
+      if (found == objects_.end()) {
+        continue;
+      }
+      Object& o = found->second;
+      o.queued[index] = false;
+      o.lastPacket[index] = packet;
+      ++counters_.again;
+      bytes = writeSymbol(o, index, true, now, out);
+    }
+    if (bytes == 0 && waitingBytes_ > 0) {
+      Object& o = objects_.lower_bound(sending_)->second;
+      const uint32_t symbol = o.order.empty() ? o.sent : o.order[o.sent];
+      if (symbol < o.header.count) {
+        const auto index = static_cast<uint16_t>(symbol);
+        o.lastPacket[index] = packet;
+        ++counters_.dataSymbols;
+        bytes = writeSymbol(o, index, false, now, out);
+      } else {
+        ++counters_.repairSymbols;
+        bytes = writeRepair(o, symbol - o.header.count, now, out);
+      }
+      waitingBytes_ -= o.header.pieceBytes;
+      if (++o.sent == o.symbols()) {
+        sending_ = o.header.object + 1;
+        o.repair = {};
+        o.repairPositions = {};
+      }
+    }
+    if (bytes != 0) {
+      endsSent_ = 0;
+    }
+  }
+  if (waitingBytes_ == 0) {
+    limitedUntil_ = now + rate_.roundTrip();
+  }
+  if (bytes == 0 && endAt_ <= now) {
+    bytes = writeEnd(now, out);
+    // As many at a time as are lost in a row.
+    const double row = std::min(loss_.estimate().burstPackets, kMostEndsInARow);
+    if (bytes != 0 && ++endsInARow_ < row) {
+      sent(packet, bytes, now);
+      return bytes;
+    }
+    endsInARow_ = 0;
+    ++endsSent_;
+  }
+  if (bytes != 0) {
+    sent(packet, bytes, now);
+  }
+  if (bytes != 0 || endAt_ <= now) {
+    planEnds(now);
+  }
+  return bytes;
+}
+
+void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
+  const size_t onWire = bytes + kWireOverheadBytes;
+  ++counters_.packets;
+  counters_.bytes += onWire;
+  inFlight_.push_back({packet, onWire});
+  inFlightBytes_ += onWire;
+  lastPacketSent_ = packet;
+  paceAt_ = std::max(paceAt_, now - kLateness) +
+      fromSeconds(static_cast<double>(onWire) / rate_.bytesPerS());
+}
+
+// Asked for. Not again as long as the last copy may still be on its way: the
+// receiver has seen nothing that left after it.
+void PacketSender::want(Object& o, uint16_t index, uint64_t largest) {
+  const uint64_t last = o.lastPacket[index];
+  if (last != 0 && last < largest && !o.queued[index]) {
+    o.queued[index] = true;
+    again_.emplace_back(o.header.object, index);
+  }
+}
+
+void PacketSender::finish(std::map<uint64_t, Object>::iterator at) {
+  Object& o = at->second;
+  const uint64_t number = o.header.object;
+  waitingBytes_ -= (o.symbols() - o.sent) * uint64_t(o.header.pieceBytes);
+  heldBytes_ -= o.header.count * uint64_t(o.header.pieceBytes);
+  objects_.erase(at);
+  done_(number);
+}
+
+void PacketSender::measure(const PacketReport& r, TimePoint now) {
+  DeliverySample s;
+  if (r.echoMicros != last_.echoMicros) {
+    const uint32_t micros = microsOf(now) - r.echoMicros - r.heldMicros;
+    // A peer with a strange clock must not make it negative.
+    if (micros < 60'000'000) {
+      s.roundTrip = std::chrono::microseconds(std::max(micros, 1u));
+    }
+  }
+  const auto since = [](uint64_t now, uint64_t before) {
+    return now > before ? now - before : 0;
+  };
+  s.packets = since(r.packets, last_.packets);
+  s.lost = since(r.lost, last_.lost);
+  // The limit is for a peer that counts wrongly: we must not count after it.
+  const uint64_t bursts =
+      std::min({since(r.bursts, last_.bursts), s.lost, kMostBursts});
+  counters_.lost += s.lost;
+  // What a full link drops is no reason for parity. When exactly the others
+  // were lost, a report does not say.
+  for (uint64_t i = 0; i < bursts && !rate_.queueing(); ++i) {
+    loss_.onPackets(s.packets / bursts, (s.lost + bursts - 1 - i) / bursts);
+  }
+  loss_.onPackets(bursts == 0 ? s.packets : s.packets % bursts, 0);
+  const uint32_t micros = r.receivedMicros - base_.receivedMicros;
+  if (now - baseAt_ > kMeasureMost) {
+    s.limitedBySender = true; // the first report, or the first after a rest
+    base_ = r;
+    baseAt_ = now;
+  } else if (micros >= kMeasureMicros) {
+    s.interval = std::chrono::microseconds(micros);
+    s.bytes = since(r.bytes, base_.bytes);
+    s.limitedBySender = now < limitedUntil_;
+    base_ = r;
+    baseAt_ = now;
+  } else {
+    s.limitedBySender = waitingBytes_ == 0;
+  }
+  if (now - shapesAt_ >= kShapesFor) {
+    shapesAt_ = now;
+    shapes_.clear();
+  }
+  s.inFlightBytes = inFlightBytes_;
+  rate_.onSample(s, now);
+}
+
+Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
+  if (r.largest > lastPacketSent_ || r.completeUpTo > lastObject_ ||
+      (!r.complete.empty() && r.complete.back().second > lastObject_)) {
+    return Status(
+        StatusCode::kProtocol,
+        "report of packet " + std::to_string(r.largest) + " of " +
+            std::to_string(lastPacketSent_));
+  }
+  if (r.number <= last_.number) {
+    return Status(); // older than what is known
+  }
+  while (!inFlight_.empty() && inFlight_.front().packet <= r.largest) {
+    inFlightBytes_ -= inFlight_.front().bytes;
+    inFlight_.pop_front();
+  }
+  measure(r, now);
+  while (!objects_.empty() && objects_.begin()->first <= r.completeUpTo) {
+    finish(objects_.begin());
+  }
+  for (const auto& [first, last] : r.complete) {
+    for (auto at = objects_.lower_bound(first);
+         at != objects_.end() && at->first <= last;) {
+      finish(at++);
+    }
+  }
+  for (const WantedSymbols& w : r.wanted) {
+    const auto found = objects_.find(w.object);
+    if (found == objects_.end()) {
+      continue;
+    }
+    Object& o = found->second;
+    for (const auto& [first, last] : w.indices) {
+      for (uint32_t i = first; i <= last && i < o.header.count; ++i) {
+        want(o, static_cast<uint16_t>(i), r.largest);
+      }
+    }
+  }
+  if (objects_.empty()) {
+    // What is still on its way nobody waits for, nor will it be reported.
+    inFlight_.clear();
+    inFlightBytes_ = 0;
+  }
+  const bool progress = r.largest > last_.largest;
+  last_ = r;
+  busySince_ = objects_.empty() ? kNever : now;
+  // Without progress, what was sent last may be lost, and nobody knows.
+  if (progress || objects_.empty() || !again_.empty()) {
+    planEnds(now);
+  }
+  return Status();
+}
+
+} // namespace resilient

@@ -1,0 +1,196 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <tuple>
+#include <vector>
+
+#include "base/signature.h"
+#include "base/time.h"
+#include "datagram/rate_control.h"
+#include "datagram/recovery.h"
+#include "loss/redundancy.h"
+#include "wire/packet.h"
+
+namespace resilient {
+
+// What is sent as one object.
+struct ObjectToSend {
+  std::span<const std::byte> header; // of the frame
+  std::span<const std::byte> payload; // copied
+  TrafficClass trafficClass = TrafficClass::kActivation;
+  Tolerance tolerance;
+  DType dtype = DType::kUInt8; // of the payload, if anything is tolerated
+};
+
+struct SenderCounters {
+  uint64_t packets = 0; // handed out, of any type
+  uint64_t bytes = 0;
+  uint64_t dataSymbols = 0; // for the first time
+  uint64_t repairSymbols = 0;
+  uint64_t again = 0; // data symbols, not for the first time
+  uint64_t lost = 0; // packets, as the receiver says
+};
+
+// The sending half of a datagram path: cuts objects into packets, adds
+// parity, paces them, and sends again what the receiver asks for. No I/O, no
+// clock.
+//
+// Objects go out strictly one after the other, each with its repair symbols
+// last or among them. So whatever comes of a later object tells the receiver
+// that the earlier ones have been sent, and it need not wait for their end.
+// What is sent again goes first.
+//
+// Paper: SMART §3.2. The symbols that must arrive have the first numbers in
+// their object, so that two numbers tell which ones parity covers; they leave
+// evenly among the others.
+class PacketSender {
+ public:
+  // `done(object)`: the receiver has it. Called from onReport(), in any order;
+  // must not call back.
+  PacketSender(
+      const RecoverySchemes& schemes,
+      const RateControl& rate,
+      std::function<void(uint64_t object)> done);
+
+  // Of the pieces of objects to come. A multiple of kPieceUnit.
+  void setPieceBytes(size_t bytes) {
+    pieceBytes_ = bytes;
+  }
+
+  // Its number: 1, 2, 3...
+  uint64_t add(const ObjectToSend& object, TimePoint now);
+
+  // When next() should be called again; kNever if there is nothing to send.
+  // May be in the past. Unlike next(), does not look at the clock.
+  TimePoint nextAt() const;
+  // Writes the next packet and returns its bytes; 0: none may leave now.
+  // `packet` is its number on this path, from 1. `out` has room for
+  // kSymbolHeaderBytes and a piece.
+  size_t next(TimePoint now, uint64_t packet, std::byte* out);
+  // Another packet, that is none of this class's, has left: nobody reports it.
+  void sentOther(uint64_t packet) {
+    lastPacketSent_ = packet;
+  }
+
+  // Of a report that the peer has sealed.
+  Status onReport(const PacketReport& report, TimePoint now);
+
+  bool idle() const { // everything is known to have arrived
+    return objects_.empty();
+  }
+  // Bytes of objects that have not been sent for the first time yet.
+  uint64_t waitingBytes() const {
+    return waitingBytes_;
+  }
+  // Bytes of objects that are not done.
+  uint64_t heldBytes() const {
+    return heldBytes_;
+  }
+  // Since when nothing has been heard of what was sent; kNever: of nothing.
+  TimePoint waitingSince() const {
+    return busySince_;
+  }
+  // How long an answer may take.
+  Nanos patience() const;
+  const SenderCounters& counters() const {
+    return counters_;
+  }
+  const LossMeter& loss() const {
+    return loss_;
+  }
+  RateControl& rate() {
+    return rate_;
+  }
+  const RateControl& rate() const {
+    return rate_;
+  }
+
+ private:
+  struct Object {
+    SymbolHeader header; // of every packet, but for what differs
+    std::unique_ptr<std::byte[]> pieces;
+    std::vector<uint16_t> positions; // by index; empty: not permuted
+    std::vector<std::byte> repair; // symbols one after the other
+    std::vector<uint16_t> repairPositions; // parity of the positions
+    // Of the symbols; empty: data, and then repair.
+    std::vector<uint32_t> order;
+    uint32_t sent = 0; // symbols
+    std::vector<uint64_t> lastPacket; // by index: that carried it last
+    std::vector<bool> queued; // by index: to be sent again
+
+    uint32_t repairSymbols() const {
+      return uint32_t(header.blocks) * header.parityPerBlock;
+    }
+    uint32_t symbols() const {
+      return header.count + repairSymbols();
+    }
+    uint16_t positionOf(uint16_t index) const {
+      return positions.empty() ? index : positions[index];
+    }
+    const std::byte* piece(uint16_t index) const {
+      return pieces.get() + size_t(positionOf(index)) * header.pieceBytes;
+    }
+  };
+  struct Sent {
+    uint64_t packet = 0;
+    size_t bytes = 0;
+  };
+
+  BlockShape shapeFor(const Object& o, size_t coded, TrafficClass cls);
+  void order(Object& o, const ObjectToSend& what);
+  void makeRepair(Object& o);
+  size_t writeSymbol(
+      Object& o,
+      uint16_t index,
+      bool again,
+      TimePoint now,
+      std::byte* out);
+  size_t writeRepair(Object& o, uint32_t number, TimePoint now, std::byte* out);
+  size_t writeEnd(TimePoint now, std::byte* out);
+  void sent(uint64_t packet, size_t bytes, TimePoint now);
+  void stamp(SymbolHeader& h, TimePoint now) const;
+  void planEnds(TimePoint now);
+  void want(Object& o, uint16_t index, uint64_t largest);
+  void finish(std::map<uint64_t, Object>::iterator at);
+  void measure(const PacketReport& report, TimePoint now);
+
+  const RecoverySchemes schemes_;
+  RateControl rate_;
+  const std::function<void(uint64_t)> done_;
+  size_t pieceBytes_ = kLeastPieceBytes;
+
+  std::map<uint64_t, Object> objects_; // not done, by number
+  uint64_t lastObject_ = 0;
+  uint64_t sending_ = 1; // the first that has not been sent whole
+  std::deque<std::pair<uint64_t, uint16_t>> again_; // (object, index)
+  uint64_t waitingBytes_ = 0, heldBytes_ = 0;
+
+  // pacing and flight
+  TimePoint paceAt_{}; // when the next packet may leave
+  std::deque<Sent> inFlight_;
+  uint64_t inFlightBytes_ = 0;
+  uint64_t lastPacketSent_ = 0;
+  TimePoint busySince_ = kNever; // not idle since, or heard of since
+  // Descriptions that tell the receiver that all has been sent.
+  TimePoint endAt_ = kNever;
+  int endsSent_ = 0; // times
+  int endsInARow_ = 0;
+  // Until then, what arrives may have been sent when there was little to send.
+  TimePoint limitedUntil_{};
+
+  PacketReport last_, base_; // the latest, and the one that rates count from
+  TimePoint baseAt_{};
+  LossMeter loss_;
+  // By class, data symbols of a block, blocks, and whether it is important.
+  std::map<std::tuple<TrafficClass, int, int, bool>, BlockShape> shapes_;
+  TimePoint shapesAt_{};
+  SenderCounters counters_;
+};
+
+} // namespace resilient

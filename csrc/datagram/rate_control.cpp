@@ -1,0 +1,228 @@
+#include "datagram/rate_control.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace resilient {
+namespace {
+
+// The rate doubles with each round trip, as in TCP's slow start, and the pace
+// with it: 2 / ln 2.
+constexpr double kStartupGain = 2.89;
+// No growth by this in kStartupRounds rounds: the link is full.
+constexpr double kStartupGrowth = 1.25;
+constexpr int kStartupRounds = 3;
+constexpr double kDrainGain = 0.5;
+// One round asks for more, the next gives back what queued, six rest.
+constexpr std::array<double, 8> kGains{1.25, 0.75, 1, 1, 1, 1, 1, 1};
+
+constexpr double kWindowGain = 2;
+// Reports come that late, and whatever is sent leaves in bursts.
+constexpr double kReportDelayS = 0.005;
+constexpr uint64_t kLeastWindow = 64u << 10;
+constexpr double kLeastRate = 64e3;
+// No link is faster; a peer may say anything.
+constexpr double kMostRate = 125e9;
+
+constexpr Nanos kLeastRound = std::chrono::milliseconds(4);
+// The least round trip is believed this long: the route may have changed.
+constexpr Nanos kLeastRoundTripFor = std::chrono::seconds(10);
+
+// A round trip longer than the least by this is a queue: a part of it, and
+// more than timers and schedulers add.
+constexpr double kQueuePart = 0.125;
+constexpr Nanos kQueueLeast = std::chrono::milliseconds(3);
+// After a cut the rate follows the curve of CUBIC (RFC 9438), so that it grows
+// as that of a TCP connection beside it does: by so much in absolute terms,
+// which is what makes shares equal in the end.
+constexpr double kCut = 0.7;
+constexpr double kCubic = 0.4; // segments per second cubed
+constexpr double kSegmentBytes = 1448;
+// A cut shows its effect only after a round trip, and the losses of one queue
+// are told over two.
+constexpr int kRoundsPerCut = 3;
+// Parity stays low for a while after it.
+constexpr int kCongestedFor = 8;
+
+} // namespace
+
+RateControl::RateControl(
+    Nanos firstRoundTrip,
+    double firstBytesPerS,
+    double mostBytesPerS)
+    : most_(mostBytesPerS),
+      least_(std::max(firstRoundTrip, Nanos(std::chrono::microseconds(50)))),
+      smoothed_(least_),
+      variation_(least_ / 2) {
+  rates_[0] = std::max(
+      firstBytesPerS,
+      static_cast<double>(kLeastWindow) / toSeconds(least_) / kStartupGain);
+}
+
+double RateControl::capacityBytesPerS() const {
+  const double rate = *std::max_element(rates_.begin(), rates_.end());
+  return std::max(rate, kLeastRate);
+}
+
+// A round trip longer than this has a queue in it.
+Nanos RateControl::queueMark() const {
+  return least_ +
+      std::max(kQueueLeast, fromSeconds(kQueuePart * toSeconds(least_)));
+}
+
+double RateControl::gain() const {
+  switch (state_) {
+    case State::kStartup:
+      return kStartupGain;
+    case State::kDrain:
+      return kDrainGain;
+    case State::kSteady:
+      return kGains[phase_];
+  }
+  return 1;
+}
+
+double RateControl::bytesPerS() const {
+  double rate = gain() * capacityBytesPerS();
+  if (ceiling_ > 0) {
+    rate = std::min(rate, ceiling_);
+  }
+  if (most_ > 0) {
+    rate = std::min(rate, most_);
+  }
+  return std::max(rate, kLeastRate);
+}
+
+uint64_t RateControl::windowBytes() const {
+  double rate = capacityBytesPerS();
+  if (ceiling_ > 0) {
+    rate = std::min(rate, ceiling_);
+  }
+  const double gain = state_ == State::kStartup ? kStartupGain : kWindowGain;
+  const double bytes = gain * rate * (toSeconds(least_) + kReportDelayS);
+  return std::max(kLeastWindow, static_cast<uint64_t>(bytes));
+}
+
+void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
+  if (!measured_) {
+    measured_ = true;
+    smoothed_ = sample;
+    variation_ = sample / 2;
+  } else {
+    const Nanos off =
+        sample > smoothed_ ? sample - smoothed_ : smoothed_ - sample;
+    variation_ += (off - variation_) / 4;
+    smoothed_ += (sample - smoothed_) / 8;
+  }
+  if (sample <= least_ || now - leastAt_ > kLeastRoundTripFor) {
+    least_ = sample;
+    leastAt_ = now;
+  }
+  roundLeast_ = std::min(roundLeast_, sample);
+  roundMost_ = std::max(roundMost_, sample);
+  queueing_ = sample > queueMark();
+}
+
+void RateControl::onSample(const DeliverySample& s, TimePoint now) {
+  if (!started_) {
+    started_ = true;
+    roundStart_ = now;
+    leastAt_ = now;
+  }
+  if (s.roundTrip > Nanos(0)) {
+    onRoundTrip(s.roundTrip, now);
+  }
+  roundPackets_ += s.packets;
+  roundLost_ += s.lost;
+  roundFull_ = roundFull_ && !s.limitedBySender;
+  if (s.interval > Nanos(0)) {
+    const double rate = std::min(
+        static_cast<double>(s.bytes) / toSeconds(s.interval), kMostRate);
+    if (!s.limitedBySender || rate > capacityBytesPerS()) {
+      rates_[round_ % kRounds] = std::max(rates_[round_ % kRounds], rate);
+    }
+  }
+  const double pipe = capacityBytesPerS() * toSeconds(least_);
+  if (state_ == State::kDrain && static_cast<double>(s.inFlightBytes) <= pipe) {
+    state_ = State::kSteady;
+    phase_ = 2;
+  }
+  if (now - roundStart_ >= std::max(smoothed_, kLeastRound) &&
+      roundPackets_ > 0) {
+    onRoundEnd(now);
+  }
+}
+
+void RateControl::cut(TimePoint now) {
+  const double rate = ceiling_ > 0 ? std::min(ceiling_, capacityBytesPerS())
+                                   : capacityBytesPerS();
+  const double segments = rate * toSeconds(smoothed_) / kSegmentBytes;
+  // Less than last time: somebody else has come, and gets room.
+  mostSegments_ =
+      segments < mostSegments_ ? segments * (1 + kCut) / 2 : segments;
+  cutSegments_ = kCut * segments;
+  cutAt_ = now;
+  roundsSinceCut_ = 0;
+}
+
+void RateControl::grow(TimePoint now) {
+  const double t = toSeconds(now - cutAt_);
+  const double roundTrip = toSeconds(smoothed_);
+  const double back = std::cbrt(mostSegments_ * (1 - kCut) / kCubic);
+  const double cubic =
+      kCubic * (t - back) * (t - back) * (t - back) + mostSegments_;
+  const double reno =
+      cutSegments_ + 3 * (1 - kCut) / (1 + kCut) * t / roundTrip;
+  const double segments = std::max({cubic, reno, cutSegments_});
+  ceiling_ = std::max(kLeastRate, segments * kSegmentBytes / roundTrip);
+  if (ceiling_ > 2 * capacityBytesPerS()) {
+    ceiling_ = mostSegments_ = cutSegments_ = 0;
+  }
+}
+
+void RateControl::onRoundEnd(TimePoint now) {
+  const Nanos mark = queueMark();
+  const bool queue = roundLeast_ != Nanos::max() && roundLeast_ > mark;
+  congestedRounds_ -= congestedRounds_ > 0;
+  ++roundsSinceCut_;
+  if (queue && roundLost_ > 0) {
+    if (roundsSinceCut_ >= kRoundsPerCut) {
+      cut(now);
+    }
+    congestedRounds_ = kCongestedFor;
+  }
+  if (cutSegments_ > 0) {
+    grow(now);
+  }
+  if (state_ == State::kStartup) {
+    const double rate = capacityBytesPerS();
+    const bool growth = rate >= kStartupGrowth * startupRate_;
+    if (growth) {
+      startupRate_ = rate;
+      startupRounds_ = 0;
+    } else if (roundFull_) {
+      ++startupRounds_;
+    }
+    // A sender that has little to send fills the link in bursts only: the end
+    // of a burst queues, though its beginning did not.
+    const bool burstQueued = !growth && roundMost_ > mark;
+    if (startupRounds_ >= kStartupRounds || queue || burstQueued) {
+      state_ = State::kDrain;
+    }
+  } else if (state_ == State::kSteady) {
+    phase_ = (phase_ + 1) % kGains.size();
+  }
+  // A round in which the sender had little to send says nothing of the link:
+  // what was measured before goes on to count. Nor does one without a measure.
+  if (roundFull_ && rates_[round_ % kRounds] > 0) {
+    ++round_;
+    rates_[round_ % kRounds] = 0;
+  }
+  roundStart_ = now;
+  roundFull_ = true;
+  roundPackets_ = roundLost_ = 0;
+  roundLeast_ = Nanos::max();
+  roundMost_ = Nanos(0);
+}
+
+} // namespace resilient

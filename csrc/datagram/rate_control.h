@@ -1,0 +1,103 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+
+#include "base/time.h"
+
+namespace resilient {
+
+// What one report tells the sender, as differences to the report before.
+struct DeliverySample {
+  Nanos roundTrip{}; // of the newest packet; zero: nothing new
+  uint64_t bytes = 0; // delivered
+  Nanos interval{}; // in which they arrived, by the receiver's clock
+  uint64_t packets = 0; // delivered
+  uint64_t lost = 0; // packets
+  // The sender had nothing to send some of the time: the rate says how much
+  // there was, not how much the link carries.
+  bool limitedBySender = false;
+  uint64_t inFlightBytes = 0; // after these
+};
+
+// How fast packets leave: paced at the rate at which they arrive, with at most
+// two round trips' worth in flight; now and then a little faster, to find out
+// whether there is more. (The model of BBR: most recent rates, least round
+// trip.)
+//
+// Loss alone is no sign of a full link here, or a lossy one would never be
+// filled. Loss while the round trip has grown is: then the rate is cut, as TCP
+// does, and congested() tells whoever adds parity to add less.
+// Paper: SMART §4.3, "Congestion-related loss".
+class RateControl {
+ public:
+  // `firstBytesPerS`: what other paths know of the link, 0: nothing.
+  // `mostBytesPerS`: a limit from outside, 0: none.
+  RateControl(
+      Nanos firstRoundTrip,
+      double firstBytesPerS,
+      double mostBytesPerS);
+
+  void onSample(const DeliverySample& sample, TimePoint now);
+
+  double bytesPerS() const; // to send at
+  uint64_t windowBytes() const; // in flight, at most
+  bool congested() const {
+    return congestedRounds_ > 0;
+  }
+  // The last round trip had a queue in it: what is lost now may have been too
+  // much for it.
+  bool queueing() const {
+    return queueing_;
+  }
+  // What the link is believed to carry.
+  double capacityBytesPerS() const;
+  Nanos leastRoundTrip() const {
+    return least_;
+  }
+  Nanos roundTrip() const { // smoothed
+    return smoothed_;
+  }
+  Nanos roundTripVariation() const {
+    return variation_;
+  }
+
+ private:
+  enum class State { kStartup, kDrain, kSteady };
+  static constexpr size_t kRounds = 10; // that a measured rate counts
+
+  void onRoundTrip(Nanos sample, TimePoint now);
+  void onRoundEnd(TimePoint now);
+  void cut(TimePoint now);
+  void grow(TimePoint now);
+  Nanos queueMark() const;
+  double gain() const;
+
+  const double most_;
+  State state_ = State::kStartup;
+  std::array<double, kRounds> rates_{}; // best of each of the last rounds
+  size_t round_ = 0;
+  TimePoint roundStart_{};
+  bool started_ = false;
+
+  // of this round
+  bool roundFull_ = true; // the sender always had something
+  uint64_t roundPackets_ = 0, roundLost_ = 0;
+  Nanos roundLeast_ = Nanos::max(), roundMost_{};
+
+  Nanos least_, smoothed_, variation_;
+  TimePoint leastAt_{};
+  bool measured_ = false;
+
+  double startupRate_ = 0;
+  int startupRounds_ = 0; // without growth
+  size_t phase_ = 0; // of the steady state's cycle
+  double ceiling_ = 0; // after congestion; 0: none
+  TimePoint cutAt_{};
+  double mostSegments_ = 0, cutSegments_ = 0; // in flight, before and after it
+  bool queueing_ = false;
+  int roundsSinceCut_ = 1 << 20;
+  int congestedRounds_ = 0; // still to count as congested
+};
+
+} // namespace resilient

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace resilient {
+
+// The order in which the symbols of an object leave, of which the first `must`
+// data symbols have to arrive: these and the repair symbols evenly among those
+// that may be missing, so that a burst of losses takes few of them. Data
+// symbols are numbered from 0, repair symbols from `count` on.
+inline std::vector<uint32_t>
+spreadOrder(uint32_t count, uint32_t must, uint32_t repair) {
+  std::vector<uint32_t> order;
+  const uint64_t all = uint64_t(count) + repair;
+  const uint64_t important = uint64_t(must) + repair;
+  order.reserve(all);
+  uint32_t next = 0, other = must;
+  for (uint64_t slot = 0; slot < all; ++slot) {
+    // So many of the important ones belong into the slots up to this one.
+    if ((slot + 1) * important / all > next) {
+      order.push_back(next < must ? next : count + (next - must));
+      ++next;
+    } else {
+      order.push_back(other++);
+    }
+  }
+  return order;
+}
+
+} // namespace resilient

@@ -1,0 +1,298 @@
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string>
+
+#include "tests/check.h"
+#include "tests/datagram_pair.h"
+
+namespace resilient::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+constexpr size_t kHeader = 96;
+
+// What was sent, to be compared with what comes.
+struct Message {
+  std::vector<std::byte> header, payload;
+  ObjectToSend what;
+};
+
+std::vector<std::byte> randomBytes(Prng& prng, size_t n) {
+  std::vector<std::byte> bytes(n);
+  for (auto& b : bytes) {
+    b = static_cast<std::byte>(prng.next());
+  }
+  return bytes;
+}
+
+// Gradients: a few packets hold what matters.
+std::vector<std::byte> gradient(Prng& prng, size_t count, float small) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i) {
+    const bool large = i / 400 % 37 == 5;
+    values[i] = static_cast<float>(prng.uniform() + 0.01) * (large ? 1 : small);
+  }
+  std::vector<std::byte> bytes(count * sizeof(float));
+  if (count != 0) {
+    std::memcpy(bytes.data(), values.data(), bytes.size());
+  }
+  return bytes;
+}
+
+std::unique_ptr<Message> makeMessage(Prng& prng, uint64_t id) {
+  auto m = std::make_unique<Message>();
+  m->header = randomBytes(prng, kHeader);
+  std::memcpy(m->header.data(), &id, sizeof(id));
+  static constexpr size_t kSizes[] = {
+      0, 8, 1280, 1376, 20'000, 140'000, 600'000};
+  const size_t most = kSizes[prng.below(std::size(kSizes))];
+  const size_t bytes = most < 2000 ? most : prng.below(most) / 8 * 8;
+  m->what.trafficClass = static_cast<TrafficClass>(prng.below(4));
+  const bool tolerant = prng.chance(0.4);
+  if (tolerant) {
+    m->what.tolerance = {0.05f, prng.chance(0.5) ? 0.1f : 0.02f};
+    m->what.dtype = DType::kFloat32;
+    m->payload = gradient(prng, bytes / 4, 0.02f);
+  } else {
+    m->payload = randomBytes(prng, bytes);
+  }
+  m->what.header = m->header;
+  m->what.payload = m->payload;
+  return m;
+}
+
+void checkDelivery(
+    const Message& m,
+    const DatagramPair::Delivery& d,
+    size_t pieceBytes) {
+  std::vector<std::byte> expected = m.header;
+  expected.insert(expected.end(), m.payload.begin(), m.payload.end());
+  CHECK_EQ(d.bytes.size(), expected.size());
+  size_t missing = 0;
+  for (const Hole& h : d.holes) {
+    CHECK(h.offset + h.bytes <= expected.size());
+    CHECK(h.offset >= kHeader);
+    std::memset(expected.data() + h.offset, 0, h.bytes);
+    missing += (h.bytes + pieceBytes - 1) / pieceBytes;
+    if (m.what.trafficClass >= TrafficClass::kGradient) {
+      // What is missing is small.
+      const size_t count = h.bytes / sizeof(float);
+      for (size_t p = 0; p < count; p += pieceBytes / sizeof(float)) {
+        const size_t n = std::min(pieceBytes / sizeof(float), count - p);
+        double sum = 0;
+        for (size_t i = 0; i < n; ++i) {
+          float v = 0;
+          std::memcpy(
+              &v,
+              m.payload.data() + h.offset - kHeader + (p + i) * sizeof(v),
+              sizeof(v));
+          sum += std::abs(v);
+        }
+        CHECK(sum / static_cast<double>(n) < m.what.tolerance.threshold);
+      }
+    }
+  }
+  CHECK(d.bytes == expected);
+  const size_t pieces = (expected.size() + pieceBytes - 1) / pieceBytes;
+  CHECK(
+      static_cast<double>(missing) <=
+      double(m.what.tolerance.mostLost) * static_cast<double>(pieces));
+}
+
+RecoverySchemes randomSchemes(Prng& prng) {
+  RecoverySchemes schemes;
+  for (RecoveryScheme& s : schemes) {
+    s.kind = static_cast<RecoveryKind>(prng.below(3));
+    s.code = prng.chance(0.5) ? ParityKind::kXor : ParityKind::kReedSolomon;
+  }
+  return schemes;
+}
+
+// Random objects both ways over a random network; all must come, once, and be
+// what was sent, but for what was said that might be missing.
+void runSeed(uint64_t seed) {
+  Prng prng(mixBits(seed));
+  DatagramLink link;
+  link.bytesPerS = 1e6 * static_cast<double>(1 + prng.below(200));
+  link.oneWay = std::chrono::microseconds(50 + prng.below(30'000));
+  link.queueBytes = 20'000 + prng.below(4u << 20);
+  static constexpr double kLosses[] = {0, 0.001, 0.01, 0.05, 0.3};
+  link.loss = kLosses[prng.below(std::size(kLosses))];
+  link.burst = prng.chance(0.5) ? 1 : 6;
+  link.duplicate = prng.chance(0.3) ? 0.02 : 0;
+  link.reorder = prng.chance(0.3) ? 0.05 : 0;
+  DatagramLink back = link;
+  if (prng.chance(0.2)) {
+    back.loss = 0.5; // reports get lost
+    back.burst = 3;
+  }
+  const size_t piece = prng.chance(0.5) ? 1376 : 1184;
+  DatagramPair pair(
+      seed, randomSchemes(prng), link, back, prng.chance(0.5) ? 1e6 : 0, piece);
+  std::map<uint64_t, std::unique_ptr<Message>> sent[2];
+  const int count = 3 + static_cast<int>(prng.below(20));
+  TimePoint at = pair.now();
+  for (int i = 0; i < count; ++i) {
+    at += std::chrono::microseconds(prng.chance(0.5) ? 0 : prng.below(50'000));
+    pair.at(at, [&pair, &sent, &prng] {
+      const int side = prng.chance(0.8) ? 0 : 1;
+      const uint64_t id = sent[side].size();
+      auto m = makeMessage(prng, id);
+      const ObjectToSend what = m->what;
+      sent[side].emplace(id, std::move(m));
+      pair.send(side, what);
+    });
+  }
+  const bool over = pair.run(
+      [&] {
+        return pair.now() > at && pair.sender(0).idle() &&
+            pair.sender(1).idle();
+      },
+      seconds(600));
+  CHECK(pair.error().ok());
+  CHECK(over);
+  for (int side = 0; side < 2; ++side) {
+    const auto& received = pair.received(1 - side);
+    CHECK_EQ(received.size(), sent[side].size());
+    CHECK_EQ(pair.done(side).size(), sent[side].size());
+    for (const auto& d : received) {
+      uint64_t id = 0;
+      std::memcpy(&id, d.bytes.data(), sizeof(id));
+      const auto found = sent[side].find(id);
+      CHECK(found != sent[side].end());
+      checkDelivery(*found->second, d, piece);
+      sent[side].erase(found);
+    }
+  }
+}
+
+TEST(datagram_delivers_exactly) {
+  forSeeds(150, runSeed);
+}
+
+// Completion times of flows one after the other, in seconds, sorted.
+// Paper: SMART §4.1, "sequential point-to-point flows".
+struct Flows {
+  RecoverySchemes schemes{};
+  TrafficClass trafficClass = TrafficClass::kActivation;
+  Tolerance tolerance;
+  size_t bytes = 1u << 20;
+  DatagramLink link;
+  int count = 300;
+  double spent = 0; // bytes on the wire per byte of payload
+};
+
+std::vector<double> completionTimes(Flows& f, uint64_t seed) {
+  Prng prng(mixBits(seed));
+  DatagramLink back = f.link;
+  DatagramPair pair(seed, f.schemes, f.link, back, f.link.bytesPerS);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = gradient(prng, f.bytes / sizeof(float), 0.02f);
+  ObjectToSend what;
+  what.header = header;
+  what.trafficClass = f.trafficClass;
+  what.tolerance = f.tolerance;
+  what.dtype = DType::kFloat32;
+  std::vector<double> times;
+  // Chunks as a channel makes them.
+  constexpr size_t kChunk = 512u << 10;
+  uint64_t before = 0;
+  const int warm = 30; // until the loss is known
+  for (int i = 0; i < f.count + warm; ++i) {
+    if (i == warm) {
+      before = pair.wireBytes(0);
+    }
+    const size_t had = pair.received(1).size();
+    const TimePoint begun = pair.now();
+    size_t chunks = 0;
+    for (size_t at = 0; at < payload.size(); at += kChunk, ++chunks) {
+      what.payload =
+          std::span(payload).subspan(at, std::min(kChunk, payload.size() - at));
+      pair.send(0, what);
+    }
+    CHECK(pair.run(
+        [&] { return pair.received(1).size() == had + chunks; }, seconds(60)));
+    if (i >= warm) {
+      times.push_back(toSeconds(pair.now() - begun));
+    }
+    CHECK(pair.runUntilIdle(seconds(60)));
+    pair.received(1).clear();
+  }
+  f.spent = static_cast<double>(pair.wireBytes(0) - before) /
+      static_cast<double>(payload.size()) / f.count;
+  std::sort(times.begin(), times.end());
+  return times;
+}
+
+double p99(Flows f, uint64_t seed) {
+  const auto times = completionTimes(f, seed);
+  return times[times.size() * 99 / 100];
+}
+
+// 1 MiB over 1 Gbit/s and 20 ms, random loss and bursts: what tolerates losses
+// takes hardly longer than without, and so does what is exact, by parity.
+// Paper: SMART §4.1, Figures 3 and 4.
+TEST(datagram_loss_costs_little_time) {
+  Flows exact;
+  exact.trafficClass = TrafficClass::kGradient;
+  Flows activation;
+  activation.tolerance = {0, 0.01f};
+  Flows gradients;
+  gradients.trafficClass = TrafficClass::kGradient;
+  gradients.tolerance = {0.05f, 0.2f};
+  Flows repeat;
+  for (RecoveryScheme& s : repeat.schemes) {
+    s.kind = RecoveryKind::kSelectiveRepeat;
+  }
+  const double lossless = p99(repeat, 1);
+  for (const double loss : {0.01, 0.02}) {
+    for (const double burst : {1.0, 6.0}) {
+      for (Flows* f : {&exact, &activation, &gradients, &repeat}) {
+        f->link.loss = loss;
+        f->link.burst = burst;
+      }
+      CHECK(p99(activation, 2) < 1.2 * lossless);
+      CHECK(p99(gradients, 2) < 1.2 * lossless);
+      if (burst == 1) {
+        CHECK(p99(exact, 2) < 1.2 * lossless);
+      }
+      CHECK(p99(repeat, 2) > 2 * lossless);
+    }
+  }
+}
+
+// A path that rests for long, as during an evaluation, is as fast afterwards:
+// no clock that wraps and no old measurement slows it.
+TEST(datagram_path_is_fast_after_a_rest) {
+  DatagramLink link;
+  link.bytesPerS = 25e6;
+  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  Prng prng(1);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 512u << 10);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = payload;
+  what.trafficClass = TrafficClass::kBulk;
+  const auto transfer = [&] {
+    const TimePoint begun = pair.now();
+    for (int i = 0; i < 40; ++i) {
+      pair.send(0, what);
+    }
+    CHECK(pair.runUntilIdle(seconds(600)));
+    return toSeconds(pair.now() - begun);
+  };
+  transfer();
+  const double before = transfer();
+  for (const auto rest : {seconds(61), seconds(4295)}) {
+    pair.at(pair.now() + rest, [] {});
+    CHECK(!pair.run([] { return false; }, rest + seconds(1)));
+    CHECK(transfer() < 1.3 * before);
+  }
+}
+
+} // namespace
+} // namespace resilient::test

@@ -1,0 +1,481 @@
+#include "transport/datagram_path.h"
+
+#include <sys/epoll.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace resilient {
+namespace {
+
+// Headers of IP and UDP: version 6 has the larger ones.
+constexpr size_t kIpBytes = 48;
+// What any network carries; a usual Ethernet; one with jumbo frames.
+constexpr size_t kMtus[] = {1280, 1500, 9000};
+constexpr Nanos kProbeInterval = std::chrono::milliseconds(40);
+constexpr int kProbeTries = 5; // for larger packets
+
+// A path that has been silent for so many times the sender's patience, and at
+// least so long, is not usable: connections take over.
+constexpr int kPatiences = 3;
+constexpr Nanos kSilentLeast = std::chrono::milliseconds(150);
+// What fails for so long does not come back by itself.
+constexpr Nanos kSilentMost = std::chrono::seconds(5);
+
+// Objects that are not complete, of either end.
+constexpr uint64_t kMostIncoming = 256u << 20;
+constexpr uint64_t kMostHeld = 128u << 20;
+// Taken from the channel ahead of time: what is bound to this path cannot be
+// overtaken any more.
+constexpr uint64_t kLeastWaiting = 64u << 10, kMostWaiting = 1u << 20;
+constexpr double kWaitingS = 0.004;
+
+constexpr int kMostReads = 16; // system calls in one turn
+
+size_t pieceFor(size_t datagramBytes) {
+  const size_t room = datagramBytes - kSealOverheadBytes - kSymbolHeaderBytes;
+  return std::min(room / kPieceUnit * kPieceUnit, kMostPieceBytes);
+}
+
+} // namespace
+
+DatagramPath::DatagramPath(
+    EventLoop& loop,
+    Channel& channel,
+    PathId id,
+    DatagramSocket socket,
+    DatagramPathConfig config,
+    DatagramPathOwner& owner)
+    : loop_(loop),
+      channel_(channel),
+      id_(id),
+      socket_(std::move(socket)),
+      config_(std::move(config)),
+      owner_(owner),
+      startedAt_(loop.now()),
+      heardAt_(loop.now()),
+      receiver_(
+          kMostIncoming,
+          [this](std::span<const std::byte> o, std::span<const Hole> h) {
+            onObject(o, h);
+          }) {
+  for (const size_t mtu : kMtus) {
+    probes_.push_back({mtu - kIpBytes, 0, false});
+  }
+  packet_.resize(kSymbolHeaderBytes + kMostPieceBytes);
+  opened_.resize(65536);
+  channel_.addPath(id_, loop_.now());
+  channel_.setSelfAcknowledging(id_, /*ordered=*/false);
+  channel_.setClasses(id_, 0);
+  loop_.add(socket_.fd(), EPOLLIN, this);
+  probeAt_ = loop_.now();
+  armTimer();
+}
+
+DatagramPath::~DatagramPath() {
+  if (!closed_) {
+    end();
+    channel_.removePath(id_, loop_.now());
+  }
+}
+
+void DatagramPath::end() {
+  closed_ = true;
+  loop_.cancel(timer_);
+  loop_.remove(socket_.fd());
+}
+
+void DatagramPath::close(const Status& why) {
+  if (!closed_) {
+    end();
+    owner_.onDatagramClosed(*this, why); // may still ask the channel about it
+    channel_.removePath(id_, loop_.now());
+  }
+}
+
+std::string DatagramPath::localAddress() const {
+  return resilient::localAddress(socket_.fd()).toString();
+}
+std::string DatagramPath::remoteAddress() const {
+  return resilient::remoteAddress(socket_.fd()).toString();
+}
+
+// --- from the channel
+
+bool DatagramPath::hasRoom() const {
+  if (closed_ || !usable() || full_) {
+    return false;
+  }
+  const auto ahead =
+      static_cast<uint64_t>(sender_->rate().bytesPerS() * kWaitingS);
+  return sender_->waitingBytes() <
+      std::clamp(ahead, kLeastWaiting, kMostWaiting) &&
+      sender_->heldBytes() < kMostHeld;
+}
+
+size_t DatagramPath::takeFrame(bool chunks) {
+  const TimePoint now = loop_.now();
+  const OutFrame* const f = channel_.pull(id_, now, chunks);
+  if (f == nullptr) {
+    return 0;
+  }
+  ObjectToSend what;
+  what.header = f->header;
+  what.payload = {f->payload, f->payloadBytes};
+  what.trafficClass = f->trafficClass;
+  what.tolerance = f->tolerance;
+  what.dtype = f->dtype;
+  const size_t bytes = kFrameHeaderBytes + f->payloadBytes;
+  frames_.push_back({sender_->add(what, now), f->reliable, false});
+  channel_.popWritten(id_); // it has been copied
+  return bytes;
+}
+
+void DatagramPath::onDone(uint64_t object) {
+  const auto at = std::lower_bound(
+      frames_.begin(), frames_.end(), object, [](const Frame& f, uint64_t n) {
+        return f.object < n;
+      });
+  if (at != frames_.end() && at->object == object) {
+    at->done = true;
+  }
+}
+
+// --- sending
+
+void DatagramPath::seal(std::span<const std::byte> packet) {
+  const size_t bytes = packet.size() + kSealOverheadBytes;
+  // Larger than its predecessors, or behind a smaller one: a batch of its own.
+  if (batchCount_ != 0 &&
+      (!batchOpen_ || bytes > batchEach_ ||
+       batchCount_ == DatagramSocket::kMostBatch ||
+       batch_.size() + bytes > DatagramSocket::kMostBatchBytes)) {
+    flushBatch();
+  }
+  if (full_) {
+    return; // lost, as if in the network
+  }
+  if (batchCount_ == 0) {
+    batchEach_ = bytes;
+  }
+  batchOpen_ = bytes == batchEach_;
+  const size_t at = batch_.size();
+  batch_.resize(at + bytes);
+  config_.ours->seal(lastPacket_, packet, batch_.data() + at);
+  ++batchCount_;
+}
+
+bool DatagramPath::flushBatch() {
+  if (batchCount_ == 0) {
+    return true;
+  }
+  size_t sent = 0;
+  const bool all = socket_.send(
+      std::span<const std::byte>(batch_).subspan(batchSent_), batchEach_, sent);
+  batchSent_ += sent;
+  if (full_ == all) {
+    full_ = !all;
+    loop_.modify(socket_.fd(), EPOLLIN | (full_ ? uint32_t(EPOLLOUT) : 0u));
+  }
+  if (all) {
+    batch_.clear();
+    batchCount_ = batchSent_ = 0;
+    batchOpen_ = true;
+  }
+  return all;
+}
+
+void DatagramPath::flush() {
+  if (closed_) {
+    return;
+  }
+  if (full_) {
+    armTimer();
+    return;
+  }
+  const TimePoint now = loop_.now();
+  if (receiver_.reportDue(now)) {
+    ++lastPacket_;
+    if (sender_) {
+      sender_->sentOther(lastPacket_);
+    }
+    const size_t most = probes_[0].datagramBytes - kSealOverheadBytes;
+    seal(encodePacketReport(receiver_.takeReport(now), most));
+  }
+  while (sender_ && !full_) {
+    const size_t n = sender_->next(now, lastPacket_ + 1, packet_.data());
+    if (n == 0) {
+      break;
+    }
+    ++lastPacket_;
+    seal({packet_.data(), n});
+  }
+  flushBatch();
+  armTimer();
+}
+
+void DatagramPath::sendProbes(TimePoint now) {
+  bool more = false;
+  for (size_t i = 0; i < probes_.size() && probeAt_ <= now; ++i) {
+    Probe& p = probes_[i];
+    // Larger ones only once there is somebody.
+    if (p.answered || (i > 0 && (!sender_ || p.tries == kProbeTries))) {
+      continue;
+    }
+    ++p.tries;
+    PacketProbe probe;
+    probe.bytes = static_cast<uint32_t>(p.datagramBytes);
+    probe.token = static_cast<uint64_t>(now.time_since_epoch().count());
+    std::vector<std::byte> packet(p.datagramBytes - kSealOverheadBytes);
+    encodeProbe(probe, packet.data());
+    ++lastPacket_;
+    if (sender_) {
+      sender_->sentOther(lastPacket_);
+    }
+    flushBatch();
+    seal(packet);
+    flushBatch();
+    if (socket_.takeTooLarge()) {
+      p.tries = kProbeTries; // for our own interface
+    }
+    more = true;
+  }
+  if (probeAt_ <= now) {
+    probeAt_ = more ? now + kProbeInterval : kNever;
+  }
+}
+
+// --- receiving
+
+void DatagramPath::onEvents(uint32_t events) {
+  if ((events & EPOLLOUT) != 0 && full_) {
+    full_ = false;
+    loop_.modify(socket_.fd(), EPOLLIN);
+    flushBatch();
+  }
+  const TimePoint now = loop_.now();
+  const auto with = [this, now](std::span<const std::byte> d) {
+    onDatagram(d, now);
+  };
+  for (int i = 0; i < kMostReads && !closed_ && !socket_.receive(with); ++i) {
+  }
+  service();
+}
+
+void DatagramPath::onDatagram(
+    std::span<const std::byte> datagram,
+    TimePoint now) {
+  if (closed_ || !failure_.ok()) {
+    return;
+  }
+  uint64_t number = 0;
+  std::span<const std::byte> packet;
+  if (!config_.theirs->open(datagram, number, opened_.data(), packet)) {
+    ++forged_;
+    return;
+  }
+  heardAt_ = now;
+  if (receiver_.onNumber(number, datagram.size() + kIpBytes, now)) {
+    Status status = onPacket(packet, number, now);
+    if (!status.ok() && failure_.ok()) {
+      failure_ = status;
+    }
+  }
+}
+
+Status DatagramPath::onPacket(
+    std::span<const std::byte> packet,
+    uint64_t number,
+    TimePoint now) {
+  PacketType type{};
+  Status status = packetType(packet, type);
+  if (!status.ok()) {
+    return status;
+  }
+  switch (type) {
+    case PacketType::kSymbol:
+    case PacketType::kEnd: {
+      SymbolHeader header;
+      std::span<const std::byte> symbol;
+      status = decodeSymbol(packet, header, symbol);
+      return status.ok() ? receiver_.onSymbol(header, symbol, number, now)
+                         : status;
+    }
+    case PacketType::kReport: {
+      PacketReport report;
+      status = decodePacketReport(packet, report);
+      return status.ok() && sender_ ? sender_->onReport(report, now) : status;
+    }
+    case PacketType::kProbe:
+    case PacketType::kProbeReply: {
+      PacketProbe probe;
+      status = decodeProbe(packet, probe);
+      if (status.ok()) {
+        onProbe(probe, now);
+      }
+      return status;
+    }
+  }
+  return Status();
+}
+
+void DatagramPath::onProbe(const PacketProbe& probe, TimePoint now) {
+  if (probe.type == PacketType::kProbe) {
+    PacketProbe reply = probe;
+    reply.type = PacketType::kProbeReply;
+    std::array<std::byte, kProbeBytes> packet;
+    encodeProbe(reply, packet.data());
+    ++lastPacket_;
+    if (sender_) {
+      sender_->sentOther(lastPacket_);
+    }
+    seal(packet);
+    return;
+  }
+  const TimePoint sent{Nanos(static_cast<int64_t>(probe.token))};
+  for (Probe& p : probes_) {
+    if (p.datagramBytes == probe.bytes && sent <= now && sent >= startedAt_) {
+      p.answered = true;
+      if (!sender_) {
+        onProven(now - sent);
+      }
+      const size_t piece = pieceFor(p.datagramBytes);
+      if (piece > pieceBytes_) {
+        pieceBytes_ = piece;
+        sender_->setPieceBytes(piece);
+      }
+    }
+  }
+}
+
+void DatagramPath::onProven(Nanos roundTrip) {
+  sender_ = std::make_unique<PacketSender>(
+      config_.schemes,
+      RateControl(roundTrip, config_.knownBytesPerS, config_.mostBytesPerS),
+      [this](uint64_t object) { onDone(object); });
+  sender_->sentOther(lastPacket_);
+  probeAt_ = loop_.now(); // for larger packets
+  owner_.onDatagramUse(*this);
+}
+
+void DatagramPath::onObject(
+    std::span<const std::byte> object,
+    std::span<const Hole> holes) {
+  if (!failure_.ok() || closed_) {
+    return;
+  }
+  const TimePoint now = loop_.now();
+  FrameHeader header;
+  Status status(StatusCode::kProtocol, "an object without a frame");
+  if (object.size() >= kFrameHeaderBytes) {
+    status = decodeFrame(object.first<kFrameHeaderBytes>(), header);
+  }
+  const auto payload =
+      object.subspan(std::min(object.size(), kFrameHeaderBytes));
+  if (status.ok() && payload.size() != header.payloadBytes) {
+    status = Status(StatusCode::kProtocol, "a frame of another size");
+  }
+  if (status.ok()) {
+    status = channel_.onHeader(id_, header, now);
+  }
+  if (status.ok()) {
+    std::byte* const to = channel_.destination(id_);
+    if (to != nullptr && !payload.empty()) {
+      std::memcpy(to, payload.data(), payload.size());
+    }
+    std::vector<ByteRange> zeroFilled;
+    for (const Hole& h : holes) {
+      // The first piece, with the header, is never missing.
+      zeroFilled.push_back({h.offset - kFrameHeaderBytes, h.bytes});
+    }
+    status = channel_.onPayload(id_, now, zeroFilled);
+  }
+  if (!status.ok()) {
+    failure_ = status;
+  }
+}
+
+// --- time
+
+// After whatever has happened.
+void DatagramPath::service() {
+  if (closed_) {
+    return;
+  }
+  const TimePoint now = loop_.now();
+  if (receiver_.deadline() <= now) {
+    receiver_.onTimer(now);
+  }
+  if (failure_.ok()) {
+    sendProbes(now);
+    checkSilence(now);
+  }
+  if (!failure_.ok()) {
+    close(failure_);
+    return;
+  }
+  const uint64_t before = framesDone_;
+  while (!frames_.empty() && frames_.front().done) {
+    framesDone_ += frames_.front().reliable;
+    frames_.pop_front();
+  }
+  if (framesDone_ != before) {
+    channel_.delivered(id_, framesDone_, now);
+  }
+  flush();
+  if (usable() && hasRoom()) {
+    owner_.onDatagramReady(*this);
+  }
+}
+
+Nanos DatagramPath::silenceLimit() const {
+  return std::max(kSilentLeast, kPatiences * sender_->patience());
+}
+
+void DatagramPath::checkSilence(TimePoint now) {
+  if (!sender_) {
+    if (now - startedAt_ > config_.proveWithin) {
+      failure_ = Status(
+          StatusCode::kNetwork,
+          "no datagram came back from " + remoteAddress() +
+              " (is UDP filtered between the two?)");
+    }
+    return;
+  }
+  const TimePoint since = sender_->waitingSince();
+  const Nanos limit = silenceLimit();
+  const bool silent = since != kNever && now - since > limit;
+  if (silent && now - since > kSilentMost + limit) {
+    failure_ = Status(
+        StatusCode::kNetwork, "no datagram came back for several seconds");
+  }
+  if (silent != silent_) {
+    silent_ = silent;
+    owner_.onDatagramUse(*this);
+  }
+}
+
+void DatagramPath::armTimer() {
+  TimePoint due = std::min(probeAt_, receiver_.deadline());
+  if (!sender_) {
+    due = std::min(due, startedAt_ + config_.proveWithin);
+  } else if (!full_) {
+    due = std::min(due, sender_->nextAt());
+  } else if (const TimePoint since = sender_->waitingSince(); since != kNever) {
+    // Nothing else would find out that the socket is stuck.
+    due = std::min(
+        due, since + silenceLimit() + (silent_ ? kSilentMost : Nanos(0)));
+  }
+  if (closed_ || due == kNever ||
+      (timer_ != 0 && timerAt_ <= std::max(due, loop_.now()))) {
+    return;
+  }
+  loop_.cancel(timer_);
+  timerAt_ = due;
+  timer_ = loop_.at(due, [this] {
+    timer_ = 0;
+    service();
+  });
+}
+
+} // namespace resilient

@@ -1,0 +1,167 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "channel/channel.h"
+#include "datagram/packet_receiver.h"
+#include "datagram/packet_sender.h"
+#include "transport/datagram_socket.h"
+#include "transport/event_loop.h"
+#include "transport/packet_seal.h"
+
+namespace resilient {
+
+class DatagramPath;
+
+class DatagramPathOwner {
+ public:
+  virtual ~DatagramPathOwner() = default;
+  // It is over; the path does nothing more and waits to be destroyed (not from
+  // within this call).
+  virtual void onDatagramClosed(DatagramPath& path, const Status& why) = 0;
+  // It takes frames again.
+  virtual void onDatagramReady(DatagramPath& path) = 0;
+  // Its usable() has changed.
+  virtual void onDatagramUse(DatagramPath& path) = 0;
+};
+
+struct DatagramPathConfig {
+  int slot = 0; // of the connection beside which it is
+  std::unique_ptr<PacketSeal> ours, theirs; // one for each direction
+  RecoverySchemes schemes;
+  // What the connection knows of the link; 0: nothing.
+  double knownBytesPerS = 0;
+  double mostBytesPerS = 0; // 0: no limit
+  Nanos proveWithin = std::chrono::seconds(3);
+};
+
+// Datagrams between two NICs as a path of a channel. A frame becomes an object
+// of packets (see datagram/packet_sender.h); what is lost comes back by parity,
+// or is sent again, or stays away where the message tolerates it. Frames arrive
+// in any order.
+//
+// First it must show that it works: a probe has to come back, larger ones find
+// out how large packets may be. A path that falls silent is not usable until
+// it is heard again; if that takes long, it is closed.
+//
+// Thread: loop thread. Lifetime: owned by its PeerLink.
+class DatagramPath final : public Handler {
+ public:
+  DatagramPath(
+      EventLoop& loop,
+      Channel& channel,
+      PathId id,
+      DatagramSocket socket,
+      DatagramPathConfig config,
+      DatagramPathOwner& owner);
+  ~DatagramPath() override;
+
+  PathId id() const {
+    return id_;
+  }
+  int slot() const {
+    return config_.slot;
+  }
+  bool closed() const {
+    return closed_;
+  }
+  // Proven, and not silent.
+  bool usable() const {
+    return sender_ != nullptr && !silent_;
+  }
+  bool hasRoom() const;
+  // As in TcpPath: the bytes of the frame, 0 if there is none.
+  size_t takeFrame(bool chunks);
+  // Sends what may leave now.
+  void flush();
+  void close(const Status& why);
+
+  TimePoint heardAt() const {
+    return heardAt_;
+  }
+  size_t pieceBytes() const {
+    return pieceBytes_;
+  }
+  const PacketSender* sender() const { // null before it is proven
+    return sender_.get();
+  }
+  const PacketReceiver& receiver() const {
+    return receiver_;
+  }
+  uint64_t forged() const { // datagrams that nobody had sealed
+    return forged_;
+  }
+  std::string localAddress() const;
+  std::string remoteAddress() const;
+
+  void onEvents(uint32_t events) override;
+
+ private:
+  struct Frame {
+    uint64_t object = 0;
+    bool reliable = false;
+    bool done = false;
+  };
+  struct Probe {
+    size_t datagramBytes = 0;
+    int tries = 0;
+    bool answered = false;
+  };
+
+  void onDatagram(std::span<const std::byte> datagram, TimePoint now);
+  Status
+  onPacket(std::span<const std::byte> packet, uint64_t number, TimePoint now);
+  void onProbe(const PacketProbe& probe, TimePoint now);
+  void onProven(Nanos roundTrip);
+  void onDone(uint64_t object);
+  void onObject(std::span<const std::byte> object, std::span<const Hole> holes);
+  void sendProbes(TimePoint now);
+  void seal(std::span<const std::byte> packet);
+  bool flushBatch();
+  void service();
+  Nanos silenceLimit() const;
+  void checkSilence(TimePoint now);
+  void armTimer();
+  void end();
+
+  EventLoop& loop_;
+  Channel& channel_;
+  const PathId id_;
+  DatagramSocket socket_;
+  const DatagramPathConfig config_;
+  DatagramPathOwner& owner_;
+  bool closed_ = false;
+  bool silent_ = false;
+  TimePoint startedAt_, heardAt_;
+  Status failure_; // of the channel, about what has arrived
+
+  std::unique_ptr<PacketSender> sender_;
+  PacketReceiver receiver_;
+  size_t pieceBytes_ = 0;
+  uint64_t lastPacket_ = 0;
+  std::deque<Frame> frames_; // handed to the sender, in order
+  uint64_t framesDone_ = 0; // reliable ones, in order
+
+  std::vector<Probe> probes_;
+  TimePoint probeAt_ = kNever;
+
+  std::vector<std::byte> packet_; // being made
+  std::vector<std::byte> opened_;
+  // Sealed datagrams of one size, but for the last; those before batchSent_
+  // are gone.
+  std::vector<std::byte> batch_;
+  size_t batchEach_ = 0, batchCount_ = 0, batchSent_ = 0;
+  bool batchOpen_ = true; // another of its size may follow
+  bool full_ = false; // the socket; EPOLLOUT will come
+  TimerId timer_ = 0;
+  TimePoint timerAt_ = kNever;
+  uint64_t forged_ = 0;
+};
+
+} // namespace resilient

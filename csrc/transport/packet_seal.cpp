@@ -1,0 +1,218 @@
+#include "transport/packet_seal.h"
+
+#include <dlfcn.h>
+
+#include <cstring>
+
+#include "base/sha256.h"
+
+namespace resilient {
+namespace {
+
+constexpr uint32_t kMagic = 0x31445254; // "TRD1" in memory
+
+// OpenSSL's EVP interface, the same since 1.1.
+struct Crypto {
+  void* (*newContext)() = nullptr;
+  void (*freeContext)(void*) = nullptr;
+  const void* (*aes256Gcm)() = nullptr;
+  int (*control)(void*, int, int, void*) = nullptr;
+  using Init =
+      int(void*,
+          const void*,
+          void*,
+          const unsigned char*,
+          const unsigned char*);
+  using Update = int(void*, unsigned char*, int*, const unsigned char*, int);
+  using Final = int(void*, unsigned char*, int*);
+  Init *encryptInit = nullptr, *decryptInit = nullptr;
+  Update *encryptUpdate = nullptr, *decryptUpdate = nullptr;
+  Final *encryptFinal = nullptr, *decryptFinal = nullptr;
+  std::string missing;
+
+  Crypto() {
+    void* library = nullptr;
+    for (const char* name :
+         {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"}) {
+      library = library != nullptr ? library : ::dlopen(name, RTLD_NOW);
+    }
+    if (library == nullptr) {
+      missing = "OpenSSL's libcrypto was not found";
+      return;
+    }
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
+          ::dlsym(library, name));
+      if (function == nullptr) {
+        missing = std::string("libcrypto has no ") + name;
+      }
+    };
+    find(newContext, "EVP_CIPHER_CTX_new");
+    find(freeContext, "EVP_CIPHER_CTX_free");
+    find(aes256Gcm, "EVP_aes_256_gcm");
+    find(control, "EVP_CIPHER_CTX_ctrl");
+    find(encryptInit, "EVP_EncryptInit_ex");
+    find(decryptInit, "EVP_DecryptInit_ex");
+    find(encryptUpdate, "EVP_EncryptUpdate");
+    find(decryptUpdate, "EVP_DecryptUpdate");
+    find(encryptFinal, "EVP_EncryptFinal_ex");
+    find(decryptFinal, "EVP_DecryptFinal_ex");
+  }
+};
+
+// EVP_CTRL_AEAD_GET_TAG, EVP_CTRL_AEAD_SET_TAG
+constexpr int kGetTag = 0x10, kSetTag = 0x11;
+
+const Crypto& crypto() {
+  static const Crypto loaded;
+  return loaded;
+}
+
+const unsigned char* bytesOf(const void* p) {
+  return static_cast<const unsigned char*>(p);
+}
+unsigned char* bytesOf(void* p) {
+  return static_cast<unsigned char*>(p);
+}
+
+// The nonce of GCM: 12 bytes, the number behind zeros. Each key is for one
+// direction of one path.
+std::array<unsigned char, 12> nonceOf(uint64_t number) {
+  std::array<unsigned char, 12> nonce{};
+  std::memcpy(nonce.data() + 4, &number, sizeof(number));
+  return nonce;
+}
+
+} // namespace
+
+SealKey deriveSealKey(
+    const std::string& secret,
+    const std::string& initiatorNonce,
+    const std::string& answererNonce,
+    bool initiator) {
+  HmacSha256 mac(secret);
+  // Nonces have one length, so their border is clear.
+  mac.update(std::string_view("torch_resilient datagram path"))
+      .update(std::string_view(initiator ? "i" : "a"))
+      .update(initiatorNonce)
+      .update(answererNonce);
+  const Digest digest = mac.finish();
+  SealKey key;
+  static_assert(sizeof(digest) == sizeof(key));
+  std::memcpy(key.data(), digest.data(), key.size());
+  return key;
+}
+
+bool PacketSeal::available(std::string& why) {
+  why = crypto().missing;
+  return why.empty();
+}
+
+std::unique_ptr<PacketSeal> PacketSeal::make(
+    const SealKey& key,
+    std::string& why) {
+  if (!available(why)) {
+    return nullptr;
+  }
+  const Crypto& c = crypto();
+  std::unique_ptr<PacketSeal> made(new PacketSeal);
+  made->sealing_ = c.newContext();
+  made->opening_ = c.newContext();
+  if (made->sealing_ == nullptr || made->opening_ == nullptr ||
+      c.encryptInit(
+          made->sealing_,
+          c.aes256Gcm(),
+          nullptr,
+          bytesOf(key.data()),
+          nullptr) != 1 ||
+      c.decryptInit(
+          made->opening_,
+          c.aes256Gcm(),
+          nullptr,
+          bytesOf(key.data()),
+          nullptr) != 1) {
+    why = "libcrypto has no AES-256-GCM";
+    return nullptr;
+  }
+  return made;
+}
+
+PacketSeal::~PacketSeal() {
+  if (sealing_ != nullptr) {
+    crypto().freeContext(sealing_);
+  }
+  if (opening_ != nullptr) {
+    crypto().freeContext(opening_);
+  }
+}
+
+size_t PacketSeal::seal(
+    uint64_t number,
+    std::span<const std::byte> packet,
+    std::byte* out) {
+  const Crypto& c = crypto();
+  std::memcpy(out, &kMagic, 4);
+  std::memcpy(out + 4, &number, 8);
+  const auto nonce = nonceOf(number);
+  std::byte* const sealed = out + kDatagramHeaderBytes;
+  int n = 0, last = 0;
+  const int bytes = static_cast<int>(packet.size());
+  const bool done =
+      c.encryptInit(sealing_, nullptr, nullptr, nullptr, nonce.data()) == 1 &&
+      c.encryptUpdate(
+          sealing_, nullptr, &n, bytesOf(out), kDatagramHeaderBytes) == 1 &&
+      c.encryptUpdate(
+          sealing_, bytesOf(sealed), &n, bytesOf(packet.data()), bytes) == 1 &&
+      c.encryptFinal(sealing_, bytesOf(sealed + n), &last) == 1 &&
+      c.control(sealing_, kGetTag, kSealBytes, sealed + packet.size()) == 1;
+  // These calls fail only if they are used wrongly. What is then sent opens
+  // nowhere.
+  if (!done) {
+    std::memset(out, 0, kSealOverheadBytes + packet.size());
+  }
+  return kSealOverheadBytes + packet.size();
+}
+
+bool PacketSeal::open(
+    std::span<const std::byte> datagram,
+    uint64_t& number,
+    std::byte* out,
+    std::span<const std::byte>& packet) {
+  uint32_t magic = 0;
+  if (datagram.size() < kSealOverheadBytes) {
+    return false;
+  }
+  std::memcpy(&magic, datagram.data(), 4);
+  if (magic != kMagic) {
+    return false;
+  }
+  std::memcpy(&number, datagram.data() + 4, 8);
+  const Crypto& c = crypto();
+  const auto nonce = nonceOf(number);
+  const std::byte* const sealed = datagram.data() + kDatagramHeaderBytes;
+  const size_t bytes = datagram.size() - kSealOverheadBytes;
+  std::array<std::byte, kSealBytes> tag;
+  std::memcpy(tag.data(), sealed + bytes, tag.size());
+  int n = 0, last = 0;
+  if (c.decryptInit(opening_, nullptr, nullptr, nullptr, nonce.data()) != 1 ||
+      c.decryptUpdate(
+          opening_,
+          nullptr,
+          &n,
+          bytesOf(datagram.data()),
+          kDatagramHeaderBytes) != 1 ||
+      c.decryptUpdate(
+          opening_,
+          bytesOf(out),
+          &n,
+          bytesOf(sealed),
+          static_cast<int>(bytes)) != 1 ||
+      c.control(opening_, kSetTag, kSealBytes, tag.data()) != 1 ||
+      c.decryptFinal(opening_, bytesOf(out + n), &last) != 1) {
+    return false;
+  }
+  packet = {out, bytes};
+  return true;
+}
+
+} // namespace resilient

@@ -1,0 +1,123 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace resilient {
+
+// What travels in the datagrams of a path. Each is sealed as a whole
+// (transport/packet_seal.h), so whoever reads these has authentic bytes, of a
+// peer that may be faulty nevertheless. docs/wire_format.md shows the same
+// tables in prose, and packet_test.cpp pins the bytes.
+//
+// An *object* is one frame, header and payload, cut into *pieces* of one size
+// (the last is filled up with zeros). A piece travels as a *data symbol*;
+// *repair symbols* are computed from them.
+
+enum class PacketType : uint8_t {
+  kSymbol = 1,
+  kEnd = 2, // a description only: all up to this object has been sent
+  kReport = 3, // what the receiver has, and what it wants
+  kProbe = 4, // is somebody there; do packets of this size arrive?
+  kProbeReply = 5,
+};
+
+inline constexpr size_t kSymbolHeaderBytes = 44;
+inline constexpr size_t kReportHeaderBytes = 92;
+inline constexpr size_t kProbeBytes = 20;
+
+// A piece is a multiple of this, so that no element is cut.
+inline constexpr size_t kPieceUnit = 32;
+inline constexpr size_t kLeastPieceBytes = 256;
+inline constexpr size_t kMostPieceBytes = 9184;
+inline constexpr size_t kMostPieces = 65000;
+// Of one object: their numbers have 16 bits.
+inline constexpr uint32_t kMostRepairSymbols = 65536;
+
+// The description of an object stands in each of its packets: any of them is
+// enough to begin with.
+struct SymbolHeader {
+  PacketType type = PacketType::kSymbol;
+  bool repair = false; // parity
+  bool again = false; // not for the first time
+  bool permuted = false; // data symbols come in another order than the pieces
+  uint8_t parityKind = 0; // ParityKind
+  uint8_t parityPerBlock = 0;
+  // Of the data symbols in the order of sending; or the repair symbol,
+  // block * parityPerBlock + its number in the block.
+  uint16_t index = 0;
+  uint16_t count = 0; // of data symbols
+  // Paper: SMART §3.2, "base sequence number and bitmap" of what a repair
+  // packet covers. Here what is covered comes first, so two numbers tell:
+  // of the symbols before `coded`, symbol i is in block i modulo `blocks`.
+  uint16_t coded = 0;
+  uint16_t blocks = 0;
+  uint16_t must = 0; // symbols before this one must arrive,
+  uint16_t mayMiss = 0; // and of the others so many may be missing
+  uint16_t pieceBytes = 0;
+  // Which piece a data symbol is. In a repair symbol: its parity.
+  uint16_t position = 0;
+  uint32_t objectBytes = 0;
+  uint64_t object = 0; // from 1
+  uint32_t sentMicros = 0; // the sender's clock
+  uint32_t roundTripMicros = 0; // as the sender knows it; 0: not yet
+};
+
+// Ranges of numbers, first and last included.
+using IndexRange = std::pair<uint16_t, uint16_t>;
+using ObjectRange = std::pair<uint64_t, uint64_t>;
+
+struct WantedSymbols {
+  uint64_t object = 0;
+  std::vector<IndexRange> indices; // ascending, disjoint
+};
+
+// Everything since the beginning: a report that is lost costs nothing but time.
+struct PacketReport {
+  uint64_t number = 0; // of the report, from 1
+  uint64_t largest = 0; // packet number received
+  uint64_t packets = 0; // received, without duplicates
+  uint64_t bytes = 0; // of these
+  uint64_t lost = 0; // packets
+  uint64_t bursts = 0; // of lost packets
+  uint32_t receivedMicros = 0; // when the last came, by the receiver's clock
+  uint32_t echoMicros = 0; // sentMicros of the latest symbol
+  uint32_t heldMicros = 0; // since that came
+  uint64_t completeUpTo = 0; // all objects up to this one are complete,
+  std::vector<ObjectRange> complete; // and these; ascending, disjoint
+  std::vector<WantedSymbols> wanted; // each object once, ascending
+};
+
+struct PacketProbe {
+  PacketType type = PacketType::kProbe;
+  uint64_t token = 0; // returned as it is
+  uint32_t bytes = 0; // of the probe, its filling included; in replies too
+};
+
+// Writes exactly kSymbolHeaderBytes, the piece comes behind it.
+void encodeSymbolHeader(const SymbolHeader& header, std::byte* out);
+// At most `most` bytes: what does not fit is left out, and comes next time.
+std::vector<std::byte> encodePacketReport(
+    const PacketReport& report,
+    size_t most);
+void encodeProbe(const PacketProbe& probe, std::byte* out); // kProbeBytes
+
+// The type, if there is a byte and it is one.
+Status packetType(std::span<const std::byte> packet, PacketType& type);
+// These check everything that one packet can tell: lengths, counts, order.
+// On error the result is unspecified. `symbol` is the piece behind the header.
+Status decodeSymbol(
+    std::span<const std::byte> packet,
+    SymbolHeader& header,
+    std::span<const std::byte>& symbol);
+Status decodePacketReport(
+    std::span<const std::byte> packet,
+    PacketReport& report);
+Status decodeProbe(std::span<const std::byte> packet, PacketProbe& probe);
+
+} // namespace resilient
