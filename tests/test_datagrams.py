@@ -1,0 +1,143 @@
+"""Datagrams between hosts of the lab: exact over lossy links, and in reserve where they fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from test_failover import PROGRAM, Job, Row
+
+from torch_resilient.testing import Host, LabJob, NetworkLab
+
+pytestmark = pytest.mark.lab
+
+UDP = {"TORCH_RESILIENT_WAN": "udp", "TORCH_RESILIENT_INTERFACE": "eth0"}
+
+
+def datagrams(row: Row) -> dict[str, Any]:
+    """Of the one path of datagrams."""
+    (path,) = [p for p in row["paths"] if p["slot"] == -2]
+    return path
+
+
+def connections(row: Row) -> list[dict[str, Any]]:
+    return [p for p in row["paths"] if p["slot"] >= 0]
+
+
+@pytest.mark.parametrize(
+    ("loss", "recovery"),
+    [
+        ({"loss": 0.02}, "semantic"),
+        ({"loss": 0.02, "burst_packets": 6.0}, "semantic"),
+        ({"loss": 0.02}, "selective_repeat"),
+        ({"loss": 0.02}, "uniform_fec:100:10"),
+    ],
+)
+def test_messages_are_exact_over_a_lossy_link(
+    lab: NetworkLab, loss: dict[str, float], recovery: str
+) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=25e6, **loss)
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": 100, "pause_s": 0.005}
+    job = Job([a, b], control, settings, {**UDP, "TORCH_RESILIENT_WAN_RECOVERY": recovery})
+    try:
+        for result in job.end():
+            assert result.get("wrong") == 0, result
+            path = datagrams(result)
+            assert path["state"] == "up"
+            counts = path["datagrams"]
+            assert counts["packet_bytes"] == 1376
+            assert counts["lost"] > 0
+            assert counts["zero_filled"] == 0
+            # Most of it went this way.
+            assert path["bytes_sent"] > sum(c["bytes_sent"] for c in connections(result))
+            if recovery == "selective_repeat":
+                assert counts["parity"] == 0
+                assert counts["retransmitted"] > 0
+            else:
+                assert counts["recovered"] > 0
+    finally:
+        job.close()
+
+
+def test_replicas_stay_identical_where_gradients_are_lost(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.005, rate_bytes_per_s=50e6, loss=0.05)
+    control = lab.link(a, b, name="control")
+    program = str(PROGRAM.with_name("lossy_program.py"))
+    settings = json.dumps({"steps": 12, "hook": True})
+    digests: dict[int, dict[int, str]] = {0: {}, 1: {}}
+    results: dict[int, Row] = {}
+    environment = {"PYTHONPATH": str(ROOT), **UDP}
+    with LabJob(
+        [sys.executable, program, settings], [a, b], control, environment=environment
+    ) as job:
+
+        def both(row: Row) -> bool:
+            assert row["kind"] != "error", row
+            if row["kind"] == "step":
+                digests[row["rank"]][row["step"]] = row["digest"]
+            elif row["kind"] == "result":
+                results[row["rank"]] = row
+            return len(results) == 2
+
+        job.until(both, "both results")
+    assert digests[0] == digests[1]
+    assert len(set(digests[0].values())) == 12
+    for result in results.values():
+        assert datagrams(result)["datagrams"]["lost"] > 0
+    # Something was really missing, at the receivers, and the senders know.
+    assert sum(datagrams(r)["datagrams"]["zero_filled"] for r in results.values()) > 0
+    assert sum(r["statistics"]["bytes_zero_filled"] for r in results.values()) > 0
+
+
+def filter_udp(host: Host, on: bool) -> None:
+    """No datagram comes in at the host, or all do again."""
+    rule = ["INPUT", "-i", "eth0", "-p", "udp", "-j", "DROP"]
+    if shutil.which("iptables") is None:
+        pytest.skip("iptables is not installed")
+    host.run(["iptables", "-A" if on else "-D", *rule], check=True)
+
+
+def test_connections_take_over_where_datagrams_fall_silent(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6)
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": 150, "pause_s": 0.05}
+    job = Job([a, b], control, settings, UDP)
+
+    def state(row: Row, slot: int) -> str:
+        found = [p for p in row.get("paths", []) if p["slot"] == slot]
+        return found[0]["state"] if found else ""
+
+    try:
+        job.until(lambda row: state(row, -2) == "up", "datagrams")
+        filter_udp(b, True)
+        job.until(lambda row: state(row, 0) == "up", "connections took over")
+        filter_udp(b, False)
+        job.until(lambda row: state(row, -2) == "up", "datagrams again")
+        for result in job.end():
+            assert result.get("wrong") == 0, result
+    finally:
+        job.close()
+
+
+def test_connections_do_where_udp_is_filtered(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6)
+    control = lab.link(a, b, name="control")
+    filter_udp(b, True)
+    job = Job([a, b], control, {"job": "exchange", "count": 100, "pause_s": 0.06}, UDP)
+    try:
+        results = job.end()
+        for result in results:
+            assert result.get("wrong") == 0, result
+            assert all(c["state"] == "up" for c in connections(result))
+        assert any("is UDP filtered" in datagrams(r)["last_error"] for r in results)
+    finally:
+        job.close()

@@ -1,0 +1,197 @@
+"""Gradients that may be lost on the way: what counts as small, and the memory of what was lost.
+
+Pure: tensors in, tensors out. The DDP hook (`torch_resilient.ddp`) and the convergence study
+(`benchmarks/smart_convergence.py`) use the same code.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["ErrorMemory", "Layout", "Range", "sampled_cutoff"]
+
+# [start, stop) in elements.
+Range = tuple[int, int]
+# What a flat tensor is made of, in its order: (key, elements). Padding at its end is not listed.
+Layout = Sequence[tuple[str, int]]
+
+
+def sampled_cutoff(
+    flat: Tensor, top_fraction: float, samples: int, generator: torch.Generator
+) -> float:
+    """The magnitude that the largest `top_fraction` of the elements of `flat` reach, estimated.
+
+    From `samples` elements, drawn uniformly with replacement by `generator`, a generator of the
+    CPU of its own, so that the draws of the training are not disturbed. 0 for an empty tensor.
+    NaN or infinite elements may make the result NaN or infinite.
+
+    Paper: SMART §3.1, the threshold τ.
+    """
+    if flat.numel() == 0:
+        return 0.0
+    places = torch.randint(flat.numel(), (samples,), generator=generator)
+    magnitudes = flat[places.to(flat.device)].abs()
+    top = max(1, math.floor(top_fraction * samples))
+    return float(torch.topk(magnitudes, top, sorted=True).values[-1])
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """What of one key was lost: the values, one after the other, of ascending disjoint ranges."""
+
+    elements: int  # of the key, all of them
+    ranges: Tensor  # int64 on the CPU, one row [start, stop) for each, in elements of the key
+    values: Tensor  # one-dimensional, as many elements as the ranges cover
+
+    def places(self) -> Tensor:
+        """The index of each value in its key, on the device of the values."""
+        starts, stops = self.ranges.to(self.values.device).unbind(1)
+        lengths = stops - starts
+        ends = lengths.cumsum(0)
+        count = self.values.numel()
+        offsets = torch.repeat_interleave(starts - ends + lengths, lengths, output_size=count)
+        return offsets + torch.arange(count, device=self.values.device)
+
+
+class ErrorMemory:
+    """What was sent and has not arrived, to be sent again with the next gradient.
+
+    Kept by key (the name of a parameter), not by bucket: buckets change. Sparse: it takes as much
+    memory as was lost, and nothing without a loss. Values have the type of the payload (float32,
+    or float64 for such gradients) and its device.
+
+    Not thread-safe: its owner calls it from one thread at a time.
+    """
+
+    def __init__(self) -> None:
+        self._lost: dict[str, _Lost] = {}
+
+    def holds(self, layout: Layout) -> bool:
+        """Whether anything is remembered of the keys in `layout`."""
+        return any(key in self._lost for key, _ in layout)
+
+    def add_to(self, payload: Tensor, layout: Layout) -> None:
+        """Adds what is remembered to the flat `payload`, in place: p = x + e.
+
+        The memory itself stays until remember(), so that nothing is lost if sending fails.
+
+        Raises ValueError if a key has another number of elements than when it was remembered.
+
+        Paper: SMART §3.3, Equation 3.
+        """
+        start = 0
+        for key, elements in layout:
+            if (lost := self._lost.get(key)) is not None:
+                if lost.elements != elements:
+                    raise ValueError(
+                        f"the error memory of {key!r} is of {lost.elements} elements, its gradient "
+                        f"has {elements}: was it saved with another model, or other ranks?"
+                    )
+                part = payload[start : start + elements]
+                values = lost.values.to(device=payload.device, dtype=payload.dtype)
+                # No place occurs twice, so this is the same on every device and in every run.
+                part[lost.places().to(payload.device)] += values
+            start += elements
+
+    def remember(self, payload: Tensor, layout: Layout, lost: Sequence[Range]) -> None:
+        """Replaces the memory of the keys in `layout` by `payload` where it was lost.
+
+        `lost` are ranges of `payload`, ascending and disjoint; what lies beyond the layout
+        (padding) is ignored. Keys that lost nothing are forgotten.
+
+        Raises ValueError for ranges that are not ascending or not within the payload.
+
+        Paper: SMART §3.3, Equations 4 and 5.
+        """
+        end = 0
+        for start, stop in lost:
+            if not end <= start < stop <= payload.numel():
+                raise ValueError(
+                    f"lost range [{start}, {stop}): expected ascending, disjoint ranges within "
+                    f"{payload.numel()} elements; the one before ended at {end}"
+                )
+            end = stop
+        starts = [start for start, _ in lost]
+        stops = [stop for _, stop in lost]
+        begin = 0
+        for key, elements in layout:
+            end = begin + elements
+            first, last = bisect.bisect_right(stops, begin), bisect.bisect_left(starts, end)
+            if elements and first < last:
+                ranges = torch.tensor(lost[first:last], dtype=torch.int64)
+                ranges = ranges.clamp(begin, end) - begin
+                count = int((ranges[:, 1] - ranges[:, 0]).sum())
+                places = _Lost(elements, ranges, payload.new_empty(count)).places()
+                self._lost[key] = _Lost(elements, ranges, payload[begin:end][places])
+            else:
+                self._lost.pop(key, None)
+            begin = end
+
+    def norm(self) -> float:
+        """The Euclidean norm of all that is remembered."""
+        return math.sqrt(sum(float(lost.values.double().square().sum()) for lost in self))
+
+    def elements(self) -> int:
+        """How many elements are remembered."""
+        return sum(lost.values.numel() for lost in self)
+
+    def __iter__(self) -> Any:
+        return iter(self._lost.values())
+
+    def dense(self, key: str, elements: int) -> Tensor:
+        """What is remembered of `key`, which has so many elements: a flat tensor with zeros."""
+        lost = self._lost.get(key)
+        if lost is None:
+            return torch.zeros(elements)
+        whole = lost.values.new_zeros(elements)
+        whole[lost.places()] = lost.values
+        return whole
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all that is remembered, for gradients whose unit changes."""
+        for key, lost in self._lost.items():
+            self._lost[key] = _Lost(lost.elements, lost.ranges, lost.values * factor)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """All that is remembered, by key: `elements`, `ranges`, `values`; copies on the CPU."""
+        return {
+            key: {
+                "elements": lost.elements,
+                "ranges": lost.ranges.clone(),
+                "values": lost.values.cpu().clone(),
+            }
+            for key, lost in self._lost.items()
+        }
+
+    def load_state_dict(
+        self, state: Mapping[str, Mapping[str, Any]], sizes: Mapping[str, int | None]
+    ) -> None:
+        """Replaces all that is remembered by `state`; `sizes` are the elements of each key.
+
+        None as a size: not known yet. Raises ValueError, and changes nothing, if `state` has a
+        key that `sizes` lacks, or one of another size, or ranges that do not fit.
+        """
+        loaded = {}
+        for key, entry in state.items():
+            if key not in sizes:
+                raise ValueError(f"the error memory holds {key!r}, which the model lacks")
+            elements, ranges, values = int(entry["elements"]), entry["ranges"], entry["values"]
+            flat = ranges.reshape(-1)
+            fits = sizes[key] in (None, elements)
+            fits = fits and ranges.dtype == torch.int64 and ranges.shape[1:] == (2,)
+            fits = fits and bool((flat.diff() >= 0).all()) and bool((flat >= 0).all())
+            fits = fits and bool((flat <= elements).all())
+            if not fits or int((ranges[:, 1] - ranges[:, 0]).sum()) != values.numel():
+                raise ValueError(
+                    f"the error memory of {key!r}, of {elements} elements, does not fit the "
+                    f"model's {sizes[key]}"
+                )
+            loaded[key] = _Lost(elements, ranges.clone(), values.clone())
+        self._lost = loaded
