@@ -1,4 +1,4 @@
-"""Builds torch_resilient._C against the torch that is installed; _planning, _lab need none."""
+"""Builds torch_resilient._C against the torch that is installed; the other modules need none."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def sources(*patterns: str) -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """_C, _planning, _lab; _cuda if there are kernels, torch has CUDA and its compiler is here."""
+    """The modules; _cuda if there are kernels, torch has CUDA and its compiler is here."""
     plain_flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
     flags = [*plain_flags, f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"']
     headers = sources("**/*.h", "**/*.def")
-    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/", "csrc/lab/")
+    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/", "csrc/lab/", "csrc/loss/bindings.cpp")
     core = [path for path in sources("**/*.cpp") if not path.startswith(apart)]
     if not any(path.startswith("csrc/backend/") for path in core):
         sys.exit(f"{ROOT}/csrc/backend holds no source file: this copy of the source is incomplete")
@@ -70,6 +70,18 @@ def extensions() -> list[Extension]:
         Extension(
             "torch_resilient._lab",
             sources("lab/*.cpp", "base/random.cpp", "base/status.cpp", "base/syscall.cpp"),
+            include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
+            depends=headers,
+            language="c++",
+            extra_compile_args={"cxx": plain_flags},
+        ),
+        # The backend has the same functions in _C, without Python around them.
+        Extension(
+            "torch_resilient._loss",
+            sources(
+                "loss/*.cpp",
+                *(f"base/{name}.cpp" for name in ("random", "signature", "status", "syscall")),
+            ),
             include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
             depends=headers,
             language="c++",

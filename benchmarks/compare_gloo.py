@@ -35,9 +35,20 @@ A row shows the median time of one operation for each, the median ratio, and bet
 well, and counts the time of the slowest rank. Before a row is timed, the results of both backends
 are checked.
 
+  CPU     what all ranks together, with all their threads, have used of the processor (user and
+          system) in the same batches, median. Below 64 KiB in us for each operation; from there in
+          seconds for each GB (10^9 bytes) that the ranks together have to send at least: size for
+          each pair's send, (ranks - 1) x size for a collective, twice that for all_reduce. Threads
+          of the other backend are idle meanwhile, and counted. JSON has both units
+
+Other work on the cores changes ratios, not only times: it has made single rows of gloo 30 times as
+slow (and as costly), and those of resilient twice. For the record: an idle machine, or --realtime.
+
 Sizes. For send and recv, all_reduce and broadcast: of the tensor. For all_gather (output),
 reduce_scatter (input) and all_to_all: of the whole tensor, of which each rank has its share; at
 least 4 bytes for each rank.
+
+  (list)         at the end of a row: gloo lacks the form with one tensor, and got lists
 
   p2p_latency    ping-pong between neighbours (0-1, 2-3), half of the round trip
   p2p_bandwidth  time for each message of a window of isends that one small answer ends
@@ -68,6 +79,9 @@ WINDOW_MAX = 32
 # what the backends hold: gloo copies the input, this one up to 256 MiB of sends).
 MEMORY_BYTES = 6 * 1024**3
 COPIES = 5
+
+# From here on the bytes cost more than the operation.
+CPU_BY_BYTES = 64 * 1024
 
 Run = Callable[[dist.ProcessGroup, int], None]
 
@@ -208,6 +222,13 @@ OPS = (
 )
 
 
+def moved_bytes(op: str, ranks: int, size: int) -> int:
+    """What all ranks together have to send at least in one operation."""
+    if op.startswith("p2p"):
+        return ranks // 2 * size
+    return (ranks - 1) * size * (2 if op == "all_reduce" else 1)
+
+
 class Bench:
     """The measurements of one rank. All ranks call the same methods in the same order."""
 
@@ -239,11 +260,13 @@ class Bench:
             return name, run
         raise NotImplementedError(f"{backend} cannot: {'; '.join(errors)}")
 
-    def _sample(self, run: Run, backend: str, times: int) -> float:
+    def _sample(self, run: Run, backend: str, times: int) -> tuple[float, float]:
+        """Seconds, and seconds of the processor in all threads, for each of `times` runs."""
         dist.barrier(group=self.control)
-        start = time.perf_counter()
+        start, used = time.perf_counter(), time.process_time()
         run(self.groups[backend], times)
-        return (time.perf_counter() - start) / times
+        end, used = time.perf_counter(), time.process_time() - used
+        return (end - start) / times, used / times
 
     def row(self, op: str, size: int) -> Row:
         """Measures one row; `samples_us` and so on are there on all ranks, unless `error` is."""
@@ -257,7 +280,7 @@ class Bench:
             tensor.zero_()  # so that sums stay finite
         runs = {backend: form[1] for backend, form in forms.items()}
 
-        pilot = [min(self._sample(runs[b], b, 1) for _ in range(3)) for b in BACKENDS]
+        pilot = [min(self._sample(runs[b], b, 1)[0] for _ in range(3)) for b in BACKENDS]
         times = max(1, min(BATCH_MAX, round(BATCH_S / min(pilot))))
         rounds = max(3, min(1000, round(self.budget_s / (times * sum(pilot)))))
         plan = torch.tensor([times, rounds])
@@ -265,14 +288,25 @@ class Bench:
         times, rounds = int(plan[0]), int(plan[1])
 
         samples: list[list[float]] = [[], []]
+        cpu: list[list[float]] = [[], []]
         for i in range(rounds):
             for which in (0, 1) if i % 2 == 0 else (1, 0):
                 backend = BACKENDS[which]
-                samples[which].append(self._sample(runs[backend], backend, times))
+                seconds, used = self._sample(runs[backend], backend, times)
+                samples[which].append(seconds)
+                cpu[which].append(used)
         worst = torch.tensor(samples, dtype=torch.float64)
         dist.all_reduce(worst, dist.ReduceOp.MAX, self.control)
         gloo_us, resilient_us = (worst * (1e6 / case.parts)).tolist()
+        total = torch.tensor(cpu, dtype=torch.float64)
+        dist.all_reduce(total, dist.ReduceOp.SUM, self.control)
+        gloo_cpu_us, resilient_cpu_us = (
+            median(each) for each in (total * (1e6 / case.parts)).tolist()
+        )
         ratios = [g / r for g, r in zip(gloo_us, resilient_us, strict=True)]
+        if moved := moved_bytes(op, self.ranks, size):
+            row["gloo_cpu_s_per_gb"] = gloo_cpu_us * 1e3 / moved
+            row["resilient_cpu_s_per_gb"] = resilient_cpu_us * 1e3 / moved
         return {
             **row,
             "via": {backend: form[0] for backend, form in forms.items()},
@@ -282,6 +316,9 @@ class Bench:
             "ratio": median(ratios),
             "ratio_p10": quantile(ratios, 0.1),
             "ratio_p90": quantile(ratios, 0.9),
+            "moved_bytes": moved,
+            "gloo_cpu_us": gloo_cpu_us,
+            "resilient_cpu_us": resilient_cpu_us,
             "samples_us": {"gloo": gloo_us, "resilient": resilient_us},
         }
 
@@ -303,7 +340,8 @@ def measure(
 
 
 HEAD = (
-    f"{'op':<14} {'ranks':>5} {'size':>8} {'gloo us':>10} {'resil. us':>10} {'ratio':>6}  p10 - p90"
+    f"{'op':<14} {'ranks':>5} {'size':>8} {'gloo us':>10} {'resil. us':>10} {'ratio':>6}  "
+    f"{'p10 - p90':<13} {'CPU gloo':>8} {'resil.':>7}"
 )
 
 
@@ -314,10 +352,14 @@ def show(row: Row) -> str:
         return f"{place}  {row['error']}"
     note = "" if row["ratio"] >= 1.0 else "  <"
     if row["via"]["gloo"] != row["via"]["resilient"]:
-        note += f"  gloo by {row['via']['gloo']}"
+        note += f"  {row['via']['gloo'].rpartition(' ')[2]}"
     spread = f"{row['ratio_p10']:.2f} - {row['ratio_p90']:.2f}"
     times = f"{row['gloo_us']:>10.1f} {row['resilient_us']:>10.1f} {row['ratio']:>6.2f}"
-    return f"{place} {times}  {spread:<13}{note}".rstrip()
+    if row["bytes"] >= CPU_BY_BYTES:
+        cpu = f"{row['gloo_cpu_s_per_gb']:>8.2f} {row['resilient_cpu_s_per_gb']:>7.2f} s/GB"
+    else:
+        cpu = f"{row['gloo_cpu_us']:>8.0f} {row['resilient_cpu_us']:>7.0f} us  "
+    return f"{place} {times}  {spread:<13} {cpu}{note}".rstrip()
 
 
 def summary(rows: Sequence[Row]) -> str:

@@ -8,23 +8,32 @@ import sys
 import time
 from pathlib import Path
 
+from torch_resilient.testing import unavailable
+
 HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "compare_gloo.py",
+    "local_copy.py",
+    "parity_codes.py",
     "hol_blocking.py",
     "idle_cpu.py",
     "live_dispatch.py",
     "dp_straggler.py",
     "wan_collectives.py",
+    "smart_convergence.py",
 )
+# These need the lab; wan_collectives.py does with less.
+LAB_SCRIPTS = ("failover_gap.py", "wan_connections.py", "wan_training.py", "smart_fct.py")
 # Takes five minutes even if quick.
 LONG_SCRIPTS = ("stragglers.py",)
 
 ABOUT = """\
-Runs compare_gloo.py, hol_blocking.py, idle_cpu.py, live_dispatch.py, dp_straggler.py,
-wan_collectives.py and, with --full, stragglers.py, one after the other; each explains itself with
---help. compare_gloo.py and wan_collectives.py compare and have no limits; the others end with
-status 1 if they miss one, and then so does this.
+Runs compare_gloo.py, local_copy.py, parity_codes.py, hol_blocking.py, idle_cpu.py,
+live_dispatch.py, dp_straggler.py, wan_collectives.py, smart_convergence.py; in the lab (root; else
+they are skipped, and it says so) failover_gap.py, wan_connections.py, wan_training.py and
+smart_fct.py; and, with --full, stragglers.py: one after the other. Each explains itself with
+--help. compare_gloo.py, local_copy.py, wan_collectives.py and wan_training.py compare and have no
+limits of time; the others end with status 1 if they miss one, and then so does this.
 """
 
 
@@ -44,7 +53,11 @@ def main() -> int:
         common.append("--realtime")
 
     results = []
-    for script in SCRIPTS + (LONG_SCRIPTS if options.full else ()):
+    reason = unavailable()
+    for script in SCRIPTS + LAB_SCRIPTS + (LONG_SCRIPTS if options.full else ()):
+        if script in LAB_SCRIPTS and reason is not None:
+            results.append(f"{script:<18} skipped: {reason}")
+            continue
         print(f"== {script}", flush=True)
         start = time.monotonic()
         status = subprocess.run([sys.executable, HERE / script, *common], check=False).returncode

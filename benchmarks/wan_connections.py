@@ -6,6 +6,7 @@ import argparse
 import datetime
 import json
 import random
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,7 +14,7 @@ import time
 from typing import Any
 
 from common import Row, add_common_arguments, quantile, write_rows
-from lab_job import LabJob, say, two_hosts
+from lab_job import say, start_job, two_hosts
 
 from torch_resilient.testing import unavailable
 
@@ -82,15 +83,8 @@ def worker(settings: dict[str, Any]) -> None:
             works[number % AHEAD] = dist.irecv(buffers[number % AHEAD], 0)
             number += 1
         say("received", times=times)
-        import os
-
-        sys.stdout.flush()
-        sys.stdin.readline()
-        os._exit(0)  # receives that nobody answers are still posted
     sys.stdin.readline()
-    import os
-
-    os._exit(0)
+    dist.destroy_process_group()  # ends the receives that nobody has answered
 
 
 def rate_between(times: list[float], begin: float, end: float) -> float:
@@ -104,7 +98,7 @@ def stream(
     """Begin, arrival times and paths of one stream."""
     environment = {"TORCH_RESILIENT_INTERFACE": interface, "GLOO_SOCKET_IFNAME": interface}
     arguments = {"backend": backend}
-    with LabJob(__file__, hosts, control, arguments, environment=environment, port=port) as job:
+    with start_job(__file__, hosts, control, arguments, environment=environment, port=port) as job:
         begun = job.row("begun")["time"]
         time.sleep(seconds)
         job.tell("stop")
@@ -191,7 +185,7 @@ def pair(number: int, seed: int) -> Row:
     after[changed] *= chance.choice([0.3, 0.5, 2.0])
     with two_hosts(settings, seed=number + 1) as (_, hosts, links, control):
         environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
-        with LabJob(
+        with start_job(
             __file__, hosts, control, {"backend": "resilient"}, environment=environment
         ) as job:
             begun = job.row("begun")["time"]
@@ -232,6 +226,8 @@ def main() -> int:
     options = parser.parse_args()
     if reason := unavailable():
         parser.error(f"the lab is not available: {reason}")
+    if options.only != "pairs" and shutil.which("iperf3") is None:
+        parser.error("windows are compared with iperf3: install it, or give --only pairs")
     rows = []
     missed = []
     if options.only != "pairs":

@@ -116,7 +116,9 @@ def sys_exit_with_pending(job: dict[str, Any]) -> None:
 def end_with_waiting_thread(job: dict[str, Any]) -> None:
     """A daemon thread is blocked in a recv when the interpreter ends."""
     threading.Thread(target=wait_in_recv, args=(job,), daemon=True).start()
-    while not (Path(job["folder"]) / f"ready_{job['rank']}").exists():
+    # All of them: a recv from a rank that has left would end at once.
+    folder = Path(job["folder"])
+    while not all((folder / f"ready_{rank}").exists() for rank in range(int(job["size"]))):
         time.sleep(0.001)
 
 

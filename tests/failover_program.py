@@ -52,7 +52,26 @@ def stream(messages: int, pause_s: float) -> dict[str, object]:
             message = torch.zeros_like(content)
             dist.recv(message, 0)
             wrong += not torch.equal(message, content)
-        say(kind="message", number=number)
+        say(kind="message", number=number, time_s=time.monotonic())
+        time.sleep(pause_s)
+    return {"wrong": wrong}
+
+
+def exchange(rounds: int, pause_s: float) -> dict[str, object]:
+    """Messages in both directions at a time; after each round, what each path has been given."""
+    wrong = 0
+    for number in range(rounds):
+        content = torch.full((32768,), number, dtype=torch.int32)
+        message = torch.zeros_like(content)
+        peer = 1 - dist.get_rank()
+        works = [dist.isend(content, peer), dist.irecv(message, peer)]
+        for work in works:
+            work.wait()
+        wrong += not torch.equal(message, content)
+        paths = torch_resilient.stats()["peers"][0]["paths"]
+        keys = ("slot", "nic", "state", "bytes_sent", "local_address")
+        shown = [{key: path[key] for key in keys} for path in paths]
+        say(kind="round", number=number, wrong=wrong, paths=shown)
         time.sleep(pause_s)
     return {"wrong": wrong}
 
@@ -71,9 +90,8 @@ def main() -> None:
     dist.barrier()
     say(kind="ready")
     try:
-        result = {"train": train, "stream": stream}[settings["job"]](
-            settings["count"], settings["pause_s"]
-        )
+        job = {"train": train, "stream": stream, "exchange": exchange}[settings["job"]]
+        result = job(settings["count"], settings["pause_s"])
         dist.barrier()
         paths = torch_resilient.stats()["peers"][0]["paths"]
         say(kind="result", paths=paths, **result)

@@ -382,6 +382,35 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
     assert min(late) > 0.018
 
 
+def several_recorded(rank: int, folder: str) -> None:
+    """Two schedules of three ranks, of which two ranks have had one of their own; one by one."""
+    pair = dist.new_group([0, 1])
+    cpu = torch.device("cpu")
+    made = [(pair, 2)] * (rank < 2) + [(None, 3)] * 2
+    x = torch.ones(COUNT, WIDTH)
+    for steps, (group, stages) in enumerate(made, 3 - len(made) + 1):
+        stage = PipelineStage(Part(rank), rank, stages, cpu, group=group)
+        schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, timeline_dir=folder)
+        last = rank == stages - 1
+        for _ in range(steps):
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if last else {}))
+
+
+def test_schedules_of_one_process_keep_their_files_apart(tmp_path: Path) -> None:
+    run_ranks(several_recorded, str(tmp_path), world_size=3)
+    for name, stages, steps in (("pipeline00000", 2, 1), ("", 3, 2), ("schedule2", 3, 3)):
+        run = read_run(tmp_path / name)
+        assert [len(step.stages) for step in run.steps] == [stages] * steps, name
+        assert None not in run.ranks, name
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "pipeline00000",
+        "rank00000.jsonl",
+        "rank00001.jsonl",
+        "rank00002.jsonl",
+        "schedule2",
+    ]
+
+
 def several_groups(rank: int) -> list[int]:
     """Ranks 0 and 1 have had a pipeline of their own before the one of all three."""
     pair = dist.new_group([0, 1])

@@ -184,6 +184,11 @@ def test_the_list_of_inward_interfaces_is_that_of_the_backend() -> None:
     assert not doctor_checks.is_inward("eth0")
 
 
+def test_the_limit_of_connections_is_that_of_the_backend() -> None:
+    source = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
+    assert re.findall(r"int most = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MOST)]
+
+
 def test_another_backends_variable_is_not_read() -> None:
     interfaces = [Interface("eth0", True, 1500), Interface("eth1", True, 1500)]
     environment = {"GLOO_SOCKET_IFNAME": "eth1"}
@@ -372,7 +377,7 @@ def test_a_job_on_this_machine() -> None:
     first, second = told["facts"]
     assert (first["rank"], second["rank"]) == (0, 1)
     assert first["host_key"] == second["host_key"]
-    assert [link["peer"] for link in first["links"]] == [1]
+    assert [link["peer"] for link in first["links"]] == [1, 1]  # memory, and a connection
     assert 0 < first["round_trips_s"]["1"] < 1
     offset_s, error_s = first["clock_offsets_s"]["1"]
     assert abs(offset_s) <= error_s + 0.001

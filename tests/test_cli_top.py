@@ -351,8 +351,8 @@ def watched(rank: int) -> str:
 def test_top_shows_the_ranks_and_what_happens(tmp_path: Path) -> None:
     text = run_ranks(watched, env={"TORCH_RESILIENT_METRICS": str(tmp_path)})[0]
     assert text.startswith("2 of 2 ranks, on ")
-    rows = [re.split(r"\s{2,}", line) for line in text.splitlines()[3:5]]
-    assert [row[:3] for row in rows] == [["0", "1", "0"], ["1", "0", "0"]]
+    rows = [re.split(r"\s{2,}", line)[:3] for line in text.splitlines()[3:7]]
+    assert rows == [["0", "1", "memory"], ["0", "1", "0"], ["1", "0", "memory"], ["1", "0", "0"]]
     assert re.search(r"rank 0: path 0 to rank 1: made again: cut by fault injection", text)
 
 

@@ -212,6 +212,26 @@ def test_a_receive_from_any_source_ends_with_the_last_rank() -> None:
         assert "no rank is left to send" in text
 
 
+def receive_what_the_gone_have_sent(rank: int) -> str:
+    """Rank 1 sends and leaves; rank 0 receives from any source once nobody is left."""
+    dist.barrier()
+    if rank == 1:
+        for i in range(3):
+            dist.send(torch.full((4,), float(i)), 0, tag=6)
+        return ""
+    assert "no rank is left to send" in error_of(lambda: dist.recv(torch.zeros(4), tag=9))
+    for i in range(3):
+        got = torch.zeros(4)
+        assert dist.recv(got, tag=6) == 1
+        assert torch.equal(got, torch.full((4,), float(i)))
+    return error_of(lambda: dist.recv(torch.zeros(4), tag=6))
+
+
+def test_a_receive_from_any_source_gets_what_the_gone_have_sent() -> None:
+    error = run_ranks(receive_what_the_gone_have_sent, world_size=2)[0]
+    assert "no rank is left to send" in error
+
+
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all", "barrier", "recv"])
 def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
     victim, limit_s = 2, 3.0

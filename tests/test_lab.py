@@ -23,6 +23,7 @@ from conftest import ROOT
 from torch_resilient import cli
 from torch_resilient.testing import (
     Host,
+    LabJob,
     LinkSettings,
     Network,
     NetworkLab,
@@ -671,6 +672,65 @@ def test_without_root_it_says_so() -> None:
         text = pipe.read()
     os.waitpid(child, 0)
     assert "needs root" in text
+
+
+# ---- jobs ----
+
+RANK = """
+import json, os, sys
+say = lambda **row: print(json.dumps(row), flush=True)
+keys = ("RANK", "WORLD_SIZE", "MASTER_PORT", "COLOUR")
+say(kind="hello", keys=[os.environ[key] for key in keys], store=os.environ["MASTER_ADDR"])
+print("no row", 7, sep="\\n", flush=True)
+for number in range(3):
+    say(kind="number", number=number)
+if sys.stdin.readline() == "fail\\n":
+    sys.exit("it was told to fail")
+say(kind="bye")
+"""
+
+
+def test_a_job_runs_a_rank_on_each_host_and_gives_their_rows(
+    pair: tuple[Host, Host, Network],
+) -> None:
+    a, b, link = pair
+    environment = {"COLOUR": "blue"}
+    with LabJob([sys.executable, "-c", RANK], [a, b, b], link, environment=environment) as job:
+        hello = {row["rank"]: row for row in (job.row("hello") for _ in range(3))}
+        for rank in range(3):
+            assert hello[rank]["keys"] == [str(rank), "3", "29400", "blue"]
+            assert hello[rank]["store"] == link.address(a)
+    # Those that waited for a word are gone.
+    assert [process.returncode for process in job.processes] == [-signal.SIGKILL] * 3
+    job.close()
+
+
+def test_a_job_takes_rows_in_order_and_hears_what_it_is_told(
+    pair: tuple[Host, Host, Network],
+) -> None:
+    a, _, link = pair
+    environment = {"COLOUR": "blue"}
+    with LabJob([sys.executable, "-c", RANK], [a], link, environment=environment) as job:
+        row = job.until(lambda row: row.get("number", -1) >= 1, "number 1")
+        assert row == {"kind": "number", "number": 1, "rank": 0}
+        with pytest.raises(RuntimeError, match=r"no 'bye' within 0\.2 s; exit statuses \[None\]"):
+            job.row("bye", timeout_s=0.2)
+        job.tell("go on")
+        assert job.row("bye")["rank"] == 0
+        assert job.wait(10) == [0]
+
+
+def test_a_job_that_failed_says_with_which_words(pair: tuple[Host, Host, Network]) -> None:
+    a, b, link = pair
+    environment = {"COLOUR": "blue"}
+    with LabJob([sys.executable, "-c", RANK], [a, b], link, environment=environment) as job:
+        job.tell("fail")
+        with pytest.raises(RuntimeError) as caught:
+            job.row("bye")
+    text = str(caught.value)
+    assert "no 'bye' before all ranks ended; exit statuses [1, 1]" in text
+    assert "rank 0: it was told to fail" in text
+    assert "rank 1: it was told to fail" in text
 
 
 # ---- scripts, settings, command line ----

@@ -18,10 +18,11 @@ FOLDERS: dict[str, set[str]] = {
     "wire": {"base"},
     "loss": {"base", "wire"},
     "path": {"base", "wire", "loss"},
+    "datagram": {"base", "wire", "loss", "path"},
     "failover": {"base", "wire", "loss", "path"},
     "channel": {"base", "wire", "path"},
-    "transport": {"base", "wire", "loss", "path", "failover", "channel"},
-    "delegate": {"base", "wire", "loss", "path", "failover", "channel", "transport"},
+    "transport": {"base", "wire", "loss", "path", "datagram", "failover", "channel"},
+    "delegate": {"base", "wire", "loss", "path", "datagram", "failover", "channel", "transport"},
     "collectives": {"base", "wire", "loss", "path", "failover", "channel", "transport"},
     "backend": {"base", "wire", "loss", "path", "failover", "channel", "transport", "delegate"}
     | {"collectives"},
@@ -36,7 +37,8 @@ SHARED = {
     ("delegate", "collectives/topology.h"),
 }
 # No I/O, no thread, no clock of their own: they run under simulation.
-PURE = {"base", "wire", "loss", "path", "failover", "channel", "collectives", "planning", "lab"}
+PURE = {"base", "wire", "loss", "path", "datagram", "failover", "channel", "collectives"}
+PURE |= {"planning", "lab"}
 # base holds the checked system calls and the system's random numbers and, for the time of day
 # in a message, the log; lab what carries real packets.
 IMPURE_FILES = {"base/syscall.h", "base/syscall.cpp", "base/random.cpp", "base/log.cpp"}
@@ -49,7 +51,7 @@ IMPURE_HEADER = re.compile(
 CLOCK = re.compile(r"\b(steady_clock|system_clock|high_resolution_clock)::now\b|\bclock_gettime\b")
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/.*|Python\.h")
 # Python modules of their own, without torch.
-PLAIN_BINDINGS = {"planning/bindings.cpp", "lab/bindings.cpp"}
+PLAIN_BINDINGS = {"loss/bindings.cpp", "planning/bindings.cpp", "lab/bindings.cpp"}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -178,6 +180,8 @@ def test_python_layers() -> None:
         ("planning/x.h", '#include "wire/frame.h"', "wire is not below planning"),
         ("planning/x.cpp", "#include <pybind11/pybind11.h>", "only backend"),
         ("planning/bindings.cpp", "#include <torch/extension.h>", "only backend"),
+        ("loss/x.cpp", '#include "path/faults.h"', "path is not below loss"),
+        ("loss/x.cpp", "#include <thread>", "does no I/O"),
         ("lab/emulator.cpp", "#include <sys/socket.h>", "does no I/O"),
         ("delegate/x.cpp", '#include "lab/packet.h"', "not below delegate"),
         ("delegate/x.cpp", '#include "planning/generator.h"', "not below delegate"),

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 from torch_resilient import _events, _native
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["find_backend", "stats"]
+__all__ = ["carries", "find_backend", "stats"]
 
 
 def find_backend(group: ProcessGroup | None = None) -> Any:
@@ -34,16 +35,27 @@ def find_backend(group: ProcessGroup | None = None) -> Any:
     if group is None or not hasattr(group, "_get_backend"):  # torch hands out a number
         raise ValueError("this process is not a member of the group")
     for device in getattr(group, "_device_types", []) or [torch.device("cpu")]:
-        try:
-            backend = group._get_backend(torch.device(device))
-        except RuntimeError:  # no backend for this type of device
-            continue
-        # Each debug wrapper holds what it wraps.
-        while not isinstance(backend, wanted) and hasattr(backend, "wrapped_pg"):
-            backend = backend.wrapped_pg
-        if isinstance(backend, wanted):
+        if (backend := _backend_of(group, torch.device(device))) is not None:
             return backend
     raise ValueError(f'the group {group.group_name!r} does not use the "resilient" backend')
+
+
+def carries(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether tensors on `device` travel over this backend in `group`."""
+    return _backend_of(group, device) is not None
+
+
+def _backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend object for tensors on `device`; None if it is another backend's."""
+    wanted = _native.load().ProcessGroupResilient
+    try:
+        backend: Any = group._get_backend(device)
+    except RuntimeError:  # no backend for this type of device
+        return None
+    # Each debug wrapper holds what it wraps.
+    while not isinstance(backend, wanted) and hasattr(backend, "wrapped_pg"):
+        backend = backend.wrapped_pg
+    return backend if isinstance(backend, wanted) else None
 
 
 def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
@@ -55,7 +67,8 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `operations_pending`, and `peers`, one dict for each other rank: `rank` (in this group),
     `host`, `state` ("unconnected", "up", "suspect", "dead" or "left"), `messages_sent`,
     `messages_received`, `bytes_sent`, `bytes_received`, `last_heard_seconds_ago` (None:
-    never), `last_error`, and `paths`, one dict for each: `slot`, `state` ("up";
+    never), `last_error`, and `paths`, one dict for each: `slot`
+    (-1: memory shared with a rank on the same host), `state` ("up";
     "reserve": it works and is not needed; "suspect": silent; "proving": back again;
     "connecting", "down" or "unused"), `nic`, `remote_nic` (empty where the system chooses),
     `local_address`, `remote_address`, `bytes_sent`, `bytes_received`, `chunks_sent`,

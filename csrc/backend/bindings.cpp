@@ -212,6 +212,24 @@ py::list optionTableForPython() {
   return rows;
 }
 
+py::dict toPython(const DatagramStats& s) {
+  py::dict d;
+  d["packet_bytes"] = s.packetBytes;
+  d["packets"] = s.packets;
+  d["bytes"] = s.bytes;
+  d["parity"] = s.parity;
+  d["retransmitted"] = s.retransmitted;
+  d["lost"] = s.lost;
+  d["loss_rate"] = s.lossRate;
+  d["burst_packets"] = s.burstPackets;
+  d["pace_bytes_per_s"] = s.paceBytesPerS;
+  d["recovered"] = s.recovered;
+  d["zero_filled"] = s.zeroFilled;
+  d["duplicates"] = s.duplicates;
+  d["forged"] = s.forged;
+  return d;
+}
+
 py::dict toPython(const PathStats& s) {
   py::dict d;
   d["slot"] = s.slot;
@@ -233,6 +251,8 @@ py::dict toPython(const PathStats& s) {
   d["times_suspect"] = s.timesSuspect;
   d["reconnects"] = s.reconnects;
   d["last_error"] = s.lastError;
+  d["datagrams"] =
+      s.datagrams ? py::object(toPython(*s.datagrams)) : py::object(py::none());
   return d;
 }
 
@@ -448,6 +468,20 @@ py::object endedAt(const c10::intrusive_ptr<c10d::Work>& work) {
             : py::none();
 }
 
+std::pair<double, double> setTolerance(double threshold, double mostLost) {
+  if (!(mostLost >= 0 && mostLost <= 1)) {
+    throw py::value_error("max_lost_fraction: expected 0 to 1");
+  }
+  if (std::isnan(threshold)) {
+    throw py::value_error("threshold: not a number");
+  }
+  const Tolerance before = chosenTolerance;
+  chosenTolerance.threshold = static_cast<float>(threshold);
+  // Below zero nothing may be missing.
+  chosenTolerance.mostLost = threshold < 0 ? 0 : static_cast<float>(mostLost);
+  return {before.exact() ? -1.0 : before.threshold, before.mostLost};
+}
+
 // The index of the first ended work, or None when the time is up.
 py::object waitAny(
     const std::vector<c10::intrusive_ptr<c10d::Work>>& works,
@@ -486,6 +520,17 @@ void bindControl(py::module_& m) {
       "Recent operations of this process as text, newest last.");
   m.def("option_table", &optionTableForPython);
   m.def("set_traffic_class", &setTrafficClass, py::arg("traffic_class"));
+  m.def(
+      "set_tolerance",
+      &setTolerance,
+      py::arg("threshold"),
+      py::arg("max_lost_fraction"));
+  m.def(
+      "zero_filled",
+      [](const c10::intrusive_ptr<c10d::Work>& work) {
+        return ours(*work, "zero_filled").zeroFilled();
+      },
+      py::arg("work"));
   m.def(
       "set_log_level",
       [](const std::string& name) {

@@ -328,6 +328,13 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec->signature.dtype = dtypeOf(tensor);
   spec->signature.count = static_cast<uint64_t>(tensor.numel());
   spec->trafficClass = chosenTrafficClass.value_or(TrafficClass::kActivation);
+  if (isSend && !chosenTolerance.exact()) {
+    spec->tolerance = chosenTolerance;
+    spec->zeroFilled = [work = work.get(), width = tensor.element_size()](
+                           const std::vector<ByteRange>& ranges) {
+      work->setZeroFilled(ranges, width);
+    };
+  }
   spec->timeout = timeoutOr(c10d::kUnsetTimeout);
   spec->data = work->tensors().add(tensor, isSend ? Use::kInput : Use::kOutput);
   spec->bytes = tensor.nbytes();

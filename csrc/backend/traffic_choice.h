@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "base/tolerance.h"
 #include "base/traffic_class.h"
 
 namespace resilient {
@@ -9,5 +10,8 @@ namespace resilient {
 // The traffic class that the calling thread has chosen for the operations it
 // starts; nothing: the default of each operation. -1 in Python.
 inline thread_local std::optional<TrafficClass> chosenTrafficClass;
+
+// What may be missing of the messages that the calling thread sends.
+inline thread_local Tolerance chosenTolerance;
 
 } // namespace resilient

@@ -121,6 +121,23 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+std::vector<std::pair<int64_t, int64_t>> WorkResilient::zeroFilled() const {
+  std::lock_guard lock(mutex_);
+  return zeroFilled_;
+}
+
+void WorkResilient::setZeroFilled(
+    const std::vector<ByteRange>& ranges,
+    int64_t elementBytes) {
+  std::lock_guard lock(mutex_);
+  for (const ByteRange& r : ranges) {
+    const auto offset = static_cast<int64_t>(r.offset);
+    const auto end = offset + static_cast<int64_t>(r.bytes);
+    zeroFilled_.emplace_back(
+        offset / elementBytes, (end + elementBytes - 1) / elementBytes);
+  }
+}
+
 std::optional<size_t> WorkResilient::waitAny(
     const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
     TimePoint deadline) {

@@ -14,6 +14,7 @@
 #include "backend/host_tensors.h"
 #include "base/status.h"
 #include "base/time.h"
+#include "wire/control.h"
 
 namespace resilient {
 
@@ -71,6 +72,13 @@ class WorkResilient : public c10d::Work {
       const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
       TimePoint deadline);
 
+  // Of a send that tolerates losses: the elements, from and up to, that the
+  // receiver has zeros for. Empty before the end, and if nothing was lost.
+  std::vector<std::pair<int64_t, int64_t>> zeroFilled() const;
+  void setZeroFilled(
+      const std::vector<ByteRange>& ranges,
+      int64_t elementBytes);
+
   // When it ended, by the steady clock; none before.
   std::optional<TimePoint> endedAt() const;
 
@@ -111,6 +119,7 @@ class WorkResilient : public c10d::Work {
   bool futureClaimed_ = false; // getFuture() completes it itself
   std::vector<std::shared_ptr<Waiter>> waiters_;
   TimePoint endedAt_{};
+  std::vector<std::pair<int64_t, int64_t>> zeroFilled_;
 };
 
 } // namespace resilient

@@ -351,6 +351,27 @@ void EngineOptions::validate() const {
         "\" (TORCH_RESILIENT_SITE): expected up to 64 letters, digits, '.', "
         "'_' and '-'");
   }
+  if (!SiteNumbers::parse(wan_rate_limit, kLeastRateLimit, kMostRateLimit)) {
+    invalid(
+        "wan_rate_limit=\"" + wan_rate_limit.substr(0, 200) +
+        "\" (TORCH_RESILIENT_WAN_RATE_LIMIT): expected bytes per second from " +
+        std::to_string(kLeastRateLimit) +
+        ", such as 50M (K, M, G stand for KiB, MiB, GiB), or a list such as "
+        "eu-west=50M,*=1G with each site once");
+  }
+  if (!SiteNumbers::parse(wan_dscp, 0, kMostDscp)) {
+    invalid(
+        "wan_dscp=\"" + wan_dscp.substr(0, 200) +
+        "\" (TORCH_RESILIENT_WAN_DSCP): expected a number from 0 to " +
+        std::to_string(kMostDscp) +
+        ", or a list such as eu-west=10,*=0 with each site once");
+  }
+  if (!SiteNumbers::parseWords(wan, kWanTransports)) {
+    invalid(
+        "wan=\"" + wan.substr(0, 200) +
+        "\" (TORCH_RESILIENT_WAN): expected tcp or udp, or a list such as "
+        "eu-west=udp,*=tcp with each site once");
+  }
   if (!secret.empty() && !secret_file.empty()) {
     invalid(
         "both secret and secret_file are set "
@@ -364,6 +385,60 @@ bool isSiteName(std::string_view text) {
         return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z') ||
             (c >= 'A' && c <= 'Z') || c == '.' || c == '_' || c == '-';
       });
+}
+
+std::optional<SiteNumbers>
+SiteNumbers::parse(std::string_view text, int64_t least, int64_t most) {
+  return parseWith(text, [=](std::string_view number) {
+    const auto value = parseInteger(number, /*suffixes=*/true);
+    return value && *value >= least && *value <= most ? value : std::nullopt;
+  });
+}
+
+std::optional<SiteNumbers> SiteNumbers::parseWords(
+    std::string_view text,
+    std::span<const std::string_view> words) {
+  return parseWith(text, [=](std::string_view word) -> std::optional<int64_t> {
+    const auto at = std::ranges::find(words, word);
+    return at == words.end() ? std::nullopt
+                             : std::optional<int64_t>(at - words.begin());
+  });
+}
+
+std::optional<SiteNumbers> SiteNumbers::parseWith(
+    std::string_view text,
+    const ParseValue& parseValue) {
+  SiteNumbers result;
+  if (trimmed(text).empty()) {
+    return result;
+  }
+  for (bool last = false; !last;) {
+    const size_t comma = text.find(',');
+    last = comma == std::string_view::npos;
+    std::string_view number = trimmed(text.substr(0, comma));
+    std::string_view site = "*";
+    if (const size_t equals = number.find('=');
+        equals != std::string_view::npos) {
+      site = trimmed(number.substr(0, equals));
+      number = trimmed(number.substr(equals + 1));
+    }
+    const auto value = parseValue(number);
+    if (!value || result.named(site) || (site != "*" && !isSiteName(site))) {
+      return std::nullopt;
+    }
+    result.numbers_.emplace_back(site, *value);
+    text.remove_prefix(last ? text.size() : comma + 1);
+  }
+  return result;
+}
+
+std::optional<int64_t> SiteNumbers::named(std::string_view site) const {
+  for (const auto& [name, value] : numbers_) {
+    if (name == site) {
+      return value;
+    }
+  }
+  return std::nullopt;
 }
 
 // By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.

@@ -1,8 +1,14 @@
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <functional>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -55,6 +61,59 @@ struct EngineOptions {
 
 // 1 to 64 letters, digits, '.', '_' and '-'.
 bool isSiteName(std::string_view text);
+
+// Numbers for sites, as wan_rate_limit and wan_dscp have them:
+// "eu-west=50M, *=1G", where * stands for all that are not named, or one number
+// alone, which is the same as * with it.
+class SiteNumbers {
+ public:
+  // Nothing if the text is malformed, names a site twice or has a number out
+  // of bounds. An empty text has no numbers.
+  static std::optional<SiteNumbers>
+  parse(std::string_view text, int64_t least, int64_t most);
+  // The same with words for the numbers 0, 1, ...: "tcp, eu-west=udp".
+  static std::optional<SiteNumbers> parseWords(
+      std::string_view text,
+      std::span<const std::string_view> words);
+
+  std::optional<int64_t> named(std::string_view site) const;
+  // Some number is not 0.
+  bool any() const {
+    return std::ranges::any_of(
+        numbers_, [](const auto& n) { return n.second != 0; });
+  }
+  // Of the others.
+  std::optional<int64_t> other() const {
+    return named("*");
+  }
+  std::optional<int64_t> of(std::string_view site) const {
+    const auto number = named(site);
+    return number ? number : other();
+  }
+  // The same, but the others do not include `own`, our site, unless it is
+  // empty: then no sites are declared.
+  std::optional<int64_t> beyond(std::string_view own, std::string_view site)
+      const {
+    return site == own && !own.empty() ? named(site) : of(site);
+  }
+
+ private:
+  using ParseValue =
+      std::function<std::optional<int64_t>(std::string_view text)>;
+  static std::optional<SiteNumbers> parseWith(
+      std::string_view text,
+      const ParseValue& value);
+
+  std::vector<std::pair<std::string, int64_t>> numbers_;
+};
+
+// The words of the option wan.
+inline constexpr std::array<std::string_view, 2> kWanTransports{"tcp", "udp"};
+
+// The bounds of a number in wan_rate_limit and in wan_dscp.
+inline constexpr int64_t kLeastRateLimit = 16 << 10; // bytes per second
+inline constexpr int64_t kMostRateLimit = int64_t{1} << 50;
+inline constexpr int64_t kMostDscp = 63;
 
 enum class OptionKind : uint8_t {
   Bytes,

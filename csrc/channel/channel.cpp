@@ -193,6 +193,13 @@ bool Channel::hasFrames(PathId path) const {
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
+void Channel::setSelfAcknowledging(PathId path, bool ordered) {
+  PathState& p = state(path);
+  p.selfAcknowledging = true;
+  p.ordered = ordered;
+  p.window = kOpenWindowBytes; // nothing that it has is in danger
+}
+
 // Paper: SHIFT §4.3.3. A path that has come back must show that it works.
 void Channel::putOnProbation(PathId path) {
   PathState& p = state(path);
@@ -336,6 +343,10 @@ const LinkStatistics& Channel::pathStatistics(PathId path) const {
 
 uint64_t Channel::inFlightBytes(PathId path) const {
   return state(path).inFlightBytes;
+}
+
+TimePoint Channel::answeredUpTo(PathId path) const {
+  return state(path).answeredUpTo;
 }
 
 TimePoint Channel::waitingSince(PathId path) const {

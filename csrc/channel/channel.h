@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstddef>
 #include <cstdint>
@@ -41,6 +42,7 @@ struct ChannelConfig {
   Nanos stageAfter = std::chrono::milliseconds(2);
   uint64_t starvationBytes = 8u << 20;
   uint32_t firstChunkBytes = UINT32_MAX; // at most, while nothing is measured
+  bool paced = false; // see setPaced()
 };
 
 // What the channel asks of the world around it.
@@ -65,6 +67,12 @@ struct OutFrame {
   uint32_t payloadBytes = 0;
   uint64_t message = 0; // 0: control
   bool reliable = false; // the receiver acknowledges it
+  bool ackNow = false; // and somebody waits for that
+  // For paths that lose packets: what the payload is, and what of it may be
+  // missing.
+  TrafficClass trafficClass = TrafficClass::kActivation;
+  DType dtype = DType::kUInt8;
+  Tolerance tolerance;
   std::unique_ptr<std::byte[]> owned;
 };
 
@@ -125,6 +133,13 @@ class Channel {
   void setFirstChunkBytes(uint32_t bytes) {
     config_.firstChunkBytes = bytes;
   }
+  // Somebody else sets the pace of all paths together (pull without chunks):
+  // then chunks are no larger than this, and leave in their order, since no
+  // path is so slow that it had better work on what is needed later.
+  void setPaced(uint32_t chunkBytes) {
+    config_.chunkBytes = std::min(config_.chunkBytes, chunkBytes);
+    config_.paced = true;
+  }
 
   // --- the application's side
   void send(SendOp* op, TimePoint now);
@@ -157,9 +172,16 @@ class Channel {
   // Takes back what the path had not delivered.
   void removePath(PathId path, TimePoint now);
   // Adds the next frame to the path's unwritten ones; null if there is none.
-  const OutFrame* pull(PathId path, TimePoint now);
+  // Without `chunks` none of a message: only what keeps the path alive.
+  const OutFrame* pull(PathId path, TimePoint now, bool chunks = true);
   const std::deque<OutFrame>& unwritten(PathId path) const;
   void popWritten(PathId path); // the front has been written whole
+  // For a path whose transport tells by itself what the peer has processed:
+  // so many reliable frames since its beginning. Neither end then sends
+  // acknowledgements over it. Both must say so before its first frame.
+  // `ordered`: frames arrive in the order in which they were written.
+  void setSelfAcknowledging(PathId path, bool ordered = true);
+  void delivered(PathId path, uint64_t frames, TimePoint now);
   // Something to pull for some path? (An approximation: may be true in vain.)
   bool hasFrames(PathId path) const;
 
@@ -167,7 +189,12 @@ class Channel {
   // payload begins (null: discard); it may change between reads.
   Status onHeader(PathId path, const FrameHeader& header, TimePoint now);
   std::byte* destination(PathId path);
-  Status onPayload(PathId path, TimePoint now);
+  // `zeroFilled`: parts of the payload that were lost, and are zero. Only of a
+  // message that tolerates it.
+  Status onPayload(
+      PathId path,
+      TimePoint now,
+      std::span<const ByteRange> zeroFilled = {});
   void ping(PathId path);
   // Nothing but pings goes over the path until trust(). For one that has
   // broken before, where others work: what it were given might be stuck until
@@ -201,6 +228,10 @@ class Channel {
   // Since when the path owes us an acknowledgement without any progress;
   // kNever if it owes none.
   TimePoint waitingSince(PathId path) const;
+  // The latest time at which something was handed to the path that has been
+  // answered: until then at least, the way out worked. What comes in otherwise
+  // proves nothing about it. TimePoint() if nothing has been.
+  TimePoint answeredUpTo(PathId path) const;
   // The description of the last collective message that the peer sent: what
   // it was doing when it was last heard of. stream is 0 before the first.
   const FrameHeader& lastCollective() const {
@@ -235,10 +266,12 @@ class Channel {
   // sending
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
+  static PathLoad loadOf(const PathState& p, TimePoint now);
   OutMessage* worthTaking(const PathState& p, size_t cls, TimePoint now);
   uint32_t chunkBytesFor(uint64_t messageBytes) const;
   void trackChunks(OutMessage& m);
   void takeBack(InFlight& f, bool pathIsGone);
+  OutMessage* hedge(PathState& p, TimePoint now, uint32_t& chunk);
   bool takeCredit(OutMessage& m, uint64_t bytes);
   const OutFrame* pullControl(PathState& p, TimePoint now);
   const OutFrame* pullChunk(PathState& p, TimePoint now);
@@ -269,7 +302,9 @@ class Channel {
   Status onGrant(std::span<const std::byte> payload);
   void onReject(uint64_t message, std::span<const std::byte> payload);
   Status onCancel(const FrameHeader& h, std::span<const std::byte> payload);
+  Status onResidual(uint64_t message, std::span<const std::byte> payload);
   void deliverIfWhole(InMessage& message);
+  void tellResidual(InMessage& message);
   void creditReturned(uint64_t message, bool urgent);
   void flushGrants();
   void announce(InMessage& message);

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cassert>
 #include <cstring>
 
@@ -14,7 +15,7 @@ Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
   PathState& p = state(path);
   // A refusal comes first, the acknowledgement of the refused bytes after it:
   // else the send would have succeeded when the refusal is read.
-  if (header.type != FrameType::kReject) {
+  if (header.type != FrameType::kReject && p.ordered) {
     Status status = onAck(p, header.ack, now);
     if (!status.ok()) {
       return status;
@@ -149,7 +150,10 @@ std::byte* Channel::destination(PathId path) {
   return block == p.message->blocks.end() ? nullptr : block->second.get();
 }
 
-Status Channel::onPayload(PathId path, TimePoint now) {
+Status Channel::onPayload(
+    PathId path,
+    TimePoint now,
+    std::span<const ByteRange> zeroFilled) {
   lastNow_ = now;
   PathState& p = state(path);
   const FrameHeader h = p.header;
@@ -157,7 +161,10 @@ Status Channel::onPayload(PathId path, TimePoint now) {
   if (isReliable(h.type)) {
     p.received += !RESILIENT_PLANTED(acknowledgeEarly);
     p.bytesSinceAck += h.payloadBytes;
-    if ((h.flags & kFlagAckNow) != 0 || p.bytesSinceAck >= kAckEveryBytes ||
+    if (p.selfAcknowledging) {
+      // the transport tells
+    } else if (
+        (h.flags & kFlagAckNow) != 0 || p.bytesSinceAck >= kAckEveryBytes ||
         p.received - p.ackedBack >= kAckEveryFrames) {
       p.ackUrgent = true;
       ready();
@@ -178,16 +185,28 @@ Status Channel::onPayload(PathId path, TimePoint now) {
         ++counters_.duplicateChunks;
         return Status();
       }
+      if (!zeroFilled.empty() && (m->header.flags & kFlagTolerant) == 0) {
+        return Status(
+            StatusCode::kProtocol, "parts of an exact message are missing");
+      }
+      for (const ByteRange& r : zeroFilled) {
+        m->zeroFilled.push_back({h.offset + r.offset, r.bytes});
+      }
       m->mark(h.chunkIndex(), h.payloadBytes);
       counters_.bytesReceived += h.payloadBytes;
+      if (m->whole()) {
+        tellResidual(*m);
+      }
       deliverIfWhole(*m);
       return Status();
     }
+    case FrameType::kResidual:
+      return onResidual(h.message, payload);
     case FrameType::kGrant:
       return onGrant(payload);
     case FrameType::kReject:
       onReject(h.message, payload);
-      return onAck(p, h.ack, now);
+      return p.ordered ? onAck(p, h.ack, now) : Status();
     case FrameType::kCancel:
       return onCancel(h, payload);
     case FrameType::kControl:
@@ -219,6 +238,10 @@ Status Channel::onPayload(PathId path, TimePoint now) {
         p.pingSent.reset();
       }
       // Whichever ping it answers, that went there and back.
+      const TimePoint sent{Nanos(static_cast<int64_t>(h.message))};
+      if (sent <= p.lastPing) {
+        p.answeredUpTo = std::max(p.answeredUpTo, sent);
+      }
       p.pingsAnswered += p.onProbation;
       return Status();
     }
@@ -264,6 +287,24 @@ void Channel::deliverIfWhole(InMessage& m) {
   }
   forget(m);
   completions_.push(op, Status());
+}
+
+// The message is whole. Its sender, if it tolerates losses, waits to hear of
+// them, also if there were none.
+void Channel::tellResidual(InMessage& m) {
+  if ((m.header.flags & kFlagTolerant) == 0) {
+    return;
+  }
+  std::span<const ByteRange> left(m.zeroFilled);
+  do {
+    const size_t n = std::min(left.size(), Residual::kMost);
+    queueControl(
+        FrameType::kResidual,
+        m.header,
+        encodeResidual(m.zeroFilled.size(), left.first(n)));
+    left = left.subspan(n);
+  } while (!left.empty());
+  ready();
 }
 
 // Tells the sender that a message no longer counts against the budget. Late

@@ -50,8 +50,14 @@ void Channel::send(SendOp* op, TimePoint now) {
   op->message = h.message;
   ++unacknowledged_;
   out_.emplace(h.message, std::move(owned));
+  if (!op->tolerance.exact()) {
+    m.tolerant = true;
+    h.flags |= kFlagTolerant;
+  }
   const bool small = op->bytes <= config_.copyBytes;
-  if ((!small || !stage(m)) && op->pointToPoint) {
+  if (m.tolerant) {
+    // Its owner waits for more than the buffer.
+  } else if ((!small || !stage(m)) && op->pointToPoint) {
     lent_.push_back(h.message);
     stageInterval_ = config_.stageAfter;
     stageCheckAt_ = std::min(stageCheckAt_, now + stageInterval_);
@@ -201,7 +207,8 @@ void Channel::cancelSend(SendOp* op, const std::string& reason, TimePoint now) {
 void Channel::abandon(OutMessage& m) {
   if (!m.abandoned) {
     m.abandoned = true;
-    --unacknowledged_;
+    // A tolerant one waits for more than its acknowledgements.
+    unacknowledged_ -= m.acknowledged < m.chunks;
     m.again.clear();
     clearOffer(m);
     release(m);
@@ -220,8 +227,9 @@ void Channel::eraseIfDone(OutMessage& m) {
   if (m.inFlight != 0 || m.queued) {
     return;
   }
-  const bool over =
-      m.abandoned ? !m.cancelPending : m.acknowledged == m.chunks && m.granted;
+  const bool over = m.abandoned
+      ? !m.cancelPending
+      : m.acknowledged == m.chunks && m.granted && m.op == nullptr;
   if (over) {
     chargedBytes_ -= m.charged;
     m.charged = 0;
@@ -274,7 +282,8 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   double slowest = 0;
   for (const auto& [id, p] : paths_) {
     const double rate = p.statistics.capacityBytesPerS();
-    if (rate > 0 && !p.suspect && p.classes != 0) {
+    const bool memory = p.selfAcknowledging && p.ordered;
+    if (rate > 0 && !p.suspect && p.classes != 0 && !memory) {
       slowest = slowest == 0 ? rate : std::min(slowest, rate);
     }
   }
@@ -292,6 +301,66 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   return std::min(bytes, most);
 }
 
+PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
+  PathLoad l;
+  l.bytesPerS = p.statistics.capacityBytesPerS();
+  l.oneWayS = p.statistics.leastRoundTripS() / 2;
+  l.inFlightBytes = p.inFlightBytes;
+  l.silentS = p.inFlight.empty() ? 0 : toSeconds(now - p.progressAt);
+  return l;
+}
+
+// A chunk of a message's tail that another path is late with, for one that has
+// nothing to send. Null if there is none. What the other path still has is a
+// ghost then: whichever copy is acknowledged first counts.
+Channel::OutMessage*
+Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
+  // Further back, it is not the tail.
+  constexpr size_t kMostLooks = 64;
+  if (paths_.size() == 1 || config_.paced || !p.inFlight.empty()) {
+    return nullptr;
+  }
+  for (auto& [id, holder] : paths_) {
+    if (&holder == &p || holder.suspect || holder.selfAcknowledging) {
+      continue; // has been taken back; is never late
+    }
+    const Hedge hedge(loadOf(p, now), loadOf(holder, now));
+    uint64_t ahead = 0;
+    const size_t looks = std::min(kMostLooks, holder.inFlight.size());
+    for (size_t i = 0; i < looks; ++i) {
+      InFlight& f = holder.inFlight[i];
+      ahead += f.bytes;
+      const auto found = out_.find(f.message);
+      if (f.control || f.ghost || f.chunk == kOfferChunk ||
+          found == out_.end()) {
+        continue;
+      }
+      OutMessage& m = *found->second;
+      const auto cls = static_cast<unsigned>(m.header.trafficClass);
+      if (m.abandoned || !m.allHandedOut() ||
+          m.acknowledgedChunks.contains(f.chunk) ||
+          (p.classes >> cls & 1) == 0) {
+        continue;
+      }
+      if (hedge.worthIt(ahead, f.bytes)) {
+        trackChunks(m);
+        f.ghost = true;
+        chunk = f.chunk;
+        return &m;
+      }
+      if (p.statistics.capacityBytesPerS() > 0) {
+        askAgainAt_ = std::min(
+            askAgainAt_,
+            std::max(
+                now + kAskAgain,
+                holder.progressAt + fromSeconds(hedge.nextLookS(f.bytes))));
+      }
+      break; // those behind it are asked about with it
+    }
+  }
+  return nullptr;
+}
+
 // The first message of the class of which a chunk on this path would arrive in
 // time: before the others have sent all that stands in front of it. A slow
 // path so works on what is needed later. Null: it had better wait.
@@ -303,28 +372,21 @@ Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
   if (paths_.size() == 1) {
     return &front;
   }
-  const auto load = [now](const PathState& s) {
-    PathLoad l;
-    l.bytesPerS = s.statistics.capacityBytesPerS();
-    l.oneWayS = s.statistics.leastRoundTripS() / 2;
-    l.inFlightBytes = s.inFlightBytes;
-    l.silentS = s.inFlight.empty() ? 0 : toSeconds(now - s.progressAt);
-    return l;
-  };
   ArrivalOrder order(
-      load(p),
+      loadOf(p, now),
       std::min<uint64_t>(front.header.chunkBytes, front.unsentBytes()));
   for (const auto& [id, other] : paths_) {
     if (&other != &p && !other.suspect && !other.onProbation &&
         (other.classes >> cls & 1) != 0) {
-      order.addOther(load(other));
+      order.addOther(loadOf(other, now));
     }
   }
   uint64_t backlog = front.unsentBytes();
   if (order.mayTake(backlog)) {
     return &front;
   }
-  const size_t most = std::min(kLookAhead, ready_[cls].size());
+  const size_t most =
+      config_.paced ? 1 : std::min(kLookAhead, ready_[cls].size());
   for (size_t i = 1; i < most; ++i) {
     OutMessage& m = *out_.at(ready_[cls][i]);
     backlog += m.unsentBytes();
@@ -403,11 +465,12 @@ OutFrame& Channel::appendFrame(PathState& p, FrameHeader& header) {
   p.ackUrgent = false;
   OutFrame& f = p.unwritten.emplace_back();
   f.reliable = isReliable(header.type);
+  f.ackNow = f.reliable && (header.flags & kFlagAckNow) != 0;
   encodeFrame(header, f.header);
   return f;
 }
 
-const OutFrame* Channel::pull(PathId path, TimePoint now) {
+const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
   lastNow_ = now;
   if (!failure_.ok()) {
     return nullptr;
@@ -418,7 +481,7 @@ const OutFrame* Channel::pull(PathId path, TimePoint now) {
   if (!p.onProbation && !p.suspect) {
     // A path in reserve helps with what is small and may be urgent.
     f = pullControl(p, now);
-    if (f == nullptr && p.classes != 0) {
+    if (f == nullptr && chunks && p.classes != 0) {
       f = pullChunk(p, now);
     }
   }
@@ -462,6 +525,10 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   bool repeated = false;
   OutMessage* m = nextSendable(p, now, chunk, repeated);
   if (m == nullptr) {
+    m = hedge(p, now, chunk);
+    repeated = true;
+  }
+  if (m == nullptr) {
     return nullptr;
   }
   FrameHeader h = m->header;
@@ -483,6 +550,11 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   OutFrame& f = appendFrame(p, h);
   f.message = m->number();
   f.payloadBytes = h.payloadBytes;
+  f.trafficClass = h.trafficClass;
+  f.dtype = h.signature.dtype;
+  if (m->tolerant && m->op != nullptr) {
+    f.tolerance = m->op->tolerance;
+  }
   f.payload = h.payloadBytes == 0 ? nullptr : m->data + h.offset;
   InFlight& flight = p.inFlight.emplace_back();
   flight.message = m->number();
@@ -511,7 +583,7 @@ const OutFrame* Channel::pullUnreliable(PathState& p, TimePoint now) {
     p.pingDue = false;
     h.type = FrameType::kPing;
     h.message = static_cast<uint64_t>(now.time_since_epoch().count());
-    p.pingSent = now;
+    p.pingSent = p.lastPing = now;
   } else if (p.ackUrgent) {
     h.type = FrameType::kAck;
   } else {
@@ -540,6 +612,7 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
   for (; p.acknowledged < count; ++p.acknowledged) {
     InFlight f = std::move(p.inFlight.front());
     p.inFlight.pop_front();
+    p.answeredUpTo = std::max(p.answeredUpTo, f.at);
     if (f.ackNow) {
       p.statistics.onRoundTrip(now - f.at, now);
     }
@@ -579,6 +652,15 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
   return Status();
 }
 
+void Channel::delivered(PathId path, uint64_t frames, TimePoint now) {
+  lastNow_ = now;
+  PathState& p = state(path);
+  if (failure_.ok()) {
+    // It is our own transport that says so: no claim of a peer to check.
+    (void)onAck(p, std::min(frames, p.written), now);
+  }
+}
+
 void Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   if (m.tracked && !RESILIENT_PLANTED(countRepeats)) {
     if (!m.acknowledgedChunks.insert(chunk)) {
@@ -596,8 +678,75 @@ void Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   // then the bytes count against the receiver's budget.
   ++counters_.messagesSent;
   --unacknowledged_;
-  finishSend(m, Status());
+  if (!m.tolerant) {
+    finishSend(m, Status());
+  }
   release(m);
+}
+
+// Paper: SMART §3.3, "Receiver-side feedback".
+Status Channel::onResidual(
+    uint64_t message,
+    std::span<const std::byte> payload) {
+  Residual residual;
+  Status status = decodeResidual(payload, residual);
+  const auto found = out_.find(message);
+  if (!status.ok() || found == out_.end()) {
+    return status;
+  }
+  OutMessage& m = *found->second;
+  if (!m.tolerant || m.op == nullptr) {
+    return Status();
+  }
+  if (m.nextChunk < m.chunks) {
+    return Status(
+        StatusCode::kProtocol,
+        "message " + std::to_string(message) +
+            " is said to be whole, but has not been sent whole");
+  }
+  // Holes are much larger: this bounds what a faulty peer makes us keep.
+  if (residual.parts > m.header.totalBytes / 8 + m.chunks) {
+    return Status(
+        StatusCode::kProtocol,
+        "message " + std::to_string(message) + " misses too many parts");
+  }
+  for (const ByteRange& r : residual.ranges) {
+    if (r.bytes == 0 || r.offset >= m.header.totalBytes ||
+        r.bytes > m.header.totalBytes - r.offset) {
+      return Status(
+          StatusCode::kProtocol,
+          "message " + std::to_string(message) +
+              " misses bytes beyond its end");
+    }
+    m.zeroFilled[r.offset] = r.bytes;
+  }
+  if (m.zeroFilled.size() < residual.parts) {
+    return Status(); // the rest comes in frames of its own
+  }
+  uint64_t end = 0;
+  for (const auto& [offset, bytes] : m.zeroFilled) {
+    if (offset < end) {
+      return Status(
+          StatusCode::kProtocol,
+          "message " + std::to_string(message) + " misses bytes twice");
+    }
+    end = offset + bytes;
+  }
+  for (const auto& [offset, bytes] : m.zeroFilled) {
+    m.op->zeroFilled.push_back({offset, bytes});
+  }
+  detachFrames(m);
+  // The receiver has it all, whatever has not been acknowledged: none of it
+  // may go again, since the owner gets its buffer back.
+  if (m.acknowledged < m.chunks) {
+    trackChunks(m);
+    for (uint32_t c = 0; c < m.chunks && m.acknowledged < m.chunks; ++c) {
+      chunkAcknowledged(m, c);
+    }
+  }
+  finishSend(m, Status());
+  eraseIfDone(m);
+  return Status();
 }
 
 Status Channel::onGrant(std::span<const std::byte> payload) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -91,6 +92,9 @@ struct Channel::OutMessage {
   // A chunk of it is in flight more than once, so acknowledgements may repeat:
   // these have come.
   bool tracked = false;
+  // The receiver says what was missing, before the send ends.
+  bool tolerant = false;
+  std::map<uint64_t, uint64_t> zeroFilled; // bytes by offset
   NumberSet acknowledgedChunks;
   uint64_t charged = 0;
   TimePoint postedAt{};
@@ -103,7 +107,7 @@ struct Channel::OutMessage {
     return nextChunk == chunks && again.empty();
   }
   bool copiedWhenWritten() const {
-    return op != nullptr && op->pointToPoint && chunks == 1 &&
+    return op != nullptr && op->pointToPoint && !tolerant && chunks == 1 &&
         header.totalBytes <= kCopyWrittenBytes;
   }
   uint64_t unsentBytes() const {
@@ -164,6 +168,8 @@ struct Channel::PathState {
   InMessage* message = nullptr; // its message, if it is a wanted chunk
   std::vector<std::byte> control;
 
+  bool selfAcknowledging = false;
+  bool ordered = true;
   bool onProbation = false;
   uint32_t pingsAnswered = 0; // while on probation
   bool suspect = false;
@@ -171,6 +177,8 @@ struct Channel::PathState {
   TimePoint chunkAt{}; // last time it took one
   bool pingDue = false;
   std::optional<TimePoint> pingSent; // not answered yet
+  TimePoint lastPing{}; // handed out, answered or not
+  TimePoint answeredUpTo{};
   bool pongDue = false;
   uint64_t pongStamp = 0;
 

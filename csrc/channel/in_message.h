@@ -5,9 +5,11 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "channel/planted_bugs.h"
 #include "path/number_set.h"
+#include "wire/control.h"
 #include "wire/frame.h"
 
 namespace resilient {
@@ -44,6 +46,7 @@ struct InMessage {
 
   std::map<uint32_t, std::unique_ptr<std::byte[]>> blocks; // by chunk
   NumberSet have; // chunks; a few ranges, about one per path
+  std::vector<ByteRange> zeroFilled; // in the order of arrival
 
   uint32_t chunkCount() const {
     return header.totalBytes == 0

@@ -3,11 +3,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <vector>
 
 #include "base/signature.h"
 #include "base/status.h"
 #include "base/time.h"
+#include "base/tolerance.h"
 #include "base/traffic_class.h"
+#include "wire/control.h"
 
 namespace resilient {
 
@@ -55,6 +58,10 @@ struct SendOp : Operation {
   int32_t sourceRank = -1;
   const std::byte* data = nullptr;
   uint64_t bytes = 0;
+  // Unless it is exact, the send ends when the receiver has said what it had
+  // to fill with zeros, and that stands in zeroFilled: ascending, disjoint.
+  Tolerance tolerance;
+  std::vector<ByteRange> zeroFilled;
 
   uint64_t message = 0; // set by Channel::send; 0 once the core is done
 };

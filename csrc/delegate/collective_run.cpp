@@ -105,6 +105,7 @@ void CollectiveRun::finish(Item& item, Status status) {
     bytesDone_ += item.bytes;
   } else if (failedPeer_ < 0 && item.record() != nullptr) {
     failedPeer_ = item.record()->peer();
+    cause_ = status.message();
   }
   items_.erase(item.self);
   transfer->complete(std::move(status));
@@ -204,9 +205,10 @@ void CollectiveRun::cancel(Transfer& transfer) {
     *item.yielding = false;
   }
   if (Record* record = item.record()) {
+    const std::string cause = failure_.ok() ? cause_ : failure_.message();
     record->withdraw(
         "rank " + std::to_string(rank()) + " gave up " + describe() +
-        (failure_.ok() ? "" : ": " + failure_.message()));
+        (cause.empty() ? "" : ": " + cause));
   }
   items_.erase(item.self);
 }

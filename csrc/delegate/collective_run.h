@@ -105,6 +105,7 @@ class CollectiveRun final : public Communicator {
   Status failure_; // given from outside
   bool tellOthers_ = true;
   int failedPeer_ = -1;
+  std::string cause_; // why its transfer failed
   uint64_t bytesDone_ = 0;
   uint64_t bytesStarted_ = 0;
   std::shared_ptr<const Topology> topology_; // as the operation began

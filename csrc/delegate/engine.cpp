@@ -15,6 +15,7 @@
 #include "delegate/engine_control.h"
 #include "delegate/group_impl.h"
 #include "delegate/resolver.h"
+#include "path/congestion_choice.h"
 
 namespace resilient {
 namespace {
@@ -35,6 +36,9 @@ struct Process {
   uint64_t lastFault = 0;
   int64_t faultStep = 0;
   std::atomic<bool> forkedChild{false};
+
+  std::mutex foundMutex;
+  std::map<std::string, Engine::FoundRoute> found; // by foundMutex
 };
 
 Process& process() {
@@ -211,22 +215,123 @@ Engine::Engine(
   self_.hostName = hostName();
   self_.site = options_.site;
   self_.pid = ::getpid();
-  windowBytes_ = systemWindowBytes();
+  bufferLimits_ = systemBufferLimits();
+  const auto rates = SiteNumbers::parse(
+      options_.wan_rate_limit, kLeastRateLimit, kMostRateLimit);
+  const auto dscps = SiteNumbers::parse(options_.wan_dscp, 0, kMostDscp);
+  if (!rates || !dscps) {
+    options_.validate(); // says what is wrong
+  }
+  rateLimits_ = *rates;
+  dscps_ = *dscps;
+  chooseCongestionControl();
+  chooseDatagrams();
   nicClasses_ = parseNicClasses(options_.nic_classes);
   startListening(storeHost);
   linkWatch_ = std::make_unique<LinkWatch>(
-      loop_, [this](const std::string& nic, bool usable) {
+      loop_,
+      [this](const std::string& nic, bool usable) {
         eachLink([&](PeerLink& link) { link.onNic(nic, usable); });
-      });
+      },
+      [this] { onAddresses(); });
   if (options_.dump_on_sigusr1) {
     signalDump_ =
         std::make_unique<SignalDump>(loop_, [this] { writeDump("SIGUSR1"); });
   }
 }
 
-SocketOptions Engine::socketOptions(bool remote) const {
+void Engine::chooseDatagrams() {
+  const auto sites = SiteNumbers::parseWords(options_.wan, kWanTransports);
+  if (!sites) {
+    options_.validate(); // says what is wrong
+  }
+  datagramSites_ = *sites;
+  const auto recovery = RecoveryTable::parse(
+      options_.wan_recovery,
+      options_.wan_parity == "xor" ? ParityKind::kXor
+                                   : ParityKind::kReedSolomon);
+  if (!recovery) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_WAN_RECOVERY=\"" + options_.wan_recovery +
+            "\": expected semantic, selective_repeat or "
+            "uniform_fec:data:parity "
+            "(1 to 100 packets of data), or a list such as "
+            "eu-west=selective_repeat,/gradient=semantic with each site and "
+            "class once"));
+  }
+  recovery_ = *recovery;
+  std::string why;
+  if (datagramSites_.any() && !PacketSeal::available(why)) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_WAN=\"" + options_.wan + "\": " + why +
+            "; datagrams are sealed with it. Install OpenSSL (libssl3), or use "
+            "tcp"));
+  }
+}
+
+void Engine::chooseCongestionControl() {
+  const std::string& option = options_.wan_congestion_control;
+  if (option == "auto") {
+    mayChangeCongestionControl_ =
+        mayUseCongestionControl(kLossyCongestionControl);
+  } else if (option != "system") {
+    if (!mayUseCongestionControl(option)) {
+      throw StatusError(Status(
+          StatusCode::kInvalidArgument,
+          "TORCH_RESILIENT_WAN_CONGESTION_CONTROL=\"" + option +
+              "\": this kernel does not have it, or does not let us use it "
+              "(net.ipv4.tcp_allowed_congestion_control). Choose auto, system "
+              "or one of: " +
+              availableCongestionControls()));
+    }
+    congestionControl_ = option;
+  }
+}
+
+Engine::FoundRoute Engine::found(const std::string& route) {
+  std::lock_guard lock(process().foundMutex);
+  const auto at = process().found.find(route);
+  return at == process().found.end() ? FoundRoute() : at->second;
+}
+
+void Engine::remember(const std::string& route, const FoundRoute& found) {
+  std::lock_guard lock(process().foundMutex);
+  process().found[route] = found;
+}
+
+// Whose frames must wait gets its turn when there are tokens again.
+RateLimit* Engine::rateLimit(const std::string& site) {
+  const auto bytesPerS = rateLimits_.beyond(self_.site, site);
+  if (!bytesPerS) {
+    return nullptr;
+  }
+  const auto at = limits_.try_emplace(site, static_cast<double>(*bytesPerS));
+  return &at.first->second.limit;
+}
+
+void Engine::waitForTurn(const std::string& site) {
+  SharedLimit& shared = limits_.at(site);
+  if (shared.timer != 0 || !shared.limit.idleTurn()) {
+    return;
+  }
+  shared.timer = loop_.at(shared.limit.readyAt(), [this, site, &shared] {
+    shared.timer = 0;
+    if (shared.limit.idleTurn()) {
+      const RateLimit::User user = shared.limit.nextTurn();
+      for (auto& [uid, link] : links_) {
+        if (link->channel().id() == user) {
+          markDirty(*link);
+        }
+      }
+    }
+  });
+}
+
+SocketOptions Engine::socketOptions(const std::string* site) const {
   SocketOptions options;
-  options.dscp = remote ? static_cast<int>(options_.wan_dscp) : 0;
+  options.dscp = site != nullptr ? dscpOf(*site) : 0;
   options.sendBufferBytes = static_cast<int>(options_.socket_buffer_bytes);
   options.receiveBufferBytes = options.sendBufferBytes;
   return options;
@@ -246,20 +351,12 @@ void Engine::startListening(const std::string& storeHost) {
   config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
   config.maxPendingHandshakes =
       static_cast<size_t>(options_.max_pending_handshakes);
-  config.options = socketOptions(/*remote=*/true);
+  const std::string anySite; // what it is marked as becomes right once known
+  config.options = socketOptions(&anySite);
   config.identity.uid = self_.uid;
   config.identity.eagerBudgetBytes =
       static_cast<uint64_t>(options_.eager_bytes);
-  config.identity.secretOf =
-      [this](const KeyId& id) -> std::optional<std::string> {
-    std::lock_guard lock(secretsMutex_);
-    for (const auto& [known, secret] : secrets_) {
-      if (known == id) {
-        return secret;
-      }
-    }
-    return std::nullopt;
-  };
+  config.identity.secretOf = [this](const KeyId& id) { return secretOf(id); };
   config.identity.decide = [this](const HelloInfo& hello) {
     return decide(hello);
   };
@@ -286,6 +383,32 @@ void Engine::startListening(const std::string& storeHost) {
   logMessage(LogLevel::kInfo, "listening at " + where + ": " + choice.reason);
 }
 
+std::string Engine::record() const {
+  std::lock_guard lock(addressesMutex_);
+  return self_.toString();
+}
+
+// Paper: SHIFT §4.3.3 takes it for granted that a NIC returns as it was.
+void Engine::onAddresses() {
+  std::vector<NicAddress> now = self_.addresses;
+  if (!followAddresses(enumerateInterfaces(), now)) {
+    return;
+  }
+  {
+    std::lock_guard lock(addressesMutex_);
+    self_.addresses = std::move(now);
+  }
+  logMessage(LogLevel::kInfo, "our addresses have changed: " + record());
+  try {
+    listener_->moveTo(self_.addresses.front().address.ip());
+  } catch (const StatusError& e) {
+    logMessage(
+        LogLevel::kWarning,
+        std::string(e.what()) + ": no rank can connect to this one any more");
+  }
+  eachLink([](PeerLink& link) { link.onOurAddresses(); });
+}
+
 Engine::~Engine() {
   stop(Nanos(0));
 }
@@ -303,6 +426,39 @@ PeerLink& Engine::link(const Uid& uid) {
     link = std::make_unique<PeerLink>(*this, uid, ++lastChannelId_);
   }
   return *link;
+}
+
+SharedDoor* Engine::sharedDoor() {
+  if (!sharedDoor_ && !saidNoSharedMemory_) {
+    try {
+      sharedDoor_ = std::make_unique<SharedDoor>(
+          loop_, [this](const Uid& peer, SharedEnds ends) {
+            link(peer).onSharedEnds(std::move(ends));
+          });
+    } catch (const StatusError& e) {
+      noSharedMemory(e.what());
+    }
+  }
+  return sharedDoor_.get();
+}
+
+void Engine::noSharedMemory(const std::string& why) {
+  if (!saidNoSharedMemory_) {
+    saidNoSharedMemory_ = true;
+    logMessage(
+        LogLevel::kWarning,
+        "ranks on this host cannot share memory, and use connections: " + why);
+  }
+}
+
+std::optional<std::string> Engine::secretOf(const KeyId& id) {
+  std::lock_guard lock(secretsMutex_);
+  for (const auto& [known, secret] : secrets_) {
+    if (known == id) {
+      return secret;
+    }
+  }
+  return std::nullopt;
 }
 
 void Engine::addSecret(const std::string& secret) {
@@ -383,6 +539,7 @@ void Engine::stop(Nanos linger) {
     completions_.drain();
     listener_.reset();
     linkWatch_.reset();
+    sharedDoor_.reset();
     signalDump_.reset();
   });
   loop_.stop();
@@ -518,6 +675,12 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
     loop_.post([this, uid = link.uid(), lost = *lost] {
       this->link(uid).onPathsLost(lost);
     });
+  } else if (const auto offer = decodeSharedOffer(payload)) {
+    link.onSharedOffer(*offer);
+  } else if (const auto datagrams = decodeDatagramOffer(payload)) {
+    link.onDatagramOffer(*datagrams);
+  } else if (const auto addresses = decodeAddresses(payload)) {
+    link.onPeerAddresses(addresses->record);
   } else if (const auto report = decodeReport(payload)) {
     if (auto g = groups_.find(report->group); g != groups_.end()) {
       g->second->onReport(*report);

@@ -15,15 +15,18 @@
 #include "base/options.h"
 #include "channel/mailbox.h"
 #include "channel/operation.h"
+#include "datagram/recovery.h"
 #include "delegate/flight_recorder.h"
 #include "delegate/group.h"
 #include "delegate/peer_link.h"
 #include "delegate/signal_dump.h"
 #include "path/faults.h"
+#include "path/rate_limit.h"
 #include "transport/address.h"
 #include "transport/event_loop.h"
 #include "transport/link_watch.h"
 #include "transport/listener.h"
+#include "transport/shared_door.h"
 #include "wire/control.h"
 
 namespace resilient {
@@ -65,9 +68,11 @@ class Engine final : public MailboxListener {
   const EngineOptions& options() const {
     return options_;
   }
-  const PeerAddress& self() const {
+  const PeerAddress& self() const { // but for addresses: see record()
     return self_;
   }
+  // What the others have to know of us, as it is now.
+  std::string record() const;
   FlightRecorder& recorder() {
     return recorder_;
   }
@@ -79,6 +84,7 @@ class Engine final : public MailboxListener {
   bool callInLoop(const std::function<void()>& call);
   // A group's secret becomes valid for callers.
   void addSecret(const std::string& secret);
+  std::optional<std::string> secretOf(const KeyId& id); // any thread
   // Asks `condition` on the loop thread until it holds or `deadline` passes;
   // true if it holds.
   bool waitUntil(TimePoint deadline, const std::function<bool()>& condition);
@@ -112,11 +118,41 @@ class Engine final : public MailboxListener {
     return ++lastPathId_;
   }
   ListenerCounters listenerCounters() const;
-  // For connections to another host, or to this one.
-  SocketOptions socketOptions(bool remote) const;
-  uint64_t windowBytes() const {
-    return windowBytes_;
+  // For connections to a host of that site, or to this one (null).
+  SocketOptions socketOptions(const std::string* site) const;
+  // Whether to offer datagrams to hosts there.
+  bool datagramsTo(const std::string& site) const {
+    return datagramSites_.beyond(options_.site, site).value_or(0) != 0;
   }
+  RecoverySchemes recoveryTo(const std::string& site) const {
+    return recovery_.of(site);
+  }
+  int dscpOf(const std::string& site) const {
+    return static_cast<int>(dscps_.of(site).value_or(0));
+  }
+  const BufferLimits& bufferLimits() const {
+    return bufferLimits_;
+  }
+  // For connections to other hosts: empty for the system's.
+  const std::string& congestionControl() const {
+    return congestionControl_;
+  }
+  // They may change to BBR by themselves.
+  bool mayChangeCongestionControl() const {
+    return mayChangeCongestionControl_;
+  }
+  // The cap on what goes to that site, shared by all links to it; null: none.
+  // A link that has not got its turn is pumped when it has.
+  RateLimit* rateLimit(const std::string& site);
+  void waitForTurn(const std::string& site);
+  // What was found of the way between two NICs, for the next link there, also
+  // one of a later engine of this process.
+  struct FoundRoute {
+    int connections = 0; // 0: unknown
+    bool lossy = false; // BBR is better
+  };
+  static FoundRoute found(const std::string& route);
+  static void remember(const std::string& route, const FoundRoute& found);
   // By traffic class: the interface it keeps to, or empty.
   const std::array<std::string, kTrafficClassCount>& nicClasses() const {
     return nicClasses_;
@@ -124,6 +160,10 @@ class Engine final : public MailboxListener {
   TimePoint startedAt() const {
     return startedAt_;
   }
+  // Where peers on this host come to share memory; null if there is none.
+  SharedDoor* sharedDoor();
+  // It cannot be shared with a peer; says so once.
+  void noSharedMemory(const std::string& why);
   void registerGroup(uint64_t id, GroupImpl* group);
   void unregisterGroup(uint64_t id);
   void markDirty(PeerLink& link);
@@ -156,7 +196,10 @@ class Engine final : public MailboxListener {
   static std::shared_ptr<Engine>
   make(EngineOptions options, const std::string& storeHost, int32_t globalRank);
   void startThread();
+  void chooseDatagrams();
+  void chooseCongestionControl();
   void startListening(const std::string& storeHost);
+  void onAddresses();
   void scheduleTurn();
   void turn();
   HelloCode decide(const HelloInfo& hello);
@@ -173,7 +216,19 @@ class Engine final : public MailboxListener {
   TimePoint startedAt_;
   std::unique_ptr<Listener> listener_;
   std::unique_ptr<LinkWatch> linkWatch_;
-  uint64_t windowBytes_ = 0;
+  std::unique_ptr<SharedDoor> sharedDoor_;
+  bool saidNoSharedMemory_ = false;
+  BufferLimits bufferLimits_;
+  SiteNumbers rateLimits_, dscps_, datagramSites_;
+  RecoveryTable recovery_;
+  std::string congestionControl_;
+  bool mayChangeCongestionControl_ = false;
+  struct SharedLimit {
+    explicit SharedLimit(double bytesPerS) : limit(bytesPerS) {}
+    RateLimit limit;
+    TimerId timer = 0;
+  };
+  std::map<std::string, SharedLimit> limits_; // by site
   std::array<std::string, kTrafficClassCount> nicClasses_;
   std::unique_ptr<SignalDump> signalDump_;
   bool failureDumped_ = false;
@@ -187,6 +242,8 @@ class Engine final : public MailboxListener {
   PathId lastPathId_ = 0;
   uint32_t lastChannelId_ = 0;
 
+  mutable std::mutex addressesMutex_; // of self_.addresses, to write or from
+                                      // another thread
   std::mutex secretsMutex_;
   std::vector<std::pair<KeyId, std::string>> secrets_; // by secretsMutex_
 

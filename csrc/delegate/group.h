@@ -3,16 +3,19 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "base/signature.h"
 #include "base/status.h"
 #include "base/time.h"
+#include "base/tolerance.h"
 #include "base/traffic_class.h"
 #include "collectives/communicator.h"
 #include "collectives/task.h"
 #include "collectives/topology.h"
+#include "wire/control.h"
 
 namespace resilient {
 
@@ -72,8 +75,28 @@ struct PointToPointSpec {
   Nanos timeout{};
   void* data = nullptr;
   size_t bytes = 0;
+  // Of a send. Unless it is exact, `zeroFilled` is called before `done`, if all
+  // went well, with what the receiver had to fill with zeros.
+  Tolerance tolerance;
+  std::function<void(std::vector<ByteRange>)> zeroFilled;
   // Once, as above. sourceRank: the peer (resolved for any source), or -1.
   std::function<void(const Status&, int sourceRank)> done;
+};
+
+// Of the packets of a datagram path, since it was made.
+struct DatagramStats {
+  uint64_t packetBytes = 0; // of payload, in one packet
+  // sent
+  uint64_t packets = 0, bytes = 0; // with all headers
+  uint64_t parity = 0, retransmitted = 0; // of these packets
+  uint64_t lost = 0; // as the far end says
+  double lossRate = 0, burstPackets = 1; // lately
+  double paceBytesPerS = 0;
+  // received
+  uint64_t recovered = 0; // by parity
+  uint64_t zeroFilled = 0;
+  uint64_t duplicates = 0;
+  uint64_t forged = 0; // not sealed by the peer, and dropped
 };
 
 // The state of one peer for stats(); see the field names in docs/options.md.
@@ -95,6 +118,7 @@ struct PathStats {
   uint64_t timesSuspect = 0;
   uint64_t reconnects = 0;
   std::string lastError;
+  std::optional<DatagramStats> datagrams; // of a path of datagrams
 };
 struct PeerStats {
   int rank = -1; // in this group

@@ -169,7 +169,7 @@ void GroupImpl::join() {
     throw StatusError(
         Status(StatusCode::kAborted, "the engine is being shut down"));
   }
-  store_->set(key("at", rank_), engine_->self().toString());
+  store_->set(key("at", rank_), engine_->record());
   if (size() > 1 && store_->add(key("joined", 0), 1) == size()) {
     publishTopology();
   }
@@ -575,7 +575,7 @@ void GroupImpl::onLinkClosed(const Status& why) {
   }
   const auto runs = pointToPoints_; // fail() removes
   for (const auto& [id, run] : runs) {
-    if (run->spec().peer < 0) {
+    if (run->waitsForAnyRank()) {
       run->fail(
           Status(why.code(), "no rank is left to send: " + why.message()));
     }
@@ -596,7 +596,7 @@ void GroupImpl::start(std::shared_ptr<PointToPointRun> run) {
   run->start();
   if (!failure_.ok()) {
     run->fail(failure_);
-  } else if (run->spec().peer < 0 && allOthersGone()) {
+  } else if (run->waitsForAnyRank() && allOthersGone()) {
     run->fail(Status(StatusCode::kPeerDied, "no rank is left to send"));
   }
 }

@@ -42,6 +42,26 @@ constexpr size_t kMostSlots = 2048;
 // 1.3 to 1.6 times as fast as with the whole budget.
 constexpr uint64_t kLocalEagerBytes = 512u << 10;
 
+// Where a cap allows less, chunks are of 20 ms each: what is more urgent waits
+// behind one.
+constexpr uint32_t kWholeElements = 64; // no chunk ends within an element
+uint32_t chunkBytesAt(double bytesPerS) {
+  constexpr uint32_t kLeast = 16u << 10, kMost = 64u << 20;
+  const auto bytes =
+      static_cast<uint32_t>(std::clamp<double>(bytesPerS / 50, kLeast, kMost));
+  return bytes / kWholeElements * kWholeElements;
+}
+
+// For the counters of a path, and for what is shown of them.
+template <typename Sum>
+void addCounters(Sum& sum, const PathCounters& more) {
+  sum.bytesSent += more.bytesSent;
+  sum.bytesReceived += more.bytesReceived;
+  sum.chunksSent += more.chunksSent;
+  sum.chunksRetransmitted += more.chunksRetransmitted;
+  sum.timesSuspect += more.timesSuspect;
+}
+
 } // namespace
 
 PeerLink::PeerLink(Engine& engine, Uid uid, uint32_t channelId)
@@ -50,7 +70,8 @@ PeerLink::PeerLink(Engine& engine, Uid uid, uint32_t channelId)
       channel_(
           channelId,
           ChannelConfig{
-              static_cast<uint32_t>(engine.options().chunk_bytes),
+              static_cast<uint32_t>(engine.options().chunk_bytes) /
+                  kWholeElements * kWholeElements,
               static_cast<uint64_t>(engine.options().eager_bytes),
               static_cast<uint64_t>(engine.options().eager_bytes),
               static_cast<uint64_t>(engine.options().copy_bytes),
@@ -89,6 +110,14 @@ std::optional<TimePoint> PeerLink::heardAt() const {
   for (const Slot& slot : slots_) {
     if (slot.path) {
       at = at ? std::max(*at, slot.path->heardAt()) : slot.path->heardAt();
+    }
+  }
+  if (shared_) {
+    at = at ? std::max(*at, shared_->heardAt()) : shared_->heardAt();
+  }
+  for (const Datagrams& d : datagrams_) {
+    if (d.path) {
+      at = at ? std::max(*at, d.path->heardAt()) : d.path->heardAt();
     }
   }
   return at;
@@ -134,8 +163,21 @@ void PeerLink::setAddress(
   secret_ = secret;
   globalRank_ = globalRank;
   chooseRoutes();
+  if (address.hostId != engine_.self().hostId) {
+    limit_ = engine_.rateLimit(address.site);
+    if (limit_ != nullptr) {
+      channel_.setPaced(chunkBytesAt(limit_->bytesPerS()));
+    }
+    for (Slot& slot : slots_) { // made by the peer, before we knew its site
+      if (slot.path) {
+        slot.path->setDscp(engine_.dscpOf(address.site));
+      }
+    }
+  }
   assignRoles(); // of paths that the peer has made already
   connectAll();
+  offerSharedMemory();
+  offerDatagrams();
 }
 
 void PeerLink::ensureSlots(size_t count) {
@@ -188,7 +230,8 @@ void PeerLink::connect(size_t index) {
   loop.cancel(slot.retryTimer);
   slot.retryTimer = 0;
   OutgoingSpec spec;
-  spec.options = engine_.socketOptions(/*remote=*/!routes_.empty());
+  spec.options = engine_.socketOptions(
+      address_->hostId == engine_.self().hostId ? nullptr : &address_->site);
   aim(index, spec);
   spec.hello.initiator = engine_.self().uid;
   spec.hello.acceptor = uid_;
@@ -334,6 +377,7 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   const bool local = isLocalConnection(fd.get());
   if (!local) {
     bindToNic(fd.get());
+    tuneNew(index, fd.get());
   }
   channel_.setPeerEagerBytes(
       local ? std::min(eagerBudget, kLocalEagerBytes) : eagerBudget);
@@ -355,9 +399,11 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   const TimePoint now = engine_.loop().now();
   slot.failures = 0;
   slot.health = PathHealth(now);
+  slot.congestion = CongestionChoice();
   slot.damping.onUp(now);
   slot.upAt = now;
   slot.pingAt = kNever;
+  slot.pingedAt = now; // below
   slot.taintedAt = kNever;
   slot.stalled = false;
   if (++slot.connections > 1) {
@@ -381,6 +427,8 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   }
   assignRoles();
   armHealthTimer();
+  offerSharedMemory();
+  offerDatagrams();
   engine_.markDirty(*this);
 }
 
@@ -428,12 +476,7 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
   Slot& slot = slotOf(path);
   heardAt_ = heardAt();
   slot.lastError = why;
-  const PathCounters& c = channel_.pathCounters(path.id());
-  slot.past.bytesSent += c.bytesSent;
-  slot.past.bytesReceived += c.bytesReceived;
-  slot.past.chunksSent += c.chunksSent;
-  slot.past.chunksRetransmitted += c.chunksRetransmitted;
-  slot.past.timesSuspect += c.timesSuspect;
+  addCounters(slot.past, channel_.pathCounters(path.id()));
   if (!channel_.isSuspect(path.id())) { // else it counts already
     slot.damping.onLost(engine_.loop().now());
   }
@@ -487,6 +530,16 @@ void PeerLink::close(State state, const Status& why) {
   }
   loop.cancel(healthTimer_);
   healthTimer_ = 0;
+  knock_.reset();
+  if (shared_) {
+    shared_->close(why); // moves it to onSharedClosed()
+  }
+  closeDatagrams(why);
+  if (limit_ != nullptr) { // the others go on
+    limit_->leave(channel_.id());
+    engine_.waitForTurn(address_->site);
+    limit_ = nullptr;
+  }
   channel_.fail(why);
   engine_.onLinkClosed(*this, why);
 }
@@ -523,28 +576,79 @@ void PeerLink::pump() {
   if (!usable() || slots_.empty()) {
     return;
   }
+  pumpRounds();
+  armChannelTimer();
+  watchOutgoing();
+  if (limit_ != nullptr) {
+    limit_->endTurn(channel_.id()); // if it could not use it
+    engine_.waitForTurn(address_->site);
+  }
+}
+
+// Whether the cap on the peer's site lets us send more of our messages now. If
+// not, we stand in its queue.
+bool PeerLink::mayTakeChunks() {
+  return limit_ == nullptr || !channel_.backlogged() ||
+      limit_->mayTake(channel_.id(), engine_.loop().now());
+}
+
+void PeerLink::pumpRounds() {
   for (int round = 0; round < kPumpRounds; ++round) {
-    // One frame per path in turn, so that a message spreads over all of them.
-    bool taken = true;
     bool any = false;
-    while (taken) {
-      taken = false;
-      for (size_t i = 0; i < slots_.size(); ++i) {
-        Slot& slot = slots_[(nextSlot_ + i) % slots_.size()];
-        if (slot.path && slot.path->hasRoom() && slot.path->takeFrame()) {
-          taken = true;
+    // First, since it is the fastest.
+    while (shared_ && shared_->hasRoom() && shared_->takeFrame()) {
+      any = true;
+    }
+    for (size_t r = 0; r < datagrams_.size(); ++r) {
+      Datagrams& d = datagrams_[r];
+      while (onDatagrams(r) && d.path->hasRoom()) {
+        const size_t bytes = d.path->takeFrame(mayTakeChunks());
+        if (bytes == 0) {
+          break;
+        }
+        any = true;
+        if (limit_ != nullptr) {
+          limit_->took(channel_.id(), bytes, engine_.loop().now());
         }
       }
-      nextSlot_ = (nextSlot_ + 1) % slots_.size();
+    }
+    // One frame per path in turn, so that a message spreads over all of them.
+    bool taken = true;
+    while (taken) {
+      taken = false;
+      size_t next = nextSlot_ + 1;
+      for (size_t i = 0; i < slots_.size(); ++i) {
+        const size_t index = (nextSlot_ + i) % slots_.size();
+        Slot& slot = slots_[index];
+        if (!slot.path || !slot.path->hasRoom()) {
+          continue;
+        }
+        if (const size_t bytes = slot.path->takeFrame(mayTakeChunks())) {
+          taken = true;
+          if (limit_ != nullptr) {
+            limit_->took(channel_.id(), bytes, engine_.loop().now());
+            // One frame may be all for now: the next is another path's.
+            next = index + 1;
+          }
+        }
+      }
+      nextSlot_ = next % slots_.size();
       any = any || taken;
+    }
+    if (shared_ && shared_->flush()) {
+      any = true;
     }
     for (Slot& slot : slots_) {
       if (slot.path) {
         slot.path->flush();
       }
     }
+    for (Datagrams& d : datagrams_) {
+      if (d.path) {
+        d.path->flush();
+      }
+    }
     if (!any) {
-      armChannelTimer();
       return;
     }
   }
@@ -552,7 +656,6 @@ void PeerLink::pump() {
   engine_.loop().post([engine = &engine_, uid = uid_] {
     engine->markDirty(engine->link(uid));
   });
-  armChannelTimer();
 }
 
 void PeerLink::armChannelTimer() {
@@ -578,6 +681,18 @@ void PeerLink::armChannelTimer() {
     channel_.onTimer(engine_.loop().now());
     engine_.markDirty(*this);
   });
+}
+
+// Adds what the channel knows of a path.
+void PeerLink::fillMeasured(PathStats& p, PathId id) const {
+  addCounters(p, channel_.pathCounters(id));
+  const LinkStatistics& s = channel_.pathStatistics(id);
+  p.roundTripS = s.roundTripS();
+  p.leastRoundTripS = s.leastRoundTripS();
+  p.roundTrips = s.roundTrips();
+  p.recentRoundTripsS = s.recentRoundTripsS();
+  p.goodputBytesPerS = s.goodputBytesPerS();
+  p.capacityBytesPerS = s.capacityBytesPerS();
 }
 
 void PeerLink::fillStats(PeerStats& stats) const {
@@ -608,6 +723,20 @@ void PeerLink::fillStats(PeerStats& stats) const {
   if (!usable()) {
     stats.lastError = closedBecause_.message();
   }
+  if (shared_ || pastShared_) {
+    PathStats p;
+    p.slot = -1;
+    p.nic = p.remoteNic = "shared memory";
+    p.state = !shared_ ? "down" : shared_->usable() ? "up" : "reserve";
+    if (pastShared_) {
+      addCounters(p, *pastShared_);
+    }
+    if (shared_) {
+      fillMeasured(p, shared_->id());
+    }
+    stats.paths.push_back(std::move(p));
+  }
+  fillDatagramStats(stats);
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     PathStats p;
@@ -621,7 +750,6 @@ void PeerLink::fillStats(PeerStats& stats) const {
     if (!routes_.empty()) {
       p.remoteNic = address_->addresses[routes_[routeOf(i)].theirs].nic;
     }
-    p.timesSuspect = slot.past.timesSuspect;
     if (!slot.path) {
       p.state = slot.attempt ? "connecting" : wanted(i) ? "down" : "unused";
     } else if (channel_.isSuspect(slot.path->id())) {
@@ -631,24 +759,9 @@ void PeerLink::fillStats(PeerStats& stats) const {
     } else {
       p.state = channel_.classes(slot.path->id()) == 0 ? "reserve" : "up";
     }
-    p.bytesSent = slot.past.bytesSent;
-    p.bytesReceived = slot.past.bytesReceived;
-    p.chunksSent = slot.past.chunksSent;
-    p.chunksRetransmitted = slot.past.chunksRetransmitted;
+    addCounters(p, slot.past);
     if (slot.path) {
-      const PathCounters& now_ = channel_.pathCounters(slot.path->id());
-      p.bytesSent += now_.bytesSent;
-      p.bytesReceived += now_.bytesReceived;
-      p.chunksSent += now_.chunksSent;
-      p.chunksRetransmitted += now_.chunksRetransmitted;
-      const LinkStatistics& s = channel_.pathStatistics(slot.path->id());
-      p.roundTripS = s.roundTripS();
-      p.leastRoundTripS = s.leastRoundTripS();
-      p.roundTrips = s.roundTrips();
-      p.recentRoundTripsS = s.recentRoundTripsS();
-      p.goodputBytesPerS = s.goodputBytesPerS();
-      p.capacityBytesPerS = s.capacityBytesPerS();
-      p.timesSuspect += now_.timesSuspect;
+      fillMeasured(p, slot.path->id());
       p.localAddress = slot.path->localAddress();
       p.remoteAddress = slot.path->remoteAddress();
     }

@@ -10,11 +10,16 @@
 
 #include "channel/channel.h"
 #include "delegate/group.h"
+#include "path/congestion_choice.h"
 #include "path/connection_count.h"
 #include "path/health.h"
+#include "path/rate_limit.h"
 #include "transport/address.h"
+#include "transport/datagram_path.h"
 #include "transport/handshake.h"
 #include "transport/routes.h"
+#include "transport/shared_door.h"
+#include "transport/shared_path.h"
 #include "transport/tcp_path.h"
 #include "wire/control.h"
 
@@ -30,14 +35,20 @@ class Engine;
 // Connections have slots, and a slot has a number that both ends know: its
 // route (a pair of NICs, see transport/routes.h) is the number modulo the
 // routes there are, its lane the rest. peer_link.cpp connects;
-// peer_link_health.cpp watches; peer_link_roles.cpp says what each path is for.
+// peer_link_health.cpp watches; peer_link_roles.cpp says what each path is for;
+// peer_link_shared.cpp shares memory with a peer on this host, which then takes
+// what else the connections would carry; and peer_link_datagram.cpp exchanges
+// datagrams with one on another host, where that is asked for.
 //
 // Who connects: whoever needs the peer first. If both try at once for one
 // slot, the process with the smaller uid wins; the other's attempt is refused
 // with kDuplicateSlot.
 //
 // Thread: loop thread. Lifetime: owned by the Engine until it stops.
-class PeerLink final : public ChannelHost, public TcpPathOwner {
+class PeerLink final : public ChannelHost,
+                       public TcpPathOwner,
+                       public SharedPathOwner,
+                       public DatagramPathOwner {
  public:
   enum class State { kUnconnected, kUp, kDead, kLeft };
 
@@ -106,6 +117,14 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   void onNic(const std::string& nic, bool usable);
   // The peer has seen paths of its own go down.
   void onPathsLost(const PathsLost& lost);
+  // An interface of ours has another address; and one of the peer's.
+  void onOurAddresses();
+  void onPeerAddresses(const std::string& record);
+  // The peer invites us to share memory; and has come to share its own.
+  void onSharedOffer(const SharedOffer& offer);
+  void onSharedEnds(SharedEnds ends);
+  // The peer would have a datagram path with us, or answers.
+  void onDatagramOffer(const DatagramOffer& offer);
 
   void fillStats(PeerStats& stats) const;
 
@@ -116,6 +135,14 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   // TcpPathOwner
   void onPathClosed(TcpPath& path, const Status& why) override;
   void onPathWritable(TcpPath& path) override;
+  // SharedPathOwner
+  void onSharedClosed(SharedPath& path, const Status& why) override;
+  void onSharedReady(SharedPath& path) override;
+  void onSharedUse(SharedPath& path) override;
+  // DatagramPathOwner
+  void onDatagramClosed(DatagramPath& path, const Status& why) override;
+  void onDatagramReady(DatagramPath& path) override;
+  void onDatagramUse(DatagramPath& path) override;
 
   bool dirty = false; // in the engine's list of links to pump
 
@@ -140,11 +167,13 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
     Status lastError;
 
     PathHealth health; // of this connection
+    CongestionChoice congestion; // of this connection
     FlapDamping damping; // of the slot
     TimePoint upAt{};
     TimePoint pingAt = kNever; // unanswered ping since
-    // Another path of its route fell silent then, and it has not been heard of
-    // since.
+    TimePoint pingedAt{}; // last
+    // Another path of its route fell silent then, and nothing sent since has
+    // been answered on it.
     TimePoint taintedAt = kNever;
     bool stalled = false; // silent for so long that it may be replaced
     PathCounters past; // of connections that are closed
@@ -179,6 +208,8 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   void bindToNic(int fd) const;
 
   void armHealthTimer();
+  void watchOutgoing();
+  void lookIn(Nanos delay);
   void onHealthTimer();
   Nanos healthInterval() const;
   void checkPath(size_t slot, TimePoint now);
@@ -190,7 +221,51 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   bool anyOtherGood(size_t slot) const;
   void setSuspect(size_t slot, bool suspect);
   void doubt(size_t slot, TimePoint now);
+  // What the kernel says of the connections of one route.
+  struct RouteView {
+    Nanos leastRoundTrip{};
+    int sending = 0, queueing = 0;
+    uint64_t ackedBytes = 0; // since the beginning of the link
+  };
+  RouteView lookAt(size_t route, TimePoint now);
+  void watchLoss(size_t slot, const TcpInfo& view, TimePoint now);
   void countConnections(TimePoint now);
+  std::string routeKey(size_t route) const;
+  void tuneNew(size_t slot, int fd);
+  void pumpRounds();
+  bool mayTakeChunks();
+
+  void offerSharedMemory();
+  bool sharing() const;
+
+  // The datagrams of one route.
+  struct Datagrams {
+    std::unique_ptr<DatagramPath> path;
+    // Offered, and not answered yet: ours.
+    std::optional<DatagramSocket> offered;
+    size_t slot = 0; // whose connection they are beside
+    std::string nonce;
+    TimerId timer = 0; // the offer gets no answer, or the next one is due
+    int failures = 0; // in a row
+    TimePoint upAt{}; // proven then
+    PathCounters past; // of paths that are closed
+    std::string lastError;
+  };
+  void offerDatagrams();
+  void offerDatagrams(size_t route);
+  void offerDatagramsLater(size_t route, const std::string& why);
+  Status openDatagrams(size_t slot, DatagramSocket& socket) const;
+  void makeDatagramPath(
+      size_t route,
+      DatagramSocket socket,
+      const std::string& secret,
+      const std::string& initiatorNonce,
+      const std::string& answererNonce,
+      bool initiator);
+  bool onDatagrams(size_t route) const;
+  void closeDatagrams(const Status& why);
+  void fillDatagramStats(PeerStats& stats) const;
+  void fillMeasured(PathStats& stats, PathId path) const;
 
   bool good(const Slot& slot) const;
   void assignRoles();
@@ -206,9 +281,17 @@ class PeerLink final : public ChannelHost, public TcpPathOwner {
   std::vector<NicAddress> ourNics_; // those that this peer may see
   std::vector<Route> routes_; // empty: the system chooses the way
   std::vector<ConnectionCount> counts_; // by route
+  std::vector<int> found_; // of these, as the engine remembers it
+  RateLimit* limit_ = nullptr; // the engine's, for the peer's site; or none
   bool backlogged_ = false; // at the last look
   std::deque<Slot> slots_;
   size_t nextSlot_ = 0; // round robin of pump()
+  std::unique_ptr<SharedPath> shared_;
+  std::unique_ptr<SharedKnock> knock_;
+  std::optional<PathCounters> pastShared_; // of memory that was shared before
+  bool offered_ = false;
+  std::vector<Datagrams> datagrams_; // by route
+  std::vector<DatagramOffer> earlyOffers_; // before the peer's address came
   int interest_ = 0;
   bool leaving_ = false;
   TimePoint neededSince_ = kNever; // interest, and never connected

@@ -29,17 +29,39 @@ void PeerLink::faultsChanged() {
       slot.path->faultsChanged();
     }
   }
+  if (shared_) { // a rule stands for the network
+    shared_->avoid(
+        engine_.faults().concerns(engine_.globalRank(), globalRank_));
+  }
+  assignRoles(); // rules stand for the network that connections have
   armHealthTimer();
   engine_.markDirty(*this);
 }
 
 // Runs only while somebody waits for this peer: an idle job has no timers.
 void PeerLink::armHealthTimer() {
+  lookIn(healthInterval());
+}
+
+// Frames have gone out. On a link that was idle the timer may be set for much
+// later than the first silence can be noticed. Once it is set for that, further
+// frames do not move it.
+void PeerLink::watchOutgoing() {
+  const Nanos first = fromSeconds(engine_.options().suspect_after_s);
+  if (healthTimer_ != 0 && healthTimerAt_ <= engine_.loop().now() + first) {
+    return;
+  }
+  if (const Nanos interval = healthInterval(); interval < kHealthInterval) {
+    lookIn(std::max(first, interval));
+  }
+}
+
+void PeerLink::lookIn(Nanos delay) {
   if (!usable()) {
     return;
   }
   EventLoop& loop = engine_.loop();
-  const TimePoint due = loop.now() + healthInterval();
+  const TimePoint due = loop.now() + delay;
   if (healthTimer_ != 0) {
     if (healthTimerAt_ <= due) {
       return;
@@ -109,8 +131,12 @@ TimePoint PeerLink::neighboursAt(size_t index) const {
 }
 
 void PeerLink::ping(size_t index, TimePoint now) {
-  slots_[index].pingAt = now;
-  channel_.ping(slots_[index].path->id());
+  Slot& slot = slots_[index];
+  slot.pingedAt = now;
+  if (slot.pingAt == kNever) { // else it stays unanswered since then
+    slot.pingAt = now;
+  }
+  channel_.ping(slot.path->id());
 }
 
 void PeerLink::setSuspect(size_t index, bool suspect) {
@@ -126,8 +152,8 @@ void PeerLink::setSuspect(size_t index, bool suspect) {
   assignRoles();
 }
 
-// The path is silent. Others of its route that have not been heard of lately
-// would be the next: they must show that they live before they get anything.
+// The path is silent. Others of its route that have not answered lately would
+// be the next: they must show that they live before they get anything.
 void PeerLink::doubt(size_t index, TimePoint now) {
   if (!anyOtherGood(index)) {
     return; // nobody could take over
@@ -136,7 +162,8 @@ void PeerLink::doubt(size_t index, TimePoint now) {
     const Nanos recent = fromSeconds(engine_.options().suspect_after_s) / 2;
     for (size_t i = routeOf(index); i < slots_.size(); i += routeCount()) {
       Slot& slot = slots_[i];
-      if (i != index && good(slot) && now - slot.path->heardAt() >= recent) {
+      if (i != index && good(slot) &&
+          now - channel_.answeredUpTo(slot.path->id()) >= recent) {
         slot.taintedAt = now;
         ping(i, now);
         setSuspect(i, true);
@@ -158,15 +185,19 @@ void PeerLink::doubt(size_t index, TimePoint now) {
 void PeerLink::checkPath(size_t index, TimePoint now) {
   Slot& slot = slots_[index];
   TcpPath& path = *slot.path;
-  if (slot.pingAt != kNever && path.heardAt() >= slot.pingAt) {
+  // Only an answer tells of our direction. The other one may be quite well.
+  const TimePoint answered = channel_.answeredUpTo(path.id());
+  if (slot.pingAt != kNever && answered >= slot.pingAt) {
     slot.pingAt = kNever;
   }
-  if (slot.taintedAt != kNever && path.heardAt() > slot.taintedAt) {
+  if (slot.taintedAt != kNever && answered >= slot.taintedAt) {
     slot.taintedAt = kNever;
   }
   PathEvidence evidence = path.evidence();
-  evidence.owes =
-      channel_.waitingSince(path.id()) != kNever || slot.pingAt != kNever;
+  const TimePoint owesSince =
+      std::min(channel_.waitingSince(path.id()), slot.pingAt);
+  evidence.owes = owesSince != kNever;
+  evidence.owesSince = evidence.owes ? owesSince : TimePoint{};
   evidence.othersAt = othersAt(index);
   evidence.neighboursAt = neighboursAt(index);
   const PathHealth::Limits limits{
@@ -228,7 +259,7 @@ void PeerLink::checkProbation(size_t index, TimePoint now) {
   if (!channel_.onProbation(id)) {
     return;
   }
-  if (slot.pingAt == kNever && now - slot.path->heardAt() >= kProbeInterval) {
+  if (slot.pingAt == kNever && now - slot.pingedAt >= kProbeInterval) {
     ping(index, now);
   }
   if (channel_.pingsAnswered(id) >= kProbes &&

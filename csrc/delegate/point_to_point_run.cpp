@@ -36,13 +36,18 @@ void PointToPointRun::start() {
   armDeadline();
   const OpSignature& signature = spec_.signature;
   if (spec_.isSend) {
-    send_.emplace(
-        group_, spec_.peer, [this](const Status& status) { end(status, -1); });
+    send_.emplace(group_, spec_.peer, [this](const Status& status) {
+      if (status.ok() && spec_.zeroFilled) {
+        spec_.zeroFilled(std::move(send_->op().zeroFilled));
+      }
+      end(status, -1);
+    });
     SendOp& op = send_->op();
     op.key = {group_.id(), spec_.tag, 0};
     op.pointToPoint = true;
     op.signature = signature;
     op.trafficClass = spec_.trafficClass;
+    op.tolerance = spec_.tolerance;
     op.sourceRank = group_.rank();
     op.data = static_cast<const std::byte*>(spec_.data);
     op.bytes = spec_.bytes;

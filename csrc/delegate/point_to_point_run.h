@@ -30,6 +30,11 @@ class PointToPointRun final {
   }
   void onCheck();
   void fail(const Status& status);
+  // A receive from any source that no message has answered: it fails when
+  // nobody is left. One that has its message ends with that message.
+  bool waitsForAnyRank() const {
+    return recv_ && spec_.peer < 0 && recv_->op().matchedSource == nullptr;
+  }
 
   uint64_t id() const {
     return id_;

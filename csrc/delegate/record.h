@@ -91,6 +91,9 @@ class RecvRecord final : public Record, private RecvOp {
   RecvOp& op() {
     return *this;
   }
+  const RecvOp& op() const {
+    return *this;
+  }
   void postAny();
 
  private:

@@ -228,6 +228,9 @@ class Relay {
     words >> verb;
     if (verb == "nic") {
       addNic(words, fd);
+    } else if (verb == "address") {
+      const size_t nic = index(words, nics_.size());
+      addAddresses(words, nic, nics_[nic].network);
     } else if (verb == "pipe") {
       if (index(words, emulator_.pipeCount() + 1) != emulator_.pipeCount()) {
         throw std::invalid_argument("want the next number");
@@ -264,12 +267,7 @@ class Relay {
     return "";
   }
 
-  void addNic(std::istringstream& words, FileDescriptor& fd) {
-    if (index(words, nics_.size() + 1) != nics_.size() || !fd) {
-      throw std::invalid_argument("want the next number and its device");
-    }
-    Nic nic;
-    nic.network = index(words, SIZE_MAX);
+  void addAddresses(std::istringstream& words, size_t nic, size_t network) {
     std::string text;
     while (words >> text) {
       Address address;
@@ -280,8 +278,17 @@ class Relay {
         address[i] = static_cast<uint8_t>(
             std::stoul(text.substr(2 * i, 2), nullptr, 16));
       }
-      routes_[nic.network][address] = nics_.size();
+      routes_[network][address] = nic;
     }
+  }
+
+  void addNic(std::istringstream& words, FileDescriptor& fd) {
+    if (index(words, nics_.size() + 1) != nics_.size() || !fd) {
+      throw std::invalid_argument("want the next number and its device");
+    }
+    Nic nic;
+    nic.network = index(words, SIZE_MAX);
+    addAddresses(words, nics_.size(), nic.network);
     watch(fd.get(), nics_.size());
     nic.tun = std::move(fd);
     nics_.push_back(std::move(nic));

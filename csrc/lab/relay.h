@@ -14,6 +14,7 @@ namespace resilient::lab {
 // the lines after the one that failed were not done.
 //
 //   nic NIC NETWORK [ADDRESS...]      its TUN device comes with the message
+//   address NIC ADDRESS...            more of them
 //   pipe PIPE SOURCE_NIC TARGET_NIC SEED
 //   set PIPE name=value...            the fields of PipeSettings
 //   limiter LIMITER RATE QUEUE        makes it if it is the next number

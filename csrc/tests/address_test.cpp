@@ -282,5 +282,30 @@ TEST(changed_text_never_crashes_the_parser) {
   });
 }
 
+TEST(nics_are_followed_to_their_new_addresses) {
+  const auto at = [](const char* ip) {
+    return SocketAddress::parse(ip, 0).value();
+  };
+  const auto nic = [](const char* name, const char* ip) {
+    return NicAddress{name, SocketAddress::parse(ip, 4000).value(), 24};
+  };
+  std::vector<NicAddress> mine{
+      nic("eth0", "10.0.0.1"), nic("eth1", "10.0.1.1"), nic("eth2", "fd00::2")};
+  std::vector<InterfaceAddress> now{
+      {"eth0", at("10.0.0.1"), true, false, 24},
+      {"eth0", at("10.0.0.9"), true, false, 24}, // one more
+      {"eth1", at("fd00::1"), true, false, 64}, // another family
+      {"eth2", at("fd00::2"), true, false, 64}};
+  CHECK(!followAddresses(now, mine)); // eth1 has none yet
+  now.push_back({"eth1", at("10.0.5.7"), false, false, 16});
+  CHECK(!followAddresses(now, mine)); // and is down
+  now.back().up = true;
+  CHECK(followAddresses(now, mine));
+  CHECK_EQ(mine[0].toString(), "eth0@10.0.0.1/24:4000");
+  CHECK_EQ(mine[1].toString(), "eth1@10.0.5.7/16:4000");
+  CHECK_EQ(mine[2].toString(), "eth2@[fd00::2]/24:4000");
+  CHECK(!followAddresses(now, mine));
+}
+
 } // namespace
 } // namespace resilient

@@ -734,6 +734,58 @@ TEST(channel_measures_its_own_pings_only) {
   CHECK_EQ(pair.a.channel.pathStatistics(1).roundTripS(), 0.02);
 }
 
+// What comes in says nothing of the way out: only an answer does.
+TEST(channel_knows_what_has_been_answered_on_a_path) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  const TimePoint begin = pair.now;
+  CHECK(pair.a.channel.answeredUpTo(1) == TimePoint{});
+  pair.a.channel.ping(1);
+  const auto lost = pair.take(pair.a, 1);
+  CHECK(lost->fields().type == FrameType::kPing);
+  pair.now += std::chrono::milliseconds(20);
+  pair.b.channel.ping(1);
+  CHECK_EQ(pair.move(pair.b, 1)->type, FrameType::kPing);
+  TestSend send(text(50));
+  TestRecv recv(&pair.a.channel, 50);
+  pair.a.mailbox.post(&recv);
+  pair.b.channel.send(&send, pair.now);
+  CHECK_EQ(pair.move(pair.b, 1)->type, FrameType::kData);
+  CHECK(pair.a.channel.answeredUpTo(1) == TimePoint{});
+  // A pong answers its ping, an acknowledgement what it counts.
+  CHECK(pair.give(pair.b, 1, *lost).ok());
+  pair.now += std::chrono::milliseconds(20);
+  while (pair.move(pair.b, 1)) {
+  }
+  CHECK(pair.a.channel.answeredUpTo(1) == begin);
+  const TimePoint sent = pair.now;
+  TestSend answer(text(50));
+  TestRecv taken(&pair.b.channel, 50);
+  pair.b.mailbox.post(&taken);
+  pair.a.channel.send(&answer, pair.now);
+  const auto data = pair.take(pair.a, 1);
+  pair.now += std::chrono::milliseconds(20);
+  CHECK(pair.give(pair.b, 1, *data).ok());
+  CHECK(pair.a.channel.answeredUpTo(1) == begin);
+  pair.settle({1, 2});
+  CHECK(pair.a.channel.answeredUpTo(1) >= sent);
+  CHECK(pair.a.channel.answeredUpTo(2) == TimePoint{});
+}
+
+// A cap on the rate holds up messages, not what keeps a path alive.
+TEST(channel_gives_a_path_no_chunk_that_must_wait) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(50));
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.a.channel.pull(1, pair.now, /*chunks=*/false) == nullptr);
+  pair.a.channel.ping(1);
+  CHECK(pair.a.channel.pull(1, pair.now, /*chunks=*/false) != nullptr);
+  CHECK_EQ(pair.move(pair.a, 1)->type, FrameType::kPing);
+  CHECK_EQ(pair.move(pair.a, 1)->type, FrameType::kData);
+}
+
 TEST(channel_refuses_a_message_too_large_for_the_wire) {
   ChannelPair pair;
   TestSend send("x");
@@ -852,6 +904,50 @@ TEST(channel_refuses_grants_of_what_was_never_sent) {
   const uint64_t number = 7;
   std::memcpy(pair.b.channel.destination(1), &number, 8);
   CHECK_EQ(pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
+}
+
+// A path that became slow without falling silent for good keeps the last chunk
+// of a message; the other path has nothing to do.
+TEST(channel_sends_a_late_tail_over_an_idle_path) {
+  ChannelPair net;
+  net.up(1);
+  net.up(2);
+  std::deque<TestSend> warm;
+  std::deque<TestRecv> warmed;
+  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
+    warm.emplace_back(text(400));
+    warmed.emplace_back(&net.b.channel, 400);
+    net.b.mailbox.post(&warmed.back());
+    net.a.channel.send(&warm.back(), net.now);
+    net.settle(
+        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
+  }
+  CHECK(net.a.channel.pathStatistics(2).capacityBytesPerS() > 0);
+  TestSend send(text(200));
+  TestRecv recv(&net.b.channel, 200);
+  net.b.mailbox.post(&recv);
+  net.a.channel.send(&send, net.now);
+  const auto late = net.take(net.a, 1);
+  CHECK(late.has_value());
+  CHECK(net.move(net.a, 2).has_value()); // the other chunk
+  net.move(net.b, 2); // and its acknowledgement
+  CHECK(!net.take(net.a, 2).has_value()); // too early to tell
+  const TimePoint due = net.a.channel.deadline();
+  CHECK(due < net.now + std::chrono::seconds(1));
+  net.now += std::chrono::seconds(1);
+  net.a.channel.onTimer(net.now);
+  const auto again = net.move(net.a, 2);
+  CHECK(again.has_value());
+  CHECK_EQ(again->offset, late->fields().offset);
+  CHECK(!net.take(net.a, 2).has_value()); // once
+  net.settle({2});
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(recv.ends, 1);
+  CHECK_EQ(recv.content, send.content);
+  CHECK_EQ(net.give(net.b, 1, *late).toString(), "ok");
+  CHECK_EQ(net.b.channel.counters().duplicateChunks, 1u);
+  net.settle({1, 2});
+  net.checkEmpty();
 }
 
 } // namespace

@@ -214,6 +214,45 @@ TEST(engineReducesAndSendsFromManyThreads) {
   leave(ranks);
 }
 
+// Small rings, so that both ends wait for each other all the time; and waiting
+// threads that come and go.
+TEST(engineSharesMemoryOnOneHost) {
+  for (const int64_t ring : {16 << 10, 512 << 10}) {
+    EngineOptions options;
+    options.shared_ring_bytes = ring;
+    std::vector<Rank> ranks = startRanks(2, options);
+    onEach(ranks, [&](int r) {
+      Rank& rank = ranks[static_cast<size_t>(r)];
+      for (int i = 0; i < 40; ++i) {
+        const size_t count = i % 8 == 0 ? 1 << 20 : 1 + 997 * size_t(i % 7);
+        std::vector<float> data(count);
+        for (size_t k = 0; k < count; ++k) {
+          data[k] = static_cast<float>(k % 1000 + size_t(i));
+        }
+        std::vector<float> back(count);
+        if (r == 0) {
+          CHECK_EQ(rank.message(true, 1, 1, data, kLong).message(), "");
+          CHECK_EQ(rank.message(false, 1, 1, back, kLong).message(), "");
+          CHECK(back == data);
+        } else {
+          CHECK_EQ(rank.message(false, 0, 1, back, kLong).message(), "");
+          CHECK_EQ(rank.message(true, 0, 1, back, kLong).message(), "");
+        }
+        // Both directions at a time.
+        CHECK(rank.allReduce(back, kLong).ok());
+        CHECK_EQ(back.back(), 2 * data.back());
+      }
+    });
+    for (Rank& rank : ranks) {
+      const GroupStats stats = rank.group->stats();
+      const PathStats& shared = stats.peers[0].paths[0];
+      CHECK_EQ(shared.nic, "shared memory");
+      CHECK(shared.bytesSent > stats.peers[0].bytesSent / 2);
+    }
+    leave(ranks);
+  }
+}
+
 TEST(engineSurvivesCutsOfItsPaths) {
   EngineOptions options;
   options.paths_same_host = 3;
@@ -279,6 +318,32 @@ TEST(engineAbortReachesTheOthers) {
     CHECK(status.message().find("the test says so") != std::string::npos);
   });
   leave(ranks);
+}
+
+// One clear error at the start, that names the variable and its value.
+TEST(engineRefusesWhatItCannotReadAboutDatagrams) {
+  const auto errorOf = [](auto change) -> std::string {
+    EngineOptions options;
+    change(options);
+    try {
+      Engine::start(options, "127.0.0.1", 0);
+    } catch (const StatusError& error) {
+      CHECK_EQ(error.status().code(), StatusCode::kInvalidArgument);
+      return error.what();
+    }
+    return "";
+  };
+  for (const char* text : {"none", "uniform_fec:10:11", "us/all=semantic"}) {
+    const std::string error =
+        errorOf([&](EngineOptions& o) { o.wan_recovery = text; });
+    CHECK_CONTAINS(error, "TORCH_RESILIENT_WAN_RECOVERY");
+    CHECK_CONTAINS(error, std::string("\"") + text + "\"");
+    CHECK_CONTAINS(error, "uniform_fec:data:parity");
+  }
+  const std::string error =
+      errorOf([](EngineOptions& o) { o.wan = "us=sctp"; });
+  CHECK_CONTAINS(error, "TORCH_RESILIENT_WAN)");
+  CHECK_CONTAINS(error, "\"us=sctp\"");
 }
 
 } // namespace

@@ -567,5 +567,22 @@ TEST(a_connection_to_itself_counts_as_refused) {
   CHECK_EQ(connectOutcome(fd.get()), ECONNREFUSED);
 }
 
+TEST(spin_time_is_at_most_half_of_a_wait) {
+  SpinTime spin;
+  for (const Nanos wait : {1us, 30us, 100us, 130us, 1000us, 5000us}) {
+    for (int i = 0; i < 20; ++i) {
+      spin.onNews(wait);
+    }
+    CHECK(
+        spin.budget() == SpinTime::kMost ? wait <= 2 * SpinTime::kMost
+                                         : spin.budget() <= wait / 2);
+  }
+  CHECK_EQ(spin.budget().count(), SpinTime::kLeast.count());
+  spin.onNews(100us); // both ends sleep, and it still was soon
+  CHECK_EQ(spin.budget().count(), SpinTime::kMost.count());
+  spin.onOther();
+  CHECK_EQ(spin.budget().count(), SpinTime::kMost.count() / 2);
+}
+
 } // namespace
 } // namespace resilient

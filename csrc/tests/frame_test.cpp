@@ -54,6 +54,9 @@ FrameHeader example(FrameType type) {
     case FrameType::kControl:
       h.payloadBytes = 77;
       break;
+    case FrameType::kResidual:
+      h.payloadBytes = 24;
+      break;
     default:
       break;
   }
@@ -153,6 +156,14 @@ const Golden kGolden[] = {
      "00000000"
      "00000000",
      "1cd04a4c"},
+    {FrameType::kResidual,
+     "54524631"
+     "0a"
+     "02"
+     "0000"
+     "18000000"
+     "00000000",
+     "fc045bb2"},
 };
 
 std::string expected(const Golden& g) {
@@ -192,9 +203,9 @@ TEST(frame_round_trip_of_random_headers) {
   Prng prng(7);
   for (int i = 0; i < 20'000; ++i) {
     FrameHeader h;
-    h.type = static_cast<FrameType>(1 + prng.below(9));
+    h.type = static_cast<FrameType>(1 + prng.below(10));
     h.trafficClass = static_cast<TrafficClass>(prng.below(4));
-    h.flags = static_cast<uint16_t>(prng.below(4));
+    h.flags = static_cast<uint16_t>(prng.below(8));
     h.sourceRank = static_cast<int32_t>(prng.next());
     h.ack = prng.next();
     h.message = prng.next();
@@ -219,7 +230,8 @@ TEST(frame_round_trip_of_random_headers) {
       }
     } else if (h.type == FrameType::kGrant) {
       h.payloadBytes = static_cast<uint32_t>(8 * prng.below(8193));
-    } else if (h.type <= FrameType::kControl) {
+    } else if (
+        h.type <= FrameType::kControl || h.type == FrameType::kResidual) {
       h.payloadBytes = static_cast<uint32_t>(prng.below(65537));
     }
     FrameBytes bytes;
@@ -278,7 +290,7 @@ TEST(frame_claims_are_checked) {
     CHECK_CONTAINS(status.message(), what);
   };
   refused("type", [](FrameHeader& h) { h.type = FrameType(0); });
-  refused("type", [](FrameHeader& h) { h.type = FrameType(10); });
+  refused("type", [](FrameHeader& h) { h.type = FrameType(11); });
   refused("traffic class", [](FrameHeader& h) {
     h.trafficClass = TrafficClass(4);
   });
@@ -341,6 +353,47 @@ TEST(frame_at_the_limits_is_taken) {
   h.totalBytes = 0;
   h.payloadBytes = 0;
   CHECK_EQ(decode(h).toString(), "ok");
+}
+
+TEST(frame_datagram_offer_survives_the_wire) {
+  DatagramOffer offer;
+  offer.slot = 0x0102;
+  offer.answer = true;
+  offer.port = 4711;
+  offer.key = 0x0807060504030201;
+  offer.nonce = "0123456789abcdef";
+  const auto payload = encode(offer);
+  std::string bytes;
+  for (const std::byte b : payload) {
+    bytes += static_cast<char>(b);
+  }
+  CHECK_EQ(
+      bytes,
+      std::string(
+          "\x07\x02\x01\x01\x67\x12\x01\x02\x03\x04\x05\x06\x07\x08\x10\0\0\0",
+          18) +
+          offer.nonce);
+  const auto back = decodeDatagramOffer(payload);
+  CHECK(back.has_value());
+  CHECK_EQ(back->slot, offer.slot);
+  CHECK(back->answer);
+  CHECK_EQ(back->port, offer.port);
+  CHECK_EQ(back->key, offer.key);
+  CHECK_EQ(back->nonce, offer.nonce);
+  for (size_t n = 0; n < payload.size(); ++n) {
+    CHECK(!decodeDatagramOffer(std::span(payload).first(n)).has_value());
+  }
+  auto bad = payload;
+  bad.push_back(std::byte(0));
+  CHECK(!decodeDatagramOffer(bad).has_value());
+  bad = payload;
+  bad[3] = std::byte(2); // neither an offer nor an answer
+  CHECK(!decodeDatagramOffer(bad).has_value());
+  bad = payload;
+  bad[0] = std::byte(6);
+  CHECK(!decodeDatagramOffer(bad).has_value());
+  offer.nonce.pop_back(); // a border that could be elsewhere
+  CHECK(!decodeDatagramOffer(encode(offer)).has_value());
 }
 
 TEST(frame_reason_survives_the_wire) {

@@ -168,6 +168,85 @@ TEST(options_refuse_numbers_that_are_none) {
   }
 }
 
+TEST(options_numbers_for_sites) {
+  const auto sites =
+      SiteNumbers::parse(" eu-west=50M, us=16384 ,*=1G", 1, 1ll << 40);
+  CHECK(sites.has_value());
+  CHECK_EQ(sites->of("eu-west").value(), 50 << 20);
+  CHECK_EQ(sites->of("us").value(), 16384);
+  CHECK_EQ(sites->of("asia").value(), 1 << 30);
+  CHECK_EQ(sites->of("").value(), 1 << 30);
+  // The others do not include our own site, if there are sites at all.
+  CHECK(!sites->beyond("asia", "asia").has_value());
+  CHECK_EQ(sites->beyond("asia", "africa").value(), 1 << 30);
+  CHECK_EQ(sites->beyond("us", "us").value(), 16384);
+  CHECK_EQ(sites->beyond("", "").value(), 1 << 30);
+  const auto named = SiteNumbers::parse("us=7", 0, 63);
+  CHECK_EQ(named->of("us").value(), 7);
+  CHECK(!named->of("eu").has_value());
+  CHECK_EQ(SiteNumbers::parse("46", 0, 63)->of("eu").value(), 46);
+  CHECK(!SiteNumbers::parse("", 0, 63)->of("eu").has_value());
+  for (const char* text :
+       {"us",
+        "us=",
+        "=7",
+        "us=64",
+        "us=-1",
+        "us=1,us=2",
+        "1,2",
+        "us=1,",
+        "u s=1",
+        "us=1;eu=2",
+        "us==1",
+        ","}) {
+    CHECK(!SiteNumbers::parse(text, 0, 63).has_value());
+  }
+  CHECK_CONTAINS(
+      errorOf("WAN_RATE_LIMIT", "us=5"), "expected bytes per second");
+  CHECK_CONTAINS(errorOf("WAN_DSCP", "64"), "from 0 to 63");
+}
+
+TEST(options_words_for_sites) {
+  const auto sites =
+      SiteNumbers::parseWords(" udp , eu-west = tcp,us=udp", kWanTransports);
+  CHECK(sites.has_value());
+  CHECK_EQ(sites->of("eu-west").value(), 0);
+  CHECK_EQ(sites->of("us").value(), 1);
+  CHECK_EQ(sites->of("asia").value(), 1);
+  const auto named = SiteNumbers::parseWords("us=udp", kWanTransports);
+  CHECK_EQ(named->of("us").value(), 1);
+  CHECK(!named->of("eu").has_value());
+  CHECK(!SiteNumbers::parseWords("", kWanTransports)->of("eu").has_value());
+  for (const char* text :
+       {"UDP",
+        "1",
+        "udp tcp",
+        "udp,tcp",
+        "us=",
+        "=udp",
+        "us=sctp",
+        "us=udp,us=tcp",
+        "*=udp,tcp",
+        "udp,",
+        "u s=udp"}) {
+    CHECK(!SiteNumbers::parseWords(text, kWanTransports).has_value());
+  }
+}
+
+// Each error names the variable, its value and what it should be.
+TEST(options_errors_about_datagrams) {
+  for (const char* text : {"sctp", "us=", "tcp,udp", "us=udp,us=tcp"}) {
+    const std::string error = errorOf("WAN", text);
+    CHECK_CONTAINS(error, "TORCH_RESILIENT_WAN)");
+    CHECK_CONTAINS(error, std::string("\"") + text + "\"");
+    CHECK_CONTAINS(error, "expected tcp or udp, or a list such as");
+  }
+  const std::string parity = errorOf("WAN_PARITY", "raid");
+  CHECK_CONTAINS(parity, "TORCH_RESILIENT_WAN_PARITY");
+  CHECK_CONTAINS(parity, "\"raid\"");
+  CHECK_CONTAINS(parity, "reed_solomon or xor");
+}
+
 TEST(options_assigned_directly_are_validated) {
   EngineOptions options;
   options.heartbeat_s = std::numeric_limits<double>::quiet_NaN();

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "base/random.h"
+#include "base/small_float.h"
 #include "base/status.h"
-#include "collectives/small_float.h"
 #include "tests/check.h"
 
 namespace resilient {

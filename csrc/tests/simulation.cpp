@@ -19,6 +19,7 @@ SimulatedLink Simulation::randomLink() {
        std::chrono::milliseconds(10)});
   l.bytesPerS = oneOf<uint64_t>({20'000, 1'000'000, 100'000'000});
   l.windowBytes = oneOf<uint64_t>({100, 500, 3000, 60'000});
+  l.selfAcknowledging = below(4) == 0;
   return l;
 }
 
@@ -99,6 +100,7 @@ void Simulation::planPaths(size_t a, size_t b) {
       }
       if (kind <= 5) {
         if (!open.empty()) {
+          ++result_.stalls;
           net_.stall(
               open[below(open.size())],
               net_.now() + upTo(std::chrono::milliseconds(300)));
@@ -125,6 +127,7 @@ void Simulation::planPaths(size_t a, size_t b) {
         });
         return;
       }
+      ++result_.roles;
       net_.setClasses(path, side, static_cast<uint8_t>(below(16)));
     });
   }
@@ -556,6 +559,7 @@ void Simulation::endPart(size_t c, size_t process, const Status& status) {
 void Simulation::closeGroup(size_t process, uint64_t group) {
   net_.note(18, process, group, "process closes group");
   closed_.insert({process, group});
+  ++result_.losses;
   for (Collective& x : collectives_) {
     if (x.group == group) {
       x.broken = true;
@@ -570,6 +574,7 @@ void Simulation::closeGroup(size_t process, uint64_t group) {
 void Simulation::failChannel(size_t a, size_t b) {
   net_.note(19, a, b, "channel fails");
   dead_.insert({std::min(a, b), std::max(a, b)});
+  ++result_.losses;
   for (Collective& x : collectives_) {
     x.broken = true; // it may have needed the channel
   }

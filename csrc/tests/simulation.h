@@ -15,8 +15,16 @@ struct SimulationResult {
   uint64_t failed = 0; // operations that ended with an error, as they must
   uint64_t cancelled = 0; // operations
   uint64_t cuts = 0; // paths
+  uint64_t stalls = 0; // of paths
   uint64_t suspicions = 0; // of paths that may be quite well
+  uint64_t roles = 0; // changes of the classes that a path carries
+  uint64_t losses = 0; // channels that failed, groups that were closed
   uint64_t duplicates = 0; // chunks that arrived in vain
+
+  // What the network and the processes did wrong on purpose.
+  uint64_t faults() const {
+    return cuts + stalls + suspicions + roles + losses;
+  }
 };
 
 // Runs one random program on one random network, both decided by the seed:

@@ -25,6 +25,7 @@ TEST(simulation_holds_its_promises) {
     trace = [](const std::string& line) { std::cerr << line << "\n"; };
   }
   SimulationResult sum;
+  uint64_t faulty = 0;
   const auto one = [&](uint64_t seed) {
     const SimulationResult r = simulate(seed, trace);
     if (!r.error.empty()) {
@@ -35,7 +36,11 @@ TEST(simulation_holds_its_promises) {
     sum.failed += r.failed;
     sum.cancelled += r.cancelled;
     sum.cuts += r.cuts;
+    sum.stalls += r.stalls;
     sum.suspicions += r.suspicions;
+    sum.roles += r.roles;
+    sum.losses += r.losses;
+    faulty += r.faults() > 0;
     sum.duplicates += r.duplicates;
     sum.events += r.events;
   };
@@ -60,16 +65,25 @@ TEST(simulation_holds_its_promises) {
     noteSeed(seed);
     one(seed);
   }
-  std::cout << "simulation: " << schedules << " schedules, " << sum.events
-            << " events, " << sum.delivered << " messages, " << sum.failed
-            << " failed and " << sum.cancelled << " cancelled operations, "
-            << sum.cuts << " cuts, " << sum.suspicions << " suspicions, "
-            << sum.duplicates << " duplicate chunks\n";
+  std::cout << "simulation: " << schedules << " schedules, " << sum.faults()
+            << " faults (" << sum.cuts << " cuts, " << sum.stalls << " stalls, "
+            << sum.suspicions << " suspicions, " << sum.roles
+            << " changes of roles, " << sum.losses
+            << " lost channels and groups) in " << faulty << " of them, "
+            << sum.events << " events, " << sum.delivered << " messages, "
+            << sum.failed << " failed and " << sum.cancelled
+            << " cancelled operations, " << sum.duplicates
+            << " duplicate chunks\n";
   // A simulation in which nothing happens shows nothing.
   if (schedules >= 200) {
     CHECK(sum.delivered > schedules * 5);
     CHECK(sum.cuts > schedules / 2);
     CHECK(sum.suspicions > schedules / 2);
+    CHECK(sum.stalls > schedules / 2);
+    CHECK(sum.roles > schedules / 10);
+    CHECK(sum.losses > schedules / 10);
+    // So many simulated schedules are more simulated faults.
+    CHECK(sum.faults() > schedules);
     CHECK(sum.cancelled > schedules / 2);
     CHECK(sum.failed > schedules / 10);
     CHECK(sum.duplicates > schedules / 50);

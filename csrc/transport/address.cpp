@@ -399,6 +399,33 @@ std::string hostIdentity() {
   return toHex(digest.data(), 16);
 }
 
+bool followAddresses(
+    const std::vector<InterfaceAddress>& interfaces,
+    std::vector<NicAddress>& mine) {
+  bool changed = false;
+  for (NicAddress& nic : mine) {
+    const InterfaceAddress* other = nullptr;
+    bool there = false;
+    for (const InterfaceAddress& i : interfaces) {
+      if (i.interface == nic.nic) {
+        there = there || i.address.ip() == nic.address.ip();
+        if (other == nullptr && i.up &&
+            i.address.family() == nic.address.family()) {
+          other = &i;
+        }
+      }
+    }
+    if (!there && other != nullptr) {
+      const uint16_t port = nic.address.port();
+      nic.address = other->address;
+      nic.address.setPort(port);
+      nic.prefixBits = other->prefixBits;
+      changed = true;
+    }
+  }
+  return changed;
+}
+
 bool NicAddress::inSubnet(const SocketAddress& other) const {
   if (other.family() != address.family() || prefixBits == 0) {
     return false;

@@ -65,6 +65,13 @@ struct NicAddress {
   std::string toString() const; // "eth0@10.0.0.7/24:29511"
 };
 
+// Follows NICs whose address has changed: each entry of `mine` whose address is
+// gone gets one that its interface has now, of the same family, if any. The
+// order stays. True if anything has changed.
+bool followAddresses(
+    const std::vector<InterfaceAddress>& interfaces,
+    std::vector<NicAddress>& mine);
+
 // How to reach a rank; what it puts into the store.
 struct PeerAddress {
   Uid uid{};

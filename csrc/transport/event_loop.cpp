@@ -1,12 +1,13 @@
 #include "transport/event_loop.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/syscall.h>
 #include <sys/timerfd.h>
 #include <unistd.h>
 #if defined(__SSE2__)
-#include <xmmintrin.h>
+#include <emmintrin.h>
 #endif
 
 #include <algorithm>
@@ -27,8 +28,31 @@ namespace {
 // calls of epoll_wait under load, nothing else.
 constexpr int kEventsPerTurn = 128;
 
+// A look takes some hundred nanoseconds, and so does to yield in vain.
+constexpr unsigned kLooksUntilYield = 8;
+
 // The generation that marks our own descriptors; others start at 1.
 constexpr uint64_t kWakeMark = 0;
+
+// Processors that this process may use.
+size_t processors() {
+  static const size_t count = [] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    return ::sched_getaffinity(0, sizeof(set), &set) == 0
+        ? static_cast<size_t>(CPU_COUNT(&set))
+        : size_t{1};
+  }();
+  return count;
+}
+
+void relax() {
+#if defined(__SSE2__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
 
 uint64_t packEvent(int fd, uint32_t generation) {
   return uint64_t{generation} << 32 | static_cast<uint32_t>(fd);
@@ -169,6 +193,9 @@ TimePoint EventLoop::wakeNeededBy() {
       by = std::min(by, now + kSoon);
     }
   }
+  if (anyNews()) {
+    by = std::min(by, now + kSoon);
+  }
   return parked || by < sleepsUntil_ ? by : kNever;
 }
 
@@ -224,7 +251,7 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
         break;
       }
     }
-    sleepAndTakeTurn(events, until, /*helper=*/true);
+    sleepAndTakeTurn(events, until, &done);
   }
   helped_.store(false);
   wakeTimerNoticed();
@@ -234,6 +261,9 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   {
     std::lock_guard lock(mutex_);
     maySleep_ = true;
+  }
+  if (!parked_.load()) { // else it will look for itself, and soon
+    putPollersToSleep();
   }
   wakeBy(wakeNeededBy());
   return true;
@@ -394,13 +424,111 @@ void EventLoop::runAll(std::vector<std::function<void()>>& functions) {
   functions.clear();
 }
 
+void EventLoop::add(Poller* poller) {
+  RESILIENT_IN_LOOP(*this);
+  poller->setAsleep(pollersAsleep_);
+  pollers_.push_back(poller);
+}
+
+void EventLoop::remove(Poller* poller) {
+  RESILIENT_IN_LOOP(*this);
+  std::replace(
+      pollers_.begin(),
+      pollers_.end(),
+      poller,
+      static_cast<Poller*>(nullptr)); // takeTurn may be going through them
+}
+
+bool EventLoop::anyNews() const {
+  return std::any_of(pollers_.begin(), pollers_.end(), [](const Poller* p) {
+    return p != nullptr && p->hasNews();
+  });
+}
+
+void EventLoop::wakePollers() {
+  if (std::exchange(pollersAsleep_, false)) {
+    for (Poller* p : pollers_) {
+      if (p != nullptr) {
+        p->setAsleep(false);
+      }
+    }
+  }
+}
+
+// Again even if they sleep: one that has been woken since is awake.
+void EventLoop::putPollersToSleep() {
+  pollersAsleep_ = true;
+  for (Poller* p : pollers_) {
+    if (p != nullptr) {
+      p->setAsleep(true);
+    }
+  }
+}
+
+// Looks for something to do without falling asleep; false: there is nothing,
+// and it is time to sleep.
+bool EventLoop::spin(
+    TimePoint begunAt,
+    TimePoint limit,
+    const std::function<bool()>* done) {
+  Nanos budget;
+  bool crowded;
+  {
+    std::lock_guard turn(turn_);
+    const bool worthIt = done != nullptr ? !pollers_.empty()
+                                         : !helped_.load() &&
+            std::any_of(pollers_.begin(), pollers_.end(), [](const Poller* p) {
+              return p != nullptr && p->inMidst();
+            });
+    if (!worthIt) {
+      return false;
+    }
+    wakePollers();
+    limit = std::min(limit, timers_.next());
+    budget = (done != nullptr ? helperSpin_ : runSpin_).budget();
+    // One for each peer on this host, and ours.
+    crowded = pollers_.size() + 1 > processors();
+  }
+  for (unsigned looks = 0;;) {
+    {
+      std::lock_guard turn(turn_);
+      if (!endOfTurn_.empty() || anyNews()) {
+        return true;
+      }
+      std::lock_guard lock(mutex_);
+      maySleep_ = false; // posters need not wake us
+      if (!posted_.empty() || stopping_) {
+        return true;
+      }
+    }
+    const TimePoint now = std::chrono::steady_clock::now();
+    if ((done != nullptr && (*done)()) || now - begunAt >= budget ||
+        now >= limit || (done == nullptr && helped_.load())) {
+      return false;
+    }
+    // Whoever we wait for may want this very processor.
+    if (crowded || ++looks % kLooksUntilYield == 0) {
+      ::sched_yield();
+    } else {
+      for (int i = 0; i < 8; ++i) {
+        relax();
+      }
+    }
+  }
+}
+
 // Called before a thread sleeps: false if there is something to do at once,
 // else until when it may sleep at most.
 bool EventLoop::prepareToSleep(TimePoint& until, bool helper) {
   std::lock_guard turn(turn_);
   bool idle = endOfTurn_.empty();
+  if (helper || !helped_.load()) { // else the helper looks
+    putPollersToSleep();
+    idle = idle && !anyNews();
+  }
   std::lock_guard lock(mutex_);
-  idle = idle && posted_.empty();
+  // Whoever stops the loop wakes nobody who may not sleep.
+  idle = idle && posted_.empty() && !stopping_;
   // From here on a poster writes to the eventfd, so that a post between this
   // line and the wait is not slept through.
   maySleep_ = idle;
@@ -414,23 +542,41 @@ bool EventLoop::prepareToSleep(TimePoint& until, bool helper) {
 void EventLoop::sleepAndTakeTurn(
     epoll_event* events,
     TimePoint limit,
-    bool helper) {
+    const std::function<bool()>* done) {
+  const bool helper = done != nullptr;
+  const TimePoint begunAt = std::chrono::steady_clock::now();
+  const bool awake = spin(begunAt, limit, done);
+  if (helper && !awake && (*done)()) {
+    return;
+  }
+  const bool look =
+      !awake || begunAt - socketsSeenAt_.load() >= kSocketsAtLeast;
+  int count = 0;
   Nanos timeout{0};
   TimePoint until;
-  if (prepareToSleep(until, helper)) {
+  if (!awake && prepareToSleep(until, helper)) {
     until = std::min(until, limit);
     timeout = until == kNever
         ? Nanos(-1)
         : std::max(Nanos(0), until - std::chrono::steady_clock::now());
   }
-  const int count = wait(events, kEventsPerTurn, timeout);
-  if (count < 0 && errno != EINTR) {
-    checkSyscall("epoll_wait", count);
-  }
-  if (!helper) {
-    wakeTimerNoticed();
+  if (look) {
+    count = wait(events, kEventsPerTurn, timeout);
+    if (count < 0 && errno != EINTR) {
+      checkSyscall("epoll_wait", count);
+    }
+    if (!helper) {
+      wakeTimerNoticed();
+    }
+    socketsSeenAt_.store(std::chrono::steady_clock::now());
   }
   std::lock_guard turn(turn_);
+  SpinTime& spinTime = helper ? helperSpin_ : runSpin_;
+  if (anyNews()) {
+    spinTime.onNews(std::chrono::steady_clock::now() - begunAt);
+  } else if (!awake) {
+    spinTime.onOther();
+  }
   takeTurn(events, count);
 }
 
@@ -445,6 +591,12 @@ void EventLoop::takeTurn(const epoll_event* events, int count) noexcept {
   }
   uint64_t mark = timers_.added();
   dispatch(events, count);
+  for (size_t i = 0; i < pollers_.size(); ++i) {
+    if (pollers_[i] != nullptr && pollers_[i]->hasNews()) {
+      pollers_[i]->onNews();
+    }
+  }
+  std::erase(pollers_, nullptr);
   runAll(postedRunning_);
   while (auto run = timers_.popDue(now_, mark)) {
     run();
@@ -463,7 +615,7 @@ void EventLoop::run() {
         break;
       }
     }
-    sleepAndTakeTurn(events, kNever, /*helper=*/false);
+    sleepAndTakeTurn(events, kNever, nullptr);
     parkWhileHelped();
   }
   for (;;) {

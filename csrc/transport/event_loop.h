@@ -9,6 +9,7 @@
 
 #include "base/syscall.h"
 #include "base/time.h"
+#include "transport/spin_time.h"
 #include "transport/timer_queue.h"
 
 struct epoll_event;
@@ -20,6 +21,21 @@ namespace resilient {
 struct Handler {
   virtual ~Handler() = default;
   virtual void onEvents(uint32_t events) = 0;
+};
+
+// Something whose news come through memory that another process writes to.
+// Called in the loop only, or with the turn's lock held.
+struct Poller {
+  virtual ~Poller() = default;
+  // Whether onNews() has something to do. Asked over and over by a thread that
+  // waits, so it must be as cheap as reading a word.
+  virtual bool hasNews() const = 0;
+  virtual void onNews() = 0;
+  // Whether more is about to come, so that it is not worth falling asleep.
+  virtual bool inMidst() const = 0;
+  // true: nobody asks any more, so news have to come by a descriptor too. The
+  // loop asks once more after this call, so none is lost in between.
+  virtual void setAsleep(bool asleep) = 0;
 };
 
 // Waits for descriptors (level-triggered epoll), timers and posted functions,
@@ -75,6 +91,10 @@ class EventLoop {
   void modify(int fd, uint32_t events);
   void remove(int fd);
 
+  // Not owned. A poller may remove itself or others while it is called.
+  void add(Poller* poller);
+  void remove(Poller* poller);
+
   TimerId at(TimePoint when, std::function<void()> run);
   TimerId after(Nanos delay, std::function<void()> run) {
     return at(now_ + delay, std::move(run));
@@ -118,10 +138,22 @@ class EventLoop {
   // Python program needs between two operations, it would be of no use.
   static constexpr Nanos kParkLinger = std::chrono::microseconds(200);
 
+  // While news are found without sleeping, sockets are looked at this often.
+  static constexpr Nanos kSocketsAtLeast = std::chrono::microseconds(100);
+
   class Turn;
   void wakeUp();
+  bool
+  spin(TimePoint begunAt, TimePoint limit, const std::function<bool()>* done);
+  bool anyNews() const;
+  void wakePollers();
+  void putPollersToSleep();
   bool prepareToSleep(TimePoint& until, bool helper);
-  void sleepAndTakeTurn(epoll_event* events, TimePoint limit, bool helper);
+  // `done`: of the helper; null in run().
+  void sleepAndTakeTurn(
+      epoll_event* events,
+      TimePoint limit,
+      const std::function<bool()>* done);
   void takeTurn(const epoll_event* events, int count) noexcept;
   void parkWhileHelped();
   TimePoint wakeNeededBy();
@@ -136,6 +168,7 @@ class EventLoop {
   FileDescriptor epoll_, wake_;
   std::atomic<bool> finePrecision_{true}; // epoll_pwait2 works
   std::atomic<uint64_t> turns_{0};
+  std::atomic<TimePoint> socketsSeenAt_{TimePoint{}};
   std::atomic<bool> running_{false}; // a thread is in run()
 
   // Held during a turn. Guards everything up to runner_.
@@ -144,6 +177,9 @@ class EventLoop {
   TimerQueue timers_;
   std::vector<std::function<void()>> endOfTurn_, endOfTurnRunning_;
   std::vector<std::function<void()>> postedRunning_;
+  std::vector<Poller*> pollers_; // null: removed
+  bool pollersAsleep_ = false;
+  SpinTime helperSpin_, runSpin_;
   TimePoint now_;
   // When the thread in run(), if it sleeps, wakes up by itself.
   TimePoint sleepsUntil_ = TimePoint::min();

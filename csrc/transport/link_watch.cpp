@@ -13,14 +13,19 @@
 
 namespace resilient {
 
-LinkWatch::LinkWatch(EventLoop& loop, Callback callback)
-    : loop_(loop), callback_(std::move(callback)) {
+LinkWatch::LinkWatch(
+    EventLoop& loop,
+    Callback callback,
+    std::function<void()> onAddresses)
+    : loop_(loop),
+      callback_(std::move(callback)),
+      onAddresses_(std::move(onAddresses)) {
   FileDescriptor fd(
       ::socket(
           AF_NETLINK, SOCK_RAW | SOCK_NONBLOCK | SOCK_CLOEXEC, NETLINK_ROUTE));
   sockaddr_nl address{};
   address.nl_family = AF_NETLINK;
-  address.nl_groups = RTMGRP_LINK;
+  address.nl_groups = RTMGRP_LINK | RTMGRP_IPV4_IFADDR | RTMGRP_IPV6_IFADDR;
   if (!fd ||
       ::bind(
           fd.get(),
@@ -63,6 +68,9 @@ void LinkWatch::onEvents(uint32_t) {
     auto left = static_cast<unsigned>(n);
     for (auto* m = reinterpret_cast<nlmsghdr*>(buffer); NLMSG_OK(m, left);
          m = NLMSG_NEXT(m, left)) {
+      if (m->nlmsg_type == RTM_NEWADDR || m->nlmsg_type == RTM_DELADDR) {
+        onAddresses_();
+      }
       if (m->nlmsg_type != RTM_NEWLINK && m->nlmsg_type != RTM_DELLINK) {
         continue;
       }

@@ -8,8 +8,8 @@
 namespace resilient {
 
 // Tells at once when a network interface of this host goes down, loses its
-// carrier or comes back, as the kernel says (rtnetlink): the fastest witness
-// of a failure, of our own NICs only.
+// carrier or comes back, or when addresses change, as the kernel says
+// (rtnetlink): the fastest witness of a failure, of our own NICs only.
 // Paper: SHIFT §4.3.2, the port event.
 //
 // Thread: the loop's. Without netlink (some sandboxes) it is silent, and
@@ -19,7 +19,10 @@ class LinkWatch final : private Handler {
   // `usable`: up and with a carrier. Also called for interfaces that are gone.
   using Callback = std::function<void(const std::string& nic, bool usable)>;
 
-  LinkWatch(EventLoop& loop, Callback callback);
+  LinkWatch(
+      EventLoop& loop,
+      Callback callback,
+      std::function<void()> onAddresses);
   ~LinkWatch() override;
 
   bool working() const {
@@ -31,6 +34,7 @@ class LinkWatch final : private Handler {
 
   EventLoop& loop_;
   Callback callback_;
+  std::function<void()> onAddresses_;
   FileDescriptor fd_;
 };
 

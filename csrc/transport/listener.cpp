@@ -60,6 +60,22 @@ Listener::~Listener() {
   }
 }
 
+void Listener::moveTo(const std::string& ip) {
+  RESILIENT_IN_LOOP(loop_);
+  const auto at = SocketAddress::parse(ip, port_);
+  if (config_.bindIp.empty() || config_.bindIp == ip || !at) {
+    return;
+  }
+  FileDescriptor moved = open(*at);
+  if (!moved) {
+    return;
+  }
+  loop_.remove(fd_.get());
+  fd_ = std::move(moved);
+  loop_.add(fd_.get(), EPOLLIN, this);
+  config_.bindIp = ip;
+}
+
 // Empty if the machine does not know this family.
 FileDescriptor Listener::open(const SocketAddress& at) {
   bool v6 = at.family() == AF_INET6;

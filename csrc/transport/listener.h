@@ -55,6 +55,9 @@ class Listener final : private Handler {
   uint16_t port() const {
     return port_;
   }
+  // The interface has got another address: listens there, on the same port, if
+  // it was bound to one at all. Throws StatusError; then all is as before.
+  void moveTo(const std::string& ip);
   // False if only IPv4 callers can reach it.
   bool dualStack() const {
     return dualStack_;

@@ -178,6 +178,9 @@ SimulatedNetwork::connect(size_t a, size_t b, const SimulatedLink& link) {
     Channel& c = channel(e.process, e.peer);
     openPaths_[c.id()].push_back(ref);
     c.addPath(e.id, now_);
+    if (link.selfAcknowledging) {
+      c.setSelfAcknowledging(e.id);
+    }
   }
   return ref;
 }
@@ -355,16 +358,34 @@ void SimulatedNetwork::deliver(PathRef ref, int side) {
   if (!s.bytesLeft) {
     s.inFlightBytes -= n; // a broken path acknowledges nothing any more
   }
+  const uint64_t framesBefore = s.framesRead;
   if (reader.open && !read(path, reader, s, data.data(), arriving)) {
     path.broken = true;
     closeEnd(ref, 0);
     closeEnd(ref, 1);
+  }
+  if (path.link.selfAcknowledging && s.framesRead != framesBefore) {
+    planAcknowledgement(ref, side);
   }
   End& writer = path.ends[side];
   if (writer.open) {
     channelReady(channel(writer.process, writer.peer)); // there is room
   }
   planDelivery(ref, side);
+}
+
+void SimulatedNetwork::planAcknowledgement(PathRef ref, int side) {
+  const auto delay = Nanos(
+      static_cast<int64_t>(prng_.below(
+          static_cast<uint64_t>(paths_[ref]->link.latency.count()) + 1)));
+  const uint64_t frames = paths_[ref]->ends[side].stream.framesRead;
+  at(now_ + delay, [this, ref, side, frames] {
+    End& writer = paths_[ref]->ends[side];
+    if (writer.open) {
+      note(10, ref, frames, "acknowledged, path and frames");
+      channel(writer.process, writer.peer).delivered(writer.id, frames, now_);
+    }
+  });
 }
 
 // The reading half of a transport; false on malformed bytes.
@@ -419,6 +440,7 @@ bool SimulatedNetwork::read(
       continue;
     }
     s.headerRead = 0;
+    s.framesRead += isReliable(s.frame.type);
     status = c.onPayload(reader.id, now_);
     if (!status.ok()) {
       break;

@@ -27,6 +27,8 @@ struct SimulatedLink {
   // What the sending side may have written and not yet delivered: the socket
   // buffers. Small ones tear frames into many pieces.
   uint64_t windowBytes = 64 << 10;
+  // As shared memory does: the writer learns from the path what was read.
+  bool selfAcknowledging = false;
 };
 
 // A network of processes in virtual time: real channels and mailboxes, joined
@@ -147,6 +149,7 @@ class SimulatedNetwork : private ChannelHost {
     size_t headerRead = 0;
     FrameHeader frame;
     size_t payloadRead = 0;
+    uint64_t framesRead = 0; // reliable ones
   };
 
   struct End {
@@ -182,6 +185,7 @@ class SimulatedNetwork : private ChannelHost {
   void write(PathRef path, int side);
   void planDelivery(PathRef path, int side);
   void deliver(PathRef path, int side);
+  void planAcknowledgement(PathRef path, int side);
   bool read(
       Path& path,
       End& reader,

@@ -11,7 +11,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
-#include <string_view>
 
 namespace resilient {
 
@@ -172,15 +171,8 @@ Status applySocketOptions(int fd, const SocketOptions& options) {
   if (!options.interface.empty()) {
     bindToInterface(fd, options.interface);
   }
-  if (options.dscp > 0) { // the upper six bits; which of the two holds depends
-    const int mark = options.dscp << 2; // on the family, also of a mapped one
-    const bool v4 =
-        ::setsockopt(fd, IPPROTO_IP, IP_TOS, &mark, sizeof(mark)) == 0;
-    const bool v6 =
-        ::setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &mark, sizeof(mark)) == 0;
-    if (status.ok() && !v4 && !v6) {
-      status = errnoStatus(StatusCode::kNetwork, "set the DSCP mark", errno);
-    }
+  if (options.dscp > 0 && !setDscp(fd, options.dscp) && status.ok()) {
+    status = errnoStatus(StatusCode::kNetwork, "set the DSCP mark", errno);
   }
   if (options.sendBufferBytes > 0) {
     set(SOL_SOCKET, SO_SNDBUF, "SO_SNDBUF", options.sendBufferBytes);
@@ -205,19 +197,146 @@ void bindToInterface(int fd, const std::string& interface) {
       static_cast<socklen_t>(interface.size() + 1));
 }
 
-uint64_t systemWindowBytes() {
-  uint64_t least = 4u << 20; // Linux's own limit
-  for (const char* path :
-       {"/proc/sys/net/ipv4/tcp_wmem", "/proc/sys/net/ipv4/tcp_rmem"}) {
-    std::ifstream in(path);
-    uint64_t low = 0, usual = 0, high = 0;
-    if (in >> low >> usual >> high && high > 0) {
-      least = path == std::string_view("/proc/sys/net/ipv4/tcp_wmem")
-          ? high
-          : std::min(least, high);
-    }
+namespace {
+
+// The last of up to three numbers in a file of /proc, or 0.
+uint64_t lastNumber(const char* path) {
+  std::ifstream in(path);
+  uint64_t last = 0;
+  for (uint64_t number = 0; in >> number;) {
+    last = number;
   }
-  return least;
+  return last;
+}
+
+// setsockopt takes half of what the kernel then counts.
+bool setBuffer(int fd, int option, int forcedOption, bool force, uint64_t to) {
+  const int half = static_cast<int>(std::min<uint64_t>(to / 2, INT32_MAX / 2));
+  return (force &&
+          ::setsockopt(fd, SOL_SOCKET, forcedOption, &half, sizeof(half)) ==
+              0) ||
+      ::setsockopt(fd, SOL_SOCKET, option, &half, sizeof(half)) == 0;
+}
+
+} // namespace
+
+uint64_t BufferLimits::windowBytes() const {
+  return std::min(sendTuned, receiveTuned);
+}
+
+BufferLimits systemBufferLimits() {
+  BufferLimits limits;
+  if (const auto n = lastNumber("/proc/sys/net/ipv4/tcp_wmem")) {
+    limits.sendTuned = n;
+  }
+  if (const auto n = lastNumber("/proc/sys/net/ipv4/tcp_rmem")) {
+    limits.receiveTuned = n;
+  }
+  // In a network namespace these two may not be shown; they hold all the same.
+  limits.sendSet = 2 * lastNumber("/proc/sys/net/core/wmem_max");
+  limits.receiveSet = 2 * lastNumber("/proc/sys/net/core/rmem_max");
+  const FileDescriptor probe(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  const int some = 1 << 20;
+  if (probe &&
+      ::setsockopt(
+          probe.get(), SOL_SOCKET, SO_SNDBUFFORCE, &some, sizeof(some)) == 0) {
+    limits.forced = true;
+    limits.sendSet = limits.receiveSet = UINT64_MAX;
+  }
+  return limits;
+}
+
+namespace {
+
+uint64_t bufferFor(uint64_t need, uint64_t tuned, uint64_t allowed) {
+  const uint64_t buffer = std::min(need, allowed);
+  return buffer > tuned ? buffer : 0;
+}
+
+// Of a send buffer of 4 MiB 82 % were in flight.
+uint64_t sendBufferOf(uint64_t windowBytes) {
+  return windowBytes + windowBytes / 4;
+}
+// The kernel announces half of a receive buffer, or more.
+uint64_t receiveBufferOf(uint64_t windowBytes) {
+  return 2 * windowBytes;
+}
+
+} // namespace
+
+uint64_t sendBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed) {
+  return bufferFor(sendBufferOf(windowBytes), tuned, allowed);
+}
+
+uint64_t
+receiveBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed) {
+  return bufferFor(receiveBufferOf(windowBytes), tuned, allowed);
+}
+
+uint64_t
+raiseBuffers(int fd, uint64_t windowBytes, const BufferLimits& limits) {
+  uint64_t send = limits.sendTuned, receive = limits.receiveTuned;
+  if (const uint64_t to =
+          sendBufferFor(windowBytes, limits.sendTuned, limits.sendSet);
+      to != 0 && setBuffer(fd, SO_SNDBUF, SO_SNDBUFFORCE, limits.forced, to)) {
+    send = to / 5 * 4;
+  }
+  tcp_info info{};
+  socklen_t bytes = sizeof(info);
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) != 0) {
+    return std::min(send, receive);
+  }
+  // The scale of windows was fixed by the first packets: beyond it a larger
+  // buffer is of no use.
+  const uint64_t mostWindow = uint64_t{UINT16_MAX} << info.tcpi_rcv_wscale;
+  if (const uint64_t to = receiveBufferFor(
+          std::min(windowBytes, mostWindow),
+          limits.receiveTuned,
+          limits.receiveSet);
+      to != 0 && setBuffer(fd, SO_RCVBUF, SO_RCVBUFFORCE, limits.forced, to)) {
+    // Else the window stays what the first buffer allowed.
+    (void)setOption(
+        fd,
+        IPPROTO_TCP,
+        TCP_WINDOW_CLAMP,
+        "TCP_WINDOW_CLAMP",
+        static_cast<int64_t>(to));
+    receive = to / 2;
+  }
+  return std::min(
+      {send, receive, uint64_t{UINT16_MAX} << info.tcpi_snd_wscale});
+}
+
+bool setDscp(int fd, int dscp) {
+  // The upper six bits. Which of the two holds depends on the family, also of
+  // a mapped address.
+  const int mark = dscp << 2;
+  const bool v4 =
+      ::setsockopt(fd, IPPROTO_IP, IP_TOS, &mark, sizeof(mark)) == 0;
+  const bool v6 =
+      ::setsockopt(fd, IPPROTO_IPV6, IPV6_TCLASS, &mark, sizeof(mark)) == 0;
+  return v4 || v6;
+}
+
+bool setCongestionControl(int fd, const std::string& name) {
+  return ::setsockopt(
+             fd,
+             IPPROTO_TCP,
+             TCP_CONGESTION,
+             name.c_str(),
+             static_cast<socklen_t>(name.size())) == 0;
+}
+
+bool mayUseCongestionControl(const std::string& name) {
+  const FileDescriptor probe(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return probe && setCongestionControl(probe.get(), name);
+}
+
+std::string availableCongestionControls() {
+  std::ifstream in("/proc/sys/net/ipv4/tcp_available_congestion_control");
+  std::string names;
+  std::getline(in, names);
+  return names;
 }
 
 Status startConnect(

@@ -78,9 +78,41 @@ void limitUnsent(int fd, int bytes);
 // two NICs in one subnet they would all leave by the first. Best effort.
 void bindToInterface(int fd, const std::string& interface);
 
-// What one connection may have in flight, as far as the system's buffers
-// decide it (the smaller of the limits of sending and receiving).
-uint64_t systemWindowBytes();
+// How large the buffers of a TCP connection can be, in the kernel's bytes.
+struct BufferLimits {
+  // By its autotuning.
+  uint64_t sendTuned = 4u << 20, receiveTuned = 6u << 20;
+  // If they are set, which ends the autotuning of that socket.
+  uint64_t sendSet = 0, receiveSet = 0;
+  bool forced = false; // beyond net.core.[rw]mem_max, with CAP_NET_ADMIN
+
+  // What one connection may have in flight: the smaller of the tuned ones.
+  uint64_t windowBytes() const;
+};
+BufferLimits systemBufferLimits();
+
+// What to give a buffer so that so much may be in flight; 0: nothing, since
+// autotuning, up to `tuned`, gives as much as this would. In the kernel's
+// bytes, which count its own records of packets too.
+uint64_t sendBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed);
+uint64_t
+receiveBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed);
+
+// Gives an established connection buffers for so much in flight, where that is
+// allowed and more than autotuning's. Returns what it may have in flight now,
+// if the far end does the same.
+uint64_t raiseBuffers(int fd, uint64_t windowBytes, const BufferLimits& limits);
+
+// The mark of SocketOptions::dscp on a connection. False: errno says why not.
+bool setDscp(int fd, int dscp);
+
+// The congestion control of one connection; its name in the kernel. False:
+// errno says why not.
+bool setCongestionControl(int fd, const std::string& name);
+// Whether the kernel has it and lets this process use it.
+bool mayUseCongestionControl(const std::string& name);
+// "reno cubic bbr", what the kernel has.
+std::string availableCongestionControls();
 
 // Both ends are on this host: there is no link whose queue could fill, so
 // nothing is gained by keeping little unsent in the kernel, nor by a congestion

@@ -42,6 +42,7 @@ TcpPath::TcpPath(
       localAddress_(resilient::localAddress(socket_.get()).toString()),
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
       heardAt_(loop.now()),
+      reader_(channel, id),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
   local_ = isLocalConnection(socket_.get());
   if (local_) {
@@ -149,16 +150,16 @@ void TcpPath::tune() {
   }
 }
 
-bool TcpPath::takeFrame() {
-  const OutFrame* frame = channel_.pull(id_, loop_.now());
+size_t TcpPath::takeFrame(bool chunks) {
+  const OutFrame* frame = channel_.pull(id_, loop_.now(), chunks);
   if (frame == nullptr) {
-    return false;
+    return 0;
   }
   const size_t bytes = kFrameHeaderBytes + frame->payloadBytes;
   unwrittenBytes_ += bytes;
   releases_.push_back(
       faults_.any() ? faults_.release(loop_.now(), bytes) : TimePoint::min());
-  return true;
+  return bytes;
 }
 
 // The unwritten bytes that may leave now, at most `limit`.
@@ -333,20 +334,19 @@ void TcpPath::onEvents(uint32_t events) {
 TcpPath::Read TcpPath::readSome(size_t& total) {
   iovec parts[2];
   size_t count = 0;
-  size_t direct = 0;
-  if (inPayload_ && payloadBytes_ > payloadRead_) {
-    std::byte* to = channel_.destination(id_);
-    direct = payloadBytes_ - payloadRead_;
-    if (to == nullptr) {
-      direct = std::min(direct, kScrapBytes);
-      parts[count++] = {scrap(), direct};
-    } else {
-      parts[count++] = {to + payloadRead_, direct};
-    }
-  }
+  size_t direct = reader_.missing();
   // Behind a piece of scrap the stream goes on with scrap.
-  const bool endsPayload = payloadRead_ + direct == payloadBytes_;
-  if (!inPayload_ || endsPayload) {
+  bool goesOn = true;
+  if (direct != 0) {
+    std::byte* to = reader_.destination();
+    if (to == nullptr) {
+      to = scrap();
+      goesOn = direct <= kScrapBytes;
+      direct = std::min(direct, kScrapBytes);
+    }
+    parts[count++] = {to, direct};
+  }
+  if (goesOn) {
     // Behind a large chunk there is mostly another one: its header only, so
     // that its payload needs no copy.
     parts[count++] = {
@@ -377,67 +377,16 @@ TcpPath::Read TcpPath::readSome(size_t& total) {
   const size_t placed = std::min(bytes, direct);
   Status status;
   if (placed != 0) {
-    payloadRead_ += static_cast<uint32_t>(placed);
-    if (payloadRead_ == payloadBytes_) {
-      status = payloadDone();
-    }
+    status = reader_.placed(placed, heardAt_);
   }
   if (status.ok() && bytes > placed) {
-    status = consume(buffer_.get(), bytes - placed);
+    status = reader_.consume(buffer_.get(), bytes - placed, heardAt_);
   }
   if (!status.ok()) {
     reset(status);
     return Read::kNothing;
   }
   return bytes == asked ? Read::kFull : Read::kShort;
-}
-
-Status TcpPath::payloadDone() {
-  inPayload_ = false;
-  headerRead_ = 0;
-  return channel_.onPayload(id_, loop_.now());
-}
-
-// Frames out of the buffer: headers, and payloads as far as they are there.
-Status TcpPath::consume(const std::byte* data, size_t bytes) {
-  while (bytes != 0) {
-    if (!inPayload_) {
-      const size_t take = std::min(kFrameHeaderBytes - headerRead_, bytes);
-      std::memcpy(header_.data() + headerRead_, data, take);
-      headerRead_ += take;
-      data += take;
-      bytes -= take;
-      if (headerRead_ < kFrameHeaderBytes) {
-        return Status();
-      }
-      FrameHeader header;
-      Status status = decodeFrame(header_, header);
-      if (status.ok()) {
-        status = channel_.onHeader(id_, header, loop_.now());
-      }
-      if (!status.ok()) {
-        return status;
-      }
-      inPayload_ = true;
-      payloadBytes_ = header.payloadBytes;
-      payloadRead_ = 0;
-    } else {
-      const size_t take = std::min<size_t>(payloadBytes_ - payloadRead_, bytes);
-      if (std::byte* to = channel_.destination(id_)) {
-        std::memcpy(to + payloadRead_, data, take);
-      }
-      payloadRead_ += static_cast<uint32_t>(take);
-      data += take;
-      bytes -= take;
-    }
-    if (payloadRead_ == payloadBytes_) {
-      Status status = payloadDone();
-      if (!status.ok()) {
-        return status;
-      }
-    }
-  }
-  return Status();
 }
 
 } // namespace resilient

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <deque>
 #include <memory>
@@ -13,6 +12,7 @@
 #include "path/faults.h"
 #include "path/health.h"
 #include "transport/event_loop.h"
+#include "transport/frame_reader.h"
 #include "transport/socket.h"
 
 namespace resilient {
@@ -58,8 +58,9 @@ class TcpPath final : public Handler {
   }
   // Would take another frame now.
   bool hasRoom() const;
-  // Pulls one frame; false if the channel has none.
-  bool takeFrame();
+  // Pulls one frame and returns its bytes; 0 if the channel has none. Without
+  // `chunks`, none that carries messages.
+  size_t takeFrame(bool chunks = true);
   // Writes what it has, as far as the socket takes it.
   void flush();
   // Gives the connection up at once; bytes in the kernel are dropped.
@@ -74,6 +75,13 @@ class TcpPath final : public Handler {
   std::optional<TcpInfo> kernelView() const {
     return tcpInfo(socket_.get());
   }
+  // See transport/socket.h.
+  bool setCongestionControl(const std::string& name) {
+    return resilient::setCongestionControl(socket_.get(), name);
+  }
+  void setDscp(int dscp) {
+    (void)resilient::setDscp(socket_.get(), dscp);
+  }
   // Follows what has been measured; now and then.
   void tune();
   // Rules were added or removed.
@@ -81,6 +89,12 @@ class TcpPath final : public Handler {
 
   TimePoint heardAt() const {
     return heardAt_;
+  }
+  SocketAddress localSocket() const {
+    return resilient::localAddress(socket_.get());
+  }
+  SocketAddress remoteSocket() const {
+    return resilient::remoteAddress(socket_.get());
   }
   const std::string& localAddress() const {
     return localAddress_;
@@ -115,8 +129,6 @@ class TcpPath final : public Handler {
   void end(const Status& why);
   enum class Read { kNothing, kShort, kFull };
   Read readSome(size_t& total);
-  Status consume(const std::byte* data, size_t bytes);
-  Status payloadDone();
   size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
   void wrote(size_t bytes);
   void cut();
@@ -147,12 +159,7 @@ class TcpPath final : public Handler {
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
   TimerId faultTimer_ = 0;
 
-  // Reading: a header (partly read), or its payload.
-  std::array<std::byte, kFrameHeaderBytes> header_;
-  size_t headerRead_ = 0;
-  bool inPayload_ = false;
-  uint32_t payloadBytes_ = 0;
-  uint32_t payloadRead_ = 0;
+  FrameReader reader_;
   std::unique_ptr<std::byte[]> buffer_;
 };
 

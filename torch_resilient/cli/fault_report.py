@@ -203,7 +203,8 @@ def _slots(fault: PlannedFault, record: RankRecord, peer: int) -> list[int]:
     return sorted(
         slot
         for other, slot in record.paths
-        if other == peer and (fault.path is None or slot == fault.path)
+        # Faults do not reach shared memory, slot -1.
+        if other == peer and slot >= 0 and fault.path in (None, slot)
     )
 
 

@@ -135,6 +135,11 @@ def _paths(told: dict[str, Any]) -> dict[tuple[int, int], tuple[dict[str, Any], 
     }
 
 
+def _path_name(path: dict[str, Any]) -> str:
+    slot = path["slot"]
+    return str(slot) if slot >= 0 else "memory" if slot == -1 else f"udp {-2 - slot}"
+
+
 def _rate(key: str, now: dict[str, Any], before: dict[str, Any] | None, elapsed_s: float) -> str:
     if before is None or elapsed_s <= 0:
         return "-"
@@ -157,7 +162,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if key not in old:
             continue
         was_path = old[key][1]
-        name = f"path {path['slot']} to rank {peer['rank']}"
+        name = f"path {_path_name(path)} to rank {peer['rank']}"
         again = path["reconnects"] - was_path["reconnects"]
         if was_path["state"] != path["state"]:
             found.append(f"{name}: {was_path['state']} -> {path['state']}")
@@ -202,7 +207,7 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
                     (
                         name,
                         str(peer["rank"]),
-                        str(path["slot"]),
+                        _path_name(path),
                         path["state"] if good else f"{path['state']}, rank {peer['state']}",
                         _rate("bytes_sent", path, was, elapsed_s),
                         _rate("bytes_received", path, was, elapsed_s),
@@ -210,7 +215,9 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
                         str(path["chunks_retransmitted"]),
                         str(path["reconnects"]),
                         str(path["times_suspect"]),
-                        f"{path['nic']}-{path['remote_nic']}" if path["nic"] else "local",
+                        f"{path['nic']}-{path['remote_nic']}"
+                        if path["nic"] and path["slot"] >= 0
+                        else "local",
                     )
                 )
     pending = sum(group["operations_pending"] for told in now for group in told["groups"])

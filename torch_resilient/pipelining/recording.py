@@ -24,6 +24,8 @@ VARIABLE = "TORCH_RESILIENT_TIMELINE"
 _QUESTIONS = 8
 # Nobody else uses it on a pipeline's group: torch's stages send with tag 0.
 _CLOCK_TAG = 77
+# How many schedules this process has recorded as the first stage, by their folder.
+_schedules: dict[Path, int] = {}
 
 
 class Recording:
@@ -31,7 +33,8 @@ class Recording:
 
     Args:
         folder: of the run. Where there are several pipelines (replicas), each gets a folder in it,
-            named by the global rank of its first stage.
+            named by the global rank of its first stage. So does, as `schedule2` and so on, every
+            further schedule of the process of the first stage: two in one file would be none.
         stage: of this rank.
 
     A file that cannot be written ends the recording with a warning, never the training.
@@ -43,7 +46,12 @@ class Recording:
         path = Path(folder)
         if group.size() != dist.get_world_size():
             path /= f"pipeline{first:05}"
-        offset_s = _offset_to_first_stage_s(stage, group)
+        number = 0
+        if stage.is_first:
+            number = _schedules[path.absolute()] = _schedules.get(path.absolute(), 0) + 1
+        offset_s, number = _ask_first_stage(stage, group, number)
+        if number > 1:
+            path /= f"schedule{number}"
         self._writer: TimelineWriter | None = None
         try:
             self._writer = TimelineWriter(
@@ -90,8 +98,13 @@ def folder_from_environment() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
-def _offset_to_first_stage_s(stage: PipelineStage, group: dist.ProcessGroup) -> float:
-    """What to add to this rank's clock to get that of stage 0, asked over the backend."""
+def _ask_first_stage(
+    stage: PipelineStage, group: dist.ProcessGroup, number: int
+) -> tuple[float, int]:
+    """What to add to this rank's clock to get that of stage 0, and its `number`; over the backend.
+
+    The number of any other stage is not used: a rank may have had other pipelines before.
+    """
     now = torch.zeros(1, dtype=torch.float64, device=control_device(group, stage.device))
     ranks = stage.stage_index_to_group_rank
     if stage.is_first:
@@ -101,7 +114,9 @@ def _offset_to_first_stage_s(stage: PipelineStage, group: dist.ProcessGroup) -> 
                 dist.recv(now, peer, group=group, tag=_CLOCK_TAG)
                 now.fill_(time.monotonic())
                 dist.send(now, peer, group=group, tag=_CLOCK_TAG)
-        return 0.0
+            now.fill_(number)
+            dist.send(now, peer, group=group, tag=_CLOCK_TAG)
+        return 0.0, number
     first = dist.get_global_rank(group, ranks[0])
     samples = []
     for _ in range(_QUESTIONS):
@@ -109,4 +124,5 @@ def _offset_to_first_stage_s(stage: PipelineStage, group: dist.ProcessGroup) -> 
         dist.send(now, first, group=group, tag=_CLOCK_TAG)
         dist.recv(now, first, group=group, tag=_CLOCK_TAG)
         samples.append((before_s, float(now), time.monotonic()))
-    return clock_offset_s(samples)[0]
+    dist.recv(now, first, group=group, tag=_CLOCK_TAG)
+    return clock_offset_s(samples)[0], int(now)

@@ -1,10 +1,12 @@
 """Networks to test on: hosts, links and faults on one machine. Imports no torch.
 
-`NetworkLab` makes them; `torch-resilient lab` runs a job in one. See docs/testing.md.
+`NetworkLab` makes them, `LabJob` runs ranks on their hosts; `torch-resilient lab` does both for a
+command. See docs/testing.md.
 """
 
 from __future__ import annotations
 
+from torch_resilient.testing.job import LabJob
 from torch_resilient.testing.lab import Host, LabUnavailable, Network, NetworkLab, Nic, unavailable
 from torch_resilient.testing.script import Player, ScriptError
 from torch_resilient.testing.settings import Counters, LinkSettings
@@ -12,6 +14,7 @@ from torch_resilient.testing.settings import Counters, LinkSettings
 __all__ = [
     "Counters",
     "Host",
+    "LabJob",
     "LabUnavailable",
     "LinkSettings",
     "Network",

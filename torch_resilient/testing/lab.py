@@ -34,7 +34,9 @@ _T = TypeVar("_T")
 
 KINDS = ("blackhole", "carrier", "admin")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,12}")
-# Hosts and networks are numbered in the addresses, 10.77.<network>.<place>.
+# Hosts and networks are numbered in the addresses, 10.77.<network>.<place>; readdress() counts down
+# from here.
+_LAST_PLACE = 254
 _COUNT_MAX = 250
 _TABLE = 1000
 # Of super-packets: 32 MB at most, then the sender's kernel drops.
@@ -70,6 +72,12 @@ def unavailable() -> str | None:
     except OSError as error:
         return f"a lab cannot be made here: {error}"
     return None
+
+
+def _digits(address: str) -> str:
+    """An address as the relay wants it: 16 bytes, IPv4 within IPv6."""
+    number = ipaddress.ip_address(address)
+    return f"{'0' * 20}ffff{int(number):08x}" if number.version == 4 else f"{int(number):032x}"
 
 
 @dataclass(frozen=True)
@@ -223,6 +231,7 @@ class Network:
         # What is out of order: directions that lose everything, NICs without carrier or down.
         self._blackholes: set[int] = set()
         self._faults: dict[int, set[str]] = {}
+        self._readdressed = 0
 
     def __repr__(self) -> str:
         return f"Network({self.name!r}, {' '.join(nic.host.name for nic in self.nics)})"
@@ -239,6 +248,30 @@ class Network:
     def device(self, host: Host | str) -> str:
         """The name of the NIC of `host` here. Raises LookupError."""
         return self._nics_of(host)[0].device
+
+    def readdress(self, host: Host | str) -> str:
+        """Gives the NIC of `host` another IPv4 address, which it returns; the old one is gone.
+
+        As after a new lease of DHCP. The hosts file keeps the old address. Raises LookupError,
+        OSError.
+        """
+        with self._lab._lock:
+            nic = self._nics_of(host)[0]
+            new = f"10.77.{self._index}.{_LAST_PLACE - self._readdressed}"
+            self._readdressed += 1
+            self._lab._relay.ask([f"address {nic.index} {_digits(new)}"])
+            nic.host._ip(
+                [
+                    f"rule add from {new} lookup {nic.table}",
+                    f"address delete {nic.address}/24 dev {nic.device}",
+                    f"address add {new}/24 dev {nic.device}",
+                ]
+            )
+            moved = dataclasses.replace(nic, address=new)
+            moved.configure_routes()
+            for nics in (self.nics, nic.host.nics):
+                nics[nics.index(nic)] = moved
+            return new
 
     def set(self, *, direction: str | None = None, **settings: Any) -> None:
         """Changes fields of LinkSettings, at once and together.
@@ -620,10 +653,7 @@ class NetworkLab:
         )
         tun = host.call(namespaces.open_tun, device)
         try:
-            digits = [
-                f"{'0' * 20}ffff{int(ipaddress.ip_address(nic.address)):08x}",
-                f"{int(ipaddress.ip_address(nic.address_v6)):032x}",
-            ]
+            digits = [_digits(nic.address), _digits(nic.address_v6)]
             self._relay.ask([f"nic {nic.index} {network._index} {' '.join(digits)}"], tun)
         finally:
             os.close(tun)

@@ -1,0 +1,86 @@
+"""Long and shared links in the lab: caps on what is sent to a site, and loss without congestion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from test_failover import Job, Row
+
+from torch_resilient.testing import NetworkLab
+
+pytestmark = pytest.mark.lab
+
+MESSAGE_BYTES = 131072
+CAP_BYTES_PER_S = 1 << 20
+
+
+def rate(
+    lab: NetworkLab, job: str, count: int, sites: Sequence[str] | None, **environment: str
+) -> float:
+    """Bytes per second that rank 1 received in the second half of a stream from rank 0."""
+    hosts = list(lab.hosts.values())
+    control = lab.networks["control"]
+    settings = {"job": job, "count": count, "pause_s": 0.0}
+    names = {f"TORCH_RESILIENT_{name}": value for name, value in environment.items()}
+    made = Job(hosts, control, settings, {"TORCH_RESILIENT_INTERFACE": "eth0", **names}, sites)
+    times = []
+    try:
+
+        def last(row: Row) -> bool:
+            if row["kind"] == "message" and row["rank"] == 1:
+                times.append(row["time_s"])
+            return len(times) == count
+
+        made.until(last, "last message")
+        for result in made.end():
+            assert result.get("wrong") == 0, result
+    finally:
+        made.close()
+    half = count // 2
+    return (count - half) * MESSAGE_BYTES / (times[-1] - times[half - 1])
+
+
+@pytest.mark.parametrize(("limit", "sites"), [("1M", None), ("*=64M, west=1M", ("east", "west"))])
+def test_cap_on_a_site_holds_for_all_connections_to_it(
+    lab: NetworkLab, limit: str, sites: Sequence[str] | None
+) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.001, rate_bytes_per_s=12.5e6)
+    lab.link(a, b, name="control")
+    capped = rate(lab, "stream", 32, sites, WAN_CONNECTIONS="4", WAN_RATE_LIMIT=limit)
+    free = rate(lab, "stream", 32, sites, WAN_CONNECTIONS="4", WAN_RATE_LIMIT="other-site=1M")
+    assert 0.7 * CAP_BYTES_PER_S < capped < 1.05 * CAP_BYTES_PER_S
+    assert free > 3 * CAP_BYTES_PER_S
+
+
+def test_loss_without_a_queue_changes_the_congestion_control(lab: NetworkLab) -> None:
+    names = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if "bbr" not in names:
+        pytest.skip("this kernel has no bbr")
+    sysctl = {"net.ipv4.tcp_congestion_control": "reno"}
+    a, b = lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)
+    lab.link(a, b, delay_s=0.02, rate_bytes_per_s=12.5e6, loss=0.01)
+    lab.link(a, b, name="control")
+    system = rate(lab, "stream", 32, None, WAN_CONNECTIONS="2", WAN_CONGESTION_CONTROL="system")
+    auto = rate(lab, "stream", 200, None, WAN_CONNECTIONS="2")
+    assert auto > 3 * system
+
+
+def test_marks_are_those_of_the_site(lab: NetworkLab) -> None:
+    hosts = [lab.host("a"), lab.host("b")]
+    link = lab.link(*hosts, delay_s=0.001, rate_bytes_per_s=12.5e6)
+    control = lab.link(*hosts, name="control")
+    environment = {"TORCH_RESILIENT_WAN_DSCP": "west=10, *=46", "TORCH_RESILIENT_INTERFACE": "eth0"}
+    settings = {"job": "exchange", "count": 60, "pause_s": 0.02}
+    job = Job(hosts, control, settings, environment, ("east", "west"))
+    try:
+        job.until(lambda row: row.get("number", -1) >= 10, "round 10")
+        for host, peer, mark in ((hosts[0], hosts[1], 10 << 2), (hosts[1], hosts[0], 46 << 2)):
+            command = ["ss", "-Htn", "--tos", "dst", link.address(peer)]
+            shown = host.run(command, capture_output=True, text=True, check=True).stdout
+            assert f"tos:{mark:#x}" in shown, shown
+        job.end()
+    finally:
+        job.close()

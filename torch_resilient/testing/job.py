@@ -1,0 +1,183 @@
+"""The ranks of a job on the hosts of a lab, which tell what they do in rows of JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from torch_resilient.testing.lab import Host, Network
+
+Row = dict[str, Any]
+
+# Where rank 0 has its store. Every lab has addresses of its own, so one port does for all.
+PORT = 29400
+# Of each rank's last words.
+_WORDS_CHARACTERS = 8000
+# How often a caller who waits for a row looks whether there is anybody left to send one.
+_LOOK_S = 0.1
+
+
+class LabJob:
+    """One rank on each host, with the environment that `init_process_group` reads.
+
+    ::
+
+        with LabJob([sys.executable, "train.py"], [a, b], control) as job:
+            job.until(lambda row: row.get("step") == 10, "step 10")
+            eth0.down("blackhole")
+            print(job.row("result"))
+
+    What a rank prints to its standard output as a line of JSON, an object, is a row; it gets the
+    number of its rank as `rank`. Rows are taken one after the other, from whichever rank they come;
+    other lines are dropped. What it writes to its standard error is kept for messages. With `with`,
+    all ranks are killed in the end.
+
+    Args:
+        command: of every rank.
+        hosts: that of each rank; one that is named twice runs two ranks.
+        control: the network for the store of rank 0, which no fault should reach.
+        environment: beside what is inherited and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+        sites: the `TORCH_RESILIENT_SITE` of each rank; by default none has one.
+        port: of the store. Another one for each job, where they follow one another closely on the
+            same hosts.
+
+    Raises OSError if a rank cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        hosts: Sequence[Host],
+        control: Network,
+        *,
+        environment: Mapping[str, str] | None = None,
+        sites: Sequence[str] | None = None,
+        port: int = PORT,
+    ) -> None:
+        self.rows: queue.Queue[Row] = queue.Queue()
+        self.processes: list[subprocess.Popen[str]] = []
+        self._words = [""] * len(hosts)
+        self._readers: list[threading.Thread] = []
+        try:
+            for rank, host in enumerate(hosts):
+                process = host.popen(
+                    command,
+                    env={
+                        **os.environ,
+                        "OMP_NUM_THREADS": "1",
+                        "MASTER_ADDR": control.address(hosts[0]),
+                        "MASTER_PORT": str(port),
+                        "RANK": str(rank),
+                        "WORLD_SIZE": str(len(hosts)),
+                        **({"TORCH_RESILIENT_SITE": sites[rank]} if sites else {}),
+                        **(environment or {}),
+                    },
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+                self.processes.append(process)
+                for read in (self._read_rows, self._read_words):
+                    reader = threading.Thread(target=read, args=(rank, process), daemon=True)
+                    reader.start()
+                    self._readers.append(reader)
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_rows(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            with contextlib.suppress(json.JSONDecodeError):
+                row = json.loads(line)
+                if isinstance(row, dict):
+                    self.rows.put({**row, "rank": rank})
+
+    def _read_words(self, rank: int, process: subprocess.Popen[str]) -> None:
+        assert process.stderr is not None
+        for line in process.stderr:
+            # The hosts have no name service, and torch's store says so at each start.
+            if "hostname of the client socket" not in line:
+                self._words[rank] = (self._words[rank] + line)[-_WORDS_CHARACTERS:]
+
+    def tell(self, line: str) -> None:
+        """A line to the standard input of every rank that still runs."""
+        for process in self.processes:
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.write(line + "\n")
+                process.stdin.flush()
+
+    def until(self, condition: Callable[[Row], bool], what: str, timeout_s: float = 60) -> Row:
+        """The next row that fulfils the condition; those before it are gone.
+
+        Raises RuntimeError, with `what` was wanted, the exit statuses of the ranks and their last
+        words, if none comes within `timeout_s`, or all ranks have ended.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            # Asked first: then nothing can come behind the last row.
+            over = not any(reader.is_alive() for reader in self._readers)
+            try:
+                row = self.rows.get(timeout=0 if over else _LOOK_S)
+            except queue.Empty:
+                if over or time.monotonic() > deadline:
+                    break
+                continue
+            if condition(row):
+                return row
+            if time.monotonic() > deadline:
+                break
+        words = "".join(
+            f"\nrank {rank}: {text.strip()}" for rank, text in enumerate(self._words) if text
+        )
+        raise RuntimeError(
+            f"no {what} {'before all ranks ended' if over else f'within {timeout_s:g} s'}; "
+            f"exit statuses {[process.poll() for process in self.processes]}{words}"
+        )
+
+    def row(self, kind: str, timeout_s: float = 60) -> Row:
+        """The next row whose "kind" is `kind`; as until()."""
+        return self.until(lambda row: row.get("kind") == kind, repr(kind), timeout_s)
+
+    def wait(self, timeout_s: float = 60) -> list[int | None]:
+        """Exit statuses; None for a rank that has not ended in time."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        return [process.poll() for process in self.processes]
+
+    def close(self) -> None:
+        """Kills what still runs, and waits for it; may be called again."""
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        for reader in self._readers:
+            reader.join(10)
+        for process in self.processes:
+            for stream in (process.stdin, process.stdout, process.stderr):
+                # What was still to be written has nobody left to read it.
+                with contextlib.suppress(BrokenPipeError):
+                    if stream is not None:
+                        stream.close()
+
+    def __enter__(self) -> LabJob:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
