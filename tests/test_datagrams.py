@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from conftest import ROOT
 from test_failover import PROGRAM, Job, Row
 
-from torch_resilient.testing import Host, LabJob, NetworkLab
+from torch_resilient.testing import Host, LabJob, Network, NetworkLab
 
 pytestmark = pytest.mark.lab
 
@@ -94,6 +96,53 @@ def test_replicas_stay_identical_where_gradients_are_lost(lab: NetworkLab) -> No
     # Something was really missing, at the receivers, and the senders know.
     assert sum(datagrams(r)["datagrams"]["zero_filled"] for r in results.values()) > 0
     assert sum(r["statistics"]["bytes_zero_filled"] for r in results.values()) > 0
+
+
+def train_pipeline(
+    hosts: Sequence[Host], control: Network, bound: float
+) -> tuple[list[str], dict[int, Row]]:
+    """Two stages: the losses of all microbatches, and by rank what they say at their end."""
+    program = str(PROGRAM.with_name("lossy_pipeline_program.py"))
+    settings = json.dumps({"steps": 6, "bound": bound})
+    losses: list[str] = []
+    results: dict[int, Row] = {}
+    environment = {"PYTHONPATH": str(ROOT), **UDP}
+    with LabJob(
+        [sys.executable, program, settings], hosts, control, environment=environment
+    ) as job:
+
+        def both(row: Row) -> bool:
+            assert row["kind"] != "error", row
+            if row["kind"] == "step":
+                losses.extend(row["losses"])
+            elif row["kind"] == "result":
+                results[row["rank"]] = row
+            return len(results) == 2
+
+        job.until(both, "both results")
+    return losses, results
+
+
+def test_activations_may_be_lost_within_a_bound(lab: NetworkLab) -> None:
+    hosts = [lab.host("a"), lab.host("b")]
+    link = lab.link(*hosts, delay_s=0.005, rate_bytes_per_s=50e6)
+    control = lab.link(*hosts, name="control")
+    exact, _ = train_pipeline(hosts, control, bound=0.2)
+    link.set(loss=0.1)
+    still_exact, of_exact = train_pipeline(hosts, control, bound=0)
+    assert still_exact == exact
+    assert of_exact[0]["tolerance"]["messages"] == 0
+    assert datagrams(of_exact[0])["datagrams"]["lost"] > 0
+    lossy, results = train_pipeline(hosts, control, bound=0.2)
+    assert len(lossy) == len(exact)
+    assert lossy != exact
+    assert all(math.isfinite(float.fromhex(each)) for each in lossy)
+    first, last = (results[rank]["tolerance"] for rank in (0, 1))
+    # 6 steps of 4 microbatches; the gradients that go back are exact.
+    assert first["messages"] == 24
+    assert 0 < first["bytes_zero_filled"] <= 0.2 * first["bytes_sent"]
+    assert last["messages"] == 0
+    assert datagrams(results[0])["datagrams"]["zero_filled"] == 0  # nothing came with zeros
 
 
 def filter_udp(host: Host, on: bool) -> None:

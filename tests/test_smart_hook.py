@@ -74,7 +74,6 @@ class LossyNetwork:
         self.thresholds: list[float] = []
         self.messages_hit = 0
         recovery.exchange = self.exchange  # type: ignore[assignment]
-        recovery.available = lambda: True
 
     def exchange(
         self,

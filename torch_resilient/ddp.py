@@ -28,6 +28,7 @@ from torch_resilient import recovery
 from torch_resilient._stats import carries, find_backend
 from torch_resilient._topology import topology
 from torch_resilient.gradient_loss import ErrorMemory, Layout, Range, sampled_cutoff
+from torch_resilient.recovery import SmartOptions
 
 __all__ = [
     "SmartOptions",
@@ -44,53 +45,6 @@ _TAGS = 1 << 29
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class SmartOptions:
-    """What may be lost. Raises ValueError, naming the field, for a value out of its limits.
-
-    `top_fraction` (0 to 1, without the ends): a packet whose mean magnitude reaches that of the
-    largest `top_fraction` of the bucket's elements arrives for certain. The paper's K. Larger
-    values protect more.
-
-    `max_low_priority_loss` (0 to 1): the part of each message's bytes that may be lost; what is
-    lost beyond that is sent again. 0: exact.
-
-    `max_mean_loss` (0 to 1): if more than this part of the bytes was lost in the mean of the last
-    `loss_window_steps` steps, the link is worse than error feedback is known to be good for (the
-    paper: up to 5 %), and the state becomes exact for the rest of the run.
-
-    `exact_below_bytes` (0 or more): smaller messages are exact. A message is one rank's share of
-    a bucket. A few packets more do not pay; biases and the like stay out of it where they have
-    buckets of their own.
-
-    `exact_every` (0 or more): every so many steps, all messages are exact, which empties the
-    error memory; 0: never.
-
-    `samples` (100 or more): elements drawn from each bucket to estimate the threshold.
-    """
-
-    top_fraction: float = 0.01
-    max_low_priority_loss: float = 0.1
-    max_mean_loss: float = 0.05
-    loss_window_steps: int = 50
-    exact_below_bytes: int = 65536
-    exact_every: int = 0
-    samples: int = 4096
-
-    def __post_init__(self) -> None:
-        def check(name: str, good: bool, expected: str) -> None:
-            if not good:
-                raise ValueError(f"SmartOptions: {name}={getattr(self, name)}: expected {expected}")
-
-        check("top_fraction", 0 < self.top_fraction < 1, "a fraction above 0 and below 1")
-        for name in ("max_low_priority_loss", "max_mean_loss"):
-            check(name, 0 <= getattr(self, name) <= 1, "a fraction, 0 to 1")
-        check("loss_window_steps", self.loss_window_steps >= 1, "a number of steps, 1 or more")
-        check("exact_below_bytes", self.exact_below_bytes >= 0, "bytes, 0 or more")
-        check("exact_every", self.exact_every >= 0, "a number of steps, or 0 for never")
-        check("samples", self.samples >= 100, "100 or more")
 
 
 @dataclass(frozen=True)
@@ -230,9 +184,6 @@ class SmartState:
         if sites is None or not any(sites):
             sites = [f"rank {r}" for r in range(size)]
         self._plan = _Plan(rank, sites)
-        if not recovery.available():
-            self._never = "this build of torch_resilient has no tolerant delivery"
-            self._say_once(f"all gradients are exact: {self._never}")
         self._worker = ThreadPoolExecutor(1, "torch_resilient smart")
         self._streams: dict[torch.device, Any] = {}
         self._flights = 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, final
 
@@ -16,16 +17,94 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.futures import Future
 
-__all__ = ["Exchange", "available", "exchange", "tolerate", "zero_filled"]
+__all__ = ["Exchange", "SmartOptions", "exchange", "tolerate", "zero_filled"]
 
 # A negative threshold: every message arrives whole.
 _EXACT = (-1.0, 0.0)
 
 
-def available() -> bool:
-    """Whether the compiled module can deliver a message with some of its packets missing."""
-    native = _native.load()
-    return hasattr(native, "set_tolerance") and hasattr(native, "zero_filled")
+@dataclass(frozen=True)
+class SmartOptions:
+    """What may be lost. Raises ValueError, naming the field, for a value out of its limits.
+
+    `top_fraction` (0 to 1, without the ends): a packet whose mean magnitude reaches that of the
+    largest `top_fraction` of the bucket's elements arrives for certain. The paper's K. Larger
+    values protect more.
+
+    `max_low_priority_loss` (0 to 1): the part of each message's bytes that may be lost; what is
+    lost beyond that is sent again. 0: exact.
+
+    `max_mean_loss` (0 to 1): if more than this part of the bytes was lost in the mean of the last
+    `loss_window_steps` steps, the link is worse than error feedback is known to be good for (the
+    paper: up to 5 %), and the state becomes exact for the rest of the run.
+
+    `exact_below_bytes` (0 or more): smaller messages are exact. A message is one rank's share of
+    a bucket. A few packets more do not pay; biases and the like stay out of it where they have
+    buckets of their own.
+
+    `exact_every` (0 or more): every so many steps, all messages are exact, which empties the
+    error memory; 0: never.
+
+    `samples` (100 or more): elements drawn from each bucket to estimate the threshold.
+
+    `activation_bound` (0 to 1), for pipeline schedules: the part of the bytes of an activation that
+    may be missing where it arrives; the next stage then computes with zeros there, and nothing
+    makes up for it. One number holds for the boundaries of low priority, and those of high priority
+    are exact; several hold for one boundary each, the first stage's first, as `torch-resilient
+    profile-loss` suggests them. 0: exact. The gradients of activations are always exact.
+
+    `depth_ratio` (0 to 1): boundaries in this first part of the model are of high priority, the
+    paper's k. The default is where its Figure 1 finds the earlier boundary, layer 6 of 24.
+    """
+
+    top_fraction: float = 0.01
+    max_low_priority_loss: float = 0.1
+    max_mean_loss: float = 0.05
+    loss_window_steps: int = 50
+    exact_below_bytes: int = 65536
+    exact_every: int = 0
+    samples: int = 4096
+    activation_bound: float | Sequence[float] = 0.0
+    depth_ratio: float = 0.25
+
+    def __post_init__(self) -> None:
+        def check(name: str, good: bool, expected: str) -> None:
+            if not good:
+                raise ValueError(f"SmartOptions: {name}={getattr(self, name)}: expected {expected}")
+
+        check("top_fraction", 0 < self.top_fraction < 1, "a fraction above 0 and below 1")
+        for name in ("max_low_priority_loss", "max_mean_loss", "depth_ratio"):
+            check(name, 0 <= getattr(self, name) <= 1, "a fraction, 0 to 1")
+        check("loss_window_steps", self.loss_window_steps >= 1, "a number of steps, 1 or more")
+        check("exact_below_bytes", self.exact_below_bytes >= 0, "bytes, 0 or more")
+        check("exact_every", self.exact_every >= 0, "a number of steps, or 0 for never")
+        check("samples", self.samples >= 100, "100 or more")
+        bounds = self.activation_bound
+        check(
+            "activation_bound",
+            all(0 <= each <= 1 for each in (bounds if isinstance(bounds, Sequence) else [bounds])),
+            "fractions, 0 to 1",
+        )
+
+    def activation_bound_of(self, boundary: int, num_stages: int) -> float:
+        """What part of the activations that stage `boundary` sends to the next may be missing.
+
+        Raises ValueError if there are bounds for another number of boundaries than the
+        `num_stages` - 1 of this pipeline.
+
+        Paper: SMART §3.1, Equation 2, with layers counted in stages.
+        """
+        bounds = self.activation_bound
+        if isinstance(bounds, Sequence):
+            if len(bounds) != num_stages - 1:
+                raise ValueError(
+                    f"SmartOptions: activation_bound={bounds}: {len(bounds)} bounds for a pipeline "
+                    f"of {num_stages} stages: expected {num_stages - 1}, one for each boundary, or "
+                    "one number"
+                )
+            return bounds[boundary]
+        high_priority = (boundary + 1) / num_stages <= self.depth_ratio
+        return 0.0 if high_priority else bounds
 
 
 class _Previous(threading.local):
@@ -48,16 +127,17 @@ class tolerate:
             work = dist.isend(gradients, dst=1)
 
     A packet whose values have a mean magnitude below `threshold` may be lost: the receiver finds
-    zeros there. Of each message at most `max_lost_fraction` (0 to 1) of the bytes; packets beyond
-    that, and those that reach the threshold, are sent until they arrive. A negative threshold
-    means exact, as without this block. It holds for point-to-point sends of floating point
-    tensors that the calling thread issues within the block; the innermost block counts. Such a
-    send completes when the receiver has told what it has: then ask `zero_filled(work)`.
+    zeros there. In the traffic classes of activations any packet may, whatever its values, but
+    messages with a NaN or infinity are exact. Of each message at most `max_lost_fraction` (0 to 1)
+    of the bytes; packets beyond that, and those that reach the threshold, are sent until they
+    arrive. A negative threshold means exact, as without this block. It holds for point-to-point
+    sends of floating point tensors that the calling thread issues within the block; the innermost
+    block counts. Such a send completes when the receiver has told what it has: then ask
+    `zero_filled(work)`.
 
-    Raises ValueError for numbers out of these limits, RuntimeError if the compiled module has no
-    tolerant delivery.
+    Raises ValueError for numbers out of these limits.
 
-    Paper: SMART §3.2, low-priority packets of gradients.
+    Paper: SMART §3.2, low-priority packets of gradients, and activations.
     """
 
     __slots__ = ("max_lost_fraction", "threshold")
@@ -76,11 +156,6 @@ class tolerate:
         self.max_lost_fraction = float(max_lost_fraction)
 
     def __enter__(self) -> tolerate:
-        if not available():
-            raise RuntimeError(
-                "tolerate: this build of torch_resilient delivers every message whole; build a "
-                "version with tolerant delivery, or send without this block"
-            )
         before = _native.load().set_tolerance(self.threshold, self.max_lost_fraction)
         _previous.stack.append(_EXACT if before is None else before)
         return self
@@ -103,8 +178,6 @@ def zero_filled(work: Work) -> list[tuple[int, int]]:
     Element ranges [start, stop) of the tensor that was sent, ascending and disjoint; none if it
     arrived whole. RuntimeError if the send has not completed.
     """
-    if not available():
-        return []
     return [(int(start), int(stop)) for start, stop in _native.load().zero_filled(work)]
 
 

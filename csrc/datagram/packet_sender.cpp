@@ -31,6 +31,9 @@ constexpr size_t kBlockSymbols = 100;
 // blocks: its 99th percentile is then that without loss, and there is a margin
 // for a loss that is worse than measured.
 constexpr double kRepairTarget = 1e-4;
+// Where some of it may be missing: late layers, by the bounds of their stages.
+// Paper: SMART §3.2, lower redundancy for activations of low priority.
+constexpr double kRelaxedTarget = 1e-3;
 // So much parity is always allowed: a small message costs little.
 constexpr double kLeastMost = 2;
 // What was chosen for a size holds this long; it is not chosen for each object.
@@ -90,26 +93,47 @@ PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
   if (cls == TrafficClass::kBulk && o.header.mayMiss == 0) {
     return shape; // nobody waits for it
   }
+  const BlockShape whole = chosenShape(o, coded, shape.data, cls, 0);
+  // A block that is not repaired lacks more symbols than it has parity: worth
+  // less of it only where so many may be missing.
+  const uint16_t mayMiss = o.header.permuted ? 0 : o.header.mayMiss;
+  return mayMiss > whole.parity
+      ? chosenShape(o, coded, shape.data, cls, mayMiss)
+      : whole;
+}
+
+// The shape by what was measured, remembered for a while.
+BlockShape PacketSender::chosenShape(
+    const Object& o,
+    size_t coded,
+    int dataSymbols,
+    TrafficClass cls,
+    uint16_t mayMiss) {
+  const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
+  const RecoveryScheme& scheme = schemes_[static_cast<size_t>(cls)];
   RedundancyLimits limits;
-  limits.target = kRepairTarget;
-  limits.mostRatio = std::max(scheme.mostRatio, kLeastMost / shape.data);
+  limits.target = mayMiss > 0 ? kRelaxedTarget : kRepairTarget;
+  limits.mostRatio = std::max(scheme.mostRatio, kLeastMost / dataSymbols);
   limits.leastRatio = o.header.permuted ? scheme.importantRatio
       : isActivation(cls)               ? scheme.activationRatio
                                         : scheme.leastRatio;
+  // What may be missing is as good against a sudden loss.
+  limits.leastRatio = std::max(
+      scheme.leastRatio,
+      limits.leastRatio - static_cast<double>(mayMiss) / o.header.count);
   limits.congested = rate_.congested();
   // They leave among the others: see spreadOrder().
   const size_t spread = o.header.permuted ? o.header.count / coded : 1;
   limits.interleavedBlocks =
       static_cast<int>(blocks * std::max<size_t>(spread, 1));
-  const bool important = o.header.permuted;
-  const auto key =
-      std::tuple(cls, shape.data, limits.interleavedBlocks, important);
+  const auto key = std::tuple(
+      cls, dataSymbols, limits.interleavedBlocks, o.header.permuted, mayMiss);
   const auto known = shapes_.find(key);
   if (known != shapes_.end()) {
     return known->second;
   }
   const BlockShape chosen =
-      chooseShape(scheme.code, shape.data, loss_.estimate(), limits);
+      chooseShape(scheme.code, dataSymbols, loss_.estimate(), limits);
   shapes_.emplace(key, chosen);
   return chosen;
 }
@@ -132,6 +156,11 @@ void PacketSender::order(Object& o, const ObjectToSend& what) {
   const auto mayMiss = static_cast<uint16_t>(
       mostLost * static_cast<double>(what.payload.size()) / h.pieceBytes);
   if (isActivation(what.trafficClass)) {
+    if (hasMagnitude(what.dtype) && what.payload.size() % width == 0 &&
+        !allFinite(
+            what.dtype, what.payload.data(), what.payload.size() / width)) {
+      return; // zeros would hide that the training diverges
+    }
     h.must = 1; // which holds the frame's header
     h.mayMiss = std::min<uint16_t>(mayMiss, h.count - h.must);
     return;

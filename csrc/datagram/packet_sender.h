@@ -143,6 +143,12 @@ class PacketSender {
   };
 
   BlockShape shapeFor(const Object& o, size_t coded, TrafficClass cls);
+  BlockShape chosenShape(
+      const Object& o,
+      size_t coded,
+      int dataSymbols,
+      TrafficClass cls,
+      uint16_t mayMiss);
   void order(Object& o, const ObjectToSend& what);
   void makeRepair(Object& o);
   size_t writeSymbol(
@@ -187,8 +193,10 @@ class PacketSender {
   PacketReport last_, base_; // the latest, and the one that rates count from
   TimePoint baseAt_{};
   LossMeter loss_;
-  // By class, data symbols of a block, blocks, and whether it is important.
-  std::map<std::tuple<TrafficClass, int, int, bool>, BlockShape> shapes_;
+  // By class, data symbols of a block, blocks, whether only what is important
+  // is coded, and how many of an activation may be missing.
+  std::map<std::tuple<TrafficClass, int, int, bool, uint16_t>, BlockShape>
+      shapes_;
   TimePoint shapesAt_{};
   SenderCounters counters_;
 };

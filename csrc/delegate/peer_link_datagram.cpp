@@ -216,6 +216,12 @@ void PeerLink::makeDatagramPath(
   if (!initiator) { // the answer is still on its way
     config.proveWithin += kAnswerWithin;
   }
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (routeOf(i) == route && slots_[i].path) {
+      config.knownBytesPerS +=
+          channel_.pathStatistics(slots_[i].path->id()).capacityBytesPerS();
+    }
+  }
   if (limit_ != nullptr) {
     config.mostBytesPerS = limit_->bytesPerS();
   }

@@ -438,15 +438,4 @@ bool allFinite(DType dtype, const std::byte* data, size_t count) {
   return kernels::allFinite(kernels::fastest(), dtype, data, count);
 }
 
-bool isHighPriority(int layer, int layers, double fraction) {
-  if (layer < 1 || layer > layers) {
-    throw std::invalid_argument(
-        "layer: expected 1 to " + std::to_string(layers) + ", got " +
-        std::to_string(layer));
-  }
-  checkFraction("fraction", fraction, true);
-  // Paper: SMART §3.1, Equation 2.
-  return static_cast<double>(layer) / layers <= fraction;
-}
-
 } // namespace resilient

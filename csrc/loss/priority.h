@@ -64,9 +64,4 @@ size_t packetsOfTopFraction(
 // False if any element is infinite or not a number.
 bool allFinite(DType dtype, const std::byte* data, size_t count);
 
-// Equation 2 for activations of layer `layer` (1 to `layers`): high if
-// layer / layers <= fraction. The paper adds "i.e. the first ceil(k L) layers",
-// which is one more where k L is no whole number; the equation decides here.
-bool isHighPriority(int layer, int layers, double fraction);
-
 } // namespace resilient

@@ -295,24 +295,6 @@ TEST(priority_ranks_as_sorting_does) {
   });
 }
 
-// Paper: SMART §3.1, Equation 2.
-TEST(priority_of_layers_is_by_depth) {
-  CHECK(isHighPriority(8, 32, 0.25));
-  CHECK(!isHighPriority(9, 32, 0.25));
-  CHECK(!isHighPriority(3, 10, 0.25)); // 0.3 > 0.25, though ceil(2.5) is 3
-  for (int layer = 1; layer <= 100; ++layer) {
-    // Decimal fractions are met exactly.
-    CHECK(isHighPriority(layer, 100, layer / 100.0));
-    CHECK(isHighPriority(layer, 100, 1));
-    CHECK(!isHighPriority(layer, 100, 0));
-  }
-  CHECK_THROWS(
-      std::invalid_argument, "expected 1 to 4", isHighPriority(0, 4, 0.5));
-  CHECK_THROWS(
-      std::invalid_argument, "expected 1 to 4", isHighPriority(5, 4, 0.5));
-  CHECK_THROWS(std::invalid_argument, "fraction", isHighPriority(1, 4, 1.5));
-}
-
 TEST(priority_refuses_what_has_no_magnitude) {
   float out;
   CHECK_THROWS(

@@ -35,7 +35,7 @@ struct DatagramPathConfig {
   int slot = 0; // of the connection beside which it is
   std::unique_ptr<PacketSeal> ours, theirs; // one for each direction
   RecoverySchemes schemes;
-  // What the connection knows of the link; 0: nothing.
+  // What the connections of the same route have shown of it; 0: nothing.
   double knownBytesPerS = 0;
   double mostBytesPerS = 0; // 0: no limit
   Nanos proveWithin = std::chrono::seconds(3);

@@ -34,6 +34,7 @@ from torch_resilient.pipelining.torch_actions import (
     control_store,
     group_of,
 )
+from torch_resilient.recovery import SmartOptions
 from torch_resilient.traffic import traffic_class
 
 DISPATCH = ("live", "fixed")
@@ -69,6 +70,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             accelerator after the first iteration, where copies of activations fit beside the
             computation; on the CPU all stay.
         adapt: False keeps the first plan.
+        smart: what of the activations may be lost between stages, see
+            SmartOptions.activation_bound. The default is nothing; what is lost changes the bits.
         timeline_dir: what all ranks measure is written there, for `torch-resilient timeline`; the
             environment variable TORCH_RESILIENT_TIMELINE stands in for it.
 
@@ -95,6 +98,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         weight_limit: int | Sequence[int] | None = None,
         device_microbatches: int | None = None,
         adapt: bool = True,
+        smart: SmartOptions | None = None,
         timeline_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
@@ -105,6 +109,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            smart=smart,
             timeline_dir=timeline_dir,
         )
         if dispatch not in DISPATCH:
@@ -151,7 +156,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
 
         `plan` (epoch, predicted_s, reason), `gates` of this stage or None, `dispatch`, `waits`
         (blocked, blocked_s, while_ready), `costs` as last measured of the whole pipeline (seconds),
-        or None, `offloaded_bytes` (moved to host memory so far), and `steps`.
+        or None, `offloaded_bytes` (moved to host memory so far), `tolerance` (what of this stage's
+        activations may be missing where they arrive, and was), and `steps`.
         """
         plan = self._orchestrator.current
         costs = self._orchestrator.costs
@@ -167,6 +173,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             "waits": asdict(self.waits),
             "costs": asdict(costs) if costs else None,
             "offloaded_bytes": self._offload.offloaded_bytes,
+            "tolerance": asdict(self.tolerance),
             "steps": self._steps,
         }
 

@@ -19,7 +19,9 @@ from torch_resilient.pipelining.orders import Operation, Order, OrderError
 from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
 from torch_resilient.pipelining.recording import Recording, folder_from_environment
 from torch_resilient.pipelining.replay import replay
+from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.pipelining.torch_actions import StageActions, StageSchedule
+from torch_resilient.recovery import SmartOptions
 
 
 def checked_orders(
@@ -67,7 +69,11 @@ class DispatchedSchedule(StageSchedule):
     """What SchedulePlanned, ScheduleLive and ScheduleAdaptiveZB share: operations are measured and,
     if wanted, written down.
 
+    `smart`: what of the activations may be lost between stages, see SmartOptions.activation_bound;
+    the default is nothing. It takes effect over datagrams ("resilient" with wan=udp).
+
     Attributes:
+        tolerance: that of this stage's activations, and what was lost of them.
         recorder: what the stage did in the last iteration.
         waits: how the compute thread was blocked.
         recording: the file of this run; None if none is written.
@@ -77,10 +83,12 @@ class DispatchedSchedule(StageSchedule):
         self,
         stage: PipelineStage,
         *arguments: Any,
+        smart: SmartOptions | None = None,
         timeline_dir: str | Path | None = None,
         **keywords: Any,
     ) -> None:
         super().__init__(stage, *arguments, **keywords)
+        self.tolerance = ActivationTolerance.of(smart, stage.stage_index, stage.num_stages)
         self.recorder = Recorder(stage.device)
         self.waits = Waits()
         self.recording: Recording | None = None
@@ -132,10 +140,11 @@ class SchedulePlanned(DispatchedSchedule):
     schedules; every rank gives the same `orders`: one list per stage, of Operation or texts such as
     "F0". In `eval()`, only the forwards run. It works on any backend. `timeline_dir`, for which the
     environment variable TORCH_RESILIENT_TIMELINE stands in: what all ranks measure is written
-    there, for `torch-resilient timeline`.
+    there, for `torch-resilient timeline`. `smart` is what of the activations may be lost on lossy
+    links (SmartOptions.activation_bound); by default they are exact.
 
-    Gradients and losses have the bits they have with any other order. Within DDP or FSDP2, they are
-    reduced after the last W.
+    Gradients and losses have the bits they have with any other order, unless something was lost.
+    Within DDP or FSDP2, gradients are reduced after the last W.
 
     Raises as `checked_orders`.
     """
@@ -151,6 +160,7 @@ class SchedulePlanned(DispatchedSchedule):
         scale_grads: bool = True,
         *,
         orders: Sequence[Sequence[Operation | str]],
+        smart: SmartOptions | None = None,
         timeline_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
@@ -161,6 +171,7 @@ class SchedulePlanned(DispatchedSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            smart=smart,
             timeline_dir=timeline_dir,
         )
         self.set_orders(orders)
@@ -197,6 +208,7 @@ class ScheduleLive(DispatchedSchedule):
         scale_grads: bool = True,
         *,
         gates: StageGates,
+        smart: SmartOptions | None = None,
         timeline_dir: str | Path | None = None,
     ) -> None:
         super().__init__(
@@ -207,6 +219,7 @@ class ScheduleLive(DispatchedSchedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
+            smart=smart,
             timeline_dir=timeline_dir,
         )
         self.gates = gates

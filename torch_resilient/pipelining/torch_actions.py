@@ -23,6 +23,10 @@ from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_resilient._stats import carries
+from torch_resilient.pipelining.tolerance import ActivationTolerance
+from torch_resilient.traffic import traffic_class
+
 _STORE_TIMEOUT = timedelta(seconds=10)
 
 
@@ -58,6 +62,9 @@ class StageSchedule(PipelineScheduleSingle):
 
     Constructor and `step()` are those of torch's own single-stage schedules, such as Schedule1F1B.
 
+    Attributes:
+        tolerance: what may be missing of the activations that this stage sends; nothing.
+
     Raises ValueError for a number of microbatches below 1.
     """
 
@@ -68,6 +75,7 @@ class StageSchedule(PipelineScheduleSingle):
             raise ValueError(f"n_microbatches: expected at least 1, got {n_microbatches}")
         super().__init__(stage, n_microbatches, *arguments, **keywords)
         _take_over_weight_backward(stage)
+        self.tolerance = ActivationTolerance()
 
     @property
     def stage(self) -> PipelineStage:
@@ -151,7 +159,11 @@ class StageActions:
         self._targets = target_mbs
         self._return_outputs = return_outputs
         self._loss_kwargs = loss_kwargs
-        self._sends: list[dist.Work] = []
+        # With the activation that is sent, if it is one.
+        self._sends: list[tuple[dist.Work, Tensor | None]] = []
+        self._ours = _carries_messages(self._stage)
+        # Only this backend tolerates losses.
+        self._tolerance = schedule.tolerance if self._ours else ActivationTolerance()
         self.num_microbatches = schedule.num_microbatches
         self.backward: bool = schedule._has_backward
         self.splits_backward = splits_backward(self._stage.submod)
@@ -185,8 +197,12 @@ class StageActions:
 
     def send_output(self, microbatch: int) -> None:
         """Begins to send what F has computed, to the next stage if there is one."""
-        if not self._stage.is_last:
-            self._send(self._stage.get_fwd_send_ops(microbatch))
+        if self._stage.is_last:
+            return
+        self._forget_ended_sends()
+        for operation in self._stage.get_fwd_send_ops(microbatch):
+            with self._class("activation"), self._tolerance.around(operation.tensor):
+                self._sends += [(work, operation.tensor) for work in _post([operation])]
 
     def input_backward(self, microbatch: int) -> None:
         """Runs B, which must have received its gradient.
@@ -204,7 +220,10 @@ class StageActions:
 
     def send_gradient(self, microbatch: int) -> None:
         """Begins to send the gradient that B has computed, to the stage before if there is one."""
-        self._send(self._stage.get_bwd_send_ops(microbatch))
+        self._forget_ended_sends()
+        with self._class("activation_gradient"):
+            works = _post(self._stage.get_bwd_send_ops(microbatch))
+        self._sends += [(work, None) for work in works]
 
     def weight_backward(self, microbatch: int) -> None:
         """Runs W, some time after B."""
@@ -224,14 +243,30 @@ class StageActions:
 
     def wait_for_sends(self) -> None:
         """Until all buffers that were sent may be reused. Raises what a send ended with."""
-        for work in self._sends:
-            work.wait()
-        self._sends.clear()
+        while self._sends:
+            self._end_first_send()
 
-    def _send(self, operations: Sequence[dist.P2POp]) -> None:
-        while self._sends and self._sends[0].is_completed():
-            self._sends.pop(0).wait()  # raises its error
-        self._sends += _post(operations)
+    def _forget_ended_sends(self) -> None:
+        while self._sends and self._sends[0][0].is_completed():
+            self._end_first_send()
+
+    def _end_first_send(self) -> None:
+        work, activation = self._sends.pop(0)
+        work.wait()  # raises its error
+        if activation is not None:
+            self._tolerance.arrived(work, activation)
+
+    def _class(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """The traffic class of what is sent within, where there are such classes."""
+        return traffic_class(name) if self._ours else contextlib.nullcontext()
+
+
+def _carries_messages(stage: PipelineStage) -> bool:
+    """Whether this project's backend carries the stage's messages."""
+    try:
+        return carries(group_of(stage), stage.device)
+    except ImportError:  # it has not been built; others need not be told
+        return False
 
 
 def _post(operations: Iterable[dist.P2POp]) -> list[dist.Work]:

@@ -1,0 +1,65 @@
+"""Activations that may arrive without some of their packets (Paper: SMART §3.2)."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import Tensor
+
+from torch_resilient import recovery
+from torch_resilient.recovery import SmartOptions
+
+
+@dataclass
+class ActivationTolerance:
+    """What of the activations that a stage sends may be missing, and what was.
+
+    Attributes:
+        bound: the part of the bytes of a message that may be; 0: all arrive.
+        exact_below_bytes: smaller messages arrive whole.
+        messages: how many have been sent with the bound and have arrived.
+        bytes_sent: of these.
+        bytes_zero_filled: of these, what the next stage has replaced by zeros.
+    """
+
+    bound: float = 0.0
+    exact_below_bytes: int = 0
+    messages: int = 0
+    bytes_sent: int = 0
+    bytes_zero_filled: int = 0
+
+    @staticmethod
+    def of(options: SmartOptions | None, stage_index: int, num_stages: int) -> ActivationTolerance:
+        """That of a stage; of the last one, which sends no activations, nothing may be missing.
+
+        Raises ValueError if `options` are for another number of stages.
+        """
+        if options is None or stage_index == num_stages - 1:
+            return ActivationTolerance()
+        bound = options.activation_bound_of(stage_index, num_stages)
+        return ActivationTolerance(bound, options.exact_below_bytes)
+
+    def applies_to(self, tensor: Tensor) -> bool:
+        """Whether something of this tensor may be missing where it is received."""
+        return (
+            self.bound > 0
+            and tensor.is_floating_point()
+            and tensor.nbytes >= max(self.exact_below_bytes, 1)
+        )
+
+    def around(self, tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+        """The context in which the send of this activation is issued."""
+        if not self.applies_to(tensor):
+            return contextlib.nullcontext()
+        # Activations have no threshold: which of their values matter, nobody knows.
+        return recovery.tolerate(threshold=0.0, max_lost_fraction=self.bound)
+
+    def arrived(self, work: dist.Work, tensor: Tensor) -> None:
+        """Counts a completed send of an activation."""
+        if self.applies_to(tensor):
+            lost = sum(stop - start for start, stop in recovery.zero_filled(work))
+            self.messages += 1
+            self.bytes_sent += tensor.nbytes
+            self.bytes_zero_filled += lost * tensor.element_size()
