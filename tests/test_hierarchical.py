@@ -259,6 +259,21 @@ def test_a_subgroup_has_its_own_places() -> None:
     run_ranks(subgroups, world_size=4, init=False)
 
 
+def alone(rank: int) -> None:
+    join(rank, "ab", "hierarchical")
+    for each in range(2):
+        group = dist.new_group([each])
+        if rank == each:
+            found = torch_resilient.topology(group)
+            assert (found["sites"], found["hosts"]) == (["ab"[rank]], [0])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_group_of_one_rank_has_a_place() -> None:
+    run_ranks(alone, world_size=2, init=False)
+
+
 # ---- nothing declared ---------------------------------------------------------------------------
 
 

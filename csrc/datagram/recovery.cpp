@@ -35,11 +35,12 @@ bool parseCount(std::string_view text, int least, int most, int& value) {
 
 std::optional<RecoveryScheme> parseScheme(std::string_view text) {
   RecoveryScheme scheme;
+  const bool bare = text.find(':') == std::string_view::npos;
   const std::string_view name = cut(text, ':');
-  if (name == "semantic" && text.empty()) {
+  if (name == "semantic" && bare) {
     return scheme;
   }
-  if (name == "selective_repeat" && text.empty()) {
+  if (name == "selective_repeat" && bare) {
     scheme.kind = RecoveryKind::kSelectiveRepeat;
     return scheme;
   }
@@ -71,6 +72,9 @@ std::optional<RecoveryTable> RecoveryTable::parse(
     ParityKind code) {
   RecoveryTable table;
   table.base_.code = code;
+  if (trimmed(text).ends_with(',')) {
+    return std::nullopt;
+  }
   while (!trimmed(text).empty()) {
     std::string_view entry = cut(text, ',');
     std::string_view where = "*";

@@ -170,7 +170,7 @@ void GroupImpl::join() {
         Status(StatusCode::kAborted, "the engine is being shut down"));
   }
   store_->set(key("at", rank_), engine_->record());
-  if (size() > 1 && store_->add(key("joined", 0), 1) == size()) {
+  if (size() == 1 || store_->add(key("joined", 0), 1) == size()) {
     publishTopology();
   }
   if (eagerConnect_) {
