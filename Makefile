@@ -65,7 +65,7 @@ format: $(VENV)/tools ## rewrite the source in the house style
 
 cpp-test: ## tests of the C++ core, ARGS="part of a name"
 	$(MAKE) -C csrc -j$(JOBS) all
-	$(MAKE) -C csrc test
+	$(MAKE) -C csrc JOBS=$(JOBS) test
 
 python-test: setup ## tests of the package, ARGS="-k expression"
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
@@ -75,15 +75,15 @@ slow-test: setup ## the tests that take long or much memory
 
 asan: ## tests of the C++ core under the address and undefined sanitizers
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=asan all
-	$(MAKE) -C csrc VARIANT=asan test
+	$(MAKE) -C csrc VARIANT=asan JOBS=$(JOBS) test
 
 tsan: ## tests of the C++ core under the thread sanitizer
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=tsan all
-	$(MAKE) -C csrc VARIANT=tsan test
+	$(MAKE) -C csrc VARIANT=tsan JOBS=$(JOBS) test
 
 planted: ## mistakes on purpose, each of which the simulation must find
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=planted all
-	$(MAKE) -C csrc VARIANT=planted test ARGS=planted
+	$(MAKE) -C csrc VARIANT=planted JOBS=$(JOBS) test ARGS=planted
 
 nightly: ## CASES=100000 random networks for each simulation
 	$(MAKE) -C csrc -j$(JOBS) all

@@ -1,5 +1,11 @@
 #pragma once
 
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
 #include <concepts>
 #include <cstdint>
 #include <cstdio>
@@ -24,7 +30,8 @@
 //     CHECK_EQ(1 + 1, 2);
 //   }
 //
-// csrc/tests/main.cpp holds main(): `core_tests [part of a name] [--seed N]`.
+// csrc/tests/main.cpp holds main():
+// `core_tests [part of a name] [--seed N] [--jobs N]`.
 // A randomized test takes its seeds from seeds() and so replays from the line
 // printed when it fails.
 namespace resilient::test {
@@ -185,64 +192,123 @@ inline void checkContains(
   }
 }
 
+// Runs one test; false, having said why and how to run it again, if it failed.
+inline bool runTest(const TestCase& test, const char* program) {
+  runState().currentSeed.reset();
+  std::string error;
+  try {
+    test.body();
+    return true;
+  } catch (const std::exception& e) {
+    error = e.what();
+  } catch (...) {
+    error = "threw something that is no std::exception";
+  }
+  std::string text = std::string("FAILED ") + test.name + " (" + test.file +
+      ")\n  " + error + "\nto run it again: " + program + " " + test.name;
+  if (runState().currentSeed) {
+    text += " --seed " + std::to_string(*runState().currentSeed);
+  }
+  std::cerr << text + "\n";
+  return false;
+}
+
+// Runs the tests in as many processes, each of which takes the next that none
+// has taken; returns how many did not pass.
+inline int runInProcesses(
+    const std::vector<const TestCase*>& tests,
+    int processes,
+    const char* program) {
+  struct Shared {
+    std::atomic<int> next{0}, passed{0};
+  };
+  void* const memory = mmap(
+      nullptr,
+      sizeof(Shared),
+      PROT_READ | PROT_WRITE,
+      MAP_SHARED | MAP_ANONYMOUS,
+      -1,
+      0);
+  if (memory == MAP_FAILED) {
+    throw std::runtime_error("cannot share memory between processes");
+  }
+  Shared* const shared = new (memory) Shared;
+  const int count = static_cast<int>(tests.size());
+  std::vector<pid_t> children;
+  for (int i = 0; i < processes; ++i) {
+    const pid_t child = fork();
+    if (child == 0) {
+      for (int at = shared->next++; at < count; at = shared->next++) {
+        shared->passed += runTest(*tests[static_cast<size_t>(at)], program);
+      }
+      std::exit(0); // not _exit: leaks are looked for at the end
+    }
+    if (child < 0) {
+      throw std::runtime_error("cannot fork");
+    }
+    children.push_back(child);
+  }
+  bool died = false;
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    died |= status != 0;
+  }
+  const int failed = count - shared->passed;
+  munmap(memory, sizeof(Shared));
+  if (died) {
+    std::cerr << "FAILED: a process of tests did not end well\n";
+  }
+  return std::max(failed, int(died));
+}
+
 inline int runTests(int argc, char** argv) {
   std::string filter;
   bool list = false;
+  int jobs = 1;
   for (int i = 1; i < argc; ++i) {
     if (std::strcmp(argv[i], "--seed") == 0 && i + 1 < argc) {
       runState().forcedSeed = std::strtoull(argv[++i], nullptr, 10);
+    } else if (std::strcmp(argv[i], "--jobs") == 0 && i + 1 < argc) {
+      jobs = std::atoi(argv[++i]);
     } else if (std::strcmp(argv[i], "--list") == 0) {
       list = true;
     } else if (argv[i][0] == '-' || !filter.empty()) {
       std::cerr << "usage: " << argv[0]
-                << " [part of a test's name] [--seed N] [--list]\n";
+                << " [part of a test's name] [--seed N] [--jobs N] [--list]\n";
       return 2;
     } else {
       filter = argv[i];
     }
   }
-  int run = 0;
-  std::vector<std::string> again;
+  std::vector<const TestCase*> tests;
   for (const TestCase& test : allTests()) {
-    if (std::string_view(test.name).find(filter) == std::string_view::npos) {
-      continue;
+    if (std::string_view(test.name).find(filter) != std::string_view::npos) {
+      tests.push_back(&test);
     }
-    ++run;
-    if (list) {
-      std::cout << test.name << "\n";
-      continue;
-    }
-    runState().currentSeed.reset();
-    std::string error;
-    try {
-      test.body();
-      continue;
-    } catch (const std::exception& e) {
-      error = e.what();
-    } catch (...) {
-      error = "threw something that is no std::exception";
-    }
-    std::string line = std::string(argv[0]) + " " + test.name;
-    if (runState().currentSeed) {
-      line += " --seed " + std::to_string(*runState().currentSeed);
-    }
-    std::cerr << "FAILED " << test.name << " (" << test.file << ")\n  " << error
-              << "\n";
-    again.push_back(line);
   }
-  if (run == 0) {
+  if (tests.empty()) {
     // A filter that finds nothing must not look like success.
     std::cerr << "no test matches \"" << filter << "\"\n";
     return 2;
   }
-  if (!list) {
-    std::cout << run - static_cast<int>(again.size()) << " of " << run
-              << " tests passed\n";
+  if (list) {
+    for (const TestCase* test : tests) {
+      std::cout << test->name << "\n";
+    }
+    return 0;
   }
-  for (const std::string& line : again) {
-    std::cerr << "to run it again: " << line << "\n";
+  const int count = static_cast<int>(tests.size());
+  int failed = 0;
+  if (jobs > 1) {
+    failed = runInProcesses(tests, std::min(jobs, count), argv[0]);
+  } else {
+    for (const TestCase* test : tests) {
+      failed += !runTest(*test, argv[0]);
+    }
   }
-  return again.empty() ? 0 : 1;
+  std::cout << count - failed << " of " << count << " tests passed\n";
+  return failed == 0 ? 0 : 1;
 }
 
 } // namespace resilient::test
