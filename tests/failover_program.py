@@ -52,7 +52,7 @@ def stream(messages: int, pause_s: float) -> dict[str, object]:
             message = torch.zeros_like(content)
             dist.recv(message, 0)
             wrong += not torch.equal(message, content)
-        say(kind="message", number=number, time_s=time.monotonic())
+        say(kind="message", number=number, wrong=wrong, time_s=time.monotonic())
         time.sleep(pause_s)
     return {"wrong": wrong}
 
@@ -95,6 +95,7 @@ def main() -> None:
         dist.barrier()
         paths = torch_resilient.stats()["peers"][0]["paths"]
         say(kind="result", paths=paths, **result)
+        dist.barrier()  # nobody leaves before the others have looked at their paths
     except dist.DistBackendError as error:
         say(kind="error", text=str(error))
         os._exit(3)

@@ -11,6 +11,7 @@ import socket
 import stat
 import threading
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import init_group, run_outcomes, run_ranks, wait_until
 
-from torch_resilient import _endpoint, _observers, _prometheus, _recorder, cli, faults
+from torch_resilient import _endpoint, _observers, _prometheus, _recorder, cli, faults, stats
 from torch_resilient.cli import top
 
 LABEL = r'\w+="(?:[^"\\\n]|\\[\\"n])*",?'
@@ -334,16 +335,29 @@ def test_the_table_has_rates_of_the_interval() -> None:
 
 
 def watched(rank: int) -> str:
-    """Rank 0 shows the table of both, while a connection is cut."""
+    """Rank 0 shows the table of both; a connection is cut between its two looks."""
+
+    def paths() -> dict[int, Any]:
+        return {path["slot"]: path for path in stats()["peers"][0]["paths"]}
+
     dist.all_reduce(torch.ones(1000))
+    wait_until(lambda: -1 in paths(), "memory is shared")
+    dist.barrier()
     output = io.StringIO()
     if rank == 0:
         folder = os.environ["TORCH_RESILIENT_METRICS"]
+        fetch, looks = top.fetch_all, []
+
+        def look(endpoints: Sequence[str]) -> list[dict[str, Any]]:
+            looks.append(fetch(endpoints))
+            if len(looks) == 1:
+                faults.cut(peer=1, path=0)
+                wait_until(lambda: paths()[0]["reconnects"] > 0, "the path is made again")
+            return looks[-1]
+
+        top.fetch_all = look
         with contextlib.redirect_stdout(output):
-            timer = threading.Timer(0.1, lambda: faults.cut(peer=1, path=0))
-            timer.start()
-            assert cli.main(["top", folder, "--once", "--interval", "1"]) == 0
-            timer.join()
+            assert cli.main(["top", folder, "--once", "--interval", "0.1"]) == 0
     dist.barrier()
     return output.getvalue()
 

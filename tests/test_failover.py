@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import queue
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +21,8 @@ PROGRAM = Path(__file__).with_name("failover_program.py")
 LINK = {"delay_s": 0.001, "rate_bytes_per_s": 12.5e6}
 # Much longer than anything here takes, even on a busy machine.
 PATIENCE_S = 60.0
+# Rounds of a job that must not be over before the test, which may be late, is done with it.
+ENDLESS = 100_000
 
 Row = dict[str, Any]
 
@@ -97,6 +98,11 @@ def bed(lab: NetworkLab) -> Iterator[Bed]:
         job.close()
 
 
+def received(row: Row) -> bool:
+    """A message has arrived; the sender may be far ahead."""
+    return row["kind"] == "message" and row["rank"] == 1
+
+
 def sent_on(result: Row, nic: str) -> int:
     return sum(path["bytes_sent"] for path in result["paths"] if path["nic"] == nic)
 
@@ -133,22 +139,23 @@ def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(bed: Bed) ->
 
 
 def test_job_waits_while_no_path_is_left_and_goes_on(bed: Bed) -> None:
-    job = bed.job("stream", 60, 0.01)
+    job = bed.job("stream", ENDLESS, 0.01)
     job.until(lambda row: row.get("number", -1) >= 10, "message 10")
     for link in bed.links:
         link.down("blackhole")
-    with contextlib.suppress(queue.Empty):
+    last = -1
+    with contextlib.suppress(RuntimeError):
         while True:  # what had arrived is still told; then silence
-            job.rows.get(timeout=1.5)
+            last = job.until(received, "message", timeout_s=1.5)["number"]
     assert all(process.poll() is None for process in job.processes)
     bed.links[1].up()
-    for result in job.end():
-        assert result.get("wrong") == 0, result
+    row = job.until(lambda row: received(row) and row["number"] > last + 30, "30 more messages")
+    assert row["wrong"] == 0
 
 
 def test_job_that_has_no_path_for_too_long_names_the_culprit(bed: Bed) -> None:
-    job = bed.job("stream", 60, 0.01, timeout_s="4")
-    job.until(lambda row: row.get("number", -1) >= 10, "message 10")
+    job = bed.job("exchange", ENDLESS, 0.01, timeout_s="4")
+    job.until(lambda row: row.get("number", -1) >= 10, "round 10")
     for link in bed.links:
         link.down("blackhole")
     for rank, result in enumerate(job.end()):
@@ -158,16 +165,21 @@ def test_job_that_has_no_path_for_too_long_names_the_culprit(bed: Bed) -> None:
 
 
 def test_standby_interface_carries_nothing_until_it_is_needed(bed: Bed) -> None:
-    job = bed.job("stream", 90, 0.01, TORCH_RESILIENT_NIC_POLICY="standby")
-    job.until(lambda row: row.get("number", -1) >= 30, "message 30")
-    before = bed.links[1].counters("a->b").delivered.bytes
+    job = bed.job("stream", ENDLESS, 0.01, TORCH_RESILIENT_NIC_POLICY="standby")
+
+    def carried() -> int:
+        return bed.links[1].counters("a->b").delivered.bytes
+
+    job.until(lambda row: received(row) and row["number"] >= 30, "message 30")
+    before = carried()
     assert before < 30 * 131072 / 10  # its connections alone
     bed.links[0].down("blackhole")
-    job.until(lambda row: row.get("number", -1) >= 60, "message 60")
-    assert bed.links[1].counters("a->b").delivered.bytes - before > 20 * 131072
+    row = job.until(
+        lambda row: received(row) and carried() - before > 20 * 131072, "20 messages over eth1"
+    )
     bed.links[0].up()
-    for result in job.end():
-        assert result.get("wrong") == 0, result
+    row = job.until(lambda new: received(new) and new["number"] > row["number"] + 30, "30 more")
+    assert row["wrong"] == 0
 
 
 def test_traffic_class_keeps_to_its_interface(bed: Bed) -> None:
@@ -179,29 +191,33 @@ def test_traffic_class_keeps_to_its_interface(bed: Bed) -> None:
 
 
 def test_what_comes_in_does_not_save_a_way_that_is_dead_outwards(bed: Bed) -> None:
-    half_trusted = 0
+    rounds: list[set[str]] = []
+
+    def looked(row: Row) -> bool:
+        if row["kind"] != "round" or row["rank"] != 0:
+            return False
+        assert row["wrong"] == 0
+        rounds.append({p["state"] for p in row["paths"] if p["nic"] == "eth0"})
+        return True
+
     for _ in range(3):
-        job = bed.job("exchange", 60, 0.005, TORCH_RESILIENT_WAN_CONNECTIONS="4")
+        job = bed.job("exchange", ENDLESS, 0.005, TORCH_RESILIENT_WAN_CONNECTIONS="4")
         job.until(lambda row: row.get("number", -1) >= 20, "round 20")
         bed.links[0].down("blackhole", direction="a->b")
-        rounds = []
-        while (row := job.until(lambda row: row["rank"] == 0, "round"))["kind"] == "round":
-            rounds.append({p["state"] for p in row["paths"] if p["nic"] == "eth0"})
-        for result in job.end():
-            assert result.get("wrong") == 0, result
-        job.close()
-        bed.links[0].up()
         # Its four connections die together: none gets anything while another is in doubt,
         # although the peer is heard on all of them.
-        assert any("up" not in states for states in rounds)
-        half_trusted += sum("up" in states and len(states) > 1 for states in rounds)
+        job.until(lambda row: looked(row) and "up" not in rounds[-1], "eth0 is given up")
+        for _ in range(20):
+            job.until(looked, "one more round")
+        job.close()
+        bed.links[0].up()
     # A false alarm is no fault.
-    assert half_trusted <= 1
+    assert sum("up" in states and len(states) > 1 for states in rounds) <= 1
 
 
 @pytest.mark.parametrize("interfaces", ["eth0", "eth0,eth1"])
 def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces: str) -> None:
-    job = bed.job("exchange", 100_000, 0.005, TORCH_RESILIENT_INTERFACE=interfaces)
+    job = bed.job("exchange", ENDLESS, 0.005, TORCH_RESILIENT_INTERFACE=interfaces)
     for rank, host in enumerate(("a", "b", "a")):  # either end, and once more
         address = bed.links[0].readdress(host)
 

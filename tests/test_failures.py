@@ -234,7 +234,7 @@ def test_a_receive_from_any_source_gets_what_the_gone_have_sent() -> None:
 
 @pytest.mark.parametrize("name", ["all_reduce", "broadcast", "all_to_all", "barrier", "recv"])
 def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
-    victim, limit_s = 2, 3.0
+    victim, limit_s = 2, 4.0  # the others have a quarter of it to say that they live
     outcomes = run_outcomes(hang_in, name, victim, limit_s, world_size=4, group_timeout_s=limit_s)
     if not all(o.ok for o in outcomes):
         raise RanksFailed(outcomes)
@@ -244,7 +244,7 @@ def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
         took, error = outcome.value
         if name == "recv" and outcome.rank != 3:
             continue
-        assert limit_s * 0.9 < took < limit_s + 2, error
+        assert limit_s * 0.9 < took < limit_s + LOAD, error
         assert f"Timed out waiting {int(limit_s * 1000)}ms" in error
         assert re.search(rf"rank {victim} \(host .*\) does not respond", error), error
         assert re.search(r"last sign of life \d[\d.]* s ago", error), error
@@ -256,7 +256,10 @@ def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
 
 
 def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, str]:
-    """Like failure_in, for a rank that is stopped; it goes on when the others are done."""
+    """Like failure_in, for a rank that is stopped; it goes on when the others are done.
+
+    The time is in seconds since the first of the others began: its time-out ends it for all.
+    """
     from torch_resilient import faults
 
     dist.all_reduce(torch.ones(1 << 18))
@@ -280,8 +283,9 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
                 work.wait()
         return 0.0, ""
     pid = int(store.get("pid"))
-    started = time.monotonic()
-    if name != "recv" or rank == 3:
+    starters = others if name != "recv" else [3]
+    if rank in starters:
+        store.set(f"started/{rank}", repr(time.monotonic()))
         work = start_operation(name, rank, victim)
         if name == "barrier":
             wait_until_pending()
@@ -289,12 +293,13 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
         error = error_of(work.wait)
     else:
         error = ""
-    took = time.monotonic() - started
+    failed_at = time.monotonic()
     store.set(f"failed/{rank}", "")
     store.wait([f"failed/{r}" for r in others])
     if rank == others[0]:
         os.kill(pid, signal.SIGCONT)
-    return took, error
+    first = min(float(store.get(f"started/{r}")) for r in starters)
+    return failed_at - first, error
 
 
 def others_go_on(rank: int) -> str:
@@ -354,11 +359,11 @@ def recv_from_a_late_one(rank: int) -> tuple[str, float]:
 
 
 def test_the_group_is_usable_after_a_message_has_timed_out() -> None:
-    error, took = run_ranks(recv_from_a_late_one, world_size=3, group_timeout_s=1)[0]
+    error, took = run_ranks(recv_from_a_late_one, world_size=3, group_timeout_s=2)[0]
     assert "recv of float32[4] from rank 1, tag 5" in error
-    assert "Timed out waiting 1000ms" in error
+    assert "Timed out waiting 2000ms" in error
     assert "rank 1" in error
-    assert took < 1 + LOAD
+    assert took < 2 + LOAD
 
 
 # The test is about lateness, so it sleeps: longer than it takes to ask an idle peer for a sign of
@@ -486,13 +491,13 @@ def one_call_fewer(rank: int) -> tuple[str, float]:
 
 
 def test_a_time_out_says_who_has_not_called() -> None:
-    values = run_ranks(one_call_fewer, world_size=3, group_timeout_s=2)
+    values = run_ranks(one_call_fewer, world_size=3, group_timeout_s=4)
     for rank in (0, 2):
         error, took = values[rank]
-        assert "Timed out waiting 2000ms" in error
+        assert "Timed out waiting 4000ms" in error
         assert "not called by all: rank 1" in error
         assert "its last collective was #2, barrier" in error
-        assert took < 2 + LOAD
+        assert took < 4 + LOAD
 
 
 def different_messages(rank: int, recv_first: bool) -> list[str]:

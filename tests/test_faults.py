@@ -255,21 +255,20 @@ def test_a_delay_holds_one_direction_only() -> None:
     results = run_ranks(one_way_time, "delay peer=1 ms=80", "delay peer=5 ms=9")
     there, back, after = (sum(both) for both in zip(*results, strict=True))
     print(f"0 to 1: {there * 1e3:.1f} ms, 1 to 0: {back * 1e3:.1f} ms, after: {after * 1e3:.1f} ms")
-    assert 0.08 <= there < 0.12
+    assert 0.08 <= there < 0.16  # once
     assert back < 0.08
     assert after < 0.08
 
 
-def transfer_time(rank: int, numel: int) -> float:
+def transfer_time(rank: int, nbytes: int) -> float:
+    """Seconds from the send on rank 0 to the end of the receive on rank 1, where it is told."""
+    message = torch.empty(nbytes // 8, dtype=torch.float64)
     dist.barrier()
-    began = time.monotonic()
     if rank == 0:
-        dist.isend(torch.ones(numel), 1).wait()  # type: ignore[union-attr]
-        began = time.monotonic() - began
-        dist.barrier()
-        return began
-    dist.recv(torch.empty(numel), 0)
-    took = time.monotonic() - began
+        dist.isend(message.fill_(time.monotonic()), 1).wait()  # type: ignore[union-attr]
+    else:
+        dist.recv(message, 0)
+    took = time.monotonic() - message[0].item()
     dist.barrier()
     return took
 
@@ -279,10 +278,10 @@ def limited(rank: int) -> tuple[float, float]:
 
     if rank == 0:
         with faults.limit(4e6, peer=1):
-            slow = transfer_time(rank, 1 << 19)
+            slow = transfer_time(rank, 1 << 21)
     else:
-        slow = transfer_time(rank, 1 << 19)
-    return slow, transfer_time(rank, 1 << 19)
+        slow = transfer_time(rank, 1 << 21)
+    return slow, min(transfer_time(rank, 1 << 21) for _ in range(3))
 
 
 def test_a_limit_holds_and_ends() -> None:
@@ -293,7 +292,7 @@ def test_a_limit_holds_and_ends() -> None:
 
 
 def faults_from_environment(rank: int) -> tuple[float, int]:
-    took = transfer_time(rank, 1 << 19)
+    took = transfer_time(rank, 1 << 21)
     return took, counters()["reconnects"]
 
 

@@ -26,7 +26,7 @@ from collective_oracle import (
     reduced,
     small,
 )
-from harness import error_of, init_group, on_gloo, run_ranks, wait_until, world_size
+from harness import error_of, init_group, make_store, on_gloo, run_ranks, world_size
 
 import torch_resilient
 from torch_resilient import faults
@@ -223,20 +223,17 @@ def test_a_bad_site_is_refused_at_once() -> None:
 
 def absent(rank: int) -> str:
     join(rank, "aabb", "hierarchical")
+    store = make_store("test")
     if rank == 3:
-        wait_until(
-            lambda: bool(dist.distributed_c10d._get_default_store().check(["done"])),
-            "others failed",
-        )
+        store.wait(["failed/0", "failed/1", "failed/2"])  # its own end must not be the cause
         return ""
     error = error_of(lambda: dist.all_reduce(torch.ones(100000)))
-    if rank == 0:
-        dist.distributed_c10d._get_default_store().set("done", "")
+    store.set(f"failed/{rank}", "")
     return error
 
 
 def test_a_rank_that_does_not_call_is_named() -> None:
-    errors = run_ranks(absent, world_size=4, init=False, group_timeout_s=3)
+    errors = run_ranks(absent, world_size=4, init=False, group_timeout_s=4)
     for error in errors[:3]:
         assert "not called by all: rank 3" in error, error
 

@@ -60,9 +60,9 @@ def udp(host: Host, address: str, device: str | None = None) -> socket.socket:
 
 
 def received(sock: socket.socket) -> list[bytes]:
-    """What comes within a quarter of a second of the last that came."""
+    """What comes within half a second of the last that came."""
     messages = []
-    sock.settimeout(0.25)
+    sock.settimeout(0.5)
     with contextlib.suppress(TimeoutError):
         while True:
             messages.append(sock.recv(65536))
@@ -204,12 +204,14 @@ def test_a_full_queue_drops(pair: tuple[Host, Host, Network]) -> None:
     a, b, link = pair
     link.set(rate_bytes_per_s=1e5, queue_bytes=10 * 1028)
     with udp(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
+        start = time.monotonic()
         for number in range(100):
             sock.sendto(number.to_bytes(2, "big") + bytes(998), target.getsockname())
+        sending_s = time.monotonic() - start
         got = [int.from_bytes(message[:2], "big") for message in received(target)]
     counters = link.counters("a->b")
     # While they were sent, some left the queue.
-    assert 10 <= len(got) <= 30
+    assert 10 <= len(got) <= 12 + sending_s * 1e5 / 1028
     assert got[:10] == list(range(10))
     assert counters.queue_full.packets == 100 - len(got)
 
@@ -313,14 +315,14 @@ def test_counters_are_exact_for_each_direction(pair: tuple[Host, Host, Network])
 
 def test_a_black_hole_tells_nobody(pair: tuple[Host, Host, Network]) -> None:
     a, b, link = pair
-    link.set(delay_s=0.1)
+    link.set(delay_s=0.5)
     with udp(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
         sock.sendto(b"on its way", target.getsockname())
         link.down("blackhole")
         sock.sendto(b"sent into it", target.getsockname())
         assert flags(a, "eth0") & IFF_RUNNING
         assert flags(b, "eth0") & IFF_RUNNING
-        assert received(target) == []
+        assert received(target) == received(target) == []  # for longer than the delay
         link.up()
         sock.sendto(b"afterwards", target.getsockname())
         assert target.recv(100) == b"afterwards"

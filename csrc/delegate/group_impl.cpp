@@ -682,6 +682,9 @@ void GroupImpl::watch(TimePoint at) {
 void GroupImpl::onWatchdog() {
   watchdog_ = 0;
   watchdogAt_ = kNever;
+  // What came in this turn has ended its operations, even if the turn is late:
+  // the process was stopped, or got no processor.
+  engine_->completions().drain();
   const TimePoint now = engine_->loop().now();
   std::vector<std::shared_ptr<CollectiveRun>> collectives;
   std::vector<std::shared_ptr<PointToPointRun>> pointToPoints;

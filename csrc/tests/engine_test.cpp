@@ -1,5 +1,6 @@
 #include <condition_variable>
 #include <cstring>
+#include <latch>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -295,7 +296,8 @@ TEST(engineTimeOutNamesTheRankThatDidNotCall) {
     if (r == 1) {
       return;
     }
-    const Status status = rank.allReduce(data, std::chrono::milliseconds(600));
+    // Those that live have a second, the most there is, to say so.
+    const Status status = rank.allReduce(data, std::chrono::seconds(4));
     CHECK(!status.ok());
     CHECK(status.message().find("rank 1") != std::string::npos);
     CHECK(status.message().find("not called by all") != std::string::npos);
@@ -303,12 +305,51 @@ TEST(engineTimeOutNamesTheRankThatDidNotCall) {
   leave(ranks);
 }
 
-TEST(engineAbortReachesTheOthers) {
+// The message comes while the loop of its receiver stands still, until after
+// the time-out: it is there all the same.
+TEST(engineTakesWhatHasComeBeforeItLooksAtTheTime) {
+  using std::chrono::milliseconds;
   std::vector<Rank> ranks = startRanks(2, EngineOptions());
+  std::latch standing(1), sent(1);
   onEach(ranks, [&](int r) {
     Rank& rank = ranks[static_cast<size_t>(r)];
     std::vector<float> data(10);
     CHECK(rank.allReduce(data, kLong).ok());
+    if (r == 0) {
+      standing.wait();
+      CHECK(rank.message(true, 1, 1, data, kLong).ok());
+      (void)rank.group->stats(); // in a later turn: it has been written, too
+      sent.count_down();
+      return;
+    }
+    const TimePoint begin = std::chrono::steady_clock::now();
+    bool inTime = false;
+    std::thread stop([&] {
+      // After the question what the others do, which is another timer.
+      std::this_thread::sleep_until(begin + milliseconds(850));
+      rank.engine->loop().post([&, begin] { // it may outlive this function
+        inTime = std::chrono::steady_clock::now() < begin + milliseconds(1000);
+        standing.count_down();
+        sent.wait();
+        std::this_thread::sleep_until(begin + milliseconds(1100));
+      });
+    });
+    const Status status = rank.message(false, 0, 1, data, milliseconds(1000));
+    stop.join();
+    sent.wait();
+    CHECK(status.ok() || !inTime); // a machine so slow proves nothing
+  });
+  leave(ranks);
+}
+
+TEST(engineAbortReachesTheOthers) {
+  std::vector<Rank> ranks = startRanks(2, EngineOptions());
+  std::latch reduced(2);
+  onEach(ranks, [&](int r) {
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    std::vector<float> data(10);
+    CHECK(rank.allReduce(data, kLong).ok());
+    reduced.arrive_and_wait(); // the abort may pass what is under way
     if (r == 0) {
       rank.group->abort("the test says so");
       return;
