@@ -57,6 +57,7 @@ lint: $(VENV)/tools ## static checks of Python and C++
 	ruff format --check .
 	mypy
 	clang-format --dry-run -Werror $(CPP_FILES)
+	$(MAKE) -C csrc cuda
 
 format: $(VENV)/tools ## rewrite the source in the house style
 	ruff check --fix .

@@ -48,6 +48,9 @@ def extensions() -> list[Extension]:
     if not any(path.startswith("csrc/backend/") for path in core):
         sys.exit(f"{ROOT}/csrc/backend holds no source file: this copy of the source is incomplete")
     include = [str(ROOT / "csrc")]
+    below = ("random", "signature", "status", "syscall")
+    loss = sources("loss/*.cpp", *(f"base/{name}.cpp" for name in below))
+    loss.remove("csrc/loss/bindings.cpp")
     result: list[Extension] = [
         CppExtension(
             "torch_resilient._C",
@@ -78,10 +81,7 @@ def extensions() -> list[Extension]:
         # The backend has the same functions in _C, without Python around them.
         Extension(
             "torch_resilient._loss",
-            sources(
-                "loss/*.cpp",
-                *(f"base/{name}.cpp" for name in ("random", "signature", "status", "syscall")),
-            ),
+            [*loss, "csrc/loss/bindings.cpp"],
             include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
             depends=headers,
             language="c++",
@@ -93,10 +93,14 @@ def extensions() -> list[Extension]:
         result.append(
             CUDAExtension(
                 "torch_resilient._cuda",
-                kernels + sources("cuda/*.cpp"),
+                [*kernels, *sources("cuda/*.cpp"), *loss],
                 include_dirs=include,
                 depends=headers,
-                extra_compile_args={"cxx": flags, "nvcc": ["-std=c++20", "-O3"]},
+                # What is constexpr is for the device, too.
+                extra_compile_args={
+                    "cxx": plain_flags,
+                    "nvcc": ["-std=c++20", "-O3", "--expt-relaxed-constexpr"],
+                },
             )
         )
     return result

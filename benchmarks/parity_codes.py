@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from common import Row, add_common_arguments, median, write_rows
 
-from torch_resilient import _loss
+from torch_resilient import _cuda_loss, _loss
 
 ABOUT = """\
 Packets of 1376 bytes in blocks of 100 + 10 or 20 + 2, one thread, once over a working set that no
@@ -32,6 +33,10 @@ cache holds and once over half a megabyte. All ways take turns in each round.
 
 GB/s are those of data packets; share = rate / that of limit in the same round. Ends with status 1
 if encoding XOR from memory is below 80 % of the limit.
+
+With --device cuda instead the kernels of csrc/cuda over data in the GPU's memory: XOR (100 + 10)
+and priorities. There the limit is a copy within that memory, and GB/s of all ways are those of
+bytes read and written. No way that is slow changes the status.
 """
 
 PACKET = 1376
@@ -192,29 +197,98 @@ def measure(place: str, packets: int, repeats: int, rounds: int) -> list[Row]:
     ]
 
 
+def measure_cuda(rounds: int, quick: bool) -> list[Row]:
+    """A row for each kernel of csrc/cuda, and one for a copy, on the current GPU."""
+    size = (100 if quick else 1000) * 1_376_000  # beyond its cache; whole blocks
+    data = torch.randint(256, (size,), dtype=torch.uint8, device="cuda")
+    copy = torch.empty_like(data)
+    blocks = data.view(-1, 100, PACKET)
+    parity = blocks.new_empty(len(blocks), 10, PACKET)
+    here = torch.ones(parity.shape[:2], dtype=torch.bool, device="cuda")
+    have = torch.ones(blocks.shape[:2], dtype=torch.bool, device="cuda")
+    have[:, 33:43] = False
+    flags = have.clone()
+    gradient = torch.randn(size // 4, device="cuda")
+    half = gradient.bfloat16()
+
+    def decode() -> None:
+        flags.copy_(have)
+        _cuda_loss.recover_xor(blocks, flags, parity, here)
+
+    # (name, bytes read and written, call)
+    cuda_ways: list[tuple[str, int, Callable[[], object]]] = [
+        ("limit", 2 * size, lambda: copy.copy_(data)),
+        ("xor 100+10 encode", size + size // 10, lambda: _cuda_loss.encode_xor(blocks, parity)),
+        ("xor 100+10 decode 10 lost", size + size // 10, decode),
+        ("means float32", size, lambda: _cuda_loss.mean_magnitudes(gradient, PACKET // 4)),
+        ("means bfloat16", size // 2, lambda: _cuda_loss.mean_magnitudes(half, PACKET // 2)),
+        ("all_finite float32", size, lambda: _cuda_loss.all_finite(gradient)),
+        ("torch.isfinite float32", size, lambda: bool(torch.isfinite(gradient).all())),
+    ]
+    seconds: dict[str, list[float]] = {name: [] for name, _, _ in cuda_ways}
+    for number in range(rounds + 1):
+        for name, _, call in cuda_ways:
+            begun = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            ended = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            begun.record()
+            call()
+            ended.record()
+            ended.synchronize()
+            if number > 0:  # the first one warms up
+                seconds[name].append(begun.elapsed_time(ended) / 1e3)
+    moved = {name: count for name, count, _ in cuda_ways}
+    limit = moved["limit"] / median(seconds["limit"])
+    return [
+        {
+            "benchmark": "parity_codes",
+            "place": "cuda",
+            "kernel": torch.cuda.get_device_name(),
+            "way": name,
+            "data_bytes": size,
+            "bytes_per_s": moved[name] / median(taken),
+            "of_limit": moved[name] / median(taken) / limit,
+        }
+        for name, taken in seconds.items()
+    ]
+
+
+def print_rows(place: str, kernel: str, rows: Sequence[Row]) -> None:
+    """The table of one place."""
+    print(f"from {place}, kernel {kernel}")
+    print(f"  {'':<26}  {'GB/s':>7}  {'share':>6}")
+    for row in rows:
+        rate = row["bytes_per_s"] / 1e9
+        print(f"  {row['way']:<26}  {rate:7.2f}  {row['of_limit']:6.2f}", flush=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table; returns the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, help="samples (default 15, quick: 5)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     add_common_arguments(parser)
     options = parser.parse_args(arguments)
     rounds = options.rounds or (5 if options.quick else 15)
     if options.realtime:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
-    rows: list[Row] = []
+    if options.device == "cuda":
+        if not (torch.cuda.is_available() and _cuda_loss.available()):
+            parser.error("--device cuda: needs a GPU, and torch_resilient built with its kernels")
+        rows = measure_cuda(rounds, options.quick)
+        print_rows("cuda", rows[0]["kernel"], rows)
+        write_rows(options.json, rows)
+        return 0
+    rows = []
     # 275 MB, or 138: beyond 32 MiB of cache. 0.55 MB: half of 1 MiB.
     for place, packets, repeats in (
         ("memory", 100_000 if options.quick else 200_000, 1),
         ("cache", 400, 50 if options.quick else 200),
     ):
-        print(f"from {place}, kernel {_loss.kernels()[-1]}")
-        print(f"  {'':<26}  {'GB/s':>7}  {'share':>6}")
-        for row in measure(place, packets, repeats, rounds):
-            rows.append(row)
-            rate = row["bytes_per_s"] / 1e9
-            print(f"  {row['way']:<26}  {rate:7.2f}  {row['of_limit']:6.2f}", flush=True)
+        measured = measure(place, packets, repeats, rounds)
+        print_rows(place, _loss.kernels()[-1], measured)
+        rows += measured
     write_rows(options.json, rows)
     (share,) = (
         row["of_limit"]

@@ -26,7 +26,7 @@ FOLDERS: dict[str, set[str]] = {
     "collectives": {"base", "wire", "loss", "path", "failover", "channel", "transport"},
     "backend": {"base", "wire", "loss", "path", "failover", "channel", "transport", "delegate"}
     | {"collectives"},
-    "cuda": {"base"},
+    "cuda": {"base", "loss"},
     "planning": {"base"},
     "lab": {"base"},
 }
@@ -51,7 +51,7 @@ IMPURE_HEADER = re.compile(
 CLOCK = re.compile(r"\b(steady_clock|system_clock|high_resolution_clock)::now\b|\bclock_gettime\b")
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/.*|Python\.h")
 # Python modules of their own, without torch.
-PLAIN_BINDINGS = {"loss/bindings.cpp", "planning/bindings.cpp", "lab/bindings.cpp"}
+PLAIN_BINDINGS = {f"{folder}/bindings.cpp" for folder in ("loss", "planning", "lab", "cuda")}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
@@ -81,7 +81,7 @@ def cpp_faults(name: str, text: str) -> list[str]:
         elif target not in FOLDERS and not (is_test and target == "tests"):
             faults.append(f'{name}: includes "{header}", which is not relative to csrc')
         elif is_test:
-            if target in ("backend", "cuda") and not sees_torch:
+            if target == "backend" and not sees_torch:
                 faults.append(f"{name}: includes {header}; the core's tests build without torch")
         elif target not in FOLDERS[folder] | {folder} and (folder, header) not in SHARED:
             faults.append(f"{name}: includes {header}; {target} is not below {folder}")
@@ -185,6 +185,8 @@ def test_python_layers() -> None:
         ("lab/emulator.cpp", "#include <sys/socket.h>", "does no I/O"),
         ("delegate/x.cpp", '#include "lab/packet.h"', "not below delegate"),
         ("delegate/x.cpp", '#include "planning/generator.h"', "not below delegate"),
+        ("cuda/x.cu", "#include <c10/cuda/CUDAStream.h>", "only backend"),
+        ("loss/x.cpp", '#include "cuda/loss_kernels.h"', "cuda is not below loss"),
         ("stuff/x.h", "", "no place in the layers"),
     ],
 )
@@ -207,6 +209,7 @@ def test_the_cpp_check_finds(name: str, line: str, fault: str) -> None:
         ("path/x.h", "// steady_clock::now() is the caller's business"),
         ("path/x.h", '// #include "backend/work.h"'),
         ("tests/x_test.cpp", '#include "delegate/group.h"'),
+        ("tests/x_test.cpp", '#include "cuda/thread_bodies.h"'),
         ("tests/backend/x_test.cpp", '#include "backend/work.h"'),
     ],
 )

@@ -27,7 +27,7 @@ from torch.futures import Future
 from torch_resilient import recovery
 from torch_resilient._stats import carries, find_backend
 from torch_resilient._topology import topology
-from torch_resilient.gradient_loss import ErrorMemory, Layout, Range, sampled_cutoff
+from torch_resilient.gradient_loss import ErrorMemory, Layout, Range, all_finite, sampled_cutoff
 from torch_resilient.recovery import SmartOptions
 
 __all__ = [
@@ -423,7 +423,7 @@ class SmartState:
         ):
             # All of the bucket, unless some of its shards are for others of the site to send.
             sent = wire if len(plan.site_members) == 1 else wire[plan.remote_shards]
-            if not bool(torch.isfinite(sent).all()):
+            if not all_finite(sent):
                 flight.finite = False
                 self._say_once("gradients with NaN or infinite values are sent exactly")
             else:
@@ -490,7 +490,7 @@ class SmartState:
         if lost or self._memory.holds(flight.layout):
             # A step with such a result is skipped or ruins the model: what it would have sent
             # from the memory stays there. With DDP all ranks see the same result.
-            if flight.finite and bool(torch.isfinite(value).all()):
+            if flight.finite and all_finite(value):
                 self._memory.remember(flight.payload.view(-1), flight.layout, lost)
             else:
                 self._say_once("a result with NaN or infinite values: the error memory is kept")

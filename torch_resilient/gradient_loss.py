@@ -15,12 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ErrorMemory", "Layout", "Range", "sampled_cutoff"]
+from torch_resilient import _cuda_loss
+
+__all__ = ["ErrorMemory", "Layout", "Range", "all_finite", "sampled_cutoff"]
 
 # [start, stop) in elements.
 Range = tuple[int, int]
 # What a flat tensor is made of, in its order: (key, elements). Padding at its end is not listed.
 Layout = Sequence[tuple[str, int]]
+_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def sampled_cutoff(
@@ -40,6 +43,14 @@ def sampled_cutoff(
     magnitudes = flat[places.to(flat.device)].abs()
     top = max(1, math.floor(top_fraction * samples))
     return float(torch.topk(magnitudes, top, sorted=True).values[-1])
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """False if an element is infinite or not a number."""
+    if tensor.is_cuda and tensor.dtype in _KERNEL_TYPES and _cuda_loss.available():
+        # Reads it once; torch makes several tensors of that size on the way.
+        return _cuda_loss.all_finite(tensor.contiguous())
+    return bool(torch.isfinite(tensor).all())
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ void fillRandom(void* data, size_t bytes);
 
 // One step of splitmix64: turns any number, also 0, 1, 2..., into a well mixed
 // one. A pure function, so `mix(seed ^ k)` is a random access stream.
-inline uint64_t mixBits(uint64_t x) {
+constexpr uint64_t mixBits(uint64_t x) {
   x += 0x9e3779b97f4a7c15;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;

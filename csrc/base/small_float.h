@@ -7,7 +7,7 @@ namespace resilient {
 
 // Both values exist before the choice, so that no compiler makes it a branch:
 // one in the loop and the loop no longer vectorises.
-[[gnu::always_inline]] inline uint32_t
+[[gnu::always_inline]] constexpr uint32_t
 chooseBits(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
   return no ^ ((yes ^ no) & mask);
@@ -46,7 +46,7 @@ struct Float16Format : SmallFloatLayout<uint16_t, 10, 15> {
   static constexpr uint32_t kNan = 0x7e00;
   static constexpr bool kSaturates = false;
   static constexpr bool kUnsignedZero = false;
-  [[gnu::always_inline]] static uint32_t special(
+  [[gnu::always_inline]] static constexpr uint32_t special(
       uint32_t bits,
       uint32_t magnitude) {
     return chooseBits(magnitude >= 0x7c00, bits | 0x7f800000u, bits);
@@ -59,7 +59,7 @@ struct Float8E5M2Format : SmallFloatLayout<uint8_t, 2, 15> {
   static constexpr uint32_t kNan = 0x7f;
   static constexpr bool kSaturates = false;
   static constexpr bool kUnsignedZero = false;
-  [[gnu::always_inline]] static uint32_t special(
+  [[gnu::always_inline]] static constexpr uint32_t special(
       uint32_t bits,
       uint32_t magnitude) {
     return chooseBits(magnitude >= 0x7c, bits | 0x7f800000u, bits);
@@ -72,7 +72,7 @@ struct Float8E4M3FNFormat : SmallFloatLayout<uint8_t, 3, 7> {
   static constexpr uint32_t kNan = 0x7f;
   static constexpr bool kSaturates = true;
   static constexpr bool kUnsignedZero = false;
-  [[gnu::always_inline]] static uint32_t special(
+  [[gnu::always_inline]] static constexpr uint32_t special(
       uint32_t bits,
       uint32_t magnitude) {
     return chooseBits(magnitude == 0x7f, 0x7fc00000u, bits);
@@ -97,7 +97,7 @@ struct Float8E5M2FNUZFormat : SmallFloatLayout<uint8_t, 2, 16> {
 };
 
 template <typename Format>
-[[gnu::always_inline]] inline float decodeSmallFloat(
+[[gnu::always_inline]] constexpr float decodeSmallFloat(
     typename Format::Storage code) {
   const uint32_t wide = code;
   const uint32_t magnitude = wide & (Format::kSign - 1);
@@ -152,7 +152,7 @@ template <typename Format>
 }
 
 // bfloat16 is the upper half of a float32.
-[[gnu::always_inline]] inline float decodeBFloat16(uint16_t code) {
+[[gnu::always_inline]] constexpr float decodeBFloat16(uint16_t code) {
   return std::bit_cast<float>(static_cast<uint32_t>(code) << 16);
 }
 

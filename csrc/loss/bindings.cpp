@@ -52,18 +52,6 @@ Kernel kernelOf(const std::optional<std::string>& name) {
       "kernel: '" + *name + "' is not one of kernels() on this processor");
 }
 
-DType dtypeOf(std::string_view name) {
-  for (DType dtype :
-       {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
-    if (name == dtypeName(dtype)) {
-      return dtype;
-    }
-  }
-  throw std::invalid_argument(
-      "dtype: expected 'float32', 'bfloat16', 'float16' or 'float64', got '" +
-      std::string(name) + "'");
-}
-
 // One after the other in memory, without gaps.
 void checkContiguous(const char* name, const py::buffer_info& info) {
   py::ssize_t expected = info.itemsize;
@@ -215,7 +203,7 @@ int64_t recover(
 // has no bfloat16.
 struct Elements {
   Elements(const std::string& name, const py::buffer& from)
-      : dtype(dtypeOf(name)), info(from.request()) {
+      : dtype(magnitudeType(name)), info(from.request()) {
     checkContiguous("data", info);
     const auto bytes = static_cast<size_t>(info.size * info.itemsize);
     if (bytes % dtypeBytes(dtype) != 0) {

@@ -1,120 +1,133 @@
 #include "loss/priority.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <limits>
 #include <stdexcept>
 #include <string>
 
-#include "base/random.h"
 #include "base/small_float.h"
+#include "loss/magnitude.h"
 #include "loss/priority_internal.h"
 
 namespace resilient {
 namespace {
 
 using kernels::Kernel;
+using magnitude::kLanes;
+using magnitude::kSums;
+using magnitude::OfBFloat16;
+using magnitude::OfFloat16;
+using magnitude::OfFloat32;
+using magnitude::OfFloat64;
 
-// 16 lanes, in one register of AVX-512, two of AVX2, four of anything else.
-// All kernels add the same numbers in the same order and so agree to the bit.
-constexpr size_t kLanes = 16;
-typedef float Floats __attribute__((vector_size(4 * kLanes)));
-typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
-typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+// 64 bytes of sums: one register of AVX-512, two of AVX2, four of anything
+// else.
+typedef float Floats __attribute__((vector_size(64)));
+typedef double Doubles __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint64_t Longs __attribute__((vector_size(64)));
 
-// How an element type is read: the bits of its magnitude as float32, in vectors
-// (by reference: vectors as arguments would depend on the processor) and one
-// by one; and what the bits of finite ones stay below.
-struct OfFloat32 {
-  using Storage = uint32_t;
-  using Vector = Words;
-  static constexpr uint32_t kMagnitude = 0x7fffffff;
-  static constexpr uint32_t kInfinity = 0x7f800000;
-  [[gnu::always_inline]] static void toFloat32(const Words& code, Words& bits) {
-    bits = code & kMagnitude;
-  }
-  static float toFloat32(uint32_t code) {
-    return std::bit_cast<float>(code & kMagnitude);
-  }
-};
+// Type::of() for a vector of elements (by reference: vectors as arguments would
+// depend on the processor).
+template <typename Type>
+struct VectorOf;
 
-struct OfBFloat16 {
-  using Storage = uint16_t;
-  using Vector = Halves;
-  static constexpr uint16_t kMagnitude = 0x7fff;
-  static constexpr uint16_t kInfinity = 0x7f80;
-  [[gnu::always_inline]] static void toFloat32(
-      const Halves& code,
-      Words& bits) {
-    bits = __builtin_convertvector(code & kMagnitude, Words) << 16;
-  }
-  static float toFloat32(uint16_t code) {
-    return decodeBFloat16(code & kMagnitude);
+template <>
+struct VectorOf<OfFloat32> {
+  using Codes = Words;
+  using Sums = Floats;
+  [[gnu::always_inline]] static void of(const Codes& codes, Sums& values) {
+    values = (Sums)(codes & OfFloat32::kMagnitude);
   }
 };
 
-struct OfFloat16 {
-  using Storage = uint16_t;
-  using Vector = Halves;
-  static constexpr uint16_t kMagnitude = 0x7fff;
-  static constexpr uint16_t kInfinity = 0x7c00;
+template <>
+struct VectorOf<OfBFloat16> {
+  using Codes = Halves;
+  using Sums = Floats;
+  [[gnu::always_inline]] static void of(const Codes& codes, Sums& values) {
+    values =
+        (Sums)(__builtin_convertvector(codes & OfBFloat16::kMagnitude, Words)
+               << 16);
+  }
+};
+
+template <>
+struct VectorOf<OfFloat16> {
+  using Codes = Halves;
+  using Sums = Floats;
   // As decodeSmallFloat.
-  [[gnu::always_inline]] static void toFloat32(
-      const Halves& code,
-      Words& bits) {
+  [[gnu::always_inline]] static void of(const Codes& codes, Sums& values) {
     using Format = Float16Format;
-    const Words magnitude = __builtin_convertvector(code & kMagnitude, Words);
+    const Words magnitude =
+        __builtin_convertvector(codes & OfFloat16::kMagnitude, Words);
     const Words shifted = magnitude << Format::kShift;
     const Words normal = (shifted + Format::kRebias) |
         ((Words)(magnitude >= 0x7c00u) & 0x7f800000u);
     const Words subnormal = (Words)((Floats)(shifted + Format::kMinNormal) -
                                     std::bit_cast<float>(Format::kMinNormal));
     const Words small = (Words)(magnitude < (1u << Format::kMantissa));
-    bits = (subnormal & small) | (normal & ~small);
-  }
-  static float toFloat32(uint16_t code) {
-    return decodeSmallFloat<Float16Format>(code & kMagnitude);
+    values = (Sums)((subnormal & small) | (normal & ~small));
   }
 };
 
+template <>
+struct VectorOf<OfFloat64> {
+  using Codes = Longs;
+  using Sums = Doubles;
+  [[gnu::always_inline]] static void of(const Codes& codes, Sums& values) {
+    values = (Sums)(codes & OfFloat64::kMagnitude);
+  }
+};
+
+// In the order of magnitude.h.
 template <typename Type>
 [[gnu::always_inline]] inline double sumBody(
     const std::byte* data,
     size_t count) {
   using Storage = typename Type::Storage;
-  constexpr size_t kStep = kLanes * sizeof(Storage);
-  // Four sums, since each addition waits for the one before in its sum.
-  Floats sums[4] = {};
+  using Vector = VectorOf<Type>;
+  constexpr size_t kWidth = sizeof(typename Vector::Codes) / sizeof(Storage);
+  constexpr size_t kParts = kLanes / kWidth; // vectors in a row
+  // Four rows, since each addition waits for the one before in its sum.
+  typename Vector::Sums sums[4 * kParts] = {};
+  typename Vector::Sums values;
   size_t i = 0;
-  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-#pragma GCC unroll 4
-    for (size_t k = 0; k < 4; ++k) {
-      typename Type::Vector code;
-      std::memcpy(&code, data + i * sizeof(Storage) + k * kStep, kStep);
-      Words bits;
-      Type::toFloat32(code, bits);
-      sums[k] += (Floats)bits;
+  for (; i + kSums <= count; i += kSums) {
+#pragma GCC unroll 8
+    for (size_t k = 0; k < 4 * kParts; ++k) {
+      typename Vector::Codes codes;
+      std::memcpy(
+          &codes, data + (i + k * kWidth) * sizeof(Storage), sizeof(codes));
+      Vector::of(codes, values);
+      sums[k] += values;
     }
   }
   // A packet of 1376 bytes is five such rounds; so its rest matters.
   for (; i < count; i += kLanes) {
-    typename Type::Vector code = {}; // beyond the end: zeros
-    std::memcpy(
-        &code,
-        data + i * sizeof(Storage),
-        std::min(kLanes, count - i) * sizeof(Storage));
-    Words bits;
-    Type::toFloat32(code, bits);
-    sums[0] += (Floats)bits;
+#pragma GCC unroll 2
+    for (size_t part = 0; part < kParts; ++part) {
+      const size_t at = std::min(count, i + part * kWidth);
+      typename Vector::Codes codes = {}; // beyond the end: zeros
+      std::memcpy(
+          &codes,
+          data + at * sizeof(Storage),
+          std::min(kWidth, count - at) * sizeof(Storage));
+      Vector::of(codes, values);
+      sums[part] += values;
+    }
   }
-  sums[0] += sums[1];
-  sums[2] += sums[3];
-  sums[0] += sums[2];
-  float lanes[kLanes];
-  std::memcpy(lanes, &sums[0], sizeof(lanes));
+#pragma GCC unroll 2
+  for (size_t part = 0; part < kParts; ++part) {
+    sums[part] += sums[kParts + part];
+    sums[2 * kParts + part] += sums[3 * kParts + part];
+    sums[part] += sums[2 * kParts + part];
+  }
+  typename Type::Sum lanes[kLanes];
+  std::memcpy(lanes, &sums, sizeof(lanes));
   for (size_t half = kLanes / 2; half > 0; half /= 2) {
     for (size_t lane = 0; lane < half; ++lane) {
       lanes[lane] += lanes[lane + half];
@@ -128,23 +141,23 @@ template <typename Type>
     const std::byte* data,
     size_t count) {
   using Storage = typename Type::Storage;
-  using Vector = typename Type::Vector;
-  constexpr size_t kStep = kLanes * sizeof(Storage);
+  using Codes = typename VectorOf<Type>::Codes;
+  constexpr size_t kWidth = sizeof(Codes) / sizeof(Storage);
   constexpr Storage kMagnitude = Type::kMagnitude;
   constexpr Storage kInfinity = Type::kInfinity;
   // Looked at every so often only: what is sought is not there, usually.
-  constexpr size_t kBetweenLooks = 64 * kLanes;
+  constexpr size_t kBetweenLooks = 64 * kWidth;
   size_t i = 0;
-  while (i + kLanes <= count) {
-    Vector found = {};
+  while (i + kWidth <= count) {
+    Codes found = {};
     const size_t end = std::min(count, i + kBetweenLooks);
-    for (; i + kLanes <= end; i += kLanes) {
-      Vector code;
-      std::memcpy(&code, data + i * sizeof(Storage), kStep);
-      found |= (Vector)((code & kMagnitude) >= kInfinity);
+    for (; i + kWidth <= end; i += kWidth) {
+      Codes codes;
+      std::memcpy(&codes, data + i * sizeof(Storage), sizeof(codes));
+      found |= (Codes)((codes & kMagnitude) >= kInfinity);
     }
     Storage any = 0;
-    for (size_t lane = 0; lane < kLanes; ++lane) {
+    for (size_t lane = 0; lane < kWidth; ++lane) {
       any |= found[lane];
     }
     if (any != 0) {
@@ -154,7 +167,7 @@ template <typename Type>
   for (; i < count; ++i) {
     Storage code;
     std::memcpy(&code, data + i * sizeof(Storage), sizeof(Storage));
-    if ((code & kMagnitude) >= kInfinity) {
+    if (!magnitude::isFinite<Type>(code)) {
       return false;
     }
   }
@@ -228,29 +241,19 @@ bool finiteOf(Kernel kernel, const std::byte* data, size_t count) {
   return ForScalar<Type>::finite(data, count);
 }
 
-double float64At(const std::byte* data, size_t i) {
-  double value;
-  std::memcpy(&value, data + 8 * i, 8);
-  return std::abs(value);
-}
-
-template <typename Type>
-double magnitudeAt(const std::byte* data, size_t i) {
-  typename Type::Storage code;
-  std::memcpy(&code, data + i * sizeof(code), sizeof(code));
-  return Type::toFloat32(code);
-}
-
-double magnitudeAt(DType dtype, const std::byte* data, size_t i) {
+// Calls function(Type{}) with what reads elements of `dtype`, which has
+// magnitudes.
+template <typename Function>
+auto withType(DType dtype, Function function) {
   switch (dtype) {
     case DType::kFloat32:
-      return magnitudeAt<OfFloat32>(data, i);
+      return function(OfFloat32{});
     case DType::kBFloat16:
-      return magnitudeAt<OfBFloat16>(data, i);
+      return function(OfBFloat16{});
     case DType::kFloat16:
-      return magnitudeAt<OfFloat16>(data, i);
+      return function(OfFloat16{});
     default:
-      return float64At(data, i);
+      return function(OfFloat64{});
   }
 }
 
@@ -277,21 +280,9 @@ namespace kernels {
 
 double
 magnitudeSum(Kernel kernel, DType dtype, const std::byte* data, size_t count) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return sumOf<OfFloat32>(kernel, data, count);
-    case DType::kBFloat16:
-      return sumOf<OfBFloat16>(kernel, data, count);
-    case DType::kFloat16:
-      return sumOf<OfFloat16>(kernel, data, count);
-    default:
-      break;
-  }
-  double sum = 0;
-  for (size_t i = 0; i < count; ++i) {
-    sum += float64At(data, i);
-  }
-  return sum;
+  return withType(dtype, [&]<typename Type>(Type) {
+    return sumOf<Type>(kernel, data, count);
+  });
 }
 
 bool allFinite(
@@ -299,22 +290,9 @@ bool allFinite(
     DType dtype,
     const std::byte* data,
     size_t count) {
-  switch (dtype) {
-    case DType::kFloat32:
-      return finiteOf<OfFloat32>(kernel, data, count);
-    case DType::kBFloat16:
-      return finiteOf<OfBFloat16>(kernel, data, count);
-    case DType::kFloat16:
-      return finiteOf<OfFloat16>(kernel, data, count);
-    default:
-      break;
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (!std::isfinite(float64At(data, i))) {
-      return false;
-    }
-  }
-  return true;
+  return withType(dtype, [&]<typename Type>(Type) {
+    return finiteOf<Type>(kernel, data, count);
+  });
 }
 
 } // namespace kernels
@@ -322,6 +300,28 @@ bool allFinite(
 bool hasMagnitude(DType dtype) {
   return dtype == DType::kFloat32 || dtype == DType::kBFloat16 ||
       dtype == DType::kFloat16 || dtype == DType::kFloat64;
+}
+
+DType magnitudeType(std::string_view name) {
+  for (DType dtype :
+       {DType::kFloat32, DType::kBFloat16, DType::kFloat16, DType::kFloat64}) {
+    if (name == dtypeName(dtype)) {
+      return dtype;
+    }
+  }
+  throw std::invalid_argument(
+      "dtype: expected 'float32', 'bfloat16', 'float16' or 'float64', got '" +
+      std::string(name) + "'");
+}
+
+double thresholdOf(std::span<double> sample, double topFraction) {
+  checkFraction("top_fraction", topFraction, false);
+  const auto top = static_cast<size_t>(
+      std::ceil(topFraction * static_cast<double>(sample.size())));
+  const auto place = sample.begin() +
+      static_cast<ptrdiff_t>(std::clamp<size_t>(top, 1, sample.size()) - 1);
+  std::nth_element(sample.begin(), place, sample.end(), std::greater<>());
+  return *place;
 }
 
 double sampledThreshold(
@@ -335,22 +335,16 @@ double sampledThreshold(
   if (count == 0) {
     return 0;
   }
-  const bool all = count <= kThresholdSample;
-  std::vector<double> sample(all ? count : kThresholdSample);
-  Prng random(seed);
-  for (size_t i = 0; i < sample.size(); ++i) {
-    const double value =
-        magnitudeAt(dtype, data, all ? i : random.below(count));
-    // Also in place of what cannot be ordered.
-    sample[i] =
-        std::isfinite(value) ? value : std::numeric_limits<double>::infinity();
-  }
-  const auto top = static_cast<size_t>(
-      std::ceil(topFraction * static_cast<double>(sample.size())));
-  const auto place = sample.begin() +
-      static_cast<ptrdiff_t>(std::clamp<size_t>(top, 1, sample.size()) - 1);
-  std::nth_element(sample.begin(), place, sample.end(), std::greater<>());
-  return *place;
+  std::vector<double> sample(std::min(count, magnitude::kThresholdSample));
+  withType(dtype, [&]<typename Type>(Type) {
+    for (size_t i = 0; i < sample.size(); ++i) {
+      typename Type::Storage code;
+      const size_t place = magnitude::samplePlace(i, count, seed);
+      std::memcpy(&code, data + place * sizeof(code), sizeof(code));
+      sample[i] = magnitude::sampleValue<Type>(code);
+    }
+  });
+  return thresholdOf(sample, topFraction);
 }
 
 size_t packetCount(
@@ -379,16 +373,12 @@ void meanMagnitudes(
       packetCount(count, elementsPerPacket, firstPacketElements);
   const Kernel kernel = kernels::fastest();
   const size_t bytes = dtypeBytes(dtype);
-  size_t begin = 0;
   for (size_t p = 0; p < packets; ++p) {
-    const size_t most = p == 0 && firstPacketElements > 0 ? firstPacketElements
-                                                          : elementsPerPacket;
-    const size_t some = std::min(most, count - begin);
+    const auto [begin, some] = magnitude::packetRange(
+        p, count, elementsPerPacket, firstPacketElements);
     // Paper: SMART §3.1, Equation 1.
-    out[p] = static_cast<float>(
-        kernels::magnitudeSum(kernel, dtype, data + begin * bytes, some) /
-        static_cast<double>(some));
-    begin += some;
+    out[p] = magnitude::meanOf(
+        kernels::magnitudeSum(kernel, dtype, data + begin * bytes, some), some);
   }
 }
 

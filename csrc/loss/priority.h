@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/signature.h"
@@ -14,11 +15,13 @@ namespace resilient {
 
 // Whether loss priority can be measured for elements of this type.
 bool hasMagnitude(DType dtype);
+// "float32", "bfloat16", "float16" or "float64".
+DType magnitudeType(std::string_view name);
 
 // The threshold tau: the magnitude that the largest `topFraction` (in (0, 1];
 // the paper's K, 0.01 by default) of a sample reach. The sample is uniform, of
-// at most kThresholdSample elements, the same for the same seed. Elements that
-// are not finite count as infinite. 0 if there is no element.
+// at most 4096 elements, the same for the same seed. Elements that are not
+// finite count as infinite. 0 if there is no element.
 double sampledThreshold(
     DType dtype,
     const std::byte* data,
@@ -26,10 +29,8 @@ double sampledThreshold(
     double topFraction,
     uint64_t seed);
 
-// Elements that sampledThreshold looks at: with 4096 the largest 1 % are 41,
-// so the share of elements above the threshold comes out within about 16 % of
-// what was asked for (a standard deviation). More would cost a cache miss each.
-inline constexpr size_t kThresholdSample = 4096;
+// The same from such a sample, of at least one magnitude, which it orders.
+double thresholdOf(std::span<double> sample, double topFraction);
 
 // How many packets `count` elements fill if the first packet has
 // `firstPacketElements` (fewer may be there; 0: there is no such first packet)
@@ -39,7 +40,7 @@ packetCount(size_t count, size_t elementsPerPacket, size_t firstPacketElements);
 
 // Equation 1: out[p] = the mean of |g| over the elements of packet p, for all
 // packetCount() packets. Sums are in float32, but for float64: meant for
-// packets of some thousand elements.
+// packets of some thousand elements. Every processor gives the same bits.
 void meanMagnitudes(
     DType dtype,
     const std::byte* data,

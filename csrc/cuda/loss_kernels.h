@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "base/signature.h"
+
+using cudaStream_t = struct CUstream_st*;
+
+// Priorities and XOR parity of tensors in a GPU's memory: the functions of
+// loss/priority.h and loss/parity_code.h, with the same bits. All pointers are
+// to the memory of the current device, those to elements aligned as these are.
+// All only begin on `stream`, but for sampledThreshold.
+//
+// They throw std::invalid_argument as their twins do, and std::runtime_error
+// with CUDA's text if a kernel cannot be started.
+namespace resilient::cuda {
+
+void meanMagnitudes(
+    DType dtype,
+    const void* data,
+    size_t count,
+    size_t elementsPerPacket,
+    size_t firstPacketElements,
+    float* out, // one for each packet
+    cudaStream_t stream);
+
+// `room`: for as many doubles as kThresholdSample. Waits for the result.
+double sampledThreshold(
+    DType dtype,
+    const void* data,
+    size_t count,
+    double topFraction,
+    uint64_t seed,
+    double* room,
+    cudaStream_t stream);
+
+// *finite becomes 0 if an element is infinite or not a number; else it stays.
+void allFinite(
+    DType dtype,
+    const void* data,
+    size_t count,
+    int32_t* finite,
+    cudaStream_t stream);
+
+// Blocks one after the other, each of `symbols` data and `paritySymbols`
+// parity symbols of `bytes`. Fastest if bytes and pointers are multiples of 16.
+struct XorBlocks {
+  void* data;
+  void* parity;
+  size_t blocks;
+  size_t symbols;
+  size_t paritySymbols;
+  size_t bytes;
+};
+
+// Writes the parity symbols.
+void encodeXor(const XorBlocks& blocks, cudaStream_t stream);
+
+// Writes those missing data symbols that can be repaired, sets their flag in
+// `have` (one for each data symbol of each block; `parityHere` likewise) and
+// adds their number to *filled.
+void recoverXor(
+    const XorBlocks& blocks,
+    bool* have,
+    const bool* parityHere,
+    unsigned long long* filled,
+    cudaStream_t stream);
+
+} // namespace resilient::cuda
