@@ -24,8 +24,8 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test lint format cpp-test python-test slow-test asan tsan planted \
-  nightly fuzz bench options-doc clean
+.PHONY: help setup demo demo-lossy test lint format cpp-test python-test slow-test asan tsan \
+  planted nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ build/installed: $(VENV)/tools $(BUILT_FROM)
 
 demo: setup ## the demonstration: training goes on while the network fails
 	$(BIN)/python examples/run_demo.py $(ARGS)
+
+demo-lossy: setup ## training over a link that loses packets, in three ways (root)
+	$(BIN)/python examples/demo_lossy.py $(ARGS)
 
 test: lint asan tsan planted python-test ## everything that must pass before a commit
 

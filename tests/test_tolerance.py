@@ -6,8 +6,13 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
+from harness import on_gloo, run_ranks
+from torch.distributed.pipelining import PipelineStage
 
+from torch_resilient import recovery
 from torch_resilient.ddp import SmartOptions
+from torch_resilient.pipelining import ScheduleAdaptiveZB
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 
 
@@ -56,3 +61,54 @@ def test_what_the_bound_is_for() -> None:
     assert not tolerance.applies_to(torch.ones(0))
     # The last stage sends no activations.
     assert ActivationTolerance.of(options, 1, 2).bound == 0
+
+
+ROWS, WIDTH, MICROBATCHES = 8, 16, 3
+LOST = [(0, 2 * WIDTH), (5 * WIDTH, 6 * WIDTH)]  # rows 0, 1 and 5 of each microbatch
+
+
+def module_of(rank: int) -> torch.nn.Module:
+    torch.manual_seed(rank)
+    return torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh())
+
+
+def gradient_of_first(rank: int, options: SmartOptions) -> tuple[torch.Tensor, dict[str, float]]:
+    """Of the first stage's weights, where its backend says that LOST was lost."""
+    if rank == 0:
+
+        def lost(work: dist.Work) -> list[recovery.Range]:
+            assert work.is_completed()
+            return LOST
+
+        recovery.zero_filled = lost
+    module = module_of(rank)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    loss = torch.nn.functional.mse_loss
+    schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss, scale_grads=False, smart=options)
+    data = torch.arange(MICROBATCHES * ROWS * WIDTH).view(-1, WIDTH) / 100
+    if rank == 0:
+        schedule.step(data)
+    else:
+        schedule.step(target=data)
+    assert (schedule.tolerance.messages > 0) == (rank == 0 and options.activation_bound != 0)
+    weight = module[0].weight  # type: ignore[index]
+    return weight.grad, schedule.stats()["tolerance"]
+
+
+@pytest.mark.skipif(on_gloo(), reason="gloo loses nothing")
+@pytest.mark.parametrize("bound", [0.5, 0.0])
+def test_the_gradient_of_what_was_lost_is_ignored(bound: float) -> None:
+    options = SmartOptions(activation_bound=bound, exact_below_bytes=0)
+    gradient, tolerance = run_ranks(gradient_of_first, options)[0]
+    assert tolerance["bytes_sent"] == (MICROBATCHES * ROWS * WIDTH * 4 if bound else 0)
+    assert tolerance["bytes_zero_filled"] == (MICROBATCHES * 3 * WIDTH * 4 if bound else 0)
+    first, second = module_of(0), module_of(1)
+    data = torch.arange(MICROBATCHES * ROWS * WIDTH).view(-1, WIDTH) / 100
+    for part in data.chunk(MICROBATCHES):
+        activation = first(part)
+        if bound:
+            keep = torch.ones(ROWS, 1, dtype=torch.bool)
+            keep[[0, 1, 5]] = False
+            activation = torch.where(keep, activation, activation.detach())
+        torch.nn.functional.mse_loss(second(activation), part).backward()
+    torch.testing.assert_close(gradient, first[0].weight.grad)  # type: ignore[index]

@@ -61,6 +61,8 @@ def private_state(rank: int) -> None:
     for name in ("fwd_cache", "bwd_cache", "dw_runner", "backward_state"):
         assert isinstance(getattr(stage, name), dict), name
     assert isinstance(schedule._internal_losses, list)
+    # Each output goes to one stage, whose gradient comes to the place of the output.
+    assert [len(stages) for stages in stage.act_send_info.values()] == [1 - rank]
     # Receive buffers of all microbatches are there from the beginning, so all can be posted.
     kept = stage.args_recv_info if rank else stage.grad_recv_info
     assert len({info.buffer.data_ptr() for (info,) in kept.values()}) == MICROBATCHES

@@ -27,8 +27,8 @@ from torch.futures import Future
 from torch_resilient import recovery
 from torch_resilient._stats import carries, find_backend
 from torch_resilient._topology import topology
-from torch_resilient.gradient_loss import ErrorMemory, Layout, Range, all_finite, sampled_cutoff
-from torch_resilient.recovery import SmartOptions
+from torch_resilient.gradient_loss import ErrorMemory, Layout, all_finite, sampled_cutoff
+from torch_resilient.recovery import Range, SmartOptions
 
 __all__ = [
     "SmartOptions",

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from torch_resilient import _cuda_loss
+from torch_resilient.recovery import Range
 
-__all__ = ["ErrorMemory", "Layout", "Range", "all_finite", "sampled_cutoff"]
+__all__ = ["ErrorMemory", "Layout", "all_finite", "sampled_cutoff"]
 
-# [start, stop) in elements.
-Range = tuple[int, int]
 # What a flat tensor is made of, in its order: (key, elements). Padding at its end is not listed.
 Layout = Sequence[tuple[str, int]]
 _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

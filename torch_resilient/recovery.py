@@ -17,8 +17,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work
     from torch.futures import Future
 
-__all__ = ["Exchange", "SmartOptions", "exchange", "tolerate", "zero_filled"]
+__all__ = ["Exchange", "Range", "SmartOptions", "exchange", "tolerate", "zero_filled"]
 
+# [start, stop) in elements.
+Range = tuple[int, int]
 # A negative threshold: every message arrives whole.
 _EXACT = (-1.0, 0.0)
 
@@ -172,7 +174,7 @@ class tolerate:
         return f"tolerate({self.threshold}, {self.max_lost_fraction})"
 
 
-def zero_filled(work: Work) -> list[tuple[int, int]]:
+def zero_filled(work: Work) -> list[Range]:
     """What of a completed send its receiver has replaced by zeros.
 
     Element ranges [start, stop) of the tensor that was sent, ascending and disjoint; none if it
@@ -193,7 +195,7 @@ class Exchange:
         self.sent: list[Future[Any]] = [work.get_future() for work in sends.values()]
         self.received: list[Future[Any]] = [work.get_future() for work in receives.values()]
 
-    def lost(self) -> dict[int, list[tuple[int, int]]]:
+    def lost(self) -> dict[int, list[Range]]:
         """After all sends are done: by receiver, the element ranges that it has zero-filled."""
         return {peer: zero_filled(work) for peer, work in self._sends.items()}
 

@@ -16,6 +16,8 @@ from torch_resilient.recovery import SmartOptions
 class ActivationTolerance:
     """What of the activations that a stage sends may be missing, and what was.
 
+    The gradient that comes back for what was lost is ignored: nothing depends on it.
+
     Attributes:
         bound: the part of the bytes of a message that may be; 0: all arrive.
         exact_below_bytes: smaller messages arrive whole.
@@ -49,17 +51,15 @@ class ActivationTolerance:
             and tensor.nbytes >= max(self.exact_below_bytes, 1)
         )
 
-    def around(self, tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-        """The context in which the send of this activation is issued."""
-        if not self.applies_to(tensor):
-            return contextlib.nullcontext()
+    def granted(self) -> contextlib.AbstractContextManager[object]:
+        """The context in which to issue the send of an activation that this applies to."""
         # Activations have no threshold: which of their values matter, nobody knows.
         return recovery.tolerate(threshold=0.0, max_lost_fraction=self.bound)
 
-    def arrived(self, work: dist.Work, tensor: Tensor) -> None:
-        """Counts a completed send of an activation."""
-        if self.applies_to(tensor):
-            lost = sum(stop - start for start, stop in recovery.zero_filled(work))
-            self.messages += 1
-            self.bytes_sent += tensor.nbytes
-            self.bytes_zero_filled += lost * tensor.element_size()
+    def arrived(self, work: dist.Work, tensor: Tensor) -> list[recovery.Range]:
+        """Counts a completed send of such an activation; returns what of it was lost."""
+        ranges = recovery.zero_filled(work)
+        self.messages += 1
+        self.bytes_sent += tensor.nbytes
+        self.bytes_zero_filled += tensor.element_size() * sum(b - a for a, b in ranges)
+        return ranges

@@ -23,6 +23,7 @@ from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_resilient import recovery
 from torch_resilient._stats import carries
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.traffic import traffic_class
@@ -159,8 +160,9 @@ class StageActions:
         self._targets = target_mbs
         self._return_outputs = return_outputs
         self._loss_kwargs = loss_kwargs
-        # With the activation that is sent, if it is one.
-        self._sends: list[tuple[dist.Work, Tensor | None]] = []
+        self._sends: list[dist.Work] = []
+        # By microbatch: activations that may lose something, with their place among the outputs.
+        self._tolerant_sends: dict[int, list[tuple[int, Tensor, dist.Work]]] = {}
         self._ours = _carries_messages(self._stage)
         # Only this backend tolerates losses.
         self._tolerance = schedule.tolerance if self._ours else ActivationTolerance()
@@ -199,10 +201,15 @@ class StageActions:
         """Begins to send what F has computed, to the next stage if there is one."""
         if self._stage.is_last:
             return
-        self._forget_ended_sends()
-        for operation in self._stage.get_fwd_send_ops(microbatch):
-            with self._class("activation"), self._tolerance.around(operation.tensor):
-                self._sends += [(work, operation.tensor) for work in _post([operation])]
+        tolerant = self._tolerant_sends.setdefault(microbatch, [])
+        with self._class("activation"):
+            for index, operation in enumerate(self._stage.get_fwd_send_ops(microbatch)):
+                if not self._tolerance.applies_to(operation.tensor):
+                    self._send([operation])
+                    continue
+                with self._tolerance.granted():
+                    (work,) = _post([operation])
+                tolerant.append((index, operation.tensor, work))
 
     def input_backward(self, microbatch: int) -> None:
         """Runs B, which must have received its gradient.
@@ -210,6 +217,7 @@ class StageActions:
         On the first stage, whose inputs need no gradient, W is the whole backward. Where the
         backward cannot be split (`splits_backward`), B is, and W nothing.
         """
+        self._ignore_gradients_of_lost(microbatch)
         loss = self._schedule._maybe_get_loss(self._stage, microbatch)  # type: ignore[no-untyped-call]
         self._stage.backward_one_chunk(
             microbatch,
@@ -220,10 +228,8 @@ class StageActions:
 
     def send_gradient(self, microbatch: int) -> None:
         """Begins to send the gradient that B has computed, to the stage before if there is one."""
-        self._forget_ended_sends()
         with self._class("activation_gradient"):
-            works = _post(self._stage.get_bwd_send_ops(microbatch))
-        self._sends += [(work, None) for work in works]
+            self._send(self._stage.get_bwd_send_ops(microbatch))
 
     def weight_backward(self, microbatch: int) -> None:
         """Runs W, some time after B."""
@@ -243,18 +249,39 @@ class StageActions:
 
     def wait_for_sends(self) -> None:
         """Until all buffers that were sent may be reused. Raises what a send ended with."""
-        while self._sends:
-            self._end_first_send()
+        for microbatch in list(self._tolerant_sends):
+            self._lost_of(microbatch)  # without a backward, nobody has asked
+        for work in self._sends:
+            work.wait()
+        self._sends.clear()
 
-    def _forget_ended_sends(self) -> None:
-        while self._sends and self._sends[0][0].is_completed():
-            self._end_first_send()
+    def _send(self, operations: Sequence[dist.P2POp]) -> None:
+        while self._sends and self._sends[0].is_completed():
+            self._sends.pop(0).wait()  # raises its error
+        self._sends += _post(operations)
 
-    def _end_first_send(self) -> None:
-        work, activation = self._sends.pop(0)
-        work.wait()  # raises its error
-        if activation is not None:
-            self._tolerance.arrived(work, activation)
+    def _lost_of(self, microbatch: int) -> dict[int, list[recovery.Range]]:
+        """By output, what of it the next stage has replaced by zeros; waits until that is known."""
+        lost = {}
+        for index, activation, work in self._tolerant_sends.pop(microbatch, []):
+            work.wait()
+            lost[index] = self._tolerance.arrived(work, activation)
+        return lost
+
+    def _ignore_gradients_of_lost(self, microbatch: int) -> None:
+        """Nothing depends on what was lost, so its gradient is 0.
+
+        The next stage, which has computed with zeros there, sends what their gradient would be: a
+        row of zeros has no deviation, so that of a layer norm is huge.
+        """
+        for index, ranges in self._lost_of(microbatch).items():
+            gradient = self._stage.grad_recv_info[microbatch][index].buffer
+            if gradient is None or not ranges:
+                continue
+            flat = gradient.reshape(-1)  # a copy if it is not contiguous
+            for start, stop in ranges:
+                flat[start:stop] = 0
+            gradient.copy_(flat.view_as(gradient))
 
     def _class(self, name: str) -> contextlib.AbstractContextManager[object]:
         """The traffic class of what is sent within, where there are such classes."""
