@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 
 namespace resilient {
@@ -193,7 +194,8 @@ void DatagramPath::flush() {
     armTimer();
     return;
   }
-  const TimePoint now = loop_.now();
+  // What is stamped here is sent now, not when this turn began.
+  const TimePoint now = std::chrono::steady_clock::now();
   if (receiver_.reportDue(now)) {
     ++lastPacket_;
     if (sender_) {
@@ -253,9 +255,12 @@ void DatagramPath::onEvents(uint32_t events) {
     loop_.modify(socket_.fd(), EPOLLIN);
     flushBatch();
   }
-  const TimePoint now = loop_.now();
-  const auto with = [this, now](std::span<const std::byte> d) {
-    onDatagram(d, now);
+  // Times are those of the kernel: that we get a processor late is no queue in
+  // the network.
+  const TimePoint now = std::chrono::steady_clock::now();
+  const auto with = [this, now](std::span<const std::byte> d, Nanos ago) {
+    arrivedAt_ = std::max(arrivedAt_, now - ago);
+    onDatagram(d, arrivedAt_);
   };
   for (int i = 0; i < kMostReads && !closed_ && !socket_.receive(with); ++i) {
   }
@@ -274,7 +279,7 @@ void DatagramPath::onDatagram(
     ++forged_;
     return;
   }
-  heardAt_ = now;
+  heardAt_ = loop_.now();
   if (receiver_.onNumber(number, datagram.size() + kIpBytes, now)) {
     Status status = onPacket(packet, number, now);
     if (!status.ok() && failure_.ok()) {

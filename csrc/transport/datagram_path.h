@@ -139,6 +139,7 @@ class DatagramPath final : public Handler {
   bool closed_ = false;
   bool silent_ = false;
   TimePoint startedAt_, heardAt_;
+  TimePoint arrivedAt_{}; // of the latest datagram, as the kernel saw it
   Status failure_; // of the channel, about what has arrived
 
   std::unique_ptr<PacketSender> sender_;
