@@ -55,13 +55,14 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="say everything in lines of JSON")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and the batches")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("resilient")
     rank, ranks = dist.get_rank(), dist.get_world_size()
 
     shape = GptShape(layers=arguments.layers, width=arguments.width)
-    model = DistributedDataParallel(GptStage(shape, stage=0, stages=1, seed=0))
+    model = DistributedDataParallel(GptStage(shape, stage=0, stages=1, seed=arguments.seed))
     state = None
     if arguments.smart:
         state = SmartState(model=model)
@@ -69,7 +70,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     text = load_text(standard_library())
     for step in range(arguments.steps):
-        tokens, targets = batch(text, seed=0, step=step, rows=4 * ranks, length=shape.context)
+        tokens, targets = batch(
+            text, seed=arguments.seed, step=step, rows=4 * ranks, length=shape.context
+        )
         began_s = time.monotonic()
         loss = next_byte_loss(model(tokens[rank::ranks]), targets[rank::ranks])
         loss.backward()
