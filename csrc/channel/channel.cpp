@@ -200,6 +200,10 @@ void Channel::setSelfAcknowledging(PathId path, bool ordered) {
   p.window = kOpenWindowBytes; // nothing that it has is in danger
 }
 
+void Channel::setCapacity(PathId path, double bytesPerS) {
+  state(path).knownBytesPerS = bytesPerS;
+}
+
 // Paper: SHIFT §4.3.3. A path that has come back must show that it works.
 void Channel::putOnProbation(PathId path) {
   PathState& p = state(path);

@@ -182,6 +182,9 @@ class Channel {
   // `ordered`: frames arrive in the order in which they were written.
   void setSelfAcknowledging(PathId path, bool ordered = true);
   void delivered(PathId path, uint64_t frames, TimePoint now);
+  // What its transport knows the path to carry, bytes per second: better than
+  // what single messages with rests between them show.
+  void setCapacity(PathId path, double bytesPerS);
   // Something to pull for some path? (An approximation: may be true in vain.)
   bool hasFrames(PathId path) const;
 

@@ -281,7 +281,8 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   }
   double slowest = 0;
   for (const auto& [id, p] : paths_) {
-    const double rate = p.statistics.capacityBytesPerS();
+    const double rate = p.knownBytesPerS > 0 ? p.knownBytesPerS
+                                             : p.statistics.capacityBytesPerS();
     const bool memory = p.selfAcknowledging && p.ordered;
     if (rate > 0 && !p.suspect && p.classes != 0 && !memory) {
       slowest = slowest == 0 ? rate : std::min(slowest, rate);

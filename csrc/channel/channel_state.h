@@ -169,6 +169,7 @@ struct Channel::PathState {
   std::vector<std::byte> control;
 
   bool selfAcknowledging = false;
+  double knownBytesPerS = 0; // by its transport; 0: only by acknowledgements
   bool ordered = true;
   bool onProbation = false;
   uint32_t pingsAnswered = 0; // while on probation

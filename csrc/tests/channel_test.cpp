@@ -413,6 +413,36 @@ TEST(channel_makes_progress_over_short_lived_paths) {
   pair.checkEmpty();
 }
 
+// What goes over a path now and then shows little of it; its transport may know
+// better.
+TEST(channel_cuts_messages_by_what_a_path_is_known_to_carry) {
+  for (const auto& [bytesPerS, chunks] :
+       {std::pair(1e9, 1), std::pair(5e6, 8), std::pair(1e3, 32)}) {
+    ChannelConfig config = ChannelPair::defaults();
+    config.chunkBytes = 512u << 10;
+    ChannelPair pair(config);
+    pair.up(1);
+    pair.a.channel.setCapacity(1, bytesPerS);
+    TestSend send(text(512u << 10));
+    TestRecv recv(&pair.b.channel, send.bytes);
+    pair.b.mailbox.post(&recv);
+    pair.a.channel.send(&send, pair.now);
+    int frames = 0;
+    for (int round = 0; round < 100 && recv.ends == 0; ++round) {
+      while (const auto header = pair.move(pair.a, 1)) {
+        frames += header->payloadBytes > 0;
+      }
+      while (pair.move(pair.b, 1)) {
+      }
+      pair.b.completions.drain();
+    }
+    CHECK_EQ(frames, chunks);
+    CHECK_EQ(recv.content, send.content);
+    pair.settle({1});
+    pair.checkEmpty();
+  }
+}
+
 TEST(channel_probes_a_path_that_came_back) {
   ChannelPair pair;
   pair.up(1);

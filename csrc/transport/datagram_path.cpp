@@ -419,6 +419,10 @@ void DatagramPath::service() {
     close(failure_);
     return;
   }
+  if (sender_) {
+    // Short chunks would lose what spreads a burst over several blocks.
+    channel_.setCapacity(id_, sender_->rate().capacityBytesPerS());
+  }
   const uint64_t before = framesDone_;
   while (!frames_.empty() && frames_.front().done) {
     framesDone_ += frames_.front().reliable;
