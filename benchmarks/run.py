@@ -36,10 +36,10 @@ LONG_SCRIPTS = ("stragglers.py",)
 ABOUT = """\
 Runs compare_gloo.py, local_copy.py, parity_codes.py, hol_blocking.py, idle_cpu.py,
 live_dispatch.py, dp_straggler.py, wan_collectives.py, smart_convergence.py; in the lab (root; else
-they are skipped, and it says so) failover_gap.py, wan_connections.py, wan_training.py,
-smart_fct.py and smart_training.py; and, with --full, stragglers.py: one after the other. Each
-explains itself with --help. compare_gloo.py, local_copy.py, wan_collectives.py and wan_training.py compare and have no
-limits of time; the others end with status 1 if they miss one, and then so does this.
+they are skipped, and it says so) failover_gap.py, wan_connections.py, wan_training.py, smart_fct.py
+and smart_training.py; and, with --full, stragglers.py: one after the other. Each explains itself
+with --help. compare_gloo.py, local_copy.py, wan_collectives.py and wan_training.py compare and have
+no limits of time; the others end with status 1 if they miss one, and then so does this.
 """
 
 
