@@ -99,17 +99,15 @@ def test_replicas_stay_identical_where_gradients_are_lost(lab: NetworkLab) -> No
 
 
 def train_pipeline(
-    hosts: Sequence[Host], control: Network, bound: float
+    hosts: Sequence[Host], control: Network, bound: float, **environment: str
 ) -> tuple[list[str], dict[int, Row]]:
     """Two stages: the losses of all microbatches, and by rank what they say at their end."""
     program = str(PROGRAM.with_name("lossy_pipeline_program.py"))
     settings = json.dumps({"steps": 6, "bound": bound})
     losses: list[str] = []
     results: dict[int, Row] = {}
-    environment = {"PYTHONPATH": str(ROOT), **UDP}
-    with LabJob(
-        [sys.executable, program, settings], hosts, control, environment=environment
-    ) as job:
+    everything = {"PYTHONPATH": str(ROOT), **UDP, **environment}
+    with LabJob([sys.executable, program, settings], hosts, control, environment=everything) as job:
 
         def both(row: Row) -> bool:
             assert row["kind"] != "error", row
@@ -133,7 +131,8 @@ def test_activations_may_be_lost_within_a_bound(lab: NetworkLab) -> None:
     assert still_exact == exact
     assert of_exact[0]["tolerance"]["messages"] == 0
     assert datagrams(of_exact[0])["datagrams"]["lost"] > 0
-    lossy, results = train_pipeline(hosts, control, bound=0.2)
+    # At this loss a code of XOR leaves something unrepaired in most blocks, whatever its parity.
+    lossy, results = train_pipeline(hosts, control, bound=0.2, TORCH_RESILIENT_WAN_PARITY="xor")
     assert len(lossy) == len(exact)
     assert lossy != exact
     assert all(math.isfinite(float.fromhex(each)) for each in lossy)
