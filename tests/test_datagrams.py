@@ -125,7 +125,8 @@ def test_activations_may_be_lost_within_a_bound(lab: NetworkLab) -> None:
     hosts = [lab.host("a"), lab.host("b")]
     link = lab.link(*hosts, delay_s=0.005, rate_bytes_per_s=50e6)
     control = lab.link(*hosts, name="control")
-    exact, _ = train_pipeline(hosts, control, bound=0.2)
+    # Exact also where a full queue drops something.
+    exact, _ = train_pipeline(hosts, control, bound=0)
     link.set(loss=0.1)
     still_exact, of_exact = train_pipeline(hosts, control, bound=0)
     assert still_exact == exact
