@@ -69,7 +69,7 @@ def exchange(rounds: int, pause_s: float) -> dict[str, object]:
             work.wait()
         wrong += not torch.equal(message, content)
         paths = torch_resilient.stats()["peers"][0]["paths"]
-        keys = ("slot", "nic", "state", "bytes_sent", "local_address")
+        keys = ("slot", "nic", "state", "bytes_sent", "local_address", "last_error")
         shown = [{key: path[key] for key in keys} for path in paths]
         say(kind="round", number=number, wrong=wrong, paths=shown)
         time.sleep(pause_s)

@@ -184,12 +184,22 @@ def test_connections_do_where_udp_is_filtered(lab: NetworkLab) -> None:
     lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6)
     control = lab.link(a, b, name="control")
     filter_udp(b, True)
-    job = Job([a, b], control, {"job": "exchange", "count": 100, "pause_s": 0.06}, UDP)
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.06}
+    job = Job([a, b], control, settings, UDP)
+
+    def said(row: Row) -> bool:
+        return any("is UDP filtered" in path["last_error"] for path in row.get("paths", []))
+
     try:
-        results = job.end()
-        for result in results:
-            assert result.get("wrong") == 0, result
-            assert all(c["state"] == "up" for c in connections(result))
-        assert any("is UDP filtered" in datagrams(r)["last_error"] for r in results)
+        row = job.until(said, "the datagrams' end")
+        row = job.until(
+            lambda new: (
+                new["kind"] == "round"
+                and new["number"] > row["number"]
+                and all(c["state"] == "up" for c in connections(new))
+            ),
+            "connections",
+        )
+        assert row["wrong"] == 0
     finally:
         job.close()
