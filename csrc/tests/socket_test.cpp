@@ -1,6 +1,7 @@
 #include "transport/socket.h"
 
 #include "tests/check.h"
+#include "tests/connection.h"
 
 namespace resilient::test {
 namespace {
@@ -27,22 +28,6 @@ int optionOf(int fd, int option) {
   CHECK_EQ(::getsockopt(fd, SOL_SOCKET, option, &value, &bytes), 0);
   return value;
 }
-
-// Two ends of a connection on loopback.
-struct Connection {
-  Connection() {
-    FileDescriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
-    CHECK_EQ(::bind(listener.get(), any.raw(), any.rawBytes()), 0);
-    CHECK_EQ(::listen(listener.get(), 1), 0);
-    const SocketAddress at = localAddress(listener.get());
-    first.reset(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-    CHECK_EQ(::connect(first.get(), at.raw(), at.rawBytes()), 0);
-    second.reset(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
-    CHECK(static_cast<bool>(second));
-  }
-  FileDescriptor first, second;
-};
 
 TEST(socket_buffers_are_raised_as_far_as_the_system_allows) {
   const BufferLimits system = systemBufferLimits();

@@ -220,13 +220,27 @@ void TcpPath::flush() {
         socketFull_ = true; // until EPOLLOUT
         return;
       }
-      reset(Status(
+      socketFull_ = true; // nothing more is bound to it
+      resetWhenRead(Status(
           StatusCode::kNetwork,
           "write to " + remoteAddress_ + ": " + std::strerror(errno)));
       return;
     }
     wrote(static_cast<size_t>(n));
   }
+}
+
+// The last that the far end has sent may not have been read yet, above all
+// that it leaves. In a turn of its own: flush() is called from anywhere.
+void TcpPath::resetWhenRead(const Status& why) {
+  loop_.post([this, why, alive = std::weak_ptr<void>(alive_)] {
+    if (alive.lock()) {
+      size_t total = 0;
+      while (!closed_ && !deaf_ && readSome(total) != Read::kNothing) {
+      }
+      reset(why);
+    }
+  });
 }
 
 void TcpPath::cut() {

@@ -131,6 +131,7 @@ class TcpPath final : public Handler {
   Read readSome(size_t& total);
   size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
   void wrote(size_t bytes);
+  void resetWhenRead(const Status& why);
   void cut();
   void readLater(uint32_t events);
   void applyFaultState();

@@ -1,0 +1,74 @@
+#include "transport/tcp_path.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include "tests/channel_pair.h"
+#include "tests/connection.h"
+
+namespace resilient::test {
+namespace {
+
+constexpr PathId kPath = 1;
+
+struct Owner : TcpPathOwner {
+  explicit Owner(EventLoop& of) : loop(of) {}
+  void onPathClosed(TcpPath&, const Status& s) override {
+    ++closed;
+    why = s;
+    loop.stop();
+  }
+  void onPathWritable(TcpPath&) override {}
+  EventLoop& loop;
+  int closed = 0;
+  Status why;
+};
+
+// A peer that leaves says so and closes, with bytes of ours unread: our next
+// write fails before we have read its last words.
+TEST(tcp_path_reads_what_has_come_before_it_gives_up) {
+  ChannelPair pair;
+  Connection connection;
+  const int far = connection.second.get();
+  EventLoop loop;
+  Owner owner(loop);
+  const FaultPlan none;
+  PathFaults faults(none, 0, 1, 0);
+  TcpPath path(
+      loop,
+      pair.a.channel,
+      kPath,
+      0,
+      std::move(connection.first),
+      faults,
+      owner);
+  pair.b.channel.addPath(kPath, pair.now);
+  TestSend early("never read"), late("never written");
+
+  pair.a.channel.send(&early, loop.now());
+  CHECK(path.takeFrame() != 0);
+  path.flush();
+  pair.b.channel.sendBye();
+  while (const auto frame = pair.take(pair.b, kPath)) {
+    CHECK_EQ(
+        ::write(far, frame->header.data(), frame->header.size()),
+        static_cast<ssize_t>(frame->header.size()));
+  }
+  pollfd unread{far, POLLIN, 0};
+  CHECK_EQ(::poll(&unread, 1, 10'000), 1);
+  connection.second.reset();
+
+  pair.a.channel.send(&late, loop.now());
+  CHECK(path.takeFrame() != 0);
+  path.flush();
+  loop.after(std::chrono::seconds(10), [&] { loop.stop(); });
+  loop.run();
+  CHECK_EQ(owner.closed, 1);
+  CHECK(!owner.why.ok());
+  CHECK_EQ(pair.a.byes, 1);
+  pair.a.channel.fail(owner.why);
+  pair.a.completions.drain();
+}
+
+} // namespace
+} // namespace resilient::test
