@@ -1,5 +1,6 @@
 #include "transport/datagram_socket.h"
 
+#include <netinet/in.h>
 #include <poll.h>
 
 #include <thread>
@@ -8,6 +9,25 @@
 
 namespace resilient::test {
 namespace {
+
+// A process whose listener takes both versions has mapped addresses.
+TEST(datagram_socket_never_sends_fragments) {
+  for (const char* const ip : {"127.0.0.1", "::ffff:127.0.0.1", "::1"}) {
+    DatagramSocket socket;
+    const auto local = SocketAddress::parse(ip, 0);
+    CHECK(local.has_value());
+    if (const Status s = DatagramSocket::open(*local, "", socket); !s.ok()) {
+      CHECK_EQ(local->family(), AF_INET6); // not on this host
+      continue;
+    }
+    int value = 0;
+    socklen_t bytes = sizeof(value);
+    CHECK_EQ(
+        ::getsockopt(socket.fd(), IPPROTO_IP, IP_MTU_DISCOVER, &value, &bytes),
+        0);
+    CHECK_EQ(value, IP_PMTUDISC_PROBE);
+  }
+}
 
 // A receiver that gets a processor late learns when the datagram had come: its
 // own delay is no queue of the network's.

@@ -50,11 +50,11 @@ Status DatagramSocket::open(
   }
   setInt(fd.get(), SOL_UDP, kUdpGro, 1);
   setInt(fd.get(), SOL_SOCKET, SO_TIMESTAMPNS, 1);
-  // Packets are never cut into fragments, of which each may be lost.
+  // Packets are never cut into fragments, of which each may be lost. A socket
+  // of version 6 sends packets of version 4, too, to a mapped address.
+  setInt(fd.get(), IPPROTO_IP, kIpMtuDiscover, kPmtuProbe);
   if (local.family() == AF_INET6) {
     setInt(fd.get(), IPPROTO_IPV6, kIpv6MtuDiscover, kPmtuProbe);
-  } else {
-    setInt(fd.get(), IPPROTO_IP, kIpMtuDiscover, kPmtuProbe);
   }
   socket.fd_ = std::move(fd);
   socket.buffers_ = std::make_unique_for_overwrite<std::byte[]>(
