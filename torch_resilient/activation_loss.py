@@ -32,7 +32,7 @@ __all__ = [
 
 # Of a message, in one packet of a link with an MTU of 1500.
 PACKET_BYTES = 1376
-# A message is sent in chunks (TORCH_RESILIENT_CHUNK_BYTES), each with its own bound.
+# A message is sent in chunks of at most this (TORCH_RESILIENT_CHUNK_BYTES).
 CHUNK_BYTES = 512 << 10
 
 # "random": any packet may be lost, as on the network, which does not look into activations.
@@ -53,11 +53,18 @@ def _chunks(message_bytes: int) -> list[int]:
     return [CHUNK_BYTES] * whole + ([rest] if rest else [])
 
 
-def _may_miss(chunk_bytes: int, bound: float) -> int:
-    """Packets of one chunk that may be missing: as PacketSender::order(), rounded down."""
-    packets = -(-chunk_bytes // PACKET_BYTES)
-    # The bound travels as float32. The first packet has the frame's header and must arrive.
-    return min(int(float(np.float32(bound)) * chunk_bytes / PACKET_BYTES), packets - 1)
+def _may_miss(message_bytes: int, bound: float) -> list[int]:
+    """Packets of each chunk that may be missing, as in PacketSender::order()."""
+    # The bound travels as float32.
+    per_byte = min(1.0, float(np.float32(bound))) / PACKET_BYTES
+    counts, begin = [], 0
+    for chunk_bytes in _chunks(message_bytes):
+        end = begin + chunk_bytes
+        packets = -(-chunk_bytes // PACKET_BYTES)
+        # The first packet has the frame's header and must arrive.
+        counts.append(min(int(per_byte * end) - int(per_byte * begin), packets - 1))
+        begin = end
+    return counts
 
 
 def may_miss(message_bytes: int, bound: float) -> int:
@@ -65,7 +72,7 @@ def may_miss(message_bytes: int, bound: float) -> int:
 
     `bound` is a fraction, 0 to 1. 0 for small messages, which arrive whole whatever the bound.
     """
-    return sum(_may_miss(chunk, bound) for chunk in _chunks(message_bytes))
+    return sum(_may_miss(message_bytes, bound))
 
 
 @dataclass
@@ -101,11 +108,12 @@ class _Way:
         traffic.largest_bytes = max(traffic.largest_bytes, message_bytes)
         tolerant = message_bytes >= self._exact_below_bytes and bool(arrived.isfinite().all())
         rest = arrived.view(-1)
-        for chunk_bytes in _chunks(message_bytes):
+        allowed = _may_miss(message_bytes, self._bound if tolerant else 0.0)
+        for chunk_bytes, count in zip(_chunks(message_bytes), allowed, strict=True):
             chunk, rest = rest[: chunk_bytes // width], rest[chunk_bytes // width :]
             packets = -(-chunk_bytes // PACKET_BYTES)
             traffic.packets += packets
-            if count := _may_miss(chunk_bytes, self._bound) if tolerant else 0:
+            if count:
                 traffic.lost += count
                 lost = self._choose(chunk, packets, count)
                 elements = PACKET_BYTES // width

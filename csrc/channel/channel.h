@@ -66,6 +66,7 @@ struct OutFrame {
   const std::byte* payload = nullptr;
   uint32_t payloadBytes = 0;
   uint64_t message = 0; // 0: control
+  uint64_t offset = 0; // of the payload in its message
   bool reliable = false; // the receiver acknowledges it
   bool ackNow = false; // and somebody waits for that
   // For paths that lose packets: what the payload is, and what of it may be

@@ -16,6 +16,8 @@ namespace {
 // Headers of IP and UDP, number and seal: what a packet takes of the link
 // beyond what next() writes.
 constexpr size_t kWireOverheadBytes = 60;
+// More than a description of the end takes, with all headers.
+constexpr uint64_t kSmallPacketBytes = kSymbolHeaderBytes + 128;
 // Packets leave in bursts of this length, so that a system call and a wake-up
 // serve several; and if we are late, at most so much is made up for.
 constexpr Nanos kBurst = std::chrono::microseconds(250);
@@ -152,9 +154,15 @@ void PacketSender::order(Object& o, const ObjectToSend& what) {
       (!hasMagnitude(what.dtype) || what.payload.size() % width != 0)) {
     return;
   }
-  const double mostLost = std::min(1.0, double(what.tolerance.mostLost));
+  // The bound is the message's: rounded down for each object, nothing would be
+  // left of it on a slow link, whose objects are small.
+  const double perByte =
+      std::min(1.0, double(what.tolerance.mostLost)) / h.pieceBytes;
+  const auto upTo = [perByte](uint64_t bytes) {
+    return static_cast<uint64_t>(perByte * static_cast<double>(bytes));
+  };
   const auto mayMiss = static_cast<uint16_t>(
-      mostLost * static_cast<double>(what.payload.size()) / h.pieceBytes);
+      upTo(what.offset + what.payload.size()) - upTo(what.offset));
   if (isActivation(what.trafficClass)) {
     if (hasMagnitude(what.dtype) && what.payload.size() % width == 0 &&
         !allFinite(
@@ -230,7 +238,8 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   objects_.emplace(h.object, std::move(o));
   endsSent_ = 0;
   if (busySince_ == kNever) {
-    busySince_ = now;
+    busySince_ = stuckSince_ = now;
+    stuckAt_ = last_;
     planEnds(now);
   }
   return lastObject_;
@@ -511,6 +520,13 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   rate_.onSample(s, now);
 }
 
+// By their bytes: a network may lose what is large, and deliver the rest.
+bool PacketSender::piecesArrived(const PacketReport& r) const {
+  return r.packets > stuckAt_.packets && r.bytes > stuckAt_.bytes &&
+      r.bytes - stuckAt_.bytes >
+      kSmallPacketBytes * (r.packets - stuckAt_.packets);
+}
+
 Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
   if (r.largest > lastPacketSent_ || r.completeUpTo > lastObject_ ||
       (!r.complete.empty() && r.complete.back().second > lastObject_)) {
@@ -527,6 +543,7 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
     inFlight_.pop_front();
   }
   measure(r, now);
+  const size_t before = objects_.size();
   while (!objects_.empty() && objects_.begin()->first <= r.completeUpTo) {
     finish(objects_.begin());
   }
@@ -555,7 +572,15 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
   }
   const bool progress = r.largest > last_.largest;
   last_ = r;
+  // After a silence, what is small arrives first.
+  const bool silent = now - busySince_ > kPatienceMost;
   busySince_ = objects_.empty() ? kNever : now;
+  if (objects_.empty()) {
+    stuckSince_ = kNever;
+  } else if (silent || objects_.size() < before || piecesArrived(r)) {
+    stuckSince_ = now;
+    stuckAt_ = r;
+  }
   // Without progress, what was sent last may be lost, and nobody knows.
   if (progress || objects_.empty() || !again_.empty()) {
     planEnds(now);

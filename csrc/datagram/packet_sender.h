@@ -23,6 +23,7 @@ namespace resilient {
 struct ObjectToSend {
   std::span<const std::byte> header; // of the frame
   std::span<const std::byte> payload; // copied
+  uint64_t offset = 0; // of the payload in its message, which is tolerant
   TrafficClass trafficClass = TrafficClass::kActivation;
   Tolerance tolerance;
   DType dtype = DType::kUInt8; // of the payload, if anything is tolerated
@@ -96,6 +97,11 @@ class PacketSender {
   TimePoint waitingSince() const {
     return busySince_;
   }
+  // Since when no piece of an object has arrived, whatever else has; kNever:
+  // there is none to wait for.
+  TimePoint stuckSince() const {
+    return stuckSince_;
+  }
   // How long an answer may take.
   Nanos patience() const;
   const SenderCounters& counters() const {
@@ -165,6 +171,7 @@ class PacketSender {
   void want(Object& o, uint16_t index, uint64_t largest);
   void finish(std::map<uint64_t, Object>::iterator at);
   void measure(const PacketReport& report, TimePoint now);
+  bool piecesArrived(const PacketReport& report) const;
 
   const RecoverySchemes schemes_;
   RateControl rate_;
@@ -183,6 +190,8 @@ class PacketSender {
   uint64_t inFlightBytes_ = 0;
   uint64_t lastPacketSent_ = 0;
   TimePoint busySince_ = kNever; // not idle since, or heard of since
+  TimePoint stuckSince_ = kNever;
+  PacketReport stuckAt_; // what had arrived by then
   // Descriptions that tell the receiver that all has been sent.
   TimePoint endAt_ = kNever;
   int endsSent_ = 0; // times

@@ -19,6 +19,7 @@ struct DatagramLink {
   double bytesPerS = 125e6;
   Nanos oneWay = std::chrono::milliseconds(20);
   uint64_t queueBytes = 8u << 20; // what does not fit is dropped
+  size_t mtu = SIZE_MAX; // what is larger is dropped
   double loss = 0; // of packets
   double burst = 1; // mean length of a burst of lost ones (Gilbert-Elliott)
   double duplicate = 0;
@@ -164,7 +165,7 @@ class DatagramPair {
     }
     e.linkFree =
         std::max(e.linkFree, now_) + fromSeconds(onWire / e.link.bytesPerS);
-    if (lost(e)) {
+    if (lost(e) || packet.size() + 60 > e.link.mtu) {
       return;
     }
     const int times = 1 + prng_.chance(e.link.duplicate);

@@ -292,6 +292,39 @@ size_t objectsWithHoles(Tolerance tolerance, float value) {
       [](const DatagramPair::Delivery& d) { return !d.holes.empty(); }));
 }
 
+// On a slow link a message is many small objects, of which the bound of each
+// alone is less than a packet.
+TEST(datagram_bound_is_that_of_the_whole_message) {
+  DatagramLink link;
+  link.loss = 0.1;
+  DatagramPair pair(7, RecoverySchemes{}, link, link);
+  Prng prng(7);
+  const auto header = randomBytes(prng, kHeader);
+  const std::vector<float> values(400'000, 1);
+  constexpr size_t kObject = 20u << 10;
+  constexpr float kBound = 0.02f;
+  ObjectToSend what;
+  what.header = header;
+  what.trafficClass = TrafficClass::kGradient;
+  what.tolerance = {2, kBound};
+  what.dtype = DType::kFloat32;
+  const auto message = std::as_bytes(std::span(values));
+  for (size_t at = 0; at < message.size(); at += kObject) {
+    what.offset = at;
+    what.payload = message.subspan(at, std::min(kObject, message.size() - at));
+    pair.send(0, what);
+  }
+  CHECK(pair.runUntilIdle(seconds(60)));
+  size_t missing = 0;
+  for (const DatagramPair::Delivery& d : pair.received(1)) {
+    for (const Hole& hole : d.holes) {
+      missing += hole.bytes;
+    }
+  }
+  CHECK(missing > 0);
+  CHECK(static_cast<double>(missing) <= kBound * double(message.size()));
+}
+
 // Zeros must not hide from the next stage that the training diverges.
 TEST(datagram_activations_that_are_not_finite_are_exact) {
   CHECK(objectsWithHoles({0, 0.2f}, 1) > 0);
@@ -311,6 +344,58 @@ TEST(datagram_parity_is_less_where_some_may_be_missing) {
   completionTimes(exact, 3);
   completionTimes(late, 3);
   CHECK(late.spent < exact.spent - 0.02);
+}
+
+// Small packets pass, and are answered: only the pieces tell that the network
+// does not carry them any more.
+TEST(datagram_sender_notices_that_only_small_packets_pass) {
+  DatagramLink link;
+  link.loss = 0.3;
+  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  PacketSender& sender = pair.sender(0);
+  Prng prng(1);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 512u << 10);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = payload;
+  Nanos longest{};
+  // Of a path that is not silent.
+  const auto stuckFor = [&] {
+    return sender.idle() ||
+            pair.now() - sender.waitingSince() > milliseconds(200)
+        ? Nanos(0)
+        : pair.now() - sender.stuckSince();
+  };
+  const auto transfer = [&] {
+    longest = Nanos(0);
+    for (int i = 0; i < 10; ++i) {
+      pair.send(0, what);
+    }
+    return pair.run(
+        [&] {
+          longest = std::max(longest, stuckFor());
+          return sender.idle();
+        },
+        seconds(60));
+  };
+  CHECK(transfer());
+  CHECK(longest < milliseconds(500)); // much loss is something else
+  pair.link(0).mtu = 1000;
+  CHECK(!transfer());
+  CHECK(longest > seconds(58));
+  // As is a silence.
+  pair.link(0).mtu = SIZE_MAX;
+  CHECK(pair.runUntilIdle(seconds(60)));
+  for (const auto& [after, mtu] :
+       {std::pair(milliseconds(30), size_t(0)),
+        std::pair(milliseconds(5000), SIZE_MAX)}) {
+    pair.at(pair.now() + after, [&pair, mtu = mtu] {
+      pair.link(0).mtu = pair.link(1).mtu = mtu;
+    });
+  }
+  CHECK(transfer());
+  CHECK(longest < milliseconds(500));
 }
 
 // A path that rests for long, as during an evaluation, is as fast afterwards:

@@ -22,6 +22,9 @@ constexpr int kPatiences = 3;
 constexpr Nanos kSilentLeast = std::chrono::milliseconds(150);
 // What fails for so long does not come back by itself.
 constexpr Nanos kSilentMost = std::chrono::seconds(5);
+// The network delivers only what is small: its packets have become smaller.
+constexpr int kStuckPatiences = 10;
+constexpr Nanos kStuckLeast = std::chrono::seconds(1);
 
 // Objects that are not complete, of either end.
 constexpr uint64_t kMostIncoming = 256u << 20;
@@ -123,6 +126,7 @@ size_t DatagramPath::takeFrame(bool chunks) {
   ObjectToSend what;
   what.header = f->header;
   what.payload = {f->payload, f->payloadBytes};
+  what.offset = f->offset;
   what.trafficClass = f->trafficClass;
   what.tolerance = f->tolerance;
   what.dtype = f->dtype;
@@ -447,7 +451,7 @@ void DatagramPath::checkSilence(TimePoint now) {
       failure_ = Status(
           StatusCode::kNetwork,
           "no datagram came back from " + remoteAddress() +
-              " (is UDP filtered between the two?)");
+              " (is UDP filtered between the two, or the MTU below 1280?)");
     }
     return;
   }
@@ -457,6 +461,16 @@ void DatagramPath::checkSilence(TimePoint now) {
   if (silent && now - since > kSilentMost + limit) {
     failure_ = Status(
         StatusCode::kNetwork, "no datagram came back for several seconds");
+  }
+  const TimePoint stuck = sender_->stuckSince();
+  if (!silent && stuck != kNever &&
+      now - stuck >
+          std::max(kStuckLeast, kStuckPatiences * sender_->patience())) {
+    failure_ = Status(
+        StatusCode::kNetwork,
+        "of packets of " + std::to_string(pieceBytes_) +
+            " bytes none arrives any more, of small ones some do (has an MTU "
+            "become smaller?)");
   }
   if (silent != silent_) {
     silent_ = silent;
