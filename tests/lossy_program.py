@@ -28,7 +28,8 @@ def main() -> None:
     wrapped = DistributedDataParallel(model)
     state = None
     if settings["hook"]:
-        state = SmartState(model=wrapped, options=SmartOptions(max_low_priority_loss=0.3))
+        options = SmartOptions(max_low_priority_loss=0.3)
+        state = SmartState(model=wrapped, options=options, sites=settings["sites"])
         wrapped.register_comm_hook(state, smart_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
@@ -43,7 +44,7 @@ def main() -> None:
         say(kind="step", step=step, digest=digest.hexdigest())
     statistics = dataclasses.asdict(state.statistics()) if state is not None else {}
     dist.barrier()
-    paths = torch_resilient.stats()["peers"][0]["paths"]
+    paths = [path for peer in torch_resilient.stats()["peers"] for path in peer["paths"]]
     say(kind="result", paths=paths, statistics=statistics)
     dist.barrier()
     dist.destroy_process_group()

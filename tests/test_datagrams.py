@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,17 +68,23 @@ def test_messages_are_exact_over_a_lossy_link(
         job.close()
 
 
-def test_replicas_stay_identical_where_gradients_are_lost(lab: NetworkLab) -> None:
+@pytest.mark.parametrize("ranks_per_host", [1, 2])
+def test_replicas_stay_identical_where_gradients_are_lost(
+    lab: NetworkLab, ranks_per_host: int
+) -> None:
+    """With two ranks on each host, each is a site, and what crosses is a sum of its ranks."""
     a, b = lab.host("a"), lab.host("b")
+    ranks = [a] * ranks_per_host + [b] * ranks_per_host
     lab.link(a, b, delay_s=0.005, rate_bytes_per_s=50e6, loss=0.05)
     control = lab.link(a, b, name="control")
     program = str(PROGRAM.with_name("lossy_program.py"))
-    settings = json.dumps({"steps": 12, "hook": True})
-    digests: dict[int, dict[int, str]] = {0: {}, 1: {}}
+    sites = [host.name for host in ranks] if ranks_per_host > 1 else None
+    settings = json.dumps({"steps": 12, "hook": True, "sites": sites})
+    digests: dict[int, dict[int, str]] = {rank: {} for rank in range(len(ranks))}
     results: dict[int, Row] = {}
     environment = {"PYTHONPATH": str(ROOT), **UDP}
     with LabJob(
-        [sys.executable, program, settings], [a, b], control, environment=environment
+        [sys.executable, program, settings], ranks, control, environment=environment
     ) as job:
 
         def both(row: Row) -> bool:
@@ -86,15 +93,15 @@ def test_replicas_stay_identical_where_gradients_are_lost(lab: NetworkLab) -> No
                 digests[row["rank"]][row["step"]] = row["digest"]
             elif row["kind"] == "result":
                 results[row["rank"]] = row
-            return len(results) == 2
+            return len(results) == len(ranks)
 
-        job.until(both, "both results")
-    assert digests[0] == digests[1]
+        job.until(both, "all results")
+    assert all(digests[rank] == digests[0] for rank in results)
     assert len(set(digests[0].values())) == 12
-    for result in results.values():
-        assert datagrams(result)["datagrams"]["lost"] > 0
+    ways = [p["datagrams"] for r in results.values() for p in r["paths"] if p["slot"] == -2]
+    assert sum(way["lost"] for way in ways) > 0
     # Something was really missing, at the receivers, and the senders know.
-    assert sum(datagrams(r)["datagrams"]["zero_filled"] for r in results.values()) > 0
+    assert sum(way["zero_filled"] for way in ways) > 0
     assert sum(r["statistics"]["bytes_zero_filled"] for r in results.values()) > 0
 
 
@@ -143,6 +150,66 @@ def test_activations_may_be_lost_within_a_bound(lab: NetworkLab) -> None:
     assert 0 < first["bytes_zero_filled"] <= 0.2 * first["bytes_sent"]
     assert last["messages"] == 0
     assert datagrams(results[0])["datagrams"]["zero_filled"] == 0  # nothing came with zeros
+
+
+def test_copied_and_altered_datagrams_are_dropped(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.002, rate_bytes_per_s=25e6)
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": 100, "pause_s": 0.05}
+    job = Job([a, b], control, settings, UDP)
+    try:
+        row = job.until(
+            lambda row: (
+                row["rank"] == 0
+                and any(p["slot"] == -2 and p["state"] == "up" for p in row.get("paths", []))
+            ),
+            "datagrams",
+        )
+        port = datagrams(row)["local_address"].rpartition(":")[2]
+        program = str(PROGRAM.with_name("datagram_attack.py"))
+        attack = b.run(
+            [sys.executable, program, "eth0", port, "20"], capture_output=True, check=True
+        )
+        sent = json.loads(attack.stdout)
+        results = job.end()
+    finally:
+        job.close()
+    assert [result["wrong"] for result in results] == [0, 0]
+    counts = datagrams(results[0])["datagrams"]
+    assert counts["forged"] == sent["altered"] == 20
+    assert counts["duplicates"] >= sent["copied"]
+    assert datagrams(results[1])["datagrams"]["forged"] == 0
+
+
+def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> None:
+    """Over two pairs of NICs, since each alone is never faster than the cap."""
+    a, b = lab.host("a"), lab.host("b")
+    for _ in range(2):
+        lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6, loss=0.05)
+    control = lab.link(a, b, name="control")
+    cap = 2e6
+    settings = {"job": "exchange", "count": 50, "pause_s": 0.0}
+    environment = {**UDP, "TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+    environment["TORCH_RESILIENT_WAN_RATE_LIMIT"] = f"{cap:.0f}"
+    job = Job([a, b], control, settings, environment)
+    try:
+        job.until(lambda row: row["kind"] == "ready", "ready")
+        begun = time.monotonic()
+        results = job.end()
+        took_s = time.monotonic() - begun
+    finally:
+        job.close()
+    for result in results:
+        ways = [p for p in result["paths"] if p["slot"] <= -2]
+        assert len(ways) == 2
+        assert all(way["datagrams"]["parity"] > 0 for way in ways)
+        # With two NICs a rank listens at all its addresses: no fragments there either.
+        assert all(way["datagrams"]["packet_bytes"] == 1376 for way in ways)
+        assert result["wrong"] == 0
+        sent = sum(way["datagrams"]["bytes"] for way in ways)
+        assert sent > 50 * 131072, "most of it went this way"
+        assert sent < 1.1 * cap * took_s
 
 
 def filter_udp(host: Host, on: bool) -> None:

@@ -609,6 +609,7 @@ void PeerLink::pumpRounds() {
         any = true;
         if (limit_ != nullptr) {
           limit_->took(channel_.id(), bytes, engine_.loop().now());
+          d.advanced += bytes;
         }
       }
     }
@@ -646,6 +647,7 @@ void PeerLink::pumpRounds() {
     for (Datagrams& d : datagrams_) {
       if (d.path) {
         d.path->flush();
+        chargeDatagrams(d);
       }
     }
     if (!any) {

@@ -249,10 +249,14 @@ class PeerLink final : public ChannelHost,
     int failures = 0; // in a row
     TimePoint upAt{}; // proven then
     PathCounters past; // of paths that are closed
+    DatagramStats pastDatagrams; // likewise, but for what is no sum
+    // For the cap: what has left the path; of frames it took, charged before.
+    uint64_t charged = 0, advanced = 0;
     std::string lastError;
   };
   void offerDatagrams();
   void offerDatagrams(size_t route);
+  void chargeDatagrams(Datagrams& d);
   void offerDatagramsLater(size_t route, const std::string& why);
   Status openDatagrams(size_t slot, DatagramSocket& socket) const;
   void makeDatagramPath(

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <utility>
@@ -24,6 +25,23 @@ uint64_t beginOf(const std::string& nonce) {
   uint64_t begin = 0;
   std::memcpy(&begin, nonce.data(), std::min(sizeof(begin), nonce.size()));
   return begin;
+}
+
+// Adds what a path has counted.
+void addCounts(DatagramStats& s, const DatagramPath& path) {
+  const ReceiverCounters& r = path.receiver().counters();
+  s.recovered += r.recovered;
+  s.zeroFilled += r.zeroFilled;
+  s.duplicates += r.duplicates;
+  s.forged += path.forged();
+  if (path.sender() != nullptr) {
+    const SenderCounters& c = path.sender()->counters();
+    s.packets += c.packets;
+    s.bytes += c.bytes;
+    s.lost += c.lost;
+    s.parity += c.repairSymbols;
+    s.retransmitted += c.again;
+  }
 }
 
 } // namespace
@@ -226,6 +244,7 @@ void PeerLink::makeDatagramPath(
     config.mostBytesPerS = limit_->bytesPerS();
   }
   socket.setDscp(engine_.dscpOf(site));
+  d.charged = d.advanced = 0;
   d.path = std::make_unique<DatagramPath>(
       engine_.loop(),
       channel_,
@@ -244,19 +263,38 @@ bool PeerLink::onDatagrams(size_t route) const {
       !engine_.faults().concerns(engine_.globalRank(), globalRank_);
 }
 
+// The cap on a site counts all that leaves: parity, headers and what is sent
+// again, too, which is known only now.
+void PeerLink::chargeDatagrams(Datagrams& d) {
+  if (limit_ == nullptr || !d.path || d.path->sender() == nullptr) {
+    return;
+  }
+  const uint64_t bytes = d.path->sender()->counters().bytes;
+  const uint64_t left = bytes - std::exchange(d.charged, bytes);
+  const uint64_t paid = std::min(left, d.advanced);
+  d.advanced -= paid;
+  if (left > paid) {
+    limit_->took(channel_.id(), left - paid, engine_.loop().now());
+  }
+}
+
 void PeerLink::onDatagramReady(DatagramPath&) {
   engine_.markDirty(*this);
 }
 
 void PeerLink::onDatagramUse(DatagramPath& path) {
   const size_t route = routeOf(static_cast<size_t>(path.slot()));
-  if (path.usable() && !channel_.isSuspect(path.id())) {
+  const std::string where = "datagrams with " + describe() + ": " +
+      path.localAddress() + " -> " + path.remoteAddress();
+  if (!path.usable()) {
+    logMessage(
+        LogLevel::kWarning, where + " fell silent: connections take over");
+  } else if (channel_.isSuspect(path.id())) {
+    logMessage(LogLevel::kInfo, where + " are heard again");
+  } else {
     datagrams_[route].upAt = engine_.loop().now();
     datagrams_[route].lastError.clear();
-    logMessage(
-        LogLevel::kInfo,
-        "datagrams with " + describe() + ": " + path.localAddress() + " -> " +
-            path.remoteAddress());
+    logMessage(LogLevel::kInfo, where);
   }
   channel_.setSuspect(path.id(), !path.usable());
   assignRoles();
@@ -273,6 +311,7 @@ void PeerLink::onDatagramClosed(DatagramPath& path, const Status& why) {
   d.past.chunksSent += c.chunksSent;
   d.past.chunksRetransmitted += c.chunksRetransmitted;
   d.past.timesSuspect += c.timesSuspect;
+  addCounts(d.pastDatagrams, path);
   engine_.destroyLater(std::shared_ptr<DatagramPath>(std::move(d.path)));
   assignRoles();
   engine_.markDirty(*this);
@@ -315,25 +354,15 @@ void PeerLink::fillDatagramStats(PeerStats& stats) const {
     p.chunksRetransmitted = d.past.chunksRetransmitted;
     p.timesSuspect = d.past.timesSuspect;
     p.lastError = d.lastError;
-    p.datagrams.emplace();
+    p.datagrams = d.pastDatagrams;
     if (d.path) {
       fillMeasured(p, d.path->id());
       p.localAddress = d.path->localAddress();
       p.remoteAddress = d.path->remoteAddress();
       DatagramStats& s = *p.datagrams;
-      const ReceiverCounters& r = d.path->receiver().counters();
+      addCounts(s, *d.path);
       s.packetBytes = d.path->pieceBytes();
-      s.recovered = r.recovered;
-      s.zeroFilled = r.zeroFilled;
-      s.duplicates = r.duplicates;
-      s.forged = d.path->forged();
       if (const PacketSender* sender = d.path->sender()) {
-        const SenderCounters& c = sender->counters();
-        s.packets = c.packets;
-        s.bytes = c.bytes;
-        s.lost = c.lost;
-        s.parity = c.repairSymbols;
-        s.retransmitted = c.again;
         s.lossRate = sender->loss().estimate().rate;
         s.burstPackets = sender->loss().estimate().burstPackets;
         s.paceBytesPerS = sender->rate().bytesPerS();
