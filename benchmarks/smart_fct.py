@@ -327,7 +327,7 @@ def completion(
                 row[f"{name}_mean_ms"] = mean * 1e3
                 row[f"{name}_p99_ms"] = p99[name] * 1e3
                 row[f"{name}_spent"] = median(spent[name])
-                line += f"{mean * 1e3:7.1f}{p99[name] * 1e3:8.1f} {spent[name][0]:4.2f} "
+                line += f"{mean * 1e3:7.1f}{p99[name] * 1e3:8.1f} {median(spent[name]):4.2f} "
                 line += f"({100 * gain:3.0f} %)" if name != "smart" else "       "
                 best[kind, name] = max(best.get((kind, name), 0.0), gain)
             rows.append(row)

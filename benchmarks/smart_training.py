@@ -49,6 +49,9 @@ def train(
         job.wait(TIMEOUT_S)
     if digests[0] != digests[1]:
         raise RuntimeError(f"seed {seed}: the parameters of the two ranks differ")
+    for row in results.values():
+        if row["smart"] and row["smart"]["exact_reason"]:
+            raise RuntimeError(f"seed {seed}: not tolerant to the end: {row['smart']}")
     lost = sum(row["smart"]["bytes_zero_filled"] for row in results.values() if row["smart"])
     return statistics.fmean(losses[-max(steps // 5, 1) :]), lost
 

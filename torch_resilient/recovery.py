@@ -61,7 +61,7 @@ class SmartOptions:
 
     top_fraction: float = 0.01
     max_low_priority_loss: float = 0.1
-    max_mean_loss: float = 0.05
+    max_mean_loss: float = 0.08
     loss_window_steps: int = 50
     exact_below_bytes: int = 65536
     exact_every: int = 0

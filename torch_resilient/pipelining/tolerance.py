@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,6 +11,8 @@ from torch import Tensor
 
 from torch_resilient import recovery
 from torch_resilient.recovery import SmartOptions
+
+_log = logging.getLogger("torch_resilient")
 
 
 @dataclass
@@ -57,9 +60,23 @@ class ActivationTolerance:
         return recovery.tolerate(threshold=0.0, max_lost_fraction=self.bound)
 
     def arrived(self, work: dist.Work, tensor: Tensor) -> list[recovery.Range]:
-        """Counts a completed send of such an activation; returns what of it was lost."""
+        """Counts a completed send of such an activation; returns what of it was lost.
+
+        If that is more than the bound, which the network should never do, all is exact from then
+        on, and the log says so.
+        """
         ranges = recovery.zero_filled(work)
         self.messages += 1
         self.bytes_sent += tensor.nbytes
-        self.bytes_zero_filled += tensor.element_size() * sum(b - a for a, b in ranges)
+        lost = tensor.element_size() * sum(b - a for a, b in ranges)
+        self.bytes_zero_filled += lost
+        if lost > self.bound * tensor.nbytes:
+            _log.warning(
+                "activations are exact from now on: %d of %d bytes of one were zero-filled, more "
+                "than the bound of %g",
+                lost,
+                tensor.nbytes,
+                self.bound,
+            )
+            self.bound = 0.0
         return ranges
