@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +31,13 @@ from torch_resilient import faults, stats
 from torch_resilient.control.link_monitor import RoundTrips
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, initial_plan
-from torch_resilient.control.report import StageReport, costs_of
+from torch_resilient.control.report import StageReport, costs_of, links_measured
 from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, offload
+from torch_resilient.pipelining.dispatch import predicted_s
 from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.offload import MemoryRoom
 from torch_resilient.pipelining.orders import held_at_most
+from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.schedule import checked_orders
 from torch_resilient.pipelining.timeline_files import read_run
 
@@ -177,6 +181,60 @@ def test_a_slow_link_is_worth_a_plan_and_noise_is_not(fixed: bool) -> None:
         assert sum(back.gates.pending) < sum(opinions[-1].gates.pending)
 
 
+def test_orders_hold_no_more_than_live_dispatch_may() -> None:
+    stages, count = 4, 40
+    decider = Decider(count, Limits((count,) * stages, (count,) * stages), True, budget_ms=20)
+    plan = initial_plan(stages, count, Limits((count,) * stages, (count,) * stages), True)
+    found = [plan]
+    for costs in (healthy_costs(), healthy_costs().with_delay(1, 0.03)):
+        better = decider.consider(costs, plan, True)
+        assert better is not None
+        found.append(better)
+    for each in found:
+        assert each.gates.pending[0] < count
+        held = [held_at_most(each.order_of(stage))[1] for stage in range(stages)]
+        assert all(h <= most for h, most in zip(held, each.gates.pending, strict=True)), held
+    assert plan.gates.pending == (4 * stages - 1,) * stages
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+def test_plans_for_links_that_nothing_measures_keep_slack(fixed: bool) -> None:
+    even = PipelineCosts.of(4, forward_s=0.01, input_backward_s=0.01, weight_backward_s=0.01)
+    slow = replace(even, delay_forward_s=(0.02,) * 3, delay_backward_s=(0.02,) * 3)
+
+    def iteration_s(links_known: bool, costs: PipelineCosts) -> float:
+        decider = Decider(COUNT, NO_LIMITS, fixed, budget_ms=1000)
+        initial = initial_plan(4, COUNT, NO_LIMITS, fixed)
+        plan = decider.consider(even, initial, False, links_known=links_known)
+        assert plan is not None
+        assert ("no link measured" in plan.reason) is not links_known
+        if fixed:
+            return replay([plan.order_of(stage) for stage in range(4)], costs).iteration_s
+        return predicted_s(costs, COUNT, plan.gates)
+
+    # As fast without delays, and these cost the way through the pipeline once.
+    assert iteration_s(False, even) < 1.01 * iteration_s(True, even)
+    assert iteration_s(False, slow) < iteration_s(False, even) + 3 * 0.02 + 0.005
+    # Not so where links are known to have none.
+    assert iteration_s(True, slow) > iteration_s(True, even) + 3 * 0.02 + 0.05
+
+
+def test_the_planner_is_told_whether_links_are_measured() -> None:
+    reports = reports_of(healthy_costs())
+    assert links_measured(reports)
+    blind = [
+        replace(each, round_trip_next_s=math.nan, round_trip_previous_s=math.nan)
+        for each in reports
+    ]
+    assert not links_measured(blind)
+    ranks = make_orchestrators(MemoryStore())
+    ranks[0].consume(blind, 0)
+    settle(ranks)
+    assert "no link measured" in ranks[0]._plans[1].reason
+    for each in ranks:
+        each.close()
+
+
 class MemoryStore:
     """A store in this process; `fail` makes it fail."""
 
@@ -302,11 +360,14 @@ def test_same_bits_as_torch(dispatch: str) -> None:
     assert all(rank["stats"]["dispatch"] == dispatch for rank in got)
 
 
-def test_without_the_backend_it_follows_the_papers_way() -> None:
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:resilient"])
+def test_without_the_backend_it_follows_the_papers_way(backend: str) -> None:
+    """Also where it carries tensors of another device than the stage's."""
     want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
-    got = run_ranks(adaptive, "live", world_size=3, backend="gloo")
+    got = run_ranks(adaptive, "live", world_size=3, backend=backend)
     same_numbers(got, want)
     assert all(rank["stats"]["dispatch"] == "fixed" for rank in got)
+    assert not any(rank["stats"]["links_measured"] for rank in got)
 
 
 class Paced(torch.autograd.Function):
@@ -353,7 +414,12 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
         epochs.append(found["plan"]["epoch"])
         delays.append(found["costs"]["delay_forward_s"][1] if found["costs"] else None)
     events = [(each["kind"], each["text"]) for each in stats()["events"]]
-    return {"epochs": epochs, "delays": delays, "events": events}
+    return {
+        "epochs": epochs,
+        "delays": delays,
+        "events": events,
+        "links_measured": found["links_measured"],
+    }
 
 
 @pytest.mark.parametrize("dispatch", ["live", "fixed"])
@@ -366,10 +432,12 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
     assert epochs[HEALED_FROM - 1] > epochs[SLOW_FROM - 1], (epochs, got[0]["events"])
     for kind in ("slower", "faster"):
         texts = [text for rank in got for each, text in rank["events"] if each == f"link_{kind}"]
-        assert any(text.startswith(f"link 1 -> 2 is {kind}") for text in texts), texts
-        assert any(text.startswith(f"link 2 -> 1 is {kind}") for text in texts), texts
+        trip = "half of the round trip between the stages: link"
+        assert any(text.startswith(f"{trip} 1 -> 2 is {kind}") for text in texts), texts
+        assert any(text.startswith(f"{trip} 2 -> 1 is {kind}") for text in texts), texts
     assert 0.015 < got[0]["delays"][HEALED_FROM - 1] < 0.04
     assert got[0]["delays"][-1] < 0.01
+    assert all(rank["links_measured"] for rank in got)
     run = read_run(tmp_path)
     assert [step.step for step in run.steps] == list(range(END))
     # What came over the slow link took as long as the delay; the clocks agree that well.
@@ -380,6 +448,29 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
         if {message.source, message.destination} == {1, 2}
     ]
     assert min(late) > 0.018
+
+
+def recorded_by_one(rank: int, folder: str) -> list[str]:
+    """Only rank 1 has the variable; returns the warnings."""
+    if rank == 1:
+        os.environ["TORCH_RESILIENT_TIMELINE"] = folder
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of)
+    x = torch.ones(COUNT, WIDTH)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank else {}))
+    assert schedule.recording is None
+    return [str(each.message) for each in caught if "timeline" in str(each.message)]
+
+
+def test_a_timeline_that_only_some_ranks_want_is_not_written(tmp_path: Path) -> None:
+    for texts in run_ranks(recorded_by_one, str(tmp_path)):
+        (text,) = texts
+        assert "1 of the 2 ranks" in text
+        assert "TORCH_RESILIENT_TIMELINE" in text
+    assert list(tmp_path.iterdir()) == []
 
 
 def several_recorded(rank: int, folder: str) -> None:

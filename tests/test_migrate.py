@@ -402,6 +402,26 @@ def test_a_state_of_another_stage_is_refused() -> None:
         restore_state(capture_state(Stage(1)), module, optimizer)
 
 
+class Counting(nn.Linear):
+    """Keeps more than tensors: what get_extra_state gives is in the state_dict, too."""
+
+    calls = 0
+
+    def get_extra_state(self) -> Any:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state["calls"]
+
+
+def test_a_state_that_is_no_tensor_goes_along() -> None:
+    before, after = Counting(2, 2), Counting(2, 2)
+    before.calls = 7
+    restore_state(copy_of(capture_state(before)), after)
+    assert after.calls == 7
+    assert torch.equal(after.weight, before.weight)
+
+
 def test_random_generators_of_python_and_numpy() -> None:
     random.seed(5)
     np.random.seed(6)

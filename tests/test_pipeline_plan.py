@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 
 import pytest
+from conftest import ROOT
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +32,10 @@ from torch_resilient.pipelining.slackness import (
     warmup_of,
 )
 from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup, require_warmup
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import planner_quality
 
 # As in the paper: t = 10 ms for all operations. Whole numbers, of any unit, are exact.
 T = 10
@@ -482,3 +488,17 @@ def test_alternating_orders_run_for_every_falling_warmup(
     assume(counts != warmup)
     with pytest.raises(ValueError, match="Lemma 1"):
         alternating(counts, microbatches)
+
+
+@pytest.mark.parametrize("most", [-1.0, 100.0])
+def test_the_benchmark_of_plans_fails_if_they_are_too_long(
+    most: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(planner_quality, "LIMITS", {"no limit": most})
+    monkeypatch.setattr(planner_quality, "WORST", 100.0)
+    monkeypatch.setattr(planner_quality, "print_speed", lambda *_: None)
+    monkeypatch.setattr(
+        sys, "argv", ["bench", "--profiles", "1", "--budget-ms", "5", "--solve-s", "0.05"]
+    )
+    assert planner_quality.main() == (most < 0)
+    assert ("missed: no limit" in capsys.readouterr().out) == (most < 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -19,12 +20,14 @@ from torch_resilient.pipelining import (
     ScheduleLive,
     SchedulePlanned,
     StageGates,
+    executor,
     gpipe,
     one_f_one_b,
     plan_schedule,
     zb_h1,
     zb_h2,
 )
+from torch_resilient.pipelining.dispatch import choose
 from torch_resilient.pipelining.orders import Order
 from torch_resilient.pipelining.schedule import checked_orders
 
@@ -177,6 +180,27 @@ def test_a_fixed_order_waits_although_it_could_work(reference: list[dict[str, An
     assert got[0]["waits"]["while_ready"] > 0, got[0]["waits"]
 
 
+def idle_while_it_could_work(rank: int) -> int:
+    """With a choice that leaves every W until all B are done."""
+
+    def lazy(progress: Any, *arguments: Any) -> str | None:
+        kind = choose(progress, *arguments)
+        return None if kind == "W" and progress.backwards < MICROBATCHES else kind
+
+    executor.choose = lazy
+    module = Part(rank)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    gates = StageGates(1, 1, MICROBATCHES)
+    schedule = ScheduleLive(stage, MICROBATCHES, loss_of, gates=gates)
+    train_with(schedule, module, stage)
+    return schedule.waits.while_ready
+
+
+def test_live_dispatch_that_waits_although_it_could_work_is_counted() -> None:
+    env = {"TORCH_RESILIENT_FAULTS": "delay rank=1 peer=0 ms=10"}
+    assert run_ranks(idle_while_it_could_work, env=env)[0] > 0
+
+
 def test_fixed_orders_over_gloo(reference: list[dict[str, Any]]) -> None:
     same_numbers(run_ranks(train, "adapted", world_size=3, backend="gloo"), reference)
 
@@ -242,6 +266,69 @@ def bad_batches(rank: int) -> None:
 
 def test_uneven_batches_and_a_missing_target_are_refused() -> None:
     run_ranks(bad_batches)
+
+
+def other_batches(rank: int) -> None:
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    schedule = make("live", stage, rank)
+
+    def inputs(rows: int) -> tuple[Tensor, ...]:
+        return (torch.ones(rows * MICROBATCHES, WIDTH),) if rank == 0 else ()
+
+    def target(rows: int) -> dict[str, Tensor]:
+        return {"target": torch.ones(rows * MICROBATCHES, WIDTH)} if rank else {}
+
+    schedule.step(*inputs(ROWS), **target(ROWS))
+    # Another size where torch makes its buffers anew, and back.
+    schedule.eval(*inputs(2 * ROWS), **target(2 * ROWS))
+    schedule.step(*inputs(ROWS), **target(ROWS))
+    if rank == 0:
+        text = r"have shapes \[\(2, 12\)\], those of the steps before \[\(3, 12\)\].* pad it"
+        with pytest.raises(ValueError, match=text):
+            schedule.step(*inputs(ROWS - 1))
+
+
+def test_a_batch_of_another_size_is_refused() -> None:
+    run_ranks(other_batches)
+
+
+def measured_in_training_only(rank: int) -> None:
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    schedule = make("live", stage, rank)
+    x, target = batch_of(0)
+    arguments = (x,) if rank == 0 else ()
+    keywords = {"target": target} if rank else {}
+    with torch.no_grad():
+        schedule.eval(*arguments, **keywords)
+    assert math.isnan(schedule.recorder.typical_s("F"))
+    assert schedule.last_spans
+    schedule.step(*arguments, **keywords)
+    assert schedule.recorder.typical_s("F") > 0
+
+
+def test_evaluation_does_not_count_for_plans() -> None:
+    run_ranks(measured_in_training_only)
+
+
+def wrapped_in_parts(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    cpu = torch.device("cpu")
+    with_ddp, with_fsdp = Part(rank), Part(rank)
+    with_ddp.first = DistributedDataParallel(with_ddp.first)
+    with pytest.raises(ValueError, match=r"DDP wraps its module 'first' .*: wrap the stage's"):
+        make("live", PipelineStage(with_ddp, rank, 2, cpu), rank)
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(with_fsdp.second, mesh=mesh)
+    with pytest.raises(ValueError, match=r"FSDP2 wraps its module 'second' .*: fully_shard the"):
+        make("zb_h1", PipelineStage(with_fsdp, rank, 2, cpu), rank)
+    make("live", PipelineStage(fully_shard(with_fsdp, mesh=mesh), rank, 2, cpu), rank)
+
+
+def test_a_stage_wrapped_in_parts_is_refused() -> None:
+    run_ranks(wrapped_in_parts)
 
 
 @pytest.mark.parametrize(
@@ -337,6 +424,33 @@ def compiled(rank: int, name: str, in_place: bool) -> dict[str, Any]:
 def test_compiled_stages(in_place: bool) -> None:
     want = run_ranks(compiled, "torch 1F1B", in_place)
     assert run_ranks(compiled, "live", in_place) == want
+
+
+class CalledCompiled(Part):
+    """Calls a compiled function, which is no module."""
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return torch.compile(super().forward, backend="aot_eager")(x, scale)
+
+
+def bent_loss_of(output: Tensor, target: Tensor) -> Tensor:
+    return loss_of(torch.tanh(output).exp(), target)
+
+
+def with_compiled_functions(rank: int, name: str, where: str) -> dict[str, Any]:
+    module = CalledCompiled(rank) if where == "stage" else Part(rank)
+    stage = PipelineStage(module, rank, 3, torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    if where == "loss":
+        schedule._loss_fn = torch.compile(bent_loss_of, backend="aot_eager")
+    return train_with(schedule, module, stage)
+
+
+@pytest.mark.parametrize("where", ["stage", "loss"])
+def test_compiled_functions(where: str) -> None:
+    want = run_ranks(with_compiled_functions, "torch 1F1B", where, world_size=3)
+    got = run_ranks(with_compiled_functions, "live", where, world_size=3)
+    same_numbers(got, want)
 
 
 def many_small_operations(rank: int) -> int:

@@ -563,6 +563,9 @@ def test_folders_and_options_that_cannot_be_used(
 
     assert error(str(tmp_path / "none")) == f"{tmp_path / 'none'}: no such folder\n"
     assert "no file rank*.jsonl" in error(str(tmp_path))
+    for pipeline in ("pipeline00002", "pipeline00000"):
+        write_run(tmp_path / "jobs" / pipeline, [Iteration(slow(0, 0))])
+    assert error(str(tmp_path / "jobs")).endswith("are pipeline00000, pipeline00002 in it\n")
     write_run(tmp_path, [Iteration(slow(0, 0))] * 3)
     run = str(tmp_path)
     for text in ("3", "a:b", ":", "-1:2", "1:2:3"):

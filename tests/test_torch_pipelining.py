@@ -61,6 +61,9 @@ def private_state(rank: int) -> None:
     for name in ("fwd_cache", "bwd_cache", "dw_runner", "backward_state"):
         assert isinstance(getattr(stage, name), dict), name
     assert isinstance(schedule._internal_losses, list)
+    # What torch makes buffers anew by, for messages of another size.
+    assert schedule._stage_forward_initialized is True
+    assert schedule._stage_backward_initialized is True
     # Each output goes to one stage, whose gradient comes to the place of the output.
     assert [len(stages) for stages in stage.act_send_info.values()] == [1 - rank]
     # Receive buffers of all microbatches are there from the beginning, so all can be posted.
@@ -165,6 +168,13 @@ def test_torchs_zero_bubble_does_not_reduce_in_ddp() -> None:
     """_reduce_through_ddp: pytorch/pytorch#144530."""
     found = run_ranks(ddp_without_us, world_size=4, backend="gloo")
     assert found[1] != found[3]  # the second stage; the first one's W is a whole backward
+
+
+def test_the_graph_names_compiled_functions() -> None:
+    """_compiled_function_in knows them by this name."""
+    x = torch.ones(2, requires_grad=True)
+    y = torch.compile(torch.sin, backend="aot_eager")(x)
+    assert y.grad_fn.name() == "CompiledFunctionBackward"
 
 
 def test_adding_minus_zero_changes_no_bit() -> None:

@@ -115,7 +115,7 @@ _TAIL = """
 `TORCH_RESILIENT_TIMELINE`: default empty; a folder
 
 Where the schedules of `torch_resilient.pipelining` write what each rank does when, unless they are
-given `timeline_dir`; `torch-resilient timeline FOLDER` draws it.
+given `timeline_dir`; `torch-resilient timeline FOLDER` draws it. All ranks of a pipeline need it.
 
 `TORCH_RESILIENT_METRICS`: default empty, which means off; a folder, a port or host:port
 

@@ -30,6 +30,7 @@ from torch_resilient.pipelining.planner import limits_of
 from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.torch_actions import (
     StageActions,
+    carries_messages,
     control_device,
     control_store,
     group_of,
@@ -61,10 +62,12 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             scale_grads: as of torch's single-stage schedules. One stage per rank of the stage's
             group.
         dispatch: "live", or "fixed" for the paper's way: each plan is an order, changed between
-            iterations. A backend that is not "resilient" gets "fixed".
+            iterations. Where another backend than "resilient" carries the tensors of the stage's
+            device, it is "fixed", and no link is measured: plans then keep slack on every link.
         activation_limit: the most microbatches between F and B, one for all stages or one each.
         weight_limit: the same between F and W: with torch's split backward, what bounds memory. The
-            default is no limit: plans then hold up to twice as many as the first stage's warm-up.
+            default is what plans use: up to twice the first stage's warm-up, and one. Of S stages
+            that is 4 S - 1 until links are measured, and 2 S + 1 with live dispatch without delays.
         device_microbatches: the most microbatches whose activations stay on the device between F
             and W; those of more go to pinned host memory. The default is what is measured on an
             accelerator after the first iteration, where copies of activations fit beside the
@@ -78,7 +81,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
     All ranks must give the same arguments.
 
     Raises ValueError for an argument that cannot be used, and for a group with another number of
-    ranks than stages.
+    ranks than stages; step() for a batch of another size than those before.
     """
 
     # Paper: PIPEMORPH §4, §6
@@ -156,8 +159,10 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
 
         `plan` (epoch, predicted_s, reason), `gates` of this stage or None, `dispatch`, `waits`
         (blocked, blocked_s, while_ready), `costs` as last measured of the whole pipeline (seconds),
-        or None, `offloaded_bytes` (moved to host memory so far), `tolerance` (what of this stage's
-        activations may be missing where they arrive, and was), and `steps`.
+        or None, `links_measured` (if not, the delays in `costs` are 0 because nothing is known of
+        them, and plans keep slack on every link), `offloaded_bytes` (moved to host memory so far),
+        `tolerance` (what of this stage's activations may be missing where they arrive, and was),
+        and `steps`.
         """
         plan = self._orchestrator.current
         costs = self._orchestrator.costs
@@ -172,16 +177,15 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             "dispatch": self.dispatch,
             "waits": asdict(self.waits),
             "costs": asdict(costs) if costs else None,
+            "links_measured": self._orchestrator.links_measured,
             "offloaded_bytes": self._offload.offloaded_bytes,
             "tolerance": asdict(self.tolerance),
             "steps": self._steps,
         }
 
     def _find_monitors(self) -> dict[int, RoundTrips] | None:
-        """Of the links to the neighbours, by group rank; None without the resilient backend."""
-        try:
-            _stats.find_backend(self._group)
-        except (ImportError, ValueError):
+        """Of the links to the neighbours, by group rank; None if another backend carries them."""
+        if not carries_messages(self.stage):
             return None
         index = self.stage.stage_index
         ranks = self.stage.stage_index_to_group_rank
@@ -294,7 +298,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         return (result[0], result[1], result[2], result[3])
 
     def _watch(self, neighbour: int, monitor: RoundTrips, round_trips_s: list[float]) -> None:
-        """Looks for a change in the delay to a neighbour, taken for half of the round trip."""
+        """Looks for a change in the delay to a neighbour, taken for half of the round trip: which
+        direction has changed, a round trip does not tell."""
         now_s = time.monotonic()
         for i, each in enumerate(round_trips_s):
             change = self._detector.on_sample(
@@ -303,6 +308,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             if change is not None:
                 self._changes += 1
                 monitor.forget_all_but(len(round_trips_s) - i - 1 + change.samples)
-                _events.record(f"link_{change.kind}", str(change), **asdict(change))
+                text = f"half of the round trip between the stages: {change}"
+                _events.record(f"link_{change.kind}", text, **asdict(change))
                 if self.recording is not None:
-                    self.recording.event(self._steps, str(change))
+                    self.recording.event(self._steps, text)

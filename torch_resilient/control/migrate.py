@@ -105,7 +105,11 @@ def capture_state(
     `optimizer.step()` and the next backward. More may be added to the dict, such as the
     state_dict of a learning rate scheduler.
     """
-    tensors = {name: value.detach() for name, value in module.state_dict().items()}
+    # A module's extra state (get_extra_state) need not be a tensor.
+    tensors = {
+        name: value.detach() if isinstance(value, torch.Tensor) else value
+        for name, value in module.state_dict().items()
+    }
     rng: State = {"cpu": torch.get_rng_state()}
     where = torch.device(device) if device is not None else torch.device("cpu")
     if where.type != "cpu":

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from torch_resilient import _events
 from torch_resilient.control.plan import AdaptivePlan, Decider
-from torch_resilient.control.report import StageReport, costs_of
+from torch_resilient.control.report import StageReport, costs_of, links_measured
 from torch_resilient.pipelining.costs import PipelineCosts
 
 # For so many iterations after a change was found, one opinion is enough for a new plan: the first
@@ -62,6 +62,7 @@ class Orchestrator:
         self.current = initial
         self.published = 0
         self.costs: PipelineCosts | None = None
+        self.links_measured = False
 
     @property
     def newest(self) -> int:
@@ -75,6 +76,7 @@ class Orchestrator:
         All ranks must call it with the same reports. Returns whether another plan is in force now.
         """
         self.costs = costs_of(reports)
+        self.links_measured = links_measured(reports)
         agreed = int(min(report.epoch for report in reports))
         switched = False
         with self._lock:
@@ -104,7 +106,8 @@ class Orchestrator:
                     self._alert_until = step + _ALERT_STEPS
                 changed, current = step < self._alert_until, self.current
                 rooms = [report.room for report in reports]
-                self._submit(lambda: self._plan(costs, current, changed, rooms))
+                known = self.links_measured
+                self._submit(lambda: self._plan(costs, current, changed, rooms, known))
         return switched
 
     def close(self) -> None:
@@ -128,9 +131,14 @@ class Orchestrator:
         self._job = self._thread.submit(guarded)
 
     def _plan(
-        self, costs: PipelineCosts, current: AdaptivePlan, changed: bool, rooms: Sequence[float]
+        self,
+        costs: PipelineCosts,
+        current: AdaptivePlan,
+        changed: bool,
+        rooms: Sequence[float],
+        links_known: bool,
     ) -> None:
-        plan = self._decider.consider(costs, current, changed, rooms)
+        plan = self._decider.consider(costs, current, changed, rooms, links_known)
         if plan is None:
             return
         self._store.set(self._key(plan.epoch), plan.to_json())

@@ -12,7 +12,8 @@ from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.orders import Operation, Order, held_at_most
 from torch_resilient.pipelining.planner import disturbances, plan_schedule
 from torch_resilient.pipelining.replay import replay
-from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
+from torch_resilient.pipelining.slackness import tolerated_delay_s
+from torch_resilient.pipelining.warmup import LEAST_SLACKNESS, adapted_warmup, initial_warmup
 
 # A plan must promise this much to be worth a switch, or the pipeline would follow the noise.
 LEAST_GAIN = 0.01
@@ -84,7 +85,7 @@ def initial_plan(
     gates = gates_for(costs, num_microbatches, limits, warmup)
     orders = (
         plan_schedule(
-            costs, num_microbatches, limits.activations, limits.pending, policy="paper"
+            costs, num_microbatches, limits.activations, gates.pending, policy="paper"
         ).orders
         if fixed
         else []
@@ -129,6 +130,7 @@ class Decider:
         current: AdaptivePlan,
         changed: bool,
         rooms: Sequence[float] | None = None,
+        links_known: bool = True,
     ) -> AdaptivePlan | None:
         """A better plan than `current` for these costs, or None.
 
@@ -137,10 +139,14 @@ class Decider:
             current: the plan in force.
             changed: a detector has found a change since the last call; then one opinion is enough.
             rooms: how many microbatches each stage can hold between F and W, as measured.
+            links_known: whether the delays in `costs` are measured. If not, plans keep slack, as
+                the first one does: they are made for links as slow as a slackness of 2 bears.
         """
         # Paper: PIPEMORPH §6, step 5: the pipeline scheduler adapts the schedule
         if rooms is not None:
             self._limits = _within(self._given, rooms)
+        if not links_known:
+            costs = _with_slack(costs)
         first = current.epoch == 0
         crowded = self._holds_too_much(current)
         if not (changed or first or crowded) and self._content is not None:
@@ -166,10 +172,8 @@ class Decider:
             why = "what fits in memory"
         else:
             why = "first measurements" if first else ("faster" if faster else "less memory")
-        text = (
-            f"{why}: {1e3 * now_s:.1f} -> {1e3 * candidate.predicted_s:.1f} ms expected, "
-            f"slowest link {_slowest(costs)}"
-        )
+        links = f"slowest link {_slowest(costs)}" if links_known else "no link measured: with slack"
+        text = f"{why}: {1e3 * now_s:.1f} -> {1e3 * candidate.predicted_s:.1f} ms expected, {links}"
         return replace(candidate, reason=text)
 
     def _holds_too_much(self, plan: AdaptivePlan) -> bool:
@@ -195,14 +199,11 @@ class Decider:
     def _candidate(self, costs: PipelineCosts, epoch: int) -> AdaptivePlan:
         n = self._num_microbatches
         if self._fixed:
-            plan = plan_schedule(
-                costs,
-                n,
-                self._limits.activations,
-                self._limits.pending,
-                budget_ms=self._budget_ms,
-            )
             gates = gates_for(costs, n, self._limits)
+            # Orders have the bound of live dispatch: more between F and W gains next to nothing.
+            plan = plan_schedule(
+                costs, n, self._limits.activations, gates.pending, budget_ms=self._budget_ms
+            )
             return AdaptivePlan(epoch, gates, _texts(plan.orders), plan.iteration_s, plan.policy)
         stages = costs.num_stages
         slower = replace(
@@ -220,6 +221,13 @@ class Decider:
         # The first that is as fast as the best: they are in order of memory.
         time_s, gates = next(each for each in timed if each[0] <= best_s * (1 + _EQUAL))
         return AdaptivePlan(epoch, gates, (), time_s, "")
+
+
+def _with_slack(costs: PipelineCosts) -> PipelineCosts:
+    """The same with every link as slow as Algorithm 2's least slackness bears (Equation 1)."""
+    for link in range(costs.num_stages - 1):
+        costs = costs.with_delay(link, max(tolerated_delay_s(costs, link, LEAST_SLACKNESS), 0.0))
+    return costs
 
 
 def _alike(costs: PipelineCosts, before: PipelineCosts) -> bool:

@@ -53,7 +53,8 @@ def costs_of(reports: Sequence[StageReport]) -> PipelineCosts | None:
     """The costs that these reports, one per stage, tell of; None if an operation is not measured.
 
     A message takes its link's round trip less the way of its acknowledgement, for which half of the
-    least round trip is taken. A link without a sample counts as having no delay.
+    least round trip is taken. A link without a sample counts as having no delay; see
+    `links_measured`.
     """
     times = [(r.forward_s, r.input_backward_s, r.weight_backward_s) for r in reports]
     if any(math.isnan(each) for row in times for each in row):
@@ -74,6 +75,12 @@ def costs_of(reports: Sequence[StageReport]) -> PipelineCosts | None:
         delay_forward_s=forward_s,
         delay_backward_s=backward_s,
     )
+
+
+def links_measured(reports: Sequence[StageReport]) -> bool:
+    """Whether the delay of any link is known: only the "resilient" backend measures them."""
+    trips_s = [each for r in reports for each in (r.round_trip_next_s, r.round_trip_previous_s)]
+    return not all(map(math.isnan, trips_s))
 
 
 def _one_way_s(round_trip_s: float, way_back_s: float) -> float:

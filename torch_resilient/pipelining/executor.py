@@ -25,8 +25,9 @@ class Waits:
     Attributes:
         blocked: how often it had to wait for a message.
         blocked_s: for how many seconds in all.
-        while_ready: how often of these another operation could have run: never with live dispatch;
-            with a fixed order whenever a late message holds up what does not need it.
+        while_ready: how often of these another operation could have run: never with live dispatch,
+            unless it is defective; with a fixed order whenever a late message holds up what does
+            not need it.
     """
 
     blocked: int = 0
@@ -143,8 +144,11 @@ class StageRun:
                 awaited.append(self._inputs)
             if self._progress.backwards < self._progress.forwards:
                 awaited.append(self._gradients)
+            # Looked at before what is missing: what comes in between is no reason to block.
+            ready = self._something_ready(gates)
             missing = [each.missing for each in awaited]
             if None not in missing:  # else it has come since we looked
+                self._waits.while_ready += ready
                 self._block([work for work in missing if work is not None])
 
     def run_fixed(self, order: Sequence[Operation]) -> None:
@@ -162,6 +166,17 @@ class StageRun:
                     self._waits.while_ready += other is not None
                     self._block([missing])
             self._do(kind)
+
+    def _something_ready(self, gates: StageGates) -> bool:
+        """Whether an operation could run under these gates; does not ask `choose`, to check it."""
+        progress = self._progress
+        if not self._actions.backward:
+            return self._inputs.arrived
+        return (
+            progress.weights < progress.backwards
+            or (self._inputs.arrived and progress.forward_allowed(gates))
+            or self._gradient_arrived
+        )
 
     @property
     def _finished(self) -> bool:

@@ -61,11 +61,16 @@ class Recorder:
         self._durations = {kind: deque[float](maxlen=_REMEMBERED) for kind in "FBW"}
         # (kind, microbatch, when): the message that this F or B needed was there.
         self.arrivals: list[tuple[str, int, float]] = []
+        self._typical = True
         self.step = -1
         self.start_s = 0.0
 
-    def begin(self, step: int) -> None:
-        """A new iteration; what was recorded before is dropped."""
+    def begin(self, step: int, typical: bool = True) -> None:
+        """A new iteration; what was recorded before is dropped.
+
+        `typical`: whether its operations count for typical_s().
+        """
+        self._typical = typical
         self._spans = []
         self._queued.clear()
         self.arrivals = []
@@ -127,4 +132,5 @@ class Recorder:
 
     def _add(self, span: MeasuredSpan) -> None:
         self._spans.append(span)
-        self._durations[span.kind].append(span.end_s - span.start_s)
+        if self._typical:
+            self._durations[span.kind].append(span.end_s - span.start_s)

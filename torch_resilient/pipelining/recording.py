@@ -98,6 +98,25 @@ def folder_from_environment() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
+def agreed_folder(folder: str | Path | None, stage: PipelineStage) -> str | Path | None:
+    """`folder` if every rank of the pipeline has one, else None, with a warning where some have.
+
+    All ranks of the pipeline call it at once: a recording compares clocks, in which a rank without
+    one would take no part. Costs one all-reduce of a number.
+    """
+    group = group_of(stage)
+    with_one = torch.tensor(float(folder is not None), device=control_device(group, stage.device))
+    if group.size() > 1:
+        dist.all_reduce(with_one, group=group)
+    if 0 < with_one < group.size():
+        warnings.warn(
+            f"no timeline is written: {int(with_one)} of the {group.size()} ranks of this pipeline "
+            f"have a folder for it; set {VARIABLE} (or timeline_dir) on all of them",
+            stacklevel=2,
+        )
+    return folder if with_one == group.size() else None
+
+
 def _ask_first_stage(
     stage: PipelineStage, group: dist.ProcessGroup, number: int
 ) -> tuple[float, int]:

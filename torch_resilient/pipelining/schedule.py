@@ -17,7 +17,11 @@ from torch_resilient.pipelining.dispatch import StageGates
 from torch_resilient.pipelining.executor import StageRun, Waits
 from torch_resilient.pipelining.orders import Operation, Order, OrderError
 from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
-from torch_resilient.pipelining.recording import Recording, folder_from_environment
+from torch_resilient.pipelining.recording import (
+    Recording,
+    agreed_folder,
+    folder_from_environment,
+)
 from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.pipelining.torch_actions import StageActions, StageSchedule
@@ -114,9 +118,12 @@ class DispatchedSchedule(StageSchedule):
         """Runs an iteration with `run_live` or `run_fixed`."""
 
     def _run(self, actions: StageActions) -> None:
-        if self._timeline_dir is not None and self.recording is None:
-            self.recording = Recording(self._timeline_dir, self.stage)
-        self.recorder.begin(self._steps)
+        if self._steps == 0:
+            folder = agreed_folder(self._timeline_dir, self.stage)
+            if folder is not None:
+                self.recording = Recording(folder, self.stage)
+        # An evaluation's F, without a graph, tells nothing of the training's.
+        self.recorder.begin(self._steps, typical=actions.backward)
         self._dispatch(StageRun(actions, self.recorder, self.waits, self.around_forward))
         if self.recording is not None and actions.backward:
             recorder = self.recorder

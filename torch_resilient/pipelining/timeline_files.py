@@ -408,7 +408,10 @@ def read_run(
         raise TimelineError(f"{folder}: no such folder")
     files = [file for path in sorted(folder.glob("rank*.jsonl")) if (file := _read_file(path))]
     if not files:
-        raise TimelineError(f"{folder}: no file rank*.jsonl with a whole line: not a run's folder")
+        text = f"{folder}: no file rank*.jsonl with a whole line: not a run's folder"
+        if runs := sorted({path.parent.name for path in folder.glob("*/rank*.jsonl")}):
+            text += f"; those of its pipelines are {', '.join(runs)} in it"
+        raise TimelineError(text)
     num_stages = files[0].num_stages
     by_stage: dict[int, _RankFile] = {}
     for file in files:

@@ -66,7 +66,8 @@ class StageSchedule(PipelineScheduleSingle):
     Attributes:
         tolerance: what may be missing of the activations that this stage sends; nothing.
 
-    Raises ValueError for a number of microbatches below 1.
+    Raises ValueError for a number of microbatches below 1, and for a stage of which DDP or FSDP2
+    wraps only parts.
     """
 
     def __init__(
@@ -74,9 +75,13 @@ class StageSchedule(PipelineScheduleSingle):
     ) -> None:
         if n_microbatches < 1:
             raise ValueError(f"n_microbatches: expected at least 1, got {n_microbatches}")
+        _require_wrapped_root(stage.submod)
         super().__init__(stage, n_microbatches, *arguments, **keywords)
         _take_over_weight_backward(stage)
         self.tolerance = ActivationTolerance()
+        self._first_shapes: list[tuple[int, ...]] | None = None
+        # Whether a compiled function has a part in F; None before the first F with a backward.
+        self._compiled_function: bool | None = None
 
     @property
     def stage(self) -> PipelineStage:
@@ -111,6 +116,8 @@ class StageSchedule(PipelineScheduleSingle):
                 _require_equal_shapes(name, microbatches, self.num_microbatches)
         if self._has_backward and target_mbs is None and self._stage.is_last:
             raise ValueError("step: the rank of the last stage needs target=..., for the loss")
+        if self._num_stages > 1 and self._stage.is_first:
+            self._require_shapes_of_before(arg_mbs[0], kwarg_mbs[0])
         first_target = target_mbs[0] if target_mbs else None
         initialize = self._initialize_stage
         module = self._stage.submod
@@ -135,6 +142,23 @@ class StageSchedule(PipelineScheduleSingle):
         if actions.backward:
             actions.reduce_gradients()
         self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
+
+    def _require_shapes_of_before(self, arguments: Any, keywords: Any) -> None:
+        """Raises ValueError for a microbatch of another size than that for which torch has made the
+        buffers of all stages."""
+        shapes = _shapes((arguments, keywords))
+        # Where it makes them anew, between training and evaluation, any size will do.
+        kept = (
+            self._stage_forward_initialized
+            and self._has_backward == self._stage_backward_initialized
+        )
+        if kept and shapes != self._first_shapes:
+            raise ValueError(
+                f"the inputs of a microbatch have shapes {shapes}, those of the steps before "
+                f"{self._first_shapes}: the messages between stages keep their size; drop the odd "
+                "batch or pad it, or make a stage and a schedule for each size"
+            )
+        self._first_shapes = shapes
 
 
 class StageActions:
@@ -163,12 +187,14 @@ class StageActions:
         self._sends: list[dist.Work] = []
         # By microbatch: activations that may lose something, with their place among the outputs.
         self._tolerant_sends: dict[int, list[tuple[int, Tensor, dist.Work]]] = {}
-        self._ours = _carries_messages(self._stage)
+        self._ours = carries_messages(self._stage)
         # Only this backend tolerates losses.
         self._tolerance = schedule.tolerance if self._ours else ActivationTolerance()
         self.num_microbatches = schedule.num_microbatches
         self.backward: bool = schedule._has_backward
-        self.splits_backward = splits_backward(self._stage.submod)
+        self.splits_backward = (
+            splits_backward(self._stage.submod) and not schedule._compiled_function
+        )
         if isinstance(self._stage.submod, FSDPModule):
             _unshard(self._stage.submod, self.backward)
 
@@ -196,6 +222,16 @@ class StageActions:
             return
         compute_loss = self._schedule._maybe_compute_loss
         compute_loss(stage, output, self._targets, microbatch, self._loss_kwargs)  # type: ignore[no-untyped-call]
+        if self.backward and self._schedule._compiled_function is None:
+            self._look_for_compiled_functions(microbatch)
+
+    def _look_for_compiled_functions(self, microbatch: int) -> None:
+        """Decides, after the first F, whether the backward can be split after all."""
+        outputs, _ = self._stage.fwd_cache[microbatch]
+        loss = self._schedule._maybe_get_loss(self._stage, microbatch)  # type: ignore[no-untyped-call]
+        found = _compiled_function_in([*outputs, loss])
+        self._schedule._compiled_function = found
+        self.splits_backward = self.splits_backward and not found
 
     def send_output(self, microbatch: int) -> None:
         """Begins to send what F has computed, to the next stage if there is one."""
@@ -288,8 +324,8 @@ class StageActions:
         return traffic_class(name) if self._ours else contextlib.nullcontext()
 
 
-def _carries_messages(stage: PipelineStage) -> bool:
-    """Whether this project's backend carries the stage's messages."""
+def carries_messages(stage: PipelineStage) -> bool:
+    """Whether this project's backend carries the stage's messages: those of its type of device."""
     try:
         return carries(group_of(stage), stage.device)
     except ImportError:  # it has not been built; others need not be told
@@ -306,10 +342,7 @@ def _post(operations: Iterable[dist.P2POp]) -> list[dist.Work]:
 
 def _require_equal_shapes(name: str, microbatches: Sequence[Any], count: int) -> None:
     """Raises ValueError if one microbatch differs: its receiver expects the shape of the first."""
-    shapes = [
-        [tuple(leaf.shape) for leaf in _leaves(microbatch) if isinstance(leaf, Tensor)]
-        for microbatch in microbatches
-    ]
+    shapes = [_shapes(microbatch) for microbatch in microbatches]
     for i, each in enumerate(shapes):
         if each != shapes[0]:
             raise ValueError(
@@ -319,8 +352,28 @@ def _require_equal_shapes(name: str, microbatches: Sequence[Any], count: int) ->
             )
 
 
-def _leaves(value: Any) -> list[Any]:
-    return torch.utils._pytree.tree_leaves(value)
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    """Of all tensors in it."""
+    leaves = torch.utils._pytree.tree_leaves(value)
+    return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _require_wrapped_root(module: torch.nn.Module) -> None:
+    """Raises ValueError if DDP or FSDP2 wraps parts of the module but not the whole: gradients are
+    reduced through the root."""
+    wrappers = (DistributedDataParallel, FSDPModule)
+    if isinstance(module, wrappers):
+        return
+    for name, each in module.named_modules():
+        if isinstance(each, wrappers):
+            ddp = isinstance(each, DistributedDataParallel)
+            remedy = (
+                "wrap the stage's module by DDP instead" if ddp else "fully_shard the stage, too"
+            )
+            raise ValueError(
+                f"stage: {'DDP' if ddp else 'FSDP2'} wraps its module {name!r} but not the whole, "
+                f"through which gradients are reduced: {remedy}"
+            )
 
 
 def _take_over_weight_backward(stage: PipelineStage) -> None:
@@ -346,12 +399,28 @@ def splits_backward(module: torch.nn.Module) -> bool:
     """Whether B and W of this module can run apart.
 
     Not if any of it is compiled: a compiled region has one backward for inputs and weights, which
-    can run only once.
+    can run only once. Compiled functions that are no modules show only in the graph of F
+    (`_compiled_function_in`).
     """
     return not any(
         isinstance(each, OptimizedModule) or each._compiled_call_impl is not None
         for each in module.modules()
     )
+
+
+def _compiled_function_in(outputs: Sequence[Any]) -> bool:
+    """Whether a compiled function has a part in what these tensors were computed by."""
+    pending = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
+    seen = set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        if node.name() == "CompiledFunctionBackward":
+            return True
+        seen.add(node)
+        pending += [before for before, _ in node.next_functions]
+    return False
 
 
 class _Owned(torch.autograd.Function):
