@@ -47,6 +47,36 @@ def test_a_step_with_nan_is_exact_and_leaves_the_memory_alone(bad: float) -> Non
     assert [exact for _, exact, _, _ in results] == [True, False]
 
 
+def not_finite_in_one_bucket(rank: int, order: list[int]) -> list[dict[str, Any]]:
+    """The memory before and after a step of which one bucket, of the second parameter, is bad."""
+    LossyNetwork(0.5)
+    parameters = [nn.Parameter(torch.zeros(2000)) for _ in range(2)]
+    state = SmartState(options=OPEN, model=nn.ParameterList(parameters))
+    memories = []
+    for step in range(4):
+        futures = []
+        for index in order:
+            gradient = torch.arange(2000.0) % 7 + step
+            if step == 2 and index == 1:
+                gradient[-1] = math.inf
+            futures.append(smart_hook(state, Bucket(gradient, [parameters[index]])))  # type: ignore[arg-type]
+        for future in futures:
+            future.wait()
+        memory = state.state_dict()["error_memory"]
+        memories.append({key: entry["values"].tolist() for key, entry in memory.items()})
+    return memories
+
+
+@lossy_only
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_what_a_bad_step_has_delivered_is_not_forgotten(order: list[int]) -> None:
+    """A scaler skips the whole step, also the buckets that were finite."""
+    for memories in run_ranks(not_finite_in_one_bucket, order, world_size=2):
+        assert set(memories[1]) == {"0", "1"}
+        assert memories[2] == memories[1]
+        assert memories[3] != memories[2]
+
+
 def guarded(
     rank: int, rate: float, options: SmartOptions, breaks_promise: bool
 ) -> tuple[list[int], str, bool]:

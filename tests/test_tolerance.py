@@ -63,6 +63,20 @@ def test_what_the_bound_is_for() -> None:
     assert ActivationTolerance.of(options, 1, 2).bound == 0
 
 
+def test_a_network_that_loses_more_than_the_bound_is_not_trusted_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tolerance, activation = ActivationTolerance(bound=0.1), torch.ones(100)
+    for lost, bound in (((0, 10), 0.1), ((0, 11), 0.0)):
+        monkeypatch.setattr(recovery, "zero_filled", lambda work, lost=lost: [lost])
+        assert tolerance.arrived(None, activation) == [lost]  # type: ignore[arg-type]
+        assert tolerance.bound == bound
+    assert not tolerance.applies_to(activation)
+    assert tolerance.bytes_zero_filled == 84
+    (record,) = caplog.records
+    assert "44 of 400 bytes" in record.getMessage()
+
+
 ROWS, WIDTH, MICROBATCHES = 8, 16, 3
 LOST = [(0, 2 * WIDTH), (5 * WIDTH, 6 * WIDTH)]  # rows 0, 1 and 5 of each microbatch
 

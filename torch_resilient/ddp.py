@@ -169,6 +169,8 @@ class SmartState:
         self._bytes_sent = self._bytes_tolerant = self._bytes_lost = 0
         self._step_lost = self._step_tolerant = 0
         self._step_exact = False
+        self._step_bad = False  # a result was not finite
+        self._step_memory = self._memory.snapshot()  # of before the step
         self._window: deque[tuple[int, int]] = deque(maxlen=self.options.loss_window_steps)
         self._seen: set[str] = set()
         self._said: set[str] = set()
@@ -270,6 +272,7 @@ class SmartState:
         self._need_names()
         sizes = {**{n: p.numel() for p, n in self._names.items()}, **self._modules}
         self._memory.load_state_dict(state["error_memory"], sizes)
+        self._step_memory = self._memory.snapshot()
         self._generator.set_state(state["generator"])
         self._steps = state["steps"]
         self._window = deque(state["window"], maxlen=self.options.loss_window_steps)
@@ -487,13 +490,15 @@ class SmartState:
             assert flight.output is not None
             value = flight.output.copy_(flight.shard)
         lost = self._lost(flight)
-        if lost or self._memory.holds(flight.layout):
-            # A step with such a result is skipped or ruins the model: what it would have sent
-            # from the memory stays there. With DDP all ranks see the same result.
-            if flight.finite and all_finite(value):
-                self._memory.remember(flight.payload.view(-1), flight.layout, lost)
-            else:
-                self._say_once("a result with NaN or infinite values: the error memory is kept")
+        # A step with such a result is skipped or ruins the model, and what its other buckets have
+        # delivered with it: what the memory was before the step, it is again. With DDP all ranks
+        # see the same result.
+        if not self._step_bad and not (flight.finite and all_finite(value)):
+            self._step_bad = True
+            self._memory.rewind(self._step_memory)
+            self._say_once("a result with NaN or infinite values: the error memory is kept")
+        if not self._step_bad and (lost or self._memory.holds(flight.layout)):
+            self._memory.remember(flight.payload.view(-1), flight.layout, lost)
         flight.result.set_result(value)
 
     def _lost(self, flight: _Flight) -> list[Range]:
@@ -533,6 +538,8 @@ class SmartState:
             self._exact_steps += 1 if self._step_exact else 0
             self._judge()
         self._seen = keys
+        self._step_bad = False
+        self._step_memory = self._memory.snapshot()
         self._steps += 1
         every = self.options.exact_every
         due = bool(every) and self._steps % every == 0

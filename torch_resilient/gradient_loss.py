@@ -144,6 +144,15 @@ class ErrorMemory:
                 self._lost.pop(key, None)
             begin = end
 
+    def snapshot(self) -> object:
+        """What is remembered now, for rewind(); shares its values, so it costs next to nothing."""
+        return dict(self._lost)
+
+    def rewind(self, snapshot: object) -> None:
+        """Remembers what a snapshot() of this memory did."""
+        assert isinstance(snapshot, dict)
+        self._lost = dict(snapshot)
+
     def norm(self) -> float:
         """The Euclidean norm of all that is remembered."""
         return math.sqrt(sum(float(lost.values.double().square().sum()) for lost in self))

@@ -70,7 +70,7 @@ class ActivationTolerance:
         self.bytes_sent += tensor.nbytes
         lost = tensor.element_size() * sum(b - a for a, b in ranges)
         self.bytes_zero_filled += lost
-        if lost > self.bound * tensor.nbytes:
+        if lost > self.bound * tensor.nbytes + 1:  # but for rounding
             _log.warning(
                 "activations are exact from now on: %d of %d bytes of one were zero-filled, more "
                 "than the bound of %g",
