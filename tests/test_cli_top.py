@@ -112,6 +112,15 @@ def test_the_text_for_prometheus_is_well_formed() -> None:
     assert states[r'rank="0",peer="1",peer_host="b\"\\\n",state="suspect"'] == 1
 
 
+def test_datagrams_have_numbers_of_their_own() -> None:
+    counts = {key: place for place, (*_, key) in enumerate(_prometheus._OF_DATAGRAMS)}
+    found = samples(_prometheus.render(told(slot=-2, datagrams=counts)))
+    labels = 'rank="0",peer="1",path="-2",nic="eth0",peer_nic="eth0"'
+    for name, _, _, key in _prometheus._OF_DATAGRAMS:
+        assert found[f"torch_resilient_datagrams_{name}"] == {labels: counts[key]}
+    assert not any("datagrams" in name for name in samples(_prometheus.render(told())))
+
+
 def serve(rank: int) -> list[Any]:
     """Both ranks look at both, over the sockets; rank 0 at an unknown page as well."""
     folder = os.environ["TORCH_RESILIENT_METRICS"]

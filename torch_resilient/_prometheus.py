@@ -33,6 +33,18 @@ _OF_PATHS = (
         "capacity_bytes_per_s",
     ),
 )
+_OF_DATAGRAMS = (
+    ("sent_packets_total", "counter", "Packets sent, of any kind.", "packets"),
+    ("sent_bytes_total", "counter", "Bytes of these, with all headers.", "bytes"),
+    ("sent_parity_total", "counter", "Of these packets, parity.", "parity"),
+    ("retransmitted_total", "counter", "Of these packets, repeats.", "retransmitted"),
+    ("lost_total", "counter", "Of these packets, lost, as the peer says.", "lost"),
+    ("loss_ratio", "gauge", "Part of the packets that was lost lately.", "loss_rate"),
+    ("pace_bytes_per_second", "gauge", "How fast packets may leave.", "pace_bytes_per_s"),
+    ("recovered_total", "counter", "Packets that parity has brought back here.", "recovered"),
+    ("zero_filled_total", "counter", "Packets that were tolerated as zeros here.", "zero_filled"),
+    ("forged_total", "counter", "Datagrams dropped: the peer had not sealed them.", "forged"),
+)
 _OF_PEERS = (
     ("messages_sent_total", "counter", "Messages acknowledged whole.", "messages_sent"),
     ("messages_received_total", "counter", "Messages received whole.", "messages_received"),
@@ -120,6 +132,8 @@ def render(snapshot: Mapping[str, Any]) -> str:
                 text = "1 for the state it is in."
                 out.add("path_state", "gauge", text, now, **where, state=state)
             out.add_all("path", _OF_PATHS, path, **where)
+            if path.get("datagrams"):
+                out.add_all("datagrams", _OF_DATAGRAMS, path["datagrams"], **where)
     if listener := snapshot["listener"]:
         for outcome in _LISTENER_OUTCOMES:
             text = "Callers at the listening port, by what became of them."

@@ -68,7 +68,7 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `host`, `state` ("unconnected", "up", "suspect", "dead" or "left"), `messages_sent`,
     `messages_received`, `bytes_sent`, `bytes_received`, `last_heard_seconds_ago` (None:
     never), `last_error`, and `paths`, one dict for each: `slot`
-    (-1: memory shared with a rank on the same host), `state` ("up";
+    (-1: memory shared with a rank on the same host; -2 and below: datagrams), `state` ("up";
     "reserve": it works and is not needed; "suspect": silent; "proving": back again;
     "connecting", "down" or "unused"), `nic`, `remote_nic` (empty where the system chooses),
     `local_address`, `remote_address`, `bytes_sent`, `bytes_received`, `chunks_sent`,
@@ -76,7 +76,12 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     unknown), `round_trip_s` (smoothed, 0 while unknown),
     `round_trip_least_s` (the least of the last one to two seconds), `round_trips` (how many were
     measured), `round_trips_s` (the last 32 of them, oldest first), `goodput_bytes_per_s`
-    (smoothed, acknowledged bytes only), `reconnects`, `last_error`.
+    (smoothed, acknowledged bytes only), `reconnects`, `last_error`, and `datagrams`: None, or
+    of a path of datagrams `packet_bytes` (of payload in a full packet), `packets` sent of any
+    kind, `bytes` of these with all headers, of these packets `parity`, `retransmitted` and
+    `lost` (as the peer says), `loss_rate` and `burst_packets` (the mean length of a burst of
+    losses) lately, `pace_bytes_per_s`, and of packets received `recovered` (by parity),
+    `zero_filled` (tolerated losses), `duplicates` and `forged` (not sealed by the peer: dropped).
 
     `listener` counts the callers at this process's port: `accepted`, and of these `admitted`
     (proved that they belong to the job), `refused` (wrong proof, version or bytes, or not
