@@ -21,7 +21,8 @@ from torch_resilient.pipelining import (
     gates_for,
     plan_schedule,
 )
-from torch_resilient.pipelining.dispatch import Progress, choose
+from torch_resilient.pipelining.dispatch import Expectation, Progress, choose, predicted_orders
+from torch_resilient.pipelining.executor import HELD_SHARE
 from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.orders import FORWARD, INPUT_BACKWARD, KINDS, Kinds
 from torch_resilient.pipelining.planner import limits_of
@@ -34,7 +35,8 @@ each direction has its own. Changes come at whole ms. A message takes the delay 
 sent and never overtakes the one before it. No processes run: the model is exact, and a seed gives
 the same numbers anywhere.
 
-  gates_for     live dispatch, dispatch.choose, under the gates of dispatch.gates_for for 30 ms
+  gates_for     live dispatch, dispatch.choose, under the gates of dispatch.gates_for for 30 ms,
+                and with what is expected at 30 ms
   open          the same without gates but those of memory
   at F-B        the same with the warm-up itself as the gate between F and B
   at F-W        and also between F and W
@@ -124,11 +126,17 @@ class Problem:
         return max(end_ms + link[int(end_ms)], before_ms)
 
 
-def live(problem: Problem, gates: Gates, weight_share: float = 0.0) -> list[Kinds]:
+def live(
+    problem: Problem,
+    gates: Gates,
+    weight_share: float = 0.0,
+    expected: Sequence[str] | None = None,
+) -> list[Kinds]:
     """What stages do that choose as live dispatch does, one order per stage.
 
-    With `weight_share` they know what no stage can: W waits unless this share of it fits before the
-    next message that is on its way.
+    `expected`: of a plan; a W that is not due by it is held back for a moment. With `weight_share`
+    they know what no stage can: W waits unless this share of it fits before the next message that
+    is on its way.
     """
     stages, count = problem.stages, problem.count
     progress = [Progress(count) for _ in range(stages)]
@@ -137,6 +145,8 @@ def live(problem: Problem, gates: Gates, weight_share: float = 0.0) -> list[Kind
     arrived[0][0] = [START_MS] * count
     free_ms = [float(START_MS)] * stages
     orders = [bytearray() for _ in range(stages)]
+    expectations = [Expectation(order) for order in expected or [""] * stages]
+    held_for, held_until_ms = [-1] * stages, [0.0] * stages
     events: list[tuple[float, int]] = [(START_MS, 0)]
     while events:
         now_ms, stage = heappop(events)
@@ -154,6 +164,13 @@ def live(problem: Problem, gates: Gates, weight_share: float = 0.0) -> list[Kind
                 input_ms = never
             if min(input_ms, gradient_ms) - now_ms < weight_share * problem.operation_ms:
                 continue  # it looks again when that arrives
+        if chosen == "W" and expectations[stage].next_kind(mine) in ("F", "B"):
+            if held_for[stage] != mine.weights:
+                held_for[stage] = mine.weights
+                held_until_ms[stage] = now_ms + HELD_SHARE * problem.operation_ms
+                heappush(events, (held_until_ms[stage], stage))
+            if now_ms < held_until_ms[stage]:
+                continue  # it looks again then, or when something arrives
         mine.count(chosen)
         kind = KINDS.index(chosen)
         orders[stage].append(kind)
@@ -330,10 +347,11 @@ def policies(problem: Problem) -> dict[str, list[Kinds]]:
     """The orders that each of them comes to."""
     limits, count = problem.limits, problem.count
     mean = problem.costs()
+    gates = gates_for(mean, count, limits)
     warmup = adapted_warmup(mean, count)
     pending = tuple(min(each) for each in zip(warmup, limits.pending, strict=True))
     return {
-        "gates_for": live(problem, gates_for(mean, count, limits)),
+        "gates_for": live(problem, gates, expected=predicted_orders(mean, count, gates)),
         "open": live(problem, within(limits, warmup)),
         "at F-B": live(problem, within(limits, warmup, warmup)),
         "at F-W": live(problem, within(Limits(limits.activations, pending), warmup, warmup)),

@@ -120,7 +120,7 @@ def test_the_adaptive_schedule_learns_the_same_and_tells_what_it_did(
     for told in ours["schedule_stats"]:
         assert told["steps"] == 4
         assert told["plan"]["reason"]
-        assert set(told["waits"]) == {"blocked", "blocked_s", "while_ready"}
+        assert set(told["waits"]) == {"blocked", "blocked_s", "while_ready", "held", "held_s"}
         assert told["dispatch"] == ("live" if BACKEND == "resilient" else "fixed")
         if told["dispatch"] == "live":
             assert told["waits"]["while_ready"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from torch_resilient.pipelining import (
     zb_h2,
 )
 from torch_resilient.pipelining.dispatch import choose
+from torch_resilient.pipelining.executor import StageRun
 from torch_resilient.pipelining.orders import Order
 from torch_resilient.pipelining.schedule import checked_orders
 
@@ -266,6 +268,35 @@ def bad_batches(rank: int) -> None:
 
 def test_uneven_batches_and_a_missing_target_are_refused() -> None:
     run_ranks(bad_batches)
+
+
+class Expecting(ScheduleLive):
+    """Expects all F, then all B, then all W."""
+
+    def _dispatch(self, run: StageRun) -> None:
+        n = MICROBATCHES
+        run.run_live(self.gates, "F" * n + "B" * n + "W" * n)
+
+
+def held_back(rank: int, kind: type[ScheduleLive]) -> dict[str, Any]:
+    module = Part(rank)
+    stage = PipelineStage(module, rank, 3, torch.device("cpu"))
+    gates = StageGates(MICROBATCHES, MICROBATCHES, MICROBATCHES)
+    schedule = kind(stage, MICROBATCHES, loss_of, gates=gates)
+    return {**train_with(schedule, module, stage), "waits": asdict(schedule.waits)}
+
+
+def test_a_w_that_is_not_due_waits_for_a_moment(reference: list[dict[str, Any]]) -> None:
+    env = {"TORCH_RESILIENT_FAULTS": "delay rank=2 peer=1 ms=20; delay rank=1 peer=0 ms=20"}
+    got = run_ranks(held_back, Expecting, world_size=3, env=env)
+    same_numbers(got, reference)
+    for rank in got[:2]:
+        waits = rank["waits"]
+        assert waits["while_ready"] == 0
+        # Not in the first step, which has no times; at most once for each W.
+        assert 0 < waits["held"] <= MICROBATCHES * STEPS, waits
+    plain = run_ranks(held_back, ScheduleLive, world_size=3, env=env)
+    assert [rank["waits"]["held"] for rank in plain] == [0, 0, 0]
 
 
 def other_batches(rank: int) -> None:

@@ -158,11 +158,11 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         """What is known and what has been decided, fit for JSON.
 
         `plan` (epoch, predicted_s, reason), `gates` of this stage or None, `dispatch`, `waits`
-        (blocked, blocked_s, while_ready), `costs` as last measured of the whole pipeline (seconds),
-        or None, `links_measured` (if not, the delays in `costs` are 0 because nothing is known of
-        them, and plans keep slack on every link), `offloaded_bytes` (moved to host memory so far),
-        `tolerance` (what of this stage's activations may be missing where they arrive, and was),
-        and `steps`.
+        (blocked, blocked_s, while_ready, held, held_s), `costs` as last measured of the whole
+        pipeline (seconds), or None, `links_measured` (if not, the delays in `costs` are 0 because
+        nothing is known of them, and plans keep slack on every link), `offloaded_bytes` (moved to
+        host memory so far), `tolerance` (what of this stage's activations may be missing where
+        they arrive, and was), and `steps`.
         """
         plan = self._orchestrator.current
         costs = self._orchestrator.costs
@@ -211,7 +211,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         plan = self._orchestrator.current
         index = self.stage.stage_index
         if self.dispatch == "live":
-            run.run_live(plan.gates.of_stage(index))
+            # The first plan knows no costs, and expects nothing.
+            run.run_live(plan.gates.of_stage(index), plan.expected[index] if plan.expected else "")
         else:
             run.run_fixed(plan.order_of(index))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch_resilient.pipelining.core import generate
 from torch_resilient.pipelining.costs import PipelineCosts
 from torch_resilient.pipelining.generator import Limits, Rules
+from torch_resilient.pipelining.orders import KINDS, Kinds
 from torch_resilient.pipelining.warmup import adapted_warmup
 
 
@@ -113,6 +114,32 @@ def choose(
     return None
 
 
+class Expectation:
+    """What a stage runs next if no message is late: for one iteration, from a plan.
+
+    The first operation of `order`, kinds such as "FFBW", that has not run, whatever has run ahead
+    of it. An empty order expects nothing.
+    """
+
+    def __init__(self, order: str) -> None:
+        counts = dict.fromkeys("FBW", 0)
+        self._order: list[tuple[str, int]] = []
+        for kind in order:
+            self._order.append((kind, counts[kind]))
+            counts[kind] += 1
+        self._next = 0
+
+    def next_kind(self, progress: Progress) -> str | None:
+        """Its kind; None if nothing is expected any more. Ask with growing progress only."""
+        done = {"F": progress.forwards, "B": progress.backwards, "W": progress.weights}
+        while self._next < len(self._order):
+            kind, number = self._order[self._next]
+            if number >= done[kind]:
+                return kind
+            self._next += 1
+        return None
+
+
 def gates_for(
     costs: PipelineCosts,
     num_microbatches: int,
@@ -144,7 +171,19 @@ def gates_for(
     return Gates(tuple(quotas), tuple(activations), tuple(pending))
 
 
+def _predicted(
+    costs: PipelineCosts, num_microbatches: int, gates: Gates
+) -> tuple[list[Kinds], float]:
+    rules = Rules(gates.warmup, forward_first=True)
+    return generate(costs, num_microbatches, rules, Limits(gates.activations, gates.pending))
+
+
 def predicted_s(costs: PipelineCosts, num_microbatches: int, gates: Gates) -> float:
     """Seconds of an iteration with live dispatch under these gates, if the costs are constant."""
-    rules = Rules(gates.warmup, forward_first=True)
-    return generate(costs, num_microbatches, rules, Limits(gates.activations, gates.pending))[1]
+    return _predicted(costs, num_microbatches, gates)[1]
+
+
+def predicted_orders(costs: PipelineCosts, num_microbatches: int, gates: Gates) -> tuple[str, ...]:
+    """What each stage then runs, as kinds: "FFBW..."."""
+    orders = _predicted(costs, num_microbatches, gates)[0]
+    return tuple("".join(KINDS[kind] for kind in order) for order in orders)

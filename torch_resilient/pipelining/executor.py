@@ -9,13 +9,17 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from torch_resilient import _native
-from torch_resilient.pipelining.dispatch import Progress, StageGates, choose
+from torch_resilient.pipelining.dispatch import Expectation, Progress, StageGates, choose
 from torch_resilient.pipelining.orders import Operation
 from torch_resilient.pipelining.recorder import Recorder
 from torch_resilient.pipelining.torch_actions import StageActions
 
 # For the number of microbatches between F and W, the context in which the next F runs.
 AroundForward = Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+# Of the time of a W, for how long it may be held back.
+HELD_SHARE = 0.05
 
 
 @dataclass
@@ -27,12 +31,17 @@ class Waits:
         blocked_s: for how many seconds in all.
         while_ready: how often of these another operation could have run: never with live dispatch,
             unless it is defective; with a fixed order whenever a late message holds up what does
-            not need it.
+            not need it. Without those of `held`.
+        held: how often a W was held back, for a twentieth of its time at most, because by the plan
+            a message was due that something else needs.
+        held_s: for how many seconds in all.
     """
 
     blocked: int = 0
     blocked_s: float = 0.0
     while_ready: int = 0
+    held: int = 0
+    held_s: float = 0.0
 
 
 class Arrivals:
@@ -118,6 +127,7 @@ class StageRun:
         self._waits = waits
         self._around_forward = around_forward
         self._progress = Progress(actions.num_microbatches)
+        self._held_for = -1  # the last W that was held back
         self._inputs = Arrivals(actions.receive_input, actions.num_microbatches)
         self._gradients = Arrivals(actions.receive_gradient, actions.num_microbatches)
         # Posted ahead of time, a message needs no round trip between the ranks before its data.
@@ -126,8 +136,17 @@ class StageRun:
             self._gradients.post_all()
         self.live_possible = tells_ends([*self._inputs.next_works, *self._gradients.next_works])
 
-    def run_live(self, gates: StageGates) -> None:
-        """Runs whatever `dispatch.choose` picks, until all is done."""
+    def run_live(self, gates: StageGates, expected: str = "") -> None:
+        """Runs whatever `dispatch.choose` picks, until all is done.
+
+        `expected`: the kinds of the stage's operations if no message is late. A W that is not due
+        by it waits for a moment: begun a little before the message that was to come first, it
+        would delay everything behind that message by nearly a whole W, and plans leave no slack
+        there. What comes too late for that is not waited for. In the exact model with 0.5 % of
+        noise, that saves up to 2 % where the first or the last link is slow, and changes nothing
+        in the mean over the traces of PIPEMORPH's Figure 18.
+        """
+        expectation = Expectation(expected)
         # Without a backward there is nothing to hold back F for.
         while not self._finished:
             forward = self._inputs.arrived
@@ -136,20 +155,46 @@ class StageRun:
                 if self._actions.backward
                 else ("F" if forward else None)
             )
+            early = kind == "W" and expectation.next_kind(self._progress) in ("F", "B")
+            if early and self._hold_back(gates):
+                continue
             if kind is not None:
                 self._do(kind)
                 continue
-            awaited = []
-            if not self._actions.backward or self._progress.forward_allowed(gates):
-                awaited.append(self._inputs)
-            if self._progress.backwards < self._progress.forwards:
-                awaited.append(self._gradients)
+            awaited = self._awaited(gates)
             # Looked at before what is missing: what comes in between is no reason to block.
             ready = self._something_ready(gates)
             missing = [each.missing for each in awaited]
             if None not in missing:  # else it has come since we looked
                 self._waits.while_ready += ready
                 self._block([work for work in missing if work is not None])
+
+    def _awaited(self, gates: StageGates) -> list[Arrivals]:
+        """The directions whose next message something could run with."""
+        awaited = []
+        if not self._actions.backward or self._progress.forward_allowed(gates):
+            awaited.append(self._inputs)
+        if self._progress.backwards < self._progress.forwards:
+            awaited.append(self._gradients)
+        return awaited
+
+    def _hold_back(self, gates: StageGates) -> bool:
+        """Gives the next message a moment to come, once for each W; whether it has."""
+        if self._held_for == self._progress.weights:
+            return False
+        missing = [each.missing for each in self._awaited(gates)]
+        if None in missing:
+            return True  # it has come since we looked
+        self._held_for = self._progress.weights
+        share_s = HELD_SHARE * self._recorder.typical_s("W")
+        if not missing or not share_s > 0:  # not known yet
+            return False
+        works = [work for work in missing if work is not None]
+        with self._recorder.wait() as waited:
+            ended = _native.load().wait_any(works, share_s)
+        self._waits.held += 1
+        self._waits.held_s += waited.duration_s
+        return ended is not None
 
     def run_fixed(self, order: Sequence[Operation]) -> None:
         """Runs the operations in this order, each when what it needs has come."""
