@@ -22,8 +22,10 @@ from torch_resilient import _events, _stats
 from torch_resilient.control.detector import DelayDetector
 from torch_resilient.control.link_monitor import RoundTrips
 from torch_resilient.control.orchestrator import Orchestrator
-from torch_resilient.control.plan import Decider, initial_plan
+from torch_resilient.control.plan import Decider, alike, initial_plan
 from torch_resilient.control.report import StageReport
+from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.pipelining.dispatch import predicted_orders
 from torch_resilient.pipelining.executor import StageRun
 from torch_resilient.pipelining.offload import HostOffload
 from torch_resilient.pipelining.planner import limits_of
@@ -151,6 +153,9 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         )
         _made[name] += 1
         weakref.finalize(self, self._orchestrator.close)
+        # What this stage runs if no message is late, and for which costs: with live dispatch.
+        self._expected = ""
+        self._expected_costs: PipelineCosts | None = None
         self._detector = DelayDetector()
         self._changes = 0
 
@@ -211,8 +216,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         plan = self._orchestrator.current
         index = self.stage.stage_index
         if self.dispatch == "live":
-            # The first plan knows no costs, and expects nothing.
-            run.run_live(plan.gates.of_stage(index), plan.expected[index] if plan.expected else "")
+            run.run_live(plan.gates.of_stage(index), self._expected)
         else:
             run.run_fixed(plan.order_of(index))
 
@@ -262,8 +266,16 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             StageReport.decode(gathered[ranks[stage]].tolist()) for stage in range(len(gathered))
         ]
         switched = self._orchestrator.consume(reports, self._steps)
+        plan, costs = self._orchestrator.current, self._orchestrator.costs
+        if self.dispatch == "live" and costs is not None:
+            # By the costs of now, which may change without a plan being worth a switch. Each rank
+            # by itself: they need not agree.
+            before = self._expected_costs
+            if switched or before is None or not alike(costs, before):
+                self._expected_costs = costs
+                orders = predicted_orders(costs, self.num_microbatches, plan.gates)
+                self._expected = orders[self.stage.stage_index]
         if switched and self.recording is not None:
-            plan = self._orchestrator.current
             self.recording.event(self._steps, f"plan {plan.epoch}: {plan.reason}")
 
     def _report(self) -> StageReport:

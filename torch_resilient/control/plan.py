@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import Gates, gates_for, predicted_orders, predicted_s
+from torch_resilient.pipelining.dispatch import Gates, gates_for, predicted_s
 from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.orders import Operation, Order, held_at_most
 from torch_resilient.pipelining.planner import disturbances, plan_schedule
@@ -38,8 +38,6 @@ class AdaptivePlan:
         orders: for a fixed order, one per stage.
         predicted_s: of an iteration; 0 if the costs were not known.
         reason: why it was made, for people.
-        expected: with live dispatch, the kinds of each stage's operations if no message is late;
-            empty if the costs were not known.
     """
 
     epoch: int
@@ -47,27 +45,23 @@ class AdaptivePlan:
     orders: tuple[tuple[str, ...], ...]
     predicted_s: float
     reason: str
-    expected: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         """As text, for the store."""
         gates = [self.gates.warmup, self.gates.activations, self.gates.pending]
-        return json.dumps(
-            [self.epoch, gates, self.orders, self.predicted_s, self.reason, self.expected]
-        )
+        return json.dumps([self.epoch, gates, self.orders, self.predicted_s, self.reason])
 
     @classmethod
     def from_json(cls, text: str) -> AdaptivePlan:
         """The inverse of to_json(). Raises ValueError for anything else."""
         try:
-            epoch, gates, orders, predicted, reason, expected = json.loads(text)
+            epoch, gates, orders, predicted, reason = json.loads(text)
             return cls(
                 int(epoch),
                 Gates(*(tuple(int(each) for each in row) for row in gates)),
                 tuple(tuple(str(each) for each in row) for row in orders),
                 float(predicted),
                 str(reason),
-                tuple(str(each) for each in expected),
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a plan ({error}): {text[:80]!r}") from None
@@ -157,7 +151,7 @@ class Decider:
         crowded = self._holds_too_much(current)
         if not (changed or first or crowded) and self._content is not None:
             epoch, before = self._content
-            if epoch == current.epoch and _alike(costs, before):
+            if epoch == current.epoch and alike(costs, before):
                 return None
         self._content = None
         now_s = self._expected_s(costs, current)
@@ -226,7 +220,7 @@ class Decider:
         best_s = min(each[0] for each in timed)
         # The first that is as fast as the best: they are in order of memory.
         time_s, gates = next(each for each in timed if each[0] <= best_s * (1 + _EQUAL))
-        return AdaptivePlan(epoch, gates, (), time_s, "", predicted_orders(costs, n, gates))
+        return AdaptivePlan(epoch, gates, (), time_s, "")
 
 
 def _with_slack(costs: PipelineCosts) -> PipelineCosts:
@@ -236,7 +230,7 @@ def _with_slack(costs: PipelineCosts) -> PipelineCosts:
     return costs
 
 
-def _alike(costs: PipelineCosts, before: PipelineCosts) -> bool:
+def alike(costs: PipelineCosts, before: PipelineCosts) -> bool:
     """Whether these are the same costs but for noise."""
     rows = (
         (costs.forward_s, before.forward_s),
