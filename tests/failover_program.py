@@ -97,7 +97,7 @@ def main() -> None:
         say(kind="result", paths=paths, **result)
         dist.barrier()  # nobody leaves before the others have looked at their paths
     except dist.DistBackendError as error:
-        say(kind="error", text=str(error))
+        say(kind="error", text=str(error), peer=torch_resilient.stats()["peers"][0])
         os._exit(3)
     dist.destroy_process_group()
 

@@ -135,6 +135,20 @@ def test_it_does_not_override_the_environment(
     assert f"{name} is set in the environment: unset it" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [None, "5"])
+def test_there_is_another_way_between_two_ranks(
+    given: str | None, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["TORCH_RESILIENT_PATHS_SAME_HOST", "TORCH_RESILIENT_WAN_CONNECTIONS"]
+    for name in names:
+        if given is None:
+            monkeypatch.delenv(name, raising=False)
+        else:
+            monkeypatch.setenv(name, given)
+    cli.main(["chaos", "--ranks", "2", "--paths", "3", "--", "printenv", *names])
+    assert capfd.readouterr().out.split()[:2] == [given or "3"] * 2
+
+
 def test_the_script_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["chaos", "--script", "--seed", "7", "--ranks", "3", "--duration", "60"]
     assert cli.main(arguments) == 0

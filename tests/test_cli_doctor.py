@@ -233,6 +233,19 @@ def test_too_few_open_files() -> None:
     assert "1024 files" in finding.seen
     assert "`ulimit -n 65536`" in finding.remedy
     assert "--ulimit" in only(check_host(host(world_size=128, nofile=(1024, 4096)))).remedy
+    # Each pair of NICs has its connections.
+    links = [Link(1, path, f"eth{path % 2}", f"eth{path % 2}", "up") for path in range(4)]
+    job = {"world_size": 32, "nofile": (1024, 4096)}
+    assert check_host(host(**job, links=links[::2])) == []
+    assert "may need 1192" in only(check_host(host(**job, links=links))).seen
+
+
+def test_ranks_of_one_host_need_few_files() -> None:
+    environment = {"LOCAL_WORLD_SIZE": "64"}
+    alone = host(world_size=64, nofile=(1024, 4096), environment=environment)
+    assert check_host(alone) == []
+    alone.world_size = 128
+    assert "may need 1476" in only(check_host(alone)).seen
 
 
 def test_buffers_that_the_kernel_will_not_give() -> None:

@@ -184,20 +184,27 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
-def look_at_both(rank: int, first: int) -> list[Any]:
+def look_at_both(rank: int, first: int) -> list[list[Any]]:
     os.environ["LOCAL_RANK"] = str(rank)
     init_group()
     dist.barrier()
-    looks = top.fetch_all(top.find([str(first), f"127.0.0.1:{first + 1}"]))
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert cli.main(["top", "--json"]) == 0
+    looks = (
+        top.fetch_all(top.find([str(first), f"127.0.0.1:{first + 1}"])),
+        json.loads(told.getvalue()),
+        top.fetch_all(top.find([str(first)])),
+    )
     dist.barrier()
     dist.destroy_process_group()
-    return [look["rank"] for look in looks]
+    return [[each["rank"] for each in look] for look in looks]
 
 
 def test_ranks_of_a_host_take_ports_side_by_side() -> None:
-    first = free_ports(2)
+    first = free_ports(3)
     env = {"TORCH_RESILIENT_METRICS": str(first)}
-    assert run_ranks(look_at_both, first, init=False, env=env) == [[0, 1], [0, 1]]
+    assert run_ranks(look_at_both, first, init=False, env=env) == [[[0, 1], [0, 1], [0]]] * 2
 
 
 def nothing(rank: int) -> list[str]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +24,8 @@ PROGRAM = Path(__file__).with_name("failover_program.py")
 LINK = {"delay_s": 0.001, "rate_bytes_per_s": 12.5e6}
 # Much longer than anything here takes, even on a busy machine.
 PATIENCE_S = 60.0
+# An attempt to connect takes 5 s at most.
+CROSSING_S = 10.0
 # Rounds of a job that must not be over before the test, which may be late, is done with it.
 ENDLESS = 100_000
 
@@ -161,7 +166,38 @@ def test_job_that_has_no_path_for_too_long_names_the_culprit(bed: Bed) -> None:
     for rank, result in enumerate(job.end()):
         assert result["kind"] == "error", result
         assert f"rank {1 - rank}" in result["text"]
-        assert "of 2 paths up" in result["text"] or "eth0" in result["text"], result["text"]
+        # A connection that stands and is silent is not up.
+        assert "0 of 2 paths up" in result["text"], result["text"]
+        assert re.search(r"path \d \(eth\d\): silent for [\d.]+ s", result["text"]), result["text"]
+        assert result["peer"]["state"] == "suspect"
+        assert "stalled" in {path["state"] for path in result["peer"]["paths"]}
+
+
+@pytest.mark.skipif(shutil.which("iptables") is None, reason="there is no iptables to refuse with")
+def test_firewall_that_refuses_on_one_way_is_no_death_while_the_other_is_silent(bed: Bed) -> None:
+    job = bed.job("exchange", ENDLESS, 0.01, TORCH_RESILIENT_WAN_CONNECTIONS="1")
+
+    def lost(row: Row) -> bool:
+        states = [path["state"] for path in row.get("paths", []) if path["nic"] == "eth0"]
+        return bool(states) and set(states) <= {"down", "connecting"}
+
+    job.until(lambda row: row.get("number", -1) >= 10, "round 10")
+    bed.links[0].down("blackhole")
+    for rank in (0, 1):
+        job.until(lambda row, rank=rank: lost(row) and row["rank"] == rank, "eth0 is lost")
+    rule = "INPUT -i eth1 -p tcp --tcp-flags RST NONE -j REJECT --reject-with tcp-reset"
+    for host in bed.hosts:
+        if host.run(["iptables", "-A", *rule.split()]).returncode != 0:
+            pytest.skip("iptables has no rights or no modules here")
+    # Ten times as long as a death takes, and more than one attempt on the silent way.
+    last = -1
+    with contextlib.suppress(RuntimeError):
+        while True:
+            last = job.until(lambda row: "number" in row, "round", timeout_s=6)["number"]
+    assert not job.results
+    bed.links[0].up()
+    row = job.until(lambda row: row["kind"] == "error" or row["number"] > last + 5, "more rounds")
+    assert row["kind"] == "round", row
 
 
 def test_standby_interface_carries_nothing_until_it_is_needed(bed: Bed) -> None:
@@ -233,6 +269,24 @@ def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces:
         assert row["wrong"] == 0
 
 
+def test_lost_connection_comes_back_over_a_long_way(bed: Bed) -> None:
+    for link in bed.links:
+        link.set(delay_s=0.15)
+    job = bed.job("exchange", ENDLESS, 0.005, TORCH_RESILIENT_WAN_CONNECTIONS="1")
+
+    def is_up(row: Row) -> bool:
+        return any(path["nic"] == "eth0" and path["state"] == "up" for path in row["paths"])
+
+    def told(row: Row) -> bool:
+        return row["kind"] == "round" and row["rank"] == 0
+
+    job.until(lambda row: told(row) and is_up(row), "eth0 carries")
+    bed.links[0].down("admin", end="a")
+    job.until(lambda row: told(row) and not is_up(row), "eth0 is lost")
+    bed.links[0].up()
+    assert job.until(lambda row: told(row) and is_up(row), "eth0 carries again")["wrong"] == 0
+
+
 def test_both_interfaces_carry_and_no_path_is_lost_when_all_is_well(bed: Bed) -> None:
     job = bed.job("stream", 60, 0.0)
     sender = job.end()[0]
@@ -241,7 +295,8 @@ def test_both_interfaces_carry_and_no_path_is_lost_when_all_is_well(bed: Bed) ->
     assert sum(path["reconnects"] for path in sender["paths"]) == 0
 
 
-def test_crossed_interfaces_find_each_other(lab: NetworkLab) -> None:
+@pytest.mark.parametrize("kind", ["blackhole", "admin"])
+def test_crossed_interfaces_find_each_other(lab: NetworkLab, kind: str) -> None:
     # One subnet, two interfaces each. The first of one host and the second of
     # the other go down: no pair that belongs together is left.
     a, b = lab.host("a"), lab.host("b")
@@ -253,8 +308,24 @@ def test_crossed_interfaces_find_each_other(lab: NetworkLab) -> None:
         {"job": "stream", "count": 60, "pause_s": 0.01},
         {"TORCH_RESILIENT_INTERFACE": "lan,lanb"},
     ) as job:
-        job.until(lambda row: row.get("number", -1) >= 10, "message 10")
-        fabric.down("blackhole", direction="a/lan<->b,b/lanb")
-        fabric.down("blackhole", direction="b/lanb<->a,a/lan")
+        times_s: list[float] = []
+
+        def noted(row: Row) -> bool:
+            if received(row):
+                times_s.append(row["time_s"])
+            return row.get("number", -1) >= 10
+
+        job.until(noted, "message 10")
+        if kind == "blackhole":
+            fabric.down("blackhole", direction="a/lan<->b,b/lanb")
+            fabric.down("blackhole", direction="b/lanb<->a,a/lan")
+        else:
+            fabric.down("admin", end="a/lan")
+            fabric.down("admin", end="b/lanb")
+        job.until(lambda row: noted(row) and len(times_s) == 60, "all messages")
         for result in job.end():
             assert result.get("wrong") == 0, result
+    pause_s = max(after - before for before, after in itertools.pairwise(times_s))
+    print(f"{kind}: pause of {pause_s:.2f} s")
+    # One attempt into a black hole, and no more: far from TCP's own patience of half a minute.
+    assert pause_s < CROSSING_S

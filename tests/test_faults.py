@@ -136,9 +136,8 @@ def cut_at_any_byte(rank: int, seed: int, rounds: int) -> tuple[float, dict[str,
         numel = int(2 ** common.uniform(0, 18.5))
         rule = ""
         for r in range(world_size()):
-            # On a log scale: headers and small frames are as interesting as payloads. The first
-            # cut comes at once, as these connections have sent more; the second is within the
-            # operation, the acknowledgements or the handshake of frames after it.
+            # On a log scale: headers and small frames are as interesting as payloads. The cuts
+            # are within the operation, the acknowledgements or the handshake of frames after it.
             after = int(2 ** common.uniform(0, 22))
             if r == rank and common.random() < 0.7:
                 rule = f"cut after_bytes={after} times=2"

@@ -8,7 +8,16 @@ from typing import Any
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # As in csrc/delegate/group.h.
-PATH_STATES = ("up", "reserve", "suspect", "proving", "connecting", "down", "unused")
+PATH_STATES = (
+    "up",
+    "reserve",
+    "suspect",
+    "stalled",
+    "proving",
+    "connecting",
+    "down",
+    "unused",
+)
 PEER_STATES = ("unconnected", "up", "suspect", "dead", "left")
 
 # (name, type, help, key of the path); units are Prometheus's: seconds, bytes.

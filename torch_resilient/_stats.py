@@ -69,7 +69,8 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `messages_received`, `bytes_sent`, `bytes_received`, `last_heard_seconds_ago` (None:
     never), `last_error`, and `paths`, one dict for each: `slot`
     (-1: memory shared with a rank on the same host; -2 and below: datagrams), `state` ("up";
-    "reserve": it works and is not needed; "suspect": silent; "proving": back again;
+    "reserve": it works and is not needed; "suspect": silent; "stalled":
+    the same, and there is no other to take over; "proving": back again;
     "connecting", "down" or "unused"), `nic`, `remote_nic` (empty where the system chooses),
     `local_address`, `remote_address`, `bytes_sent`, `bytes_received`, `chunks_sent`,
     `chunks_retransmitted`, `times_suspect`, `capacity_bytes_per_s` (what it would carry; 0 while

@@ -172,7 +172,8 @@ def cut(
 
     Once, now; or, with `after_bytes`, each connection after it has sent that many bytes,
     maybe in the middle of a message, at most `times` times for each path (None: always).
-    The other arguments and errors are those of delay().
+    What the present connections have sent before does not count. The other arguments and errors
+    are those of delay().
     """
     if times is not None and after_bytes is None:
         raise ValueError("cut: times goes with after_bytes")

@@ -78,9 +78,15 @@ std::string readSecretFile(const std::string& path) {
   return secret;
 }
 
-// "activation=eth0, gradient=eth1"
+// "activation=eth0, gradient=eth1", of the NICs that have these addresses.
 std::array<std::string, kTrafficClassCount> parseNicClasses(
-    const std::string& text) {
+    const std::string& text,
+    const std::vector<NicAddress>& addresses) {
+  const auto fail = [&](const std::string& why) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_NIC_CLASSES=\"" + text + "\": " + why));
+  };
   std::array<std::string, kTrafficClassCount> result;
   std::stringstream in(text);
   std::string item;
@@ -95,13 +101,26 @@ std::array<std::string, kTrafficClassCount> parseNicClasses(
     }
     if (equals == std::string::npos || equals + 1 == item.size() ||
         c == kTrafficClassCount) {
-      throw StatusError(Status(
-          StatusCode::kInvalidArgument,
-          "TORCH_RESILIENT_NIC_CLASSES=\"" + text +
-              "\": expected class=interface, separated by commas; classes are "
-              "activation, activation_gradient, gradient and bulk"));
+      fail(
+          "expected class=interface, separated by commas; classes are "
+          "activation, activation_gradient, gradient and bulk");
+    }
+    if (!result[c].empty()) {
+      fail(item.substr(0, equals) + " is there twice");
     }
     result[c] = item.substr(equals + 1);
+    std::string have;
+    for (const NicAddress& nic : addresses) {
+      have += (have.empty() ? "" : ", ") + nic.nic;
+    }
+    if (std::none_of(
+            addresses.begin(), addresses.end(), [&](const NicAddress& nic) {
+              return nic.nic == result[c];
+            })) {
+      fail(
+          "this rank does not use an interface " + result[c] + ", but " + have +
+          " (TORCH_RESILIENT_INTERFACE)");
+    }
   }
   return result;
 }
@@ -226,8 +245,8 @@ Engine::Engine(
   dscps_ = *dscps;
   chooseCongestionControl();
   chooseDatagrams();
-  nicClasses_ = parseNicClasses(options_.nic_classes);
   startListening(storeHost);
+  nicClasses_ = parseNicClasses(options_.nic_classes, self_.addresses);
   linkWatch_ = std::make_unique<LinkWatch>(
       loop_,
       [this](const std::string& nic, bool usable) {
@@ -399,12 +418,13 @@ void Engine::onAddresses() {
     self_.addresses = std::move(now);
   }
   logMessage(LogLevel::kInfo, "our addresses have changed: " + record());
-  try {
-    listener_->moveTo(self_.addresses.front().address.ip());
-  } catch (const StatusError& e) {
+  const Status moved = listener_->moveTo(self_.addresses.front().address.ip());
+  if (!moved.ok()) {
     logMessage(
         LogLevel::kWarning,
-        std::string(e.what()) + ": no rank can connect to this one any more");
+        moved.message() +
+            ": until it can (it goes on trying), no rank can connect to this "
+            "one");
   }
   eachLink([](PeerLink& link) { link.onOurAddresses(); });
 }
@@ -429,13 +449,14 @@ PeerLink& Engine::link(const Uid& uid) {
 }
 
 SharedDoor* Engine::sharedDoor() {
-  if (!sharedDoor_ && !saidNoSharedMemory_) {
+  if (!sharedDoor_ && !noSharedDoor_) {
     try {
       sharedDoor_ = std::make_unique<SharedDoor>(
           loop_, [this](const Uid& peer, SharedEnds ends) {
             link(peer).onSharedEnds(std::move(ends));
           });
     } catch (const StatusError& e) {
+      noSharedDoor_ = true;
       noSharedMemory(e.what());
     }
   }

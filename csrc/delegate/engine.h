@@ -217,6 +217,7 @@ class Engine final : public MailboxListener {
   std::unique_ptr<Listener> listener_;
   std::unique_ptr<LinkWatch> linkWatch_;
   std::unique_ptr<SharedDoor> sharedDoor_;
+  bool noSharedDoor_ = false; // it cannot be made
   bool saidNoSharedMemory_ = false;
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;

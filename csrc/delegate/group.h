@@ -102,8 +102,9 @@ struct DatagramStats {
 // The state of one peer for stats(); see the field names in docs/options.md.
 struct PathStats {
   int slot = 0;
-  // "up", "reserve" (it works, and is not needed), "suspect", "proving" (it
-  // has come back), "connecting", "down", "unused"
+  // "up", "reserve" (it works, and is not needed), "suspect", "stalled"
+  // (suspect, and there is no other to take over), "proving" (it has come
+  // back), "connecting", "down", "unused"
   std::string state;
   std::string nic, remoteNic; // empty where the system chooses
   std::string localAddress, remoteAddress;

@@ -1,6 +1,7 @@
 #include "delegate/peer_link.h"
 
 #include <algorithm>
+#include <cstdio>
 
 #include "base/log.h"
 #include "base/random.h"
@@ -8,13 +9,6 @@
 
 namespace resilient {
 namespace {
-
-// A peer is dead when its host has refused this many connections in a row,
-// over at least this long, while no path is up. Its kernel then says that
-// nobody listens: the process is gone. More tries only delay the news; fewer
-// might fall for a firewall that is being reloaded.
-constexpr int kRefusalsToDeath = 4;
-constexpr Nanos kRefusalsSpan = std::chrono::milliseconds(150);
 
 // How long the process with the larger uid leaves a lost connection to the
 // other one, so that not both make one.
@@ -29,8 +23,11 @@ constexpr Nanos kAttemptPriority = std::chrono::seconds(1);
 constexpr int kPumpRounds = 8;
 
 // While other paths work, an attempt to bring one back is over soon: if the
-// way is a black hole, the next one may find it healed.
+// way is a black hole, the next one may find it healed. But connecting and the
+// handshake take 3 round trips, and a retransmission in between about 2 more;
+// twice that, and a loaded way still comes back.
 constexpr Nanos kShortAttempt = std::chrono::milliseconds(600);
+constexpr int kAttemptRoundTrips = 8;
 
 // More than this many connections between two processes is a mistake.
 constexpr size_t kMostSlots = 2048;
@@ -124,20 +121,44 @@ std::optional<TimePoint> PeerLink::heardAt() const {
 }
 
 std::string PeerLink::pathSummary() const {
-  size_t count = 0;
+  size_t count = 0, up = 0;
   std::string faults;
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     count += wanted(i) || slot.path;
-    if (!slot.path && !slot.lastError.ok() && wanted(i)) {
-      const std::string nic = nicOf(i);
-      faults += "; path " + std::to_string(i) +
-          (nic.empty() ? "" : " (" + nic + ")") + ": " +
-          slot.lastError.message();
+    up += answers(slot);
+    if (answers(slot) || (!slot.path && (slot.lastError.ok() || !wanted(i)))) {
+      continue;
+    }
+    const std::string nic = nicOf(i);
+    faults += "; path " + std::to_string(i) +
+        (nic.empty() ? "" : " (" + nic + ")") + ": ";
+    if (slot.path) {
+      char seconds[32];
+      std::snprintf(
+          seconds,
+          sizeof(seconds),
+          "%.1f",
+          toSeconds(engine_.loop().now() - slot.path->heardAt()));
+      faults += slot.nicDown ? std::string("its NIC is down")
+                             : std::string("silent for ") + seconds + " s";
+    } else {
+      faults += slot.lastError.message();
     }
   }
-  return std::to_string(livePaths()) + " of " + std::to_string(count) +
-      " paths up" + faults;
+  return std::to_string(up) + " of " + std::to_string(count) + " paths up" +
+      faults;
+}
+
+bool PeerLink::answers(const Slot& slot) const {
+  return slot.path && !slot.stalled && !slot.nicDown &&
+      !channel_.isSuspect(slot.path->id());
+}
+
+bool PeerLink::anyWorks() const {
+  return std::any_of(slots_.begin(), slots_.end(), [](const Slot& s) {
+    return s.path && !s.wayDead && !s.nicDown;
+  });
 }
 
 size_t PeerLink::livePaths() const {
@@ -163,6 +184,11 @@ void PeerLink::setAddress(
   secret_ = secret;
   globalRank_ = globalRank;
   chooseRoutes();
+  for (size_t i = 0; i < slots_.size(); ++i) { // made by the peer already
+    if (slots_[i].path && (slots_[i].carried = byItsRoute(i))) {
+      refusals_.onCarried(routeOf(i), engine_.loop().now());
+    }
+  }
   if (address.hostId != engine_.self().hostId) {
     limit_ = engine_.rateLimit(address.site);
     if (limit_ != nullptr) {
@@ -248,17 +274,28 @@ void PeerLink::connect(size_t index) {
   spec.secret = secret_;
   spec.attemptTimeout = fromSeconds(engine_.options().handshake_timeout_s);
   if (slot.connections > 0 && anyOtherGood(index)) {
-    const Nanos roundTrip = slot.path
-        ? fromSeconds(channel_.pathStatistics(slot.path->id()).roundTripS())
-        : Nanos(0);
-    spec.attemptTimeout =
-        std::min(spec.attemptTimeout, std::max(kShortAttempt, 4 * roundTrip));
+    spec.attemptTimeout = std::min(
+        spec.attemptTimeout,
+        std::max(kShortAttempt, kAttemptRoundTrips * longestRoundTrip(index)));
   }
   slot.attemptAt = loop.now();
   slot.attempt = OutgoingHandshake::start(
       loop, std::move(spec), [this, index](OutgoingResult result) {
         onAttempt(index, std::move(result));
       });
+}
+
+// Of what is known of the way that the slot lost, and of the others.
+Nanos PeerLink::longestRoundTrip(size_t index) const {
+  Nanos longest = slots_[index].pastRoundTrip;
+  for (const Slot& slot : slots_) {
+    if (slot.path) {
+      longest = std::max(
+          longest,
+          fromSeconds(channel_.pathStatistics(slot.path->id()).roundTripS()));
+    }
+  }
+  return longest;
 }
 
 void PeerLink::onAttempt(size_t index, OutgoingResult result) {
@@ -277,16 +314,16 @@ void PeerLink::onAttempt(size_t index, OutgoingResult result) {
   }
   slot.lastError = result.status;
   ++slot.failures;
+  if (!slot.triesAstray && livePaths() == 0) {
+    countAttempt(routeOf(index), result.failure.refusedEverywhere);
+    if (!usable()) {
+      return;
+    }
+  }
   if (result.failure.verdict == HelloCode::kDuplicateSlot) {
     // The peer's own attempt is on its way.
     retryLater(index, kAttemptPriority);
     return;
-  }
-  if (result.failure.refusedEverywhere) {
-    countRefusal();
-    if (!usable()) {
-      return;
-    }
   }
   checkNeverConnected();
   if (!usable()) {
@@ -318,15 +355,11 @@ void PeerLink::retryLater(size_t index, Nanos delay) {
   });
 }
 
-void PeerLink::countRefusal() {
-  if (livePaths() != 0) {
-    return;
-  }
-  const TimePoint now = engine_.loop().now();
-  if (refusals_++ == 0) {
-    firstRefusal_ = now;
-  }
-  if (refusals_ >= kRefusalsToDeath && now - firstRefusal_ >= kRefusalsSpan) {
+// An attempt of a route has failed while no path is up.
+void PeerLink::countAttempt(size_t route, bool refused) {
+  if (!refused) {
+    refusals_.onOther(route);
+  } else if (refusals_.onRefused(route, engine_.loop().now())) {
     close(
         State::kDead,
         Status(
@@ -405,13 +438,17 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   slot.pingAt = kNever;
   slot.pingedAt = now; // below
   slot.taintedAt = kNever;
-  slot.stalled = false;
+  slot.stalled = slot.wayDead = slot.nicDown = false;
   if (++slot.connections > 1) {
     channel_.putOnProbation(slot.path->id());
   } else if (!local) {
     channel_.ping(slot.path->id()); // how long is the way?
   }
-  refusals_ = 0;
+  refusals_.onConnected();
+  slot.carried = byItsRoute(index);
+  if (slot.carried) {
+    refusals_.onCarried(routeOf(index), now);
+  }
   if (logEnabled(LogLevel::kDebug) || slot.connections > 1) {
     logMessage(
         slot.connections > 1 ? LogLevel::kInfo : LogLevel::kDebug,
@@ -476,6 +513,13 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
   Slot& slot = slotOf(path);
   heardAt_ = heardAt();
   slot.lastError = why;
+  if (slot.carried) {
+    refusals_.onCarried(
+        routeOf(static_cast<size_t>(path.slot())), engine_.loop().now());
+  }
+  if (const double s = channel_.pathStatistics(path.id()).roundTripS(); s > 0) {
+    slot.pastRoundTrip = fromSeconds(s);
+  }
   addCounters(slot.past, channel_.pathCounters(path.id()));
   if (!channel_.isSuspect(path.id())) { // else it counts already
     slot.damping.onLost(engine_.loop().now());
@@ -705,7 +749,12 @@ void PeerLink::fillStats(PeerStats& stats) const {
       stats.state = "unconnected";
       break;
     case State::kUp:
-      stats.state = livePaths() == 0 ? "suspect" : "up";
+      stats.state = std::any_of(
+                        slots_.begin(),
+                        slots_.end(),
+                        [this](const Slot& s) { return answers(s); })
+          ? "up"
+          : "suspect";
       break;
     case State::kDead:
       stats.state = "dead";
@@ -754,6 +803,8 @@ void PeerLink::fillStats(PeerStats& stats) const {
     }
     if (!slot.path) {
       p.state = slot.attempt ? "connecting" : wanted(i) ? "down" : "unused";
+    } else if (slot.stalled || slot.nicDown) {
+      p.state = "stalled";
     } else if (channel_.isSuspect(slot.path->id())) {
       p.state = "suspect";
     } else if (channel_.onProbation(slot.path->id())) {

@@ -14,6 +14,7 @@
 #include "path/connection_count.h"
 #include "path/health.h"
 #include "path/rate_limit.h"
+#include "path/refusals.h"
 #include "transport/address.h"
 #include "transport/datagram_path.h"
 #include "transport/handshake.h"
@@ -81,7 +82,8 @@ class PeerLink final : public ChannelHost,
   std::string describe() const;
   // Last time that any byte came from it; nothing: never.
   std::optional<TimePoint> heardAt() const;
-  // "connection refused (2 of 4 paths up)": the state in a few words.
+  // "1 of 2 paths up; path 0 (eth0): silent for 19.0 s": the state in a few
+  // words.
   std::string pathSummary() const;
 
   // Where it is and how to prove that we belong to its job. `globalRank` may
@@ -176,11 +178,23 @@ class PeerLink final : public ChannelHost,
     // been answered on it.
     TimePoint taintedAt = kNever;
     bool stalled = false; // silent for so long that it may be replaced
+    // Stalled, and not even the peer's kernel answers: the process may be well.
+    bool wayDead = false;
+    bool nicDown = false; // ours; it is kept since there is no better one
+    bool carried = false; // by its own route
     PathCounters past; // of connections that are closed
+    Nanos pastRoundTrip{}; // of the last of these that was measured, or 0
   };
 
   Slot& slotOf(const TcpPath& path);
   size_t livePaths() const;
+  // It is connected and not in doubt.
+  bool answers(const Slot& slot) const;
+  // Some path's way is neither silent for long nor by a NIC of ours that is
+  // down; the process at its end may be slow.
+  bool anyWorks() const;
+  // Whether the slot's connection is between the two NICs of its route.
+  bool byItsRoute(size_t slot) const;
   bool preferredInitiator() const;
   void ensureSlots(size_t count);
   void chooseRoutes();
@@ -203,7 +217,8 @@ class PeerLink final : public ChannelHost,
   void onAttempt(size_t slot, OutgoingResult result);
   void retryLater(size_t slot, Nanos delay);
   void install(size_t slot, FileDescriptor fd, uint64_t eagerBudget);
-  void countRefusal();
+  Nanos longestRoundTrip(size_t slot) const;
+  void countAttempt(size_t route, bool refused);
   void checkNeverConnected();
   void bindToNic(int fd) const;
 
@@ -300,9 +315,7 @@ class PeerLink final : public ChannelHost,
   bool leaving_ = false;
   TimePoint neededSince_ = kNever; // interest, and never connected
   std::optional<TimePoint> heardAt_; // on paths that are closed now
-  // Refusals in a row while no path is up: see countRefusal().
-  int refusals_ = 0;
-  TimePoint firstRefusal_{};
+  Refusals refusals_; // by route
   TimerId healthTimer_ = 0;
   TimePoint healthTimerAt_{};
   TimerId channelTimer_ = 0;

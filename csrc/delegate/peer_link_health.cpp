@@ -205,7 +205,7 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
       fromSeconds(engine_.options().stall_timeout_s)};
   switch (slot.health.observe(evidence, limits, now)) {
     case PathVerdict::kGood:
-      slot.stalled = false;
+      slot.stalled = slot.wayDead = false;
       if (slot.taintedAt == kNever && channel_.isSuspect(path.id())) {
         if (slot.health.wasOutage()) {
           // As if it had been lost and made again: it may be flapping.
@@ -237,6 +237,7 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
             StatusCode::kNetwork, "stalled while other paths made progress"));
         return;
       }
+      slot.wayDead = evidence.kernelOwes;
       if (!slot.stalled) {
         slot.stalled = true;
         logMessage(
@@ -287,6 +288,7 @@ void PeerLink::onNic(const std::string& nic, bool works) {
     if (works) {
       // Whatever the pause between attempts was: now is the time.
       slot.failures = 0;
+      slot.nicDown = false;
       connect(i);
     } else if (slot.path) {
       lost.slots.push_back(static_cast<uint16_t>(i));
@@ -305,7 +307,12 @@ void PeerLink::onNic(const std::string& nic, bool works) {
     another = another || (!affected(i) && good(slots_[i]));
   }
   if (!another) {
-    return; // nothing to gain; the connection may survive
+    // The connections may survive. Meanwhile another pair of NICs may do.
+    for (uint16_t i : lost.slots) {
+      slots_[i].nicDown = true;
+    }
+    connectAll();
+    return;
   }
   for (uint16_t i : lost.slots) {
     slots_[i].path->reset(

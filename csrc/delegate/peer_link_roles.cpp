@@ -43,6 +43,7 @@ void PeerLink::chooseRoutes() {
     address_->addresses = theirs;
     routes_ = pairNics(ourNics_, theirs, preferredInitiator());
   }
+  refusals_.setRoutes(routeCount());
   ConnectionCount::Config config;
   if (options.wan_connections > 0) {
     config.least = config.most = static_cast<int>(options.wan_connections);
@@ -157,9 +158,26 @@ std::string PeerLink::nicOf(size_t slot) const {
   return routes_.empty() ? "" : ourNics_[routes_[routeOf(slot)].mine].nic;
 }
 
+bool PeerLink::byItsRoute(size_t index) const {
+  if (routes_.empty()) {
+    return true;
+  }
+  const Route& route = routes_[routeOf(index)];
+  const TcpPath& path = *slots_[index].path;
+  const auto host = [](const std::string& address) {
+    return address.substr(0, address.rfind(':'));
+  };
+  const auto is = [&](const std::string& connected, const NicAddress& nic) {
+    return host(connected) == host(nic.address.toString());
+  };
+  return is(path.localAddress(), ourNics_[route.mine]) &&
+      is(path.remoteAddress(), address_->addresses[route.theirs]);
+}
+
 // Where to connect from and to. If no path to the peer works, its own route
 // may be the wrong one: our first NIC and the peer's second may be down. Then
-// all pairs are tried in turn.
+// all pairs are tried in turn, but for addresses that both hosts have: those
+// lead to ourselves.
 void PeerLink::aim(size_t index, OutgoingSpec& spec) {
   Slot& slot = slots_[index];
   slot.triesAstray = false;
@@ -170,15 +188,14 @@ void PeerLink::aim(size_t index, OutgoingSpec& spec) {
     return;
   }
   Route route = routes_[routeOf(index)];
-  const size_t mine = ourNics_.size();
-  const size_t theirs = address_->addresses.size();
-  if (slot.failures % 2 == 1 && livePaths() == 0 && mine * theirs > 1) {
-    const size_t turn = static_cast<size_t>(slot.failures) / 2;
-    route.mine = (route.mine + turn / theirs) % mine;
-    route.theirs = (route.theirs + 1 + turn) % theirs;
-    route.sameSubnet = ourNics_[route.mine].inSubnet(
-        address_->addresses[route.theirs].address);
-    slot.triesAstray = true;
+  if (slot.failures % 2 == 1 && !anyWorks() &&
+      !refusals_.undecided(routeOf(index))) {
+    const std::vector<Route> others =
+        otherPairs(ourNics_, address_->addresses, route);
+    if (!others.empty()) {
+      route = others[static_cast<size_t>(slot.failures) / 2 % others.size()];
+      slot.triesAstray = true;
+    }
   }
   const NicAddress& from = ourNics_[route.mine];
   spec.candidates = {address_->addresses[route.theirs].address};

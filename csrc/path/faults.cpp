@@ -303,6 +303,7 @@ void FaultPlan::addParsed(
   }
   in.split();
   FaultRule rule = readRule(in, sinceStart);
+  rule.addedLater = now != nullptr;
   rule.id = nextId_++;
   rules_.push_back(std::move(rule));
   ++version_;
@@ -380,6 +381,13 @@ bool PathFaults::active(const FaultRule& r, TimePoint now) const {
 }
 
 void PathFaults::connectionOpened(TimePoint now) {
+  refresh();
+  sentBefore_.clear();
+  for (const FaultRule& r : rules_) {
+    if (r.cutAfterBytes) {
+      sentBefore_[r.id] = 0; // it is there from this connection's beginning
+    }
+  }
   cutsDone_ = std::max(cutsDone_, now);
   stepCutsDone_ = plan_.step();
 }
@@ -471,14 +479,19 @@ size_t PathFaults::bytesLeft(const FaultRule& r, uint64_t sent, TimePoint now)
       (done != byteCuts_.end() && done->second >= r.cutTimes)) {
     return SIZE_MAX;
   }
-  return *r.cutAfterBytes > sent ? static_cast<size_t>(*r.cutAfterBytes - sent)
-                                 : 0;
+  const auto before = sentBefore_.find(r.id);
+  const uint64_t end =
+      *r.cutAfterBytes + (before != sentBefore_.end() ? before->second : 0);
+  return end > sent ? static_cast<size_t>(end - sent) : 0;
 }
 
 size_t PathFaults::bytesUntilCut(uint64_t sent, TimePoint now) {
   refresh();
   size_t left = SIZE_MAX;
   for (const FaultRule& r : rules_) {
+    if (r.addedLater && r.cutAfterBytes) {
+      sentBefore_.try_emplace(r.id, sent); // if it is new: from now on
+    }
     if (r.kind == Kind::kCut) {
       left = std::min(left, cutPending(r, now) ? 0 : bytesLeft(r, sent, now));
     }

@@ -35,7 +35,9 @@ namespace resilient {
 // stall  nothing is written                    -
 // drop   silence: nothing is written or read   -
 // cut    the connection breaks, maybe within   after_bytes (of each connection
-//        a frame; it may be made again         of the path), times, every_s
+//        a frame; it may be made again         of the path; of the present one,
+//                                              since the rule was added),
+//                                              times, every_s
 //
 // Where: rank (who applies it), peer, path (slot); absent means all.
 // When: from_s or at_s, until_s or for_s (seconds since the engine's start;
@@ -58,6 +60,7 @@ struct FaultRule {
   std::optional<Nanos> cutAt; // since the start
   std::optional<int64_t> cutAtStep;
   std::optional<uint64_t> cutAfterBytes;
+  bool addedLater = false; // while running: see add()
   Nanos cutEvery{}; // 0: once; with cutAt
   uint64_t cutTimes = UINT64_MAX; // per path; with cutAfterBytes
 };
@@ -76,7 +79,8 @@ class FaultPlan {
     ++version_;
   }
   // Adds one rule while running. `cut` without any condition, and a rule with
-  // only for_s, begin at `now`. Throws as above.
+  // only for_s, begin at `now`; after_bytes leaves out what the present
+  // connection has sent before. Throws as above.
   uint64_t add(const std::string& rule, TimePoint now);
   bool remove(uint64_t id);
   // Steps may be set to anything, but go forward in normal use.
@@ -167,6 +171,8 @@ class PathFaults {
   TimePoint cutsDone_ = TimePoint::min();
   int64_t stepCutsDone_ = INT64_MIN;
   std::map<uint64_t, uint64_t> byteCuts_; // by rule: how many
+  // By rule: what the present connection had sent when the rule was added.
+  std::map<uint64_t, uint64_t> sentBefore_;
 };
 
 } // namespace resilient

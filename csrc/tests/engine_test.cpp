@@ -361,19 +361,49 @@ TEST(engineAbortReachesTheOthers) {
   leave(ranks);
 }
 
+// What an engine says that does not start, since its options are wrong.
+template <typename Change>
+std::string errorOf(Change change) {
+  EngineOptions options;
+  change(options);
+  try {
+    Engine::release(
+        Engine::start(options, "127.0.0.1", 0), std::chrono::seconds(1));
+  } catch (const StatusError& error) {
+    CHECK_EQ(error.status().code(), StatusCode::kInvalidArgument);
+    return error.what();
+  }
+  return "";
+}
+
+// A typo would take the preference away without a word.
+TEST(engineRefusesInterfacesForClassesThatItDoesNotUse) {
+  const auto classes = [](const char* text) {
+    return errorOf([&](EngineOptions& o) { o.nic_classes = text; });
+  };
+  CHECK_EQ(classes("gradient=lo, bulk=lo"), "");
+  CHECK_CONTAINS(
+      classes("bulk=lo,gradient=eht1"),
+      "TORCH_RESILIENT_NIC_CLASSES=\"bulk=lo,gradient=eht1\": this rank does "
+      "not use an interface eht1, but lo");
+  CHECK_CONTAINS(classes("bulk=lo,bulk=lo"), "bulk is there twice");
+}
+
+TEST(engineSharesMemoryWithOthersAfterOneKnockHasFailed) {
+  EngineOptions options;
+  options.log_level = "error";
+  const auto engine = Engine::start(options, "127.0.0.1", 0);
+  SharedDoor* door = nullptr;
+  engine->callInLoop([&] {
+    engine->noSharedMemory("a peer: its door is closed");
+    door = engine->sharedDoor();
+  });
+  CHECK(door != nullptr);
+  Engine::release(engine, std::chrono::seconds(1));
+}
+
 // One clear error at the start, that names the variable and its value.
 TEST(engineRefusesWhatItCannotReadAboutDatagrams) {
-  const auto errorOf = [](auto change) -> std::string {
-    EngineOptions options;
-    change(options);
-    try {
-      Engine::start(options, "127.0.0.1", 0);
-    } catch (const StatusError& error) {
-      CHECK_EQ(error.status().code(), StatusCode::kInvalidArgument);
-      return error.what();
-    }
-    return "";
-  };
   for (const char* text : {"none", "uniform_fec:10:11", "us/all=semantic"}) {
     const std::string error =
         errorOf([&](EngineOptions& o) { o.wan_recovery = text; });

@@ -141,6 +141,32 @@ TEST(a_cut_after_bytes_hits_each_connection_at_that_byte) {
   CHECK_EQ(g.bytesUntilCut(10, kStart), SIZE_MAX);
 }
 
+TEST(a_cut_after_bytes_that_comes_later_counts_from_then) {
+  FaultPlan p = plan("");
+  PathFaults f(p, 0, 1, 0);
+  f.connectionOpened(kStart);
+  CHECK_EQ(f.bytesUntilCut(5000, kStart), SIZE_MAX);
+  const uint64_t id = p.add("cut after_bytes=3000 times=3", kStart);
+  CHECK_EQ(f.bytesUntilCut(5000, kStart), 3000);
+  CHECK_EQ(f.bytesUntilCut(7999, kStart), 1);
+  CHECK_EQ(f.bytesUntilCut(8000, kStart), 0);
+  f.cutDone(8000, kStart);
+  // The next connection: from its beginning, and a second rule from then on.
+  f.connectionOpened(kStart);
+  CHECK_EQ(f.bytesUntilCut(0, kStart), 3000);
+  p.add("cut after_bytes=10 times=1", kStart);
+  CHECK_EQ(f.bytesUntilCut(100, kStart), 10);
+  CHECK_EQ(f.bytesUntilCut(110, kStart), 0);
+  f.cutDone(110, kStart);
+  f.connectionOpened(kStart);
+  CHECK_EQ(f.bytesUntilCut(110, kStart), 2890); // once is enough
+  // Added while there is no connection: the same as at the start.
+  CHECK(p.remove(id));
+  p.add("cut after_bytes=20", kStart);
+  f.connectionOpened(kStart);
+  CHECK_EQ(f.bytesUntilCut(15, kStart), 5);
+}
+
 TEST(timed_cuts_happen_once_each_and_never_to_a_later_connection) {
   FaultPlan p = plan("cut at_s=3 every_s=1 until_s=6");
   PathFaults f(p, 0, 1, 0);

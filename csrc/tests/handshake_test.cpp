@@ -475,6 +475,32 @@ TEST(running_out_of_descriptors_neither_spins_nor_lasts) {
   CHECK(second.status.ok());
 }
 
+TEST(a_listener_moves_when_it_can) {
+  World world;
+  world.config.bindIp = "127.0.0.1";
+  world.listen();
+  const uint16_t port = world.listener->port();
+  const SocketAddress there = *SocketAddress::parse("127.0.0.2", port);
+  ListenerConfig config = world.config;
+  config.bindIp = "127.0.0.2";
+  config.port = port;
+  auto occupant = std::make_unique<Listener>(world.loop, config);
+  const Status refused = world.listener->moveTo("127.0.0.2");
+  CHECK_CONTAINS(refused.message(), "Address already in use");
+  occupant.reset();
+  CHECK_EQ(world.listener->port(), port);
+  std::function<void()> look = [&] {
+    FileDescriptor fd(::socket(AF_INET, SOCK_STREAM, 0));
+    if (::connect(fd.get(), there.raw(), there.rawBytes()) == 0) {
+      world.loop.stop();
+    } else {
+      world.loop.after(20ms, look);
+    }
+  };
+  look();
+  runUntilStopped(world.loop);
+}
+
 TEST(a_busy_port_is_named_with_a_remedy) {
   World world;
   world.listen();

@@ -56,6 +56,21 @@ TEST(routes_avoid_what_leads_back_home) {
   CHECK_EQ(text(pairNics(a, b, true)), "1=1 ");
 }
 
+TEST(routes_have_all_other_pairs_beside_them) {
+  const std::vector<NicAddress> a = {
+      nic("bridge", "172.17.0.1", 16),
+      nic("eth0", "10.0.0.1"),
+      nic("eth1", "10.1.0.1")};
+  const std::vector<NicAddress> b = {
+      nic("eth0", "10.0.0.2"),
+      nic("bridge", "172.17.0.1", 16),
+      nic("eth1", "10.1.0.2")};
+  // Without the bridges: 10.0.0.1 and 10.1.0.2 know each other's subnet not.
+  CHECK_EQ(text(otherPairs(a, b, {1, 0, true})), "1-2 2-0 2=2 ");
+  CHECK_EQ(text(otherPairs(a, b, {2, 0, false})), "2=2 1=0 1-2 ");
+  CHECK(otherPairs({a[1]}, {b[0]}, {0, 0, true}).empty());
+}
+
 TEST(routes_join_one_family) {
   const std::vector<NicAddress> a = {
       nic("eth0", "fd00::1", 64), nic("eth1", "10.1.0.1")};

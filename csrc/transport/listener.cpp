@@ -20,6 +20,9 @@ constexpr Nanos kLogInterval = std::chrono::seconds(10);
 // nothing of ours could be closed. The kernel's queue holds callers meanwhile;
 // shorter only costs wake-ups.
 constexpr Nanos kPause = std::chrono::milliseconds(100);
+// Until the next try to listen at a new address. The kernel needs about 1 s to
+// look whether others have it; meanwhile nobody can connect.
+constexpr Nanos kMoveAgain = std::chrono::milliseconds(200);
 
 } // namespace
 
@@ -55,25 +58,38 @@ Listener::Listener(EventLoop& loop, ListenerConfig config)
 
 Listener::~Listener() {
   loop_.cancel(resume_);
+  loop_.cancel(move_);
   if (fd_) {
     loop_.remove(fd_.get());
   }
 }
 
-void Listener::moveTo(const std::string& ip) {
+Status Listener::moveTo(const std::string& ip) {
   RESILIENT_IN_LOOP(loop_);
+  loop_.cancel(move_);
+  move_ = 0;
   const auto at = SocketAddress::parse(ip, port_);
   if (config_.bindIp.empty() || config_.bindIp == ip || !at) {
-    return;
+    return Status();
   }
-  FileDescriptor moved = open(*at);
+  FileDescriptor moved;
+  try {
+    moved = open(*at);
+  } catch (const StatusError& error) {
+    move_ = loop_.after(kMoveAgain, [this, ip] {
+      move_ = 0;
+      (void)moveTo(ip);
+    });
+    return error.status();
+  }
   if (!moved) {
-    return;
+    return Status();
   }
   loop_.remove(fd_.get());
   fd_ = std::move(moved);
   loop_.add(fd_.get(), EPOLLIN, this);
   config_.bindIp = ip;
+  return Status();
 }
 
 // Empty if the machine does not know this family.

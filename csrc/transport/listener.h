@@ -56,8 +56,10 @@ class Listener final : private Handler {
     return port_;
   }
   // The interface has got another address: listens there, on the same port, if
-  // it was bound to one at all. Throws StatusError; then all is as before.
-  void moveTo(const std::string& ip);
+  // it was bound to one at all. If it cannot, says why, all is as before, and
+  // it tries again until it can or is to move elsewhere: an IPv6 address is
+  // not to be had while the kernel looks whether others have it too.
+  Status moveTo(const std::string& ip);
   // False if only IPv4 callers can reach it.
   bool dualStack() const {
     return dualStack_;
@@ -84,6 +86,7 @@ class Listener final : private Handler {
   Pending pending_; // oldest first
   ListenerStats stats_;
   TimerId resume_ = 0; // while paused
+  TimerId move_ = 0; // the next try to
   LogRateLimit logLimit_;
 };
 

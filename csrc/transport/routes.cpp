@@ -4,6 +4,36 @@
 #include <utility>
 
 namespace resilient {
+namespace {
+
+// An address that both hosts have is no way from one to the other: a bridge
+// that each host has for itself.
+bool shared(const NicAddress& nic, const std::vector<NicAddress>& others) {
+  return std::any_of(others.begin(), others.end(), [&](const auto& o) {
+    return o.address.ip() == nic.address.ip();
+  });
+}
+
+} // namespace
+
+std::vector<Route> otherPairs(
+    const std::vector<NicAddress>& mine,
+    const std::vector<NicAddress>& theirs,
+    const Route& than) {
+  std::vector<Route> pairs;
+  for (size_t k = 1; k < mine.size() * theirs.size(); ++k) {
+    Route pair;
+    pair.mine = (than.mine + k / theirs.size()) % mine.size();
+    pair.theirs = (than.theirs + k) % theirs.size();
+    const NicAddress& from = mine[pair.mine];
+    const NicAddress& to = theirs[pair.theirs];
+    if (!shared(from, theirs) && !shared(to, mine)) {
+      pair.sameSubnet = from.inSubnet(to.address);
+      pairs.push_back(pair);
+    }
+  }
+  return pairs;
+}
 
 std::vector<Route> pairNics(
     const std::vector<NicAddress>& mine,
@@ -11,13 +41,6 @@ std::vector<Route> pairNics(
     bool mineFirst) {
   const std::vector<NicAddress>& first = mineFirst ? mine : theirs;
   const std::vector<NicAddress>& second = mineFirst ? theirs : mine;
-  // An address that both have is no way from one to the other: a bridge that
-  // each host has for itself.
-  const auto shared = [](const NicAddress& nic, const auto& others) {
-    return std::any_of(others.begin(), others.end(), [&](const auto& o) {
-      return o.address.ip() == nic.address.ip();
-    });
-  };
   std::vector<size_t> firstLeft, secondLeft;
   for (size_t i = 0; i < first.size(); ++i) {
     if (!shared(first[i], second)) {

@@ -31,4 +31,11 @@ std::vector<Route> pairNics(
     const std::vector<NicAddress>& theirs,
     bool mineFirst);
 
+// All other pairs that may lead from here to the peer, when no route does: from
+// the given one on, each once.
+std::vector<Route> otherPairs(
+    const std::vector<NicAddress>& mine,
+    const std::vector<NicAddress>& theirs,
+    const Route& than);
+
 } // namespace resilient

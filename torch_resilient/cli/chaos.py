@@ -49,13 +49,16 @@ The report has a line for each fault: how long until it was noticed on its path,
 it held up the most and how long that one usually takes, chunks sent again, connections made again.
 All of it is measured in the job; a fault that left no trace says so.
 
-The job is given TORCH_RESILIENT_FAULTS, TORCH_RESILIENT_RECORD_DIR and, unless you have set it,
-TORCH_RESILIENT_PATHS_SAME_HOST=2, so that there is another way between ranks of one host. Started
-on several hosts at a time with the same options and seed, each tells of the ranks of its own host.
+The job is given TORCH_RESILIENT_FAULTS, TORCH_RESILIENT_RECORD_DIR and, unless you have set them,
+TORCH_RESILIENT_PATHS_SAME_HOST=2 and TORCH_RESILIENT_WAN_CONNECTIONS=2, so that there is another
+way between two ranks. Started on several hosts at a time with the same options and seed, each tells
+of the ranks of its own host.
 
 exit status: that of the job; 1 if it was 0 but no fault left a trace; 2 for bad input.
 """
 
+# How many connections there are: the script numbers them.
+_CONNECTIONS = ("TORCH_RESILIENT_PATHS_SAME_HOST", "TORCH_RESILIENT_WAN_CONNECTIONS")
 _PER_NODE = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _NODES = re.compile(r"--nnodes(?:=(.+))?")
 
@@ -326,8 +329,9 @@ def _prepare(
     for name in (*variables, "TORCH_RESILIENT_RECORD_DIR"):
         if os.environ.get(name):
             raise ValueError(f"{name} is set in the environment: unset it, chaos sets its own")
-    if not os.environ.get("TORCH_RESILIENT_PATHS_SAME_HOST"):
-        variables["TORCH_RESILIENT_PATHS_SAME_HOST"] = str(options.paths)
+    for name in _CONNECTIONS:
+        if not os.environ.get(name):
+            variables[name] = str(options.paths)
     return command, script, variables
 
 

@@ -38,7 +38,9 @@ _SHM_LEAST_BYTES = 512 << 20
 _CLOCK_MOST_S = 0.5
 # Files, sockets and libraries of a training, apart from connections.
 _OTHER_FILES = 200
-# wan_connections=auto opens up to so many: as in csrc/path/connection_count.h.
+# A connection to a rank on this host, and the memory shared with it.
+_LOCAL_FILES = 4
+# wan_connections=auto opens up to so many between two NICs: as in csrc/path/connection_count.h.
 CONNECTIONS_MOST = 16
 # A shorter way is never limited by windows of the usual size.
 _LONG_WAY_S = 0.005
@@ -273,8 +275,17 @@ def check_shm(facts: Facts) -> Iterator[Finding]:
 
 def check_files(facts: Facts) -> Iterator[Finding]:
     """Descriptors for all connections."""
-    per_peer = facts.wan_connections or CONNECTIONS_MOST
-    need = _OTHER_FILES + per_peer * max(0, facts.world_size - 1)
+    # As torchrun says; else all others may be on other hosts.
+    local = facts.environment.get("LOCAL_WORLD_SIZE", "")
+    local_peers = max(0, min(int(local) if local.isdecimal() else 1, facts.world_size) - 1)
+    remote_peers = max(0, facts.world_size - 1 - local_peers)
+    pairs: dict[int, set[tuple[str, str]]] = {}
+    for link in facts.links:
+        if link.path >= 0:
+            pairs.setdefault(link.peer, set()).add((link.nic, link.remote_nic))
+    routes = max(map(len, pairs.values()), default=1)
+    remote = routes * (facts.wan_connections or CONNECTIONS_MOST)
+    need = _OTHER_FILES + remote * remote_peers + _LOCAL_FILES * local_peers
     soft, hard = facts.nofile
     if soft < need:
         limit = max(65536, 2 * need)

@@ -27,7 +27,13 @@ _SYSCTL = (
     "net.ipv4.tcp_mtu_probing",
 )
 # Of these and of everything of this package's; the values of secrets are left out.
-_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "LOCAL_WORLD_SIZE",
+    "GLOO_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFNAME",
+)
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _SIOCGIFADDR = 0x8915
 _TRIAL_S = 20.0

@@ -19,7 +19,8 @@ _TRACES_S = 1.2
 _AFTER_S = 0.2
 # The first operations connect, and wait for ranks that start later.
 _WARM_UP_S = 1.0
-_TROUBLE = ("suspect", "down", "connecting", "proving")
+_NOT_UP = ("suspect", "stalled", "down", "connecting")
+_TROUBLE = (*_NOT_UP, "proving")
 
 
 @dataclass
@@ -251,7 +252,7 @@ def _first_sign(window: _Window, ranks: Mapping[int, RankRecord]) -> tuple[float
 def _sign(fault: PlannedFault, before: Mapping[str, Any], row: Mapping[str, Any]) -> str:
     if row["reconnects"] > before["reconnects"]:
         return "made again"
-    if row["state"] in ("suspect", "down", "connecting") and row["state"] != before["state"]:
+    if row["state"] in _NOT_UP and row["state"] != before["state"]:
         return row["state"]  # type: ignore[no-any-return]
     if row["times_suspect"] > before["times_suspect"]:
         return "was suspect"

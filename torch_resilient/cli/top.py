@@ -14,8 +14,9 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def add_parser(commands: Any) -> None:
         "where",
         nargs="*",
         metavar="WHERE",
-        help="folders with sockets, or host:port (default: TORCH_RESILIENT_METRICS)",
+        help="folders with sockets, or host:port (default: TORCH_RESILIENT_METRICS, of a port all "
+        "that follow, up to one that is closed)",
     )
     parser.add_argument(
         "--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)"
@@ -91,6 +93,23 @@ def find(where: Sequence[str]) -> list[str]:
             found.append(each if ":" in each else f"127.0.0.1:{each}")
         else:
             raise ValueError(f"{each}: neither a folder nor host:port")
+    return found
+
+
+def find_all(where: str) -> list[str]:
+    """The endpoints of what TORCH_RESILIENT_METRICS may name: find(), and of a port those after
+    it, too, up to one that is closed, since each rank of a host has the next. Raises ValueError.
+    """
+    found = find([where])
+    if "/" in where or Path(where).is_dir():
+        return found
+    host, _, port = found[0].rpartition(":")
+    for following in range(int(port) + 1, 65536):
+        try:
+            socket.create_connection((host.strip("[]"), following), _TIMEOUT_S).close()
+        except OSError:
+            break
+        found.append(f"{host}:{following}")
     return found
 
 
@@ -252,7 +271,8 @@ def run(options: argparse.Namespace) -> int:
             )
         if not 0.05 <= options.interval <= 3600:
             raise ValueError(f"--interval: expected 0.05 to 3600, got {options.interval:g}")
-        before = fetch_all(find(where))
+        look = partial(find, where) if options.where else partial(find_all, where[0])
+        before = fetch_all(look())
         if not before:
             sys.stderr.write(
                 f"torch-resilient top: no process answers at {', '.join(where)}: was the job "
@@ -262,7 +282,7 @@ def run(options: argparse.Namespace) -> int:
         if options.json:
             print(json.dumps(before))
             return 0
-        _show(options, where, before)
+        _show(options, look, before)
     except ValueError as error:
         return bad_input("top", error)
     except KeyboardInterrupt:
@@ -270,13 +290,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _show(options: argparse.Namespace, where: Sequence[str], before: list[dict[str, Any]]) -> None:
+def _show(
+    options: argparse.Namespace, look: Callable[[], list[str]], before: list[dict[str, Any]]
+) -> None:
     events: list[str] = []
     terminal = sys.stdout.isatty()
     while True:
         time.sleep(options.interval)
         # Processes may come and go.
-        now = fetch_all(find(where))
+        now = fetch_all(look())
         clock = time.strftime("%H:%M:%S")
         old = {(told["host"], told["pid"]): told for told in before}
         for told in now:
