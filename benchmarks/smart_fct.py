@@ -343,6 +343,8 @@ def completion(
                             f"{kind} {format_size(size)} {loss:g} % x {burst:g}: {name} "
                             f"{p99[name] / base:.2f} of the lossless time"
                         )
+        if any(key not in lossless for key in ((kind, 1 << 20) for kind in traffic)):
+            print("not judged against the lossless time: that takes repeat, 1M and a loss of 0")
         for kind in traffic:
             gains = ", ".join(f"{name} {100 * best[kind, name]:.1f} %" for name in names)
             print(f"{kind}: largest reduction of the 99th percentile by smart against {gains}")

@@ -20,6 +20,7 @@ SimulatedLink Simulation::randomLink() {
   l.bytesPerS = oneOf<uint64_t>({20'000, 1'000'000, 100'000'000});
   l.windowBytes = oneOf<uint64_t>({100, 500, 3000, 60'000});
   l.selfAcknowledging = below(4) == 0;
+  l.datagrams = below(4) == 0;
   return l;
 }
 
@@ -235,6 +236,10 @@ void Simulation::send(
   op.sourceRank = static_cast<int32_t>(src);
   op.data = m.buffer.data.get();
   op.bytes = m.bytes;
+  if (below(3) == 0) {
+    m.tolerant = true;
+    op.tolerance.mostLost = 0.5f; // the simulated paths do not look at it
+  }
   if (!collective) {
     sent_[{src, dst, group, stream}].push_back(index);
   }
@@ -394,6 +399,10 @@ void Simulation::sendFinished(size_t index, const Status& status) {
   }
   m.outcome = status.ok() ? Outcome::kOk : Outcome::kError;
   m.status = status;
+  m.zeroFilled = std::move(m.op->zeroFilled);
+  for (const ByteRange& r : m.zeroFilled) {
+    result_.zeroFilled += r.bytes;
+  }
   result_.failed += !status.ok();
   std::unique_ptr<Send> gone;
   if (below(2) == 0) {

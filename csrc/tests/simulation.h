@@ -20,6 +20,7 @@ struct SimulationResult {
   uint64_t roles = 0; // changes of the classes that a path carries
   uint64_t losses = 0; // channels that failed, groups that were closed
   uint64_t duplicates = 0; // chunks that arrived in vain
+  uint64_t zeroFilled = 0; // bytes that senders were told were missing
 
   // What the network and the processes did wrong on purpose.
   uint64_t faults() const {

@@ -86,6 +86,8 @@ class Simulation final : public SimulatedNetwork::Listener {
     Buffer buffer;
     Outcome outcome = Outcome::kPending;
     Status status;
+    bool tolerant = false;
+    std::vector<ByteRange> zeroFilled; // as its sender was told
   };
 
   struct Receive {
@@ -202,6 +204,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   uint64_t contentHash(const Message& m) const {
     return hashOf(m.src + 1000, m.dst, m.group, m.stream, m.order);
   }
+  bool arrivedRight(const Message& m, const std::vector<std::byte>& got) const;
 
   void plan();
   void planPaths(size_t a, size_t b);

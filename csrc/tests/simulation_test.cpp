@@ -42,6 +42,7 @@ TEST(simulation_holds_its_promises) {
     sum.losses += r.losses;
     faulty += r.faults() > 0;
     sum.duplicates += r.duplicates;
+    sum.zeroFilled += r.zeroFilled;
     sum.events += r.events;
   };
   if (const char* seed = setting("RESILIENT_SIM_SEED")) {
@@ -87,6 +88,7 @@ TEST(simulation_holds_its_promises) {
     CHECK(sum.cancelled > schedules / 2);
     CHECK(sum.failed > schedules / 10);
     CHECK(sum.duplicates > schedules / 50);
+    CHECK(sum.zeroFilled > schedules);
   }
 }
 

@@ -178,8 +178,8 @@ SimulatedNetwork::connect(size_t a, size_t b, const SimulatedLink& link) {
     Channel& c = channel(e.process, e.peer);
     openPaths_[c.id()].push_back(ref);
     c.addPath(e.id, now_);
-    if (link.selfAcknowledging) {
-      c.setSelfAcknowledging(e.id);
+    if (link.selfAcknowledging || link.datagrams) {
+      c.setSelfAcknowledging(e.id, /*ordered=*/!link.datagrams);
     }
   }
   return ref;
@@ -267,6 +267,10 @@ void SimulatedNetwork::write(PathRef ref, int side) {
   if (!e.open) {
     return;
   }
+  if (path.link.datagrams) {
+    writeDatagrams(ref, side);
+    return;
+  }
   Channel& c = channel(e.process, e.peer);
   Stream& s = e.stream;
   std::vector<std::byte> piece;
@@ -314,6 +318,109 @@ void SimulatedNetwork::write(PathRef ref, int side) {
       std::max(s.lastArrival, s.linkFree + path.link.latency + jitter);
   s.pieces.emplace_back(s.lastArrival, std::move(piece));
   planDelivery(ref, side);
+}
+
+// Takes frames whole: what is bound to the path is a copy.
+void SimulatedNetwork::writeDatagrams(PathRef ref, int side) {
+  Path& path = *paths_[ref];
+  End& e = path.ends[side];
+  Channel& c = channel(e.process, e.peer);
+  Stream& s = e.stream;
+  while (s.inFlightBytes < path.link.windowBytes) {
+    const OutFrame* const f = c.pull(e.id, now_);
+    if (f == nullptr) {
+      break;
+    }
+    auto d = std::make_shared<Datagram>();
+    d->number = s.sentBegin + s.sent.size();
+    d->header = f->header;
+    d->payload.assign(f->payload, f->payload + f->payloadBytes);
+    if (!f->tolerance.exact() && !d->payload.empty() && prng_.chance(0.5)) {
+      const uint64_t most = d->payload.size();
+      const uint64_t begin = prng_.below(most);
+      d->holes.push_back({begin, 1 + prng_.below(most - begin)});
+    }
+    s.sent.push_back({f->reliable, false});
+    c.popWritten(e.id);
+    const uint64_t bytes = kFrameHeaderBytes + d->payload.size();
+    s.inFlightBytes += bytes;
+    note(11, ref, bytes, "datagram on its way, path and bytes");
+    s.linkFree = std::max(s.linkFree, now_) +
+        Nanos(static_cast<int64_t>(
+            bytes * 1'000'000'000 / path.link.bytesPerS));
+    const auto spread = 4 * path.link.latency + path.link.jitter;
+    const auto later = Nanos(
+        static_cast<int64_t>(
+            prng_.below(static_cast<uint64_t>(spread.count()))));
+    at(s.linkFree + path.link.latency + later,
+       [this, ref, side, d] { arrive(ref, side, d); });
+  }
+}
+
+void SimulatedNetwork::arrive(
+    PathRef ref,
+    int side,
+    const std::shared_ptr<Datagram>& what) {
+  Path& path = *paths_[ref];
+  if (path.stalledUntil > now_) {
+    at(path.stalledUntil, [this, ref, side, what] { arrive(ref, side, what); });
+    return;
+  }
+  if (path.broken && prng_.chance(0.5)) {
+    return;
+  }
+  Datagram& d = *what;
+  End& reader = path.ends[1 - side];
+  End& writer = path.ends[side];
+  note(12, ref, d.number, "datagram arrived, path and number");
+  writer.stream.inFlightBytes -= kFrameHeaderBytes + d.payload.size();
+  if (reader.open) {
+    Channel& c = channel(reader.process, reader.peer);
+    FrameHeader header;
+    Status status = decodeFrame(d.header, header);
+    if (status.ok()) {
+      status = c.onHeader(reader.id, header, now_);
+    }
+    if (status.ok()) {
+      for (const ByteRange& hole : d.holes) {
+        std::memset(d.payload.data() + hole.offset, 0, hole.bytes);
+      }
+      std::byte* const to = c.destination(reader.id);
+      if (to != nullptr && !d.payload.empty()) {
+        std::memcpy(to, d.payload.data(), d.payload.size());
+      }
+      status = c.onPayload(reader.id, now_, d.holes);
+    }
+    if (!status.ok()) {
+      listener_.onProtocolError(reader.process, reader.peer, status);
+      return;
+    }
+    const auto delay = Nanos(
+        static_cast<int64_t>(
+            prng_.below(static_cast<uint64_t>(path.link.latency.count()) + 1)));
+    at(now_ + delay, [this, ref, side, number = d.number] {
+      acknowledge(ref, side, number);
+    });
+  }
+  if (writer.open) {
+    channelReady(channel(writer.process, writer.peer)); // there is room
+  }
+}
+
+void SimulatedNetwork::acknowledge(PathRef ref, int side, uint64_t number) {
+  End& writer = paths_[ref]->ends[side];
+  Stream& s = writer.stream;
+  s.sent[number - s.sentBegin].done = true;
+  while (!s.sent.empty() && s.sent.front().done) {
+    s.framesDone += s.sent.front().reliable;
+    s.sent.pop_front();
+    ++s.sentBegin;
+  }
+  if (writer.open) {
+    note(13, ref, s.framesDone, "acknowledged, path and frames");
+    channel(writer.process, writer.peer)
+        .delivered(writer.id, s.framesDone, now_);
+  }
 }
 
 void SimulatedNetwork::planDelivery(PathRef ref, int side) {

@@ -19,7 +19,8 @@
 
 namespace resilient {
 
-// One simulated connection: an in-order byte stream each way, as TCP gives.
+// One simulated path: an in-order byte stream each way, as TCP gives, or whole
+// frames in any order.
 struct SimulatedLink {
   Nanos latency = std::chrono::microseconds(100); // one way
   Nanos jitter{}; // added at random to each piece, order is kept
@@ -29,13 +30,16 @@ struct SimulatedLink {
   uint64_t windowBytes = 64 << 10;
   // As shared memory does: the writer learns from the path what was read.
   bool selfAcknowledging = false;
+  // As a path of datagrams does: frames come whole and in any order, the writer
+  // learns of each, and of messages that tolerate it parts are missing.
+  bool datagrams = false;
 };
 
 // A network of processes in virtual time: real channels and mailboxes, joined
-// by simulated byte streams that are slow, tear frames anywhere, stall, break
-// with bytes in flight, and come back as new paths. It is to the core what
-// event loop and TCP are, so it also shows how the core's calls are to be
-// used. Everything is decided by the seed.
+// by simulated paths that are slow, tear frames anywhere or change their order,
+// stall, break with bytes in flight, and come back as new ones. It is to the
+// core what event loop and TCP are, so it also shows how the core's calls are
+// to be used. Everything is decided by the seed.
 //
 // Thread: one. No real clock, no I/O.
 class SimulatedNetwork : private ChannelHost {
@@ -150,6 +154,22 @@ class SimulatedNetwork : private ChannelHost {
     FrameHeader frame;
     size_t payloadRead = 0;
     uint64_t framesRead = 0; // reliable ones
+    // of datagrams: what the writer knows of each frame it has sent
+    struct Sent {
+      bool reliable = false;
+      bool done = false;
+    };
+    std::deque<Sent> sent; // from number sentBegin on
+    uint64_t sentBegin = 0;
+    uint64_t framesDone = 0; // reliable ones, up to the first that is not
+  };
+
+  // A frame on its way over a path of datagrams.
+  struct Datagram {
+    uint64_t number = 0;
+    FrameBytes header;
+    std::vector<std::byte> payload;
+    std::vector<ByteRange> holes;
   };
 
   struct End {
@@ -183,6 +203,9 @@ class SimulatedNetwork : private ChannelHost {
   void settle();
   void armTimer(Channel& channel);
   void write(PathRef path, int side);
+  void writeDatagrams(PathRef path, int side);
+  void arrive(PathRef path, int side, const std::shared_ptr<Datagram>& what);
+  void acknowledge(PathRef path, int side, uint64_t number);
   void planDelivery(PathRef path, int side);
   void deliver(PathRef path, int side);
   void planAcknowledgement(PathRef path, int side);
