@@ -6,6 +6,7 @@ import heapq
 import random
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -242,6 +243,18 @@ def test_a_moment_of_patience_keeps_noise_from_spoiling_a_plan(slow: tuple[int, 
     planned_s = predicted_s(costs, count, gates)
     orders = predicted_orders(costs, count, gates)
     assert simulate(each, costs, count, expected=orders)[0] == pytest.approx(planned_s)
+
+    # Measured, they are a little off.
+    rng = random.Random(2)
+    measured = replace(
+        costs,
+        forward_s=tuple(each * rng.uniform(0.995, 1.005) for each in costs.forward_s),
+        weight_backward_s=tuple(
+            each * rng.uniform(0.995, 1.005) for each in costs.weight_backward_s
+        ),
+        delay_forward_s=tuple(each * rng.uniform(1, 1.005) for each in costs.delay_forward_s),
+    )
+    orders = predicted_orders(measured, count, gates)
 
     def mean_s(expected: Sequence[str]) -> float:
         rng = random.Random(1)
