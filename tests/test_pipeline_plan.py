@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+import statistics
 import sys
 
 import pytest
@@ -502,3 +504,23 @@ def test_the_benchmark_of_plans_fails_if_they_are_too_long(
     )
     assert planner_quality.main() == (most < 0)
     assert ("missed: no limit" in capsys.readouterr().out) == (most < 0)
+
+
+def test_figure_20_holds_in_the_mean_but_not_for_every_profile() -> None:
+    """PIPEMORPH: "in all settings, the gap is less than 1 %". Here it is that to a lower bound of
+    the optimum, which is a little more."""
+    paper, best = [], []
+    for number in range(40):
+        drawn = planner_quality.draw(random.Random(f"20 {number}"), "no limit")
+        of_paper = plan_schedule(drawn.costs, drawn.num_microbatches, policy="paper")
+        of_best = plan_schedule(drawn.costs, drawn.num_microbatches, budget_ms=20)
+        paper.append(of_paper.iteration_s / of_paper.lower_bound_s - 1)
+        best.append(of_best.iteration_s / of_best.lower_bound_s - 1)
+    assert statistics.median(paper) == pytest.approx(0, abs=1e-9)
+    assert statistics.mean(paper) < 0.01
+    # 30 % of these profiles are above, with up to 3.9 %.
+    assert sum(gap < 0.01 for gap in paper) >= 0.65 * len(paper)
+    assert 0.01 < max(paper) < 0.05
+    # The portfolio is never worse, and with its search better somewhere.
+    assert all(ours <= theirs + 1e-9 for ours, theirs in zip(best, paper, strict=True))
+    assert statistics.mean(best) < statistics.mean(paper)
