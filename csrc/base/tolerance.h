@@ -9,7 +9,8 @@ namespace resilient {
 struct Tolerance {
   // Packets of gradients whose mean magnitude is at least this must arrive.
   float threshold = 0;
-  // So much of the packets at most, of each chunk. 0: the message is exact.
+  // This part of the message's bytes at most, in whole packets. 0: the message
+  // is exact.
   float mostLost = 0;
 
   bool exact() const {

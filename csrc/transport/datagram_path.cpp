@@ -22,7 +22,9 @@ constexpr int kPatiences = 3;
 constexpr Nanos kSilentLeast = std::chrono::milliseconds(150);
 // What fails for so long does not come back by itself.
 constexpr Nanos kSilentMost = std::chrono::seconds(5);
-// The network delivers only what is small: its packets have become smaller.
+// If for so many times the sender's patience, and at least so long, only small
+// packets arrive, an MTU on the way has become smaller. Longer than silence,
+// since what is lost is sent again in between.
 constexpr int kStuckPatiences = 10;
 constexpr Nanos kStuckLeast = std::chrono::seconds(1);
 
