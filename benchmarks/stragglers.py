@@ -43,7 +43,8 @@ NCCL, whose sends block what comes after them; here no send blocks, so both suff
 All times of the paper are multiplied by --scale, which changes no ratio: the longer the operations,
 the less do this machine's own delays count. Exit status 1 if `live` is slower than another schedule
 by more than the noise (3 %), or misses a limit: with 60 ms on the last of eight stages 1.13 times
-its healthy iteration, and 1.03 times `best`. Figure 19 is in dp_straggler.py.
+its healthy iteration, and 1.03 times `best`. Figure 19 is in dp_straggler.py. The rows `thin` are
+not in the paper: a link on which the bytes of a message take that long, and nothing else.
 """
 
 # What the paper reports, where it gives numbers; slowdowns are against the same system healthy.
@@ -73,6 +74,17 @@ class Model:
     shape: tuple[int, ...]
 
 
+class Scaled(nn.Module):
+    """Little to compute for many bytes between stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 def _transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
 
@@ -80,6 +92,7 @@ def _transformer() -> nn.Module:
 MODELS = {
     "linear": Model(lambda: nn.Linear(4, 4), (1, 4)),
     "transformer": Model(_transformer, (2, 32, 64)),  # rows, tokens, width
+    "large": Model(Scaled, (1, 1 << 18)),  # a message of 1 MiB
 }
 
 
@@ -91,6 +104,7 @@ class Scenario:
         name: for the table.
         base_ms: of every link and direction.
         extra_ms: by link, on top of that.
+        transfer_ms: by link, what a message's bytes take on it; such a row needs the model "large".
         trace: draws the delay of a link at each change, instead; with `interval_ms`, the least and
             the most time between two changes.
     """
@@ -100,8 +114,14 @@ class Scenario:
     microbatches: int
     base_ms: float = 5.0
     extra_ms: dict[int, float] = field(default_factory=dict)
+    transfer_ms: dict[int, float] = field(default_factory=dict)
     trace: Callable[[random.Random], float] | None = None
     interval_ms: tuple[float, float] = (0.0, 0.0)
+
+    def delay_ms(self, link: int) -> float:
+        """From when a message is sent until it has arrived whole."""
+        extra_ms = self.extra_ms.get(link, 0.0) + self.transfer_ms.get(link, 0.0)
+        return self.base_ms + extra_ms
 
 
 def _normal(rng: random.Random) -> float:
@@ -139,8 +159,13 @@ def scenarios(quick: bool) -> list[Scenario]:
         name = "fig17 30 ms on " + ", ".join(f"{link}-{link + 1}" for link in links)
         found.append(Scenario(name, 8, 16, 5, dict.fromkeys(links, 30.0)))
     for name, interval in (("A", (50, 100)), ("B", (100, 200)), ("C", (200, 400))):
-        found.append(Scenario(f"fig18 trace {name}", 4, 10, 0, {}, _normal, interval))
-    found.append(Scenario("fig22 bursty", 8, 16, 0, {}, _bursty, (200, 1000)))
+        found.append(Scenario(f"fig18 trace {name}", 4, 10, 0, trace=_normal, interval_ms=interval))
+    found.append(Scenario("fig22 bursty", 8, 16, 0, trace=_bursty, interval_ms=(200, 1000)))
+    found += [
+        Scenario(f"thin {where} {ms} ms", 4, 10, 1, transfer_ms={link: ms})
+        for where, link in (("first", 0), ("last", 2))
+        for ms in (10, 20)
+    ]
     return found
 
 
@@ -244,10 +269,7 @@ class Bench:
         """What the planner would have to know; None if the delays change."""
         if scenario.trace is not None:
             return None
-        delays = [
-            (scenario.base_ms + scenario.extra_ms.get(link, 0.0)) * scale / 1e3
-            for link in range(self.stages - 1)
-        ]
+        delays = [scenario.delay_ms(link) * scale / 1e3 for link in range(self.stages - 1)]
         whole = self.pace_s
         return PipelineCosts.of(
             self.stages,
@@ -261,7 +283,8 @@ class Bench:
 class Delays:
     """The delays of one rank's own sends, as a scenario wants them. Also a context manager."""
 
-    def __init__(self, scenario: Scenario, rank: int, scale: float) -> None:
+    def __init__(self, scenario: Scenario, rank: int, scale: float, message_bytes: int) -> None:
+        self._message_bytes = message_bytes
         self._neighbours = [
             (min(rank, peer), peer)
             for peer in (rank - 1, rank + 1)
@@ -271,17 +294,21 @@ class Delays:
         self._rank = rank
         self._scale_s = scale / 1e3
         self._faults: dict[int, faults.Fault] = {}
+        self._limits: list[faults.Fault] = []
         self._end = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Delays:
         for link, peer in self._neighbours:
             self._set(peer, self._scenario.base_ms + self._scenario.extra_ms.get(link, 0.0))
+            if link in self._scenario.transfer_ms:
+                rate = self._message_bytes / (self._scenario.transfer_ms[link] * self._scale_s)
+                self._limits.append(faults.limit(rate, peer=peer))
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        for fault in self._faults.values():
+        for fault in [*self._faults.values(), *self._limits]:
             fault.clear()
 
     def start(self, seed: int) -> None:
@@ -329,16 +356,18 @@ def measure(
     model: str,
 ) -> None:
     """All scenarios; rank 0 reports a row for each."""
-    benches: dict[tuple[int, int], Bench] = {}
+    benches: dict[tuple[int, int, str], Bench] = {}
     for number, scenario in enumerate(rows):
-        shape = (scenario.stages, scenario.microbatches)
+        name = "large" if scenario.transfer_ms else model
+        shape = (scenario.stages, scenario.microbatches, name)
         if shape not in benches:
-            benches[shape] = Bench(rank, *shape, 0.01 * scale, MODELS[model])
+            benches[shape] = Bench(rank, *shape[:2], 0.01 * scale, MODELS[name])
             for method in METHODS:
                 benches[shape].iteration_s(method)  # opens connections
         bench = benches[shape]
+        message_bytes = 4 * math.prod(MODELS[name].shape)
         times: dict[str, list[float]] = {method: [] for method in METHODS}
-        with Delays(scenario, rank, scale) as delays:
+        with Delays(scenario, rank, scale, message_bytes) as delays:
             if scenario.trace is not None:
                 for method in METHODS:
                     delays.start(number)  # the same for every method, and not interrupted
@@ -355,7 +384,7 @@ def measure(
                         times[method].append(bench.iteration_s(method))
         if rank == 0:
             row: Row = {"benchmark": "stragglers", "scenario": scenario.name, "scale": scale}
-            row["model"] = model
+            row["model"] = name
             for method in METHODS:
                 typical = median if scenario.trace is None else fmean
                 row[method] = typical(times[method]) / scale

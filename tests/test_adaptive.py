@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from torch_resilient import faults, stats
-from torch_resilient.control.link_monitor import RoundTrips
+from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, initial_plan
 from torch_resilient.control.report import StageReport, costs_of, links_measured
@@ -100,6 +100,13 @@ def test_costs_from_reports() -> None:
     assert found is not None
     assert found.delay_forward_s[1] == pytest.approx(0.24)
     assert found.delay_backward_s[1] == pytest.approx(0.06)
+    # Large messages on a thin link.
+    reports[1] = replace(reports_of(costs)[1], transfer_next_s=0.1)
+    reports[2] = replace(reports[2], transfer_previous_s=0.2)
+    found = costs_of(reports)
+    assert found is not None
+    assert found.delay_forward_s[1] == pytest.approx(0.16)
+    assert found.delay_backward_s[1] == pytest.approx(0.26)
     # Nothing measured on one stage: nothing is known of the whole.
     assert costs_of([StageReport(), *reports[1:]]) is None
 
@@ -123,6 +130,20 @@ def test_round_trips_are_seen_once() -> None:
     assert (monitor.typical_s, monitor.least_s) == (20.0, 20.0)
     # More than a snapshot holds: the last ones.
     assert monitor.update(peer(1000, [7.0] * 32)) == [7.0] * 32
+
+
+def test_transfers_are_what_messages_take_beyond_a_round_trip() -> None:
+    transfers = Transfers()
+    assert transfers.typical_s == 0
+    transfers.update({"deliveries": 1, "deliveries_s": [0.5]}, math.nan)  # nothing to compare with
+    assert transfers.typical_s == 0
+    transfers.update({"deliveries": 4, "deliveries_s": [0.5, 0.5, 0.3, 0.4]}, 0.1)
+    assert transfers.typical_s == pytest.approx(0.3)
+    transfers.update({"deliveries": 4, "deliveries_s": [0.5, 0.5, 0.3, 0.4]}, 0.1)
+    assert transfers.typical_s == pytest.approx(0.3)
+    # More messages than a snapshot holds; and none is faster than its link.
+    transfers.update({"deliveries": 90, "deliveries_s": [0.09] * 32}, 0.1)
+    assert transfers.typical_s == 0
 
 
 def test_after_a_change_only_new_round_trips_count() -> None:
@@ -448,6 +469,37 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
         if {message.source, message.destination} == {1, 2}
     ]
     assert min(late) > 0.018
+
+
+THIN_BYTES_PER_S = 20e6
+LARGE = 1 << 18  # numbers: 52 ms on such a link, for which a round trip of a few bytes takes none
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(LARGE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def large_messages(rank: int) -> list[float]:
+    """Delays of both directions, as planned with, over a thin link."""
+    stage = PipelineStage(Wide(), rank, 2, torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, 4, loss_of)
+    x = torch.ones(4, LARGE)
+    with faults.limit(THIN_BYTES_PER_S, peer=1 - rank):
+        for _ in range(4):
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank else {}))
+    costs = schedule.stats()["costs"]
+    return [costs["delay_forward_s"][0], costs["delay_backward_s"][0]]
+
+
+def test_bytes_need_time_too() -> None:
+    for delays in run_ranks(large_messages, world_size=2):
+        print(delays)
+        assert min(delays) > 0.8 * 4 * LARGE / THIN_BYTES_PER_S
 
 
 def recorded_by_one(rank: int, folder: str) -> list[str]:

@@ -66,9 +66,11 @@ def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
     `group` (its name), `rank`, `size`, `collectives` (how many were started),
     `operations_pending`, and `peers`, one dict for each other rank: `rank` (in this group),
     `host`, `state` ("unconnected", "up", "suspect", "dead" or "left"), `messages_sent`,
-    `messages_received`, `bytes_sent`, `bytes_received`, `last_heard_seconds_ago` (None:
-    never), `last_error`, and `paths`, one dict for each: `slot`
-    (-1: memory shared with a rank on the same host; -2 and below: datagrams), `state` ("up";
+    `messages_received`, `bytes_sent`, `bytes_received`, `deliveries` (how many point-to-point
+    messages, the large ones at least, were measured from the call until the peer acknowledged the
+    last byte), `deliveries_s` (the last 32 of these times, oldest first), `last_heard_seconds_ago`
+    (None: never), `last_error`, and `paths`, one dict for each: `slot` (-1: memory shared with a
+    rank on the same host; -2 and below: datagrams), `state` ("up";
     "reserve": it works and is not needed; "suspect": silent; "stalled":
     the same, and there is no other to take over; "proving": back again;
     "connecting", "down" or "unused"), `nic`, `remote_nic` (empty where the system chooses),

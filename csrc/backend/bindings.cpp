@@ -242,8 +242,8 @@ py::dict toPython(const PathStats& s) {
   d["chunks_retransmitted"] = s.chunksRetransmitted;
   d["round_trip_s"] = s.roundTripS;
   d["round_trip_least_s"] = s.leastRoundTripS;
-  d["round_trips"] = s.roundTrips;
-  d["round_trips_s"] = s.recentRoundTripsS;
+  d["round_trips"] = s.roundTripsS.count();
+  d["round_trips_s"] = s.roundTripsS.last();
   d["goodput_bytes_per_s"] = s.goodputBytesPerS;
   d["capacity_bytes_per_s"] = s.capacityBytesPerS;
   d["nic"] = s.nic;
@@ -265,6 +265,8 @@ py::dict toPython(const PeerStats& s) {
   d["messages_received"] = s.messagesReceived;
   d["bytes_sent"] = s.bytesSent;
   d["bytes_received"] = s.bytesReceived;
+  d["deliveries"] = s.deliveriesS.count();
+  d["deliveries_s"] = s.deliveriesS.last();
   d["last_heard_seconds_ago"] = s.lastHeardSecondsAgo < 0
       ? py::object(py::none())
       : py::object(py::float_(s.lastHeardSecondsAgo));

@@ -16,6 +16,7 @@
 #include "path/class_scheduler.h"
 #include "path/link_statistics.h"
 #include "path/number_set.h"
+#include "path/recent_samples.h"
 #include "path/striping.h"
 #include "wire/frame.h"
 
@@ -224,6 +225,11 @@ class Channel {
   const ChannelCounters& counters() const {
     return counters_;
   }
+  // How long point-to-point messages took, in seconds, from send() until the
+  // peer had said that it has them: those that it was asked about at once.
+  const RecentSamples& deliveriesS() const {
+    return deliveriesS_;
+  }
   const PathCounters& pathCounters(PathId path) const;
   const LinkStatistics& pathStatistics(PathId path) const;
   uint64_t inFlightBytes(PathId path) const;
@@ -289,7 +295,7 @@ class Channel {
       std::vector<std::byte> payload);
   size_t controlInFlight() const;
   Status onAck(PathState& p, uint64_t count, TimePoint now);
-  void chunkAcknowledged(OutMessage& m, uint32_t chunk);
+  bool chunkAcknowledged(OutMessage& m, uint32_t chunk);
   void finishSend(OutMessage& m, const Status& status);
   void abandon(OutMessage& m); // no more of it will be sent
   void detachFrames(OutMessage& m);
@@ -364,6 +370,7 @@ class Channel {
   std::map<PathId, PathState> paths_;
   TimePoint lastNow_{};
   ChannelCounters counters_;
+  RecentSamples deliveriesS_;
 };
 
 } // namespace resilient

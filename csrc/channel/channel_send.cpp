@@ -26,6 +26,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   auto owned = std::make_unique<OutMessage>();
   OutMessage& m = *owned;
   m.op = op;
+  m.pointToPoint = op->pointToPoint;
   m.postedAt = now;
   FrameHeader& h = m.header;
   h.type = FrameType::kData;
@@ -539,10 +540,13 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   } else {
     h.offset = uint64_t(chunk) * h.chunkBytes;
     h.payloadBytes = m->chunkPayload(chunk);
-    // The owner waits for its buffer, or we for the window, or the round trip
-    // has not been measured lately: ask for an acknowledgement at once.
+    // The owner waits for its buffer, or we for the window, or neither the
+    // round trip nor so large a message has been measured lately: ask for an
+    // acknowledgement at once.
+    const bool owned = m->op != nullptr && !m->copiedWhenWritten();
+    const bool large = m->pointToPoint && h.totalBytes > kCopyWrittenBytes;
     if ((opening && p.inFlightBytes + h.payloadBytes >= p.window) ||
-        (m->op != nullptr && m->allHandedOut() && !m->copiedWhenWritten()) ||
+        (m->allHandedOut() && (owned || large)) ||
         now - p.ackAskedAt >= kMeasureEvery) {
       h.flags |= kFlagAckNow;
       p.ackAskedAt = now;
@@ -636,7 +640,10 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     bytes += f.bytes;
     p.inFlightBytes -= f.bytes;
     if (f.chunk != kOfferChunk && !m.abandoned) {
-      chunkAcknowledged(m, f.chunk);
+      const bool whole = chunkAcknowledged(m, f.chunk);
+      if (whole && m.pointToPoint && f.ackNow) {
+        deliveriesS_.add(toSeconds(now - m.postedAt));
+      }
     }
     eraseIfDone(m);
   }
@@ -663,15 +670,16 @@ void Channel::delivered(PathId path, uint64_t frames, TimePoint now) {
   }
 }
 
-void Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
+// Returns whether it was the last that was missing.
+bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   if (m.tracked && !RESILIENT_PLANTED(countRepeats)) {
     if (!m.acknowledgedChunks.insert(chunk)) {
-      return; // its other copy was faster
+      return false; // its other copy was faster
     }
     std::erase(m.again, chunk);
   }
   if (++m.acknowledged < m.chunks) {
-    return;
+    return false;
   }
   if (m.tracked) {
     detachFrames(m); // copies that suspect paths have not written
@@ -684,6 +692,7 @@ void Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
     finishSend(m, Status());
   }
   release(m);
+  return true;
 }
 
 // Paper: SMART §3.3, "Receiver-side feedback".

@@ -92,6 +92,7 @@ struct Channel::OutMessage {
   // A chunk of it is in flight more than once, so acknowledgements may repeat:
   // these have come.
   bool tracked = false;
+  bool pointToPoint = false;
   // The receiver says what was missing, before the send ends.
   bool tolerant = false;
   std::map<uint64_t, uint64_t> zeroFilled; // bytes by offset
@@ -107,7 +108,7 @@ struct Channel::OutMessage {
     return nextChunk == chunks && again.empty();
   }
   bool copiedWhenWritten() const {
-    return op != nullptr && op->pointToPoint && !tolerant && chunks == 1 &&
+    return op != nullptr && pointToPoint && !tolerant && chunks == 1 &&
         header.totalBytes <= kCopyWrittenBytes;
   }
   uint64_t unsentBytes() const {

@@ -15,6 +15,7 @@
 #include "collectives/communicator.h"
 #include "collectives/task.h"
 #include "collectives/topology.h"
+#include "path/recent_samples.h"
 #include "wire/control.h"
 
 namespace resilient {
@@ -112,8 +113,7 @@ struct PathStats {
   uint64_t chunksSent = 0, chunksRetransmitted = 0;
   double roundTripS = 0; // smoothed; 0 while unknown
   double leastRoundTripS = 0; // of the last seconds; 0 while unknown
-  uint64_t roundTrips = 0; // how many were measured
-  std::vector<double> recentRoundTripsS; // the last of them, oldest first
+  RecentSamples roundTripsS;
   double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
   double capacityBytesPerS = 0; // what it would carry; 0 while unknown
   uint64_t timesSuspect = 0;
@@ -126,6 +126,7 @@ struct PeerStats {
   std::string host;
   std::string state; // "unconnected", "up", "suspect", "dead", "left"
   uint64_t messagesSent = 0, messagesReceived = 0;
+  RecentSamples deliveriesS; // see Channel
   uint64_t bytesSent = 0, bytesReceived = 0;
   double lastHeardSecondsAgo = -1; // -1: never
   std::string lastError;

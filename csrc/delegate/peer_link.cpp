@@ -735,8 +735,7 @@ void PeerLink::fillMeasured(PathStats& p, PathId id) const {
   const LinkStatistics& s = channel_.pathStatistics(id);
   p.roundTripS = s.roundTripS();
   p.leastRoundTripS = s.leastRoundTripS();
-  p.roundTrips = s.roundTrips();
-  p.recentRoundTripsS = s.recentRoundTripsS();
+  p.roundTripsS = s.roundTripsS();
   p.goodputBytesPerS = s.goodputBytesPerS();
   p.capacityBytesPerS = s.capacityBytesPerS();
 }
@@ -765,6 +764,7 @@ void PeerLink::fillStats(PeerStats& stats) const {
   }
   const ChannelCounters& c = channel_.counters();
   stats.messagesSent = c.messagesSent;
+  stats.deliveriesS = channel_.deliveriesS();
   stats.messagesReceived = c.messagesReceived;
   stats.bytesSent = c.bytesSent;
   stats.bytesReceived = c.bytesReceived;

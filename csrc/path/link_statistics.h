@@ -1,11 +1,10 @@
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
-#include <vector>
 
 #include "base/time.h"
+#include "path/recent_samples.h"
 
 namespace resilient {
 
@@ -18,8 +17,7 @@ class LinkStatistics {
     const double s = toSeconds(sample);
     // RFC 6298's gain: one sample in eight.
     roundTripS_ = roundTripS_ == 0 ? s : roundTripS_ + (s - roundTripS_) / 8;
-    recent_[samples_ % recent_.size()] = s;
-    ++samples_;
+    recent_.add(s);
     if (now - leastSince_ >= kLeastWindow) {
       leastBefore_ = least_;
       least_ = 0;
@@ -70,19 +68,9 @@ class LinkStatistics {
   double capacityBytesPerS() const {
     return capacity_;
   }
-  // How many round trips have been measured, and the last of them in seconds,
-  // oldest first: whoever looks now and then sees each sample once.
-  uint64_t roundTrips() const {
-    return samples_;
-  }
-  std::vector<double> recentRoundTripsS() const {
-    const uint64_t count = std::min<uint64_t>(samples_, recent_.size());
-    std::vector<double> last;
-    last.reserve(count);
-    for (uint64_t i = samples_ - count; i < samples_; ++i) {
-      last.push_back(recent_[i % recent_.size()]);
-    }
-    return last;
+  // In seconds.
+  const RecentSamples& roundTripsS() const {
+    return recent_;
   }
 
  private:
@@ -129,8 +117,7 @@ class LinkStatistics {
   double least_ = 0; // since leastSince_
   double leastBefore_ = 0; // in the window before
   TimePoint leastSince_{};
-  std::array<double, 32> recent_{};
-  uint64_t samples_ = 0;
+  RecentSamples recent_;
   double goodput_ = 0;
   TimePoint windowStart_{};
   uint64_t windowBytes_ = 0;

@@ -317,12 +317,12 @@ TEST(channel_measures_a_path_that_carries_small_messages_only) {
   pair.b.mailbox.post(&secondRecv);
   pair.a.channel.send(&first, pair.now);
   pair.settle({1});
-  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTrips(), 0u);
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTripsS().count(), 0u);
   pair.now += kMeasureEvery;
   pair.a.channel.send(&second, pair.now);
   pair.settle({1});
-  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTrips(), 1u);
-  CHECK_EQ(pair.a.channel.pathStatistics(1).recentRoundTripsS().size(), 1u);
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTripsS().count(), 1u);
+  CHECK_EQ(pair.a.channel.pathStatistics(1).roundTripsS().last().size(), 1u);
   pair.checkEmpty();
 }
 
@@ -743,6 +743,44 @@ TEST(channel_delivers_control_once) {
   CHECK_EQ(pair.b.controls.size(), 1u);
   CHECK_EQ(pair.b.byes, 1);
   CHECK(pair.a.channel.drained());
+}
+
+// What a pipeline's planner needs to know of a link: when the last byte of such
+// a message is there, whatever its first chunk's round trip was.
+TEST(channel_measures_how_long_messages_take) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(350)); // four chunks
+  TestRecv recv(&pair.b.channel, 350);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  for (int chunk = 0; chunk < 4; ++chunk) {
+    CHECK(pair.a.channel.deliveriesS().last().empty());
+    pair.now += std::chrono::milliseconds(10);
+    CHECK_EQ(pair.move(pair.a, 1)->type, FrameType::kData);
+  }
+  pair.now += std::chrono::milliseconds(5);
+  CHECK(pair.move(pair.b, 1).has_value());
+  CHECK_EQ(pair.a.channel.deliveriesS().count(), 1u);
+  CHECK_EQ(pair.a.channel.deliveriesS().last().front(), 0.045);
+  pair.settle({1});
+  pair.checkEmpty();
+}
+
+// Such a one is acknowledged when it suits the peer: that is no measurement.
+TEST(channel_does_not_measure_messages_that_nobody_waits_for) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.copyBytes = 1000;
+  ChannelPair pair(config);
+  pair.up(1);
+  TestSend send(text(90));
+  TestRecv recv(&pair.b.channel, 90);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  pair.settle({1});
+  CHECK_EQ(recv.content, text(90));
+  CHECK(pair.a.channel.drained());
+  CHECK_EQ(pair.a.channel.deliveriesS().count(), 0u);
 }
 
 TEST(channel_measures_its_own_pings_only) {

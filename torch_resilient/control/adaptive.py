@@ -20,7 +20,7 @@ from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from torch_resilient import _events, _stats
 from torch_resilient.control.detector import DelayDetector
-from torch_resilient.control.link_monitor import RoundTrips
+from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, alike, initial_plan
 from torch_resilient.control.report import StageReport
@@ -188,14 +188,14 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             "steps": self._steps,
         }
 
-    def _find_monitors(self) -> dict[int, RoundTrips] | None:
+    def _find_monitors(self) -> dict[int, tuple[RoundTrips, Transfers]] | None:
         """Of the links to the neighbours, by group rank; None if another backend carries them."""
         if not carries_messages(self.stage):
             return None
         index = self.stage.stage_index
         ranks = self.stage.stage_index_to_group_rank
         return {
-            ranks[neighbour]: RoundTrips()
+            ranks[neighbour]: (RoundTrips(), Transfers())
             for neighbour in (index - 1, index + 1)
             if 0 <= neighbour < self.stage.num_stages
         }
@@ -280,7 +280,6 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
 
     def _report(self) -> StageReport:
         forward_s, input_backward_s, weight_backward_s = map(self.recorder.typical_s, "FBW")
-        links = self._measure_links()
         return StageReport(
             epoch=float(self._orchestrator.newest),
             published=float(self._orchestrator.published),
@@ -288,27 +287,27 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             forward_s=forward_s,
             input_backward_s=input_backward_s,
             weight_backward_s=weight_backward_s,
-            round_trip_next_s=links[0],
-            round_trip_next_least_s=links[1],
-            round_trip_previous_s=links[2],
-            round_trip_previous_least_s=links[3],
             room=self._room,
+            **self._measure_links(),
         )
 
-    def _measure_links(self) -> tuple[float, float, float, float]:
-        """Typical and least round trip to the next and to the previous stage."""
-        result = [math.nan] * 4
+    def _measure_links(self) -> dict[str, float]:
+        """What a report says of the links to the next and to the previous stage."""
+        result: dict[str, float] = {}
         if self._monitors:
             peers = {peer["rank"]: peer for peer in _stats.stats(self._group)["peers"]}
             ranks = self.stage.stage_index_to_group_rank
             index = self.stage.stage_index
-            for place, neighbour in ((0, index + 1), (2, index - 1)):
+            for place, neighbour in (("next", index + 1), ("previous", index - 1)):
                 if 0 <= neighbour < self.stage.num_stages:
                     rank = ranks[neighbour]
-                    monitor = self._monitors[rank]
-                    self._watch(neighbour, monitor, monitor.update(peers[rank]))
-                    result[place : place + 2] = [monitor.typical_s, monitor.least_s]
-        return (result[0], result[1], result[2], result[3])
+                    round_trips, transfers = self._monitors[rank]
+                    self._watch(neighbour, round_trips, round_trips.update(peers[rank]))
+                    transfers.update(peers[rank], round_trips.typical_s)
+                    result[f"round_trip_{place}_s"] = round_trips.typical_s
+                    result[f"round_trip_{place}_least_s"] = round_trips.least_s
+                    result[f"transfer_{place}_s"] = transfers.typical_s
+        return result
 
     def _watch(self, neighbour: int, monitor: RoundTrips, round_trips_s: list[float]) -> None:
         """Looks for a change in the delay to a neighbour, taken for half of the round trip: which

@@ -11,6 +11,8 @@ from typing import Any
 # A typical round trip is the median of the last samples: of all that came with the last updates
 # that had so many together, an iteration or two.
 _ENOUGH = 16
+# Enough messages for a median, few enough to follow a change within an iteration or two.
+_MESSAGES = 16
 
 
 class RoundTrips:
@@ -56,3 +58,26 @@ class RoundTrips:
     def typical_s(self) -> float:
         """The median of the last samples; NaN before the first."""
         return statistics.median(itertools.chain(*self._recent)) if self._recent else math.nan
+
+
+class Transfers:
+    """How much longer than a round trip the messages to one neighbour take: bytes need time, too.
+
+    Only of messages that the backend asks an acknowledgement for, which are the large ones.
+    """
+
+    def __init__(self) -> None:
+        self._seen = 0
+        self._excess_s: deque[float] = deque(maxlen=_MESSAGES)
+
+    def update(self, peer: dict[str, Any], round_trip_s: float) -> None:
+        """Takes one entry of stats()["peers"], and the typical round trip of that time."""
+        new = min(peer["deliveries"] - self._seen, len(peer["deliveries_s"]))
+        self._seen = peer["deliveries"]
+        if new > 0 and not math.isnan(round_trip_s):
+            self._excess_s += [each - round_trip_s for each in peer["deliveries_s"][-new:]]
+
+    @property
+    def typical_s(self) -> float:
+        """The median over the last messages; 0 before the first."""
+        return max(statistics.median(self._excess_s), 0.0) if self._excess_s else 0.0

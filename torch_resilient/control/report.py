@@ -24,6 +24,8 @@ class StageReport:
             of about the last iteration.
         round_trip_previous_s, round_trip_previous_least_s: the same of the link to the previous
             stage.
+        transfer_next_s, transfer_previous_s: how much longer than that a typical message takes to
+            be there whole.
         room: how many microbatches this rank can hold between F and W; infinite if not measured.
     """
 
@@ -37,6 +39,8 @@ class StageReport:
     round_trip_next_least_s: float = UNKNOWN
     round_trip_previous_s: float = UNKNOWN
     round_trip_previous_least_s: float = UNKNOWN
+    transfer_next_s: float = 0.0
+    transfer_previous_s: float = 0.0
     room: float = math.inf
 
     def encode(self) -> list[float]:
@@ -52,9 +56,9 @@ class StageReport:
 def costs_of(reports: Sequence[StageReport]) -> PipelineCosts | None:
     """The costs that these reports, one per stage, tell of; None if an operation is not measured.
 
-    A message takes its link's round trip less the way of its acknowledgement, for which half of the
-    least round trip is taken. A link without a sample counts as having no delay; see
-    `links_measured`.
+    A message takes its link's round trip and what its bytes need beyond that, less the way of its
+    acknowledgement, for which half of the least round trip is taken. A link without a sample counts
+    as having no delay; see `links_measured`.
     """
     times = [(r.forward_s, r.input_backward_s, r.weight_backward_s) for r in reports]
     if any(math.isnan(each) for row in times for each in row):
@@ -65,8 +69,10 @@ def costs_of(reports: Sequence[StageReport]) -> PipelineCosts | None:
         least = [ahead.round_trip_next_least_s, behind.round_trip_previous_least_s]
         known = [each for each in least if each > 0]
         way_back_s = min(known) / 2 if known else 0.0
-        forward_s.append(_one_way_s(ahead.round_trip_next_s, way_back_s))
-        backward_s.append(_one_way_s(behind.round_trip_previous_s, way_back_s))
+        forward_s.append(_one_way_s(ahead.round_trip_next_s, ahead.transfer_next_s, way_back_s))
+        backward_s.append(
+            _one_way_s(behind.round_trip_previous_s, behind.transfer_previous_s, way_back_s)
+        )
     return PipelineCosts.of(
         len(reports),
         forward_s=[row[0] for row in times],
@@ -83,5 +89,5 @@ def links_measured(reports: Sequence[StageReport]) -> bool:
     return not all(map(math.isnan, trips_s))
 
 
-def _one_way_s(round_trip_s: float, way_back_s: float) -> float:
-    return 0.0 if math.isnan(round_trip_s) else max(round_trip_s - way_back_s, 0.0)
+def _one_way_s(round_trip_s: float, transfer_s: float, way_back_s: float) -> float:
+    return 0.0 if math.isnan(round_trip_s) else max(round_trip_s + transfer_s - way_back_s, 0.0)
