@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
+from torch_resilient.pipelining.clocks import ClockUpdates
 from torch_resilient.pipelining.recorder import MeasuredSpan
 from torch_resilient.pipelining.timeline_files import TimelineWriter, clock_offset_s
 from torch_resilient.pipelining.torch_actions import control_device, group_of
@@ -52,6 +53,7 @@ class Recording:
         offset_s, number = _ask_first_stage(stage, group, number)
         if number > 1:
             path /= f"schedule{number}"
+        self._clocks = ClockUpdates(stage)
         self._writer: TimelineWriter | None = None
         try:
             self._writer = TimelineWriter(
@@ -74,9 +76,13 @@ class Recording:
         start_s: float,
     ) -> None:
         """Writes an iteration that has just ended."""
+        end_s = time.monotonic()
+        offset_s = self._clocks.after(step)  # also of a rank that writes no more: others ask it
         if self._writer is not None:
             try:
-                self._writer.add(step, epoch, spans, arrivals, start_s, time.monotonic())
+                self._writer.add(step, epoch, spans, arrivals, start_s, end_s)
+                if offset_s is not None:
+                    self._writer.clock_offset(offset_s)
             except OSError as error:
                 self._give_up(error)
 
