@@ -76,6 +76,22 @@ def exchange(rounds: int, pause_s: float) -> dict[str, object]:
     return {"wrong": wrong}
 
 
+def flood(messages: int, pause_s: float) -> dict[str, object]:
+    """Large messages from rank 0 to rank 1, sixteen at a time."""
+    sender = dist.get_rank() == 0
+    buffers = [torch.zeros(1 << 20) for _ in range(16)]
+    works = []
+    for number in range(messages):
+        if len(works) == len(buffers):
+            works.pop(0).wait()
+        buffer = buffers[number % len(buffers)]
+        works.append(dist.isend(buffer, 1) if sender else dist.irecv(buffer, 0))
+        time.sleep(pause_s)
+    for work in works:
+        work.wait()
+    return {}
+
+
 def say(**values: object) -> None:
     """One row for the test."""
     print(json.dumps(values), flush=True)
@@ -87,10 +103,15 @@ def main() -> None:
     dist.init_process_group(
         "resilient", timeout=datetime.timedelta(seconds=settings.get("timeout_s", 60))
     )
+    if settings.get("late"):  # until then, no rank has heard of another
+        say(kind="joined")
+        sys.stdin.readline()
     dist.barrier()
     say(kind="ready")
     try:
-        job = {"train": train, "stream": stream, "exchange": exchange}[settings["job"]]
+        job = {"train": train, "stream": stream, "exchange": exchange, "flood": flood}[
+            settings["job"]
+        ]
         result = job(settings["count"], settings["pause_s"])
         dist.barrier()
         paths = torch_resilient.stats()["peers"][0]["paths"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from harness import wait_until
 from test_failover import ENDLESS, Job, Row
 
 from torch_resilient.testing import NetworkLab
@@ -72,6 +74,37 @@ def test_loss_without_a_queue_changes_the_congestion_control(lab: NetworkLab) ->
     system = rate(lab, "stream", 32, None, WAN_CONNECTIONS="2", WAN_CONGESTION_CONTROL="system")
     auto = rate(lab, "stream", 200, None, WAN_CONNECTIONS="2")
     assert auto > 3 * system
+
+
+def test_bbr_finds_the_rate_of_a_long_fat_link(lab: NetworkLab) -> None:
+    """BBR's start-up only ends if the kernel never runs out of bytes: else it sends nearly three
+    times as fast as the link is, for ever, and a tenth is lost."""
+    sysctl = {
+        "net.ipv4.tcp_wmem": "4096 16384 67108864",
+        "net.ipv4.tcp_rmem": "4096 131072 67108864",
+    }
+    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
+        pytest.skip("this kernel has no bbr")
+    sysctl["net.ipv4.tcp_congestion_control"] = "bbr"
+    hosts = [lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)]
+    lab.link(*hosts, delay_s=0.04, rate_bytes_per_s=250e6)
+    control = lab.link(*hosts, name="control")
+    environment = {"TORCH_RESILIENT_INTERFACE": "eth0", "TORCH_RESILIENT_WAN_CONNECTIONS": "1"}
+    job = Job(hosts, control, {"job": "flood", "count": ENDLESS, "pause_s": 0.0}, environment)
+    try:
+
+        def found() -> bool:
+            text = hosts[0].run(["ss", "-ti"], capture_output=True, text=True).stdout
+            for sent, gain in re.findall(r"bytes_sent:(\d+).*bbr:\(.*?cwnd_gain:([\d.]+)\)", text):
+                if int(sent) > 100e6:
+                    print(gain)
+                    return float(gain) == 2.0
+            return False
+
+        job.until(lambda row: row["kind"] == "ready", "start")
+        wait_until(found, "BBR's cruise", timeout_s=12)
+    finally:
+        job.close()
 
 
 def test_marks_are_those_of_the_site(lab: NetworkLab) -> None:

@@ -240,6 +240,7 @@ class PeerLink final : public ChannelHost,
   struct RouteView {
     Nanos leastRoundTrip{};
     int sending = 0, queueing = 0;
+    bool startingUp = false;
     uint64_t ackedBytes = 0; // since the beginning of the link
   };
   RouteView lookAt(size_t route, TimePoint now);

@@ -317,6 +317,7 @@ PeerLink::RouteView PeerLink::lookAt(size_t route, TimePoint now) {
     }
     route_.ackedBytes += channel_.pathCounters(slot.path->id()).bytesSent -
         channel_.inFlightBytes(slot.path->id());
+    route_.startingUp = route_.startingUp || slot.path->startingUp();
     const auto view = slot.path->kernelView();
     const Nanos least = view ? view->leastRoundTrip : Nanos(0);
     if (least > Nanos(0)) {
@@ -380,7 +381,12 @@ void PeerLink::countConnections(TimePoint now) {
     if (seen.leastRoundTrip > Nanos(0)) {
       count.onRoundTrip(seen.leastRoundTrip);
     }
-    count.observe(seen.ackedBytes, busy, 2 * seen.queueing > seen.sending, now);
+    ConnectionCount::View view;
+    view.ackedBytes = seen.ackedBytes;
+    view.busy = busy;
+    view.queueing = 2 * seen.queueing > seen.sending;
+    view.startingUp = seen.startingUp;
+    count.observe(view, now);
     if (count.found() != found_[route]) {
       found_[route] = count.found();
       const std::string key = routeKey(route);

@@ -65,32 +65,45 @@ class ConnectionCount {
     return !begun_ ? 0 : step_ == Step::kBase ? count_ : kept_;
   }
 
-  // Called every now and then. `ackedBytes`: over all connections between the
-  // two NICs since their beginning; `busy`: all the time since the last call
-  // there was more to send; `queueing`: packets wait in front of the link, so
-  // it is full, and more connections could only take from each other. Returns
-  // whether count() has changed.
-  bool observe(uint64_t ackedBytes, bool busy, bool queueing, TimePoint now) {
+  struct View {
+    // Over all connections between the two NICs since their beginning.
+    uint64_t ackedBytes = 0;
+    // All the time since the last view there was more to send.
+    bool busy = false;
+    // Packets wait in front of the link, so it is full, and more connections
+    // could only take from each other.
+    bool queueing = false;
+    // A connection still looks for the link's rate.
+    bool startingUp = false;
+  };
+  // Called every now and then. Returns whether count() has changed.
+  bool observe(const View& seen, TimePoint now) {
     if (config_.least == config_.most) {
       return false;
     }
-    if (!busy || windowAt_ == TimePoint{}) {
+    if (!seen.busy || windowAt_ == TimePoint{}) {
       // A rate that was limited by what there was to send tells nothing.
-      restart(ackedBytes, now, settleTime());
+      lastRate_ = 0;
+      restart(seen.ackedBytes, now, settleTime());
       return false;
     }
     if (now < windowAt_) {
-      windowBytes_ = ackedBytes; // new connections speed up
+      windowBytes_ = seen.ackedBytes; // new connections speed up
       return false;
     }
     if (now - windowAt_ < windowTime()) {
       return false;
     }
-    const double rate = static_cast<double>(ackedBytes - windowBytes_) /
+    if (seen.startingUp && ++startUpWindows_ <= kMostStartUpWindows) {
+      restart(seen.ackedBytes, now, Nanos(0));
+      return false;
+    }
+    startUpWindows_ = 0;
+    const double rate = static_cast<double>(seen.ackedBytes - windowBytes_) /
         toSeconds(now - windowAt_);
     const int before = count_;
-    judge(rate, queueing, now);
-    restart(ackedBytes, now, count_ == before ? Nanos(0) : settleTime());
+    judge(rate, seen.queueing, now);
+    restart(seen.ackedBytes, now, count_ == before ? Nanos(0) : settleTime());
     return count_ != before;
   }
 
@@ -112,8 +125,9 @@ class ConnectionCount {
   void judge(double rate, bool queueing, TimePoint now) {
     switch (step_) {
       case Step::kBase:
-        if (now >= nextTrial_) {
-          base_ = rate;
+        if (const double before = lastRate_;
+            now >= nextTrial_ && !speedsUp(rate)) {
+          base_ = std::max(rate, before); // a moment's dip is no base
           roseOnce_ = false;
           if (queueing) {
             tryFewer(now);
@@ -146,6 +160,14 @@ class ConnectionCount {
         return;
     }
   }
+  // Whether the connections that there are still carry more from one look to
+  // the next, by themselves: what is tried meanwhile would seem to be the
+  // cause.
+  bool speedsUp(double rate) {
+    const bool faster = lastRate_ <= 0 || rate > kGain * lastRate_;
+    lastRate_ = rate;
+    return faster;
+  }
   void tryMore(TimePoint now) {
     if (count_ == config_.most) {
       upIsNoUse(now);
@@ -175,6 +197,7 @@ class ConnectionCount {
   // Found, for now. The next look later, and ever later.
   void rest(TimePoint now) {
     step_ = Step::kBase;
+    lastRate_ = 0;
     nextTrial_ = now + pause_;
     pause_ = std::min<Nanos>(pause_ * 2, kLongestPause);
   }
@@ -182,6 +205,8 @@ class ConnectionCount {
   // More connections must earn this much more; fewer may cost this little.
   static constexpr double kGain = 1.08;
   static constexpr double kLoss = 1.02;
+  // Some connections never find a rate: small buffers limit them.
+  static constexpr int kMostStartUpWindows = 4;
   static constexpr Nanos kFirstPause = std::chrono::seconds(10);
   static constexpr Nanos kLongestPause = std::chrono::seconds(300);
 
@@ -192,6 +217,8 @@ class ConnectionCount {
   Step step_ = Step::kBase;
   double base_ = 0; // the rate to beat, or to keep
   int kept_ = 1; // the count that had it
+  double lastRate_ = 0; // at the look before, if there is to be a trial
+  int startUpWindows_ = 0; // in a row
   bool roseOnce_ = false; // more was better, in this trial
   Nanos pause_ = kFirstPause;
   TimePoint nextTrial_{};

@@ -228,11 +228,11 @@ int found(
   for (const TimePoint end = now + duration; now < end;
        now += milliseconds(10)) {
     acked += 0.01 * std::min(linkBytesPerS, eachBytesPerS * count.count());
-    count.observe(
-        static_cast<uint64_t>(acked),
-        true,
-        eachBytesPerS * count.count() > linkBytesPerS,
-        now);
+    ConnectionCount::View view;
+    view.ackedBytes = static_cast<uint64_t>(acked);
+    view.busy = true;
+    view.queueing = eachBytesPerS * count.count() > linkBytesPerS;
+    count.observe(view, now);
   }
   return count.count();
 }
@@ -268,9 +268,59 @@ TEST(connection_count_learns_nothing_from_an_idle_link) {
   TimePoint now{seconds(100)};
   for (int i = 0; i < 2000; ++i) {
     now += milliseconds(10);
-    CHECK(!count.observe(static_cast<uint64_t>(i), i % 20 != 0, false, now));
+    ConnectionCount::View view;
+    view.ackedBytes = static_cast<uint64_t>(i);
+    view.busy = i % 20 != 0;
+    CHECK(!count.observe(view, now));
   }
   CHECK_EQ(count.count(), 6);
+}
+
+// A lone connection doubles what it carries in every round trip: another one
+// beside it would seem to have done that.
+TEST(connection_count_waits_until_connections_are_up_to_speed) {
+  ConnectionCount count({.windowBytes = 64u << 20});
+  const Nanos roundTrip = milliseconds(80);
+  const double link = 250e6;
+  count.onRoundTrip(roundTrip);
+  TimePoint now{seconds(100)};
+  double acked = 0;
+  double rate = 0.2e6;
+  for (int i = 0; i < 250; ++i) {
+    now += milliseconds(20);
+    rate = std::min(rate * 1.19, link); // doubles in 80 ms
+    acked += 0.02 * rate;
+    ConnectionCount::View view;
+    view.ackedBytes = static_cast<uint64_t>(acked);
+    view.busy = true;
+    count.observe(view, now);
+    CHECK(count.count() <= 2); // one trial, which shows nothing
+  }
+  CHECK_EQ(count.count(), 1);
+}
+
+// While one is looking for the link's rate, it fills the link's queue.
+TEST(connection_count_does_not_judge_by_a_start_up) {
+  for (const bool forEver : {false, true}) {
+    ConnectionCount count({});
+    count.onRoundTrip(milliseconds(40));
+    const int before = count.count();
+    TimePoint now{seconds(100)};
+    double acked = 0;
+    int startUpTrials = 0;
+    for (int i = 0; i < 800; ++i) {
+      now += milliseconds(10);
+      ConnectionCount::View view;
+      view.startingUp = forEver || i < 70;
+      acked += 0.01 * (view.startingUp ? 80e6 : 12e6 * count.count());
+      view.ackedBytes = static_cast<uint64_t>(acked);
+      view.busy = true;
+      startUpTrials += count.observe(view, now) && view.startingUp;
+    }
+    // Some never find it.
+    CHECK_EQ(startUpTrials != 0, forEver);
+    CHECK(forEver || count.count() > before);
+  }
 }
 
 TEST(connection_count_begins_with_what_was_found) {

@@ -57,5 +57,22 @@ TEST(socket_knows_which_congestion_control_it_may_use) {
   CHECK_CONTAINS(availableCongestionControls(), "reno");
 }
 
+TEST(socket_knows_when_bbr_starts_up) {
+  Connection c;
+  CHECK(setCongestionControl(c.first.get(), "reno"));
+  CHECK_EQ(bbrStartUpRate(c.first.get()), 0u);
+  if (mayUseCongestionControl("bbr")) {
+    CHECK(setCongestionControl(c.first.get(), "bbr"));
+    // It is asked when data is acknowledged.
+    CHECK_EQ(::send(c.first.get(), "x", 1, 0), 1);
+    char x = 0;
+    CHECK_EQ(::recv(c.second.get(), &x, 1, 0), 1);
+    while (tcpInfo(c.first.get())->unackedSegments > 0) {
+    }
+    CHECK(bbrStartUpRate(c.first.get()) > 0);
+  }
+  CHECK_EQ(bbrStartUpRate(-1), 0u);
+}
+
 } // namespace
 } // namespace resilient::test

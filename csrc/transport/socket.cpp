@@ -1,6 +1,7 @@
 #include "transport/socket.h"
 
 #include <arpa/inet.h>
+#include <linux/inet_diag.h>
 #include <linux/sockios.h>
 #include <linux/tcp.h>
 #include <net/if.h>
@@ -514,6 +515,24 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.sinceLastReceived = std::chrono::milliseconds(raw.tcpi_last_data_recv);
   info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   return info;
+}
+
+uint64_t bbrStartUpRate(int fd) {
+  char name[16] = {};
+  socklen_t bytes = sizeof(name) - 1;
+  tcp_cc_info control{};
+  socklen_t controlBytes = sizeof(control);
+  tcp_info raw{};
+  socklen_t rawBytes = sizeof(raw);
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) != 0 ||
+      std::strcmp(name, "bbr") != 0 ||
+      ::getsockopt(fd, IPPROTO_TCP, TCP_CC_INFO, &control, &controlBytes) !=
+          0 ||
+      ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &rawBytes) != 0) {
+    return 0;
+  }
+  // In 1/256: 2.89 then, at most 1.25 later.
+  return control.bbr.bbr_pacing_gain > 512 ? raw.tcpi_pacing_rate : 0;
 }
 
 } // namespace resilient

@@ -169,4 +169,8 @@ struct TcpInfo {
 // Nothing if the socket is not a TCP connection (any more).
 std::optional<TcpInfo> tcpInfo(int fd);
 
+// Bytes per second at which BBR sends while it has not found the link's rate;
+// 0 if it has, or the connection has another congestion control.
+uint64_t bbrStartUpRate(int fd);
+
 } // namespace resilient

@@ -143,8 +143,20 @@ size_t TcpPath::batchBytes() const {
 }
 
 void TcpPath::tune() {
-  const size_t wanted = std::clamp(bytesAhead(), kLeastUnsent, kMostUnsent);
-  if (!local_ && (wanted > unsentLimit_ * 5 / 4 || wanted < unsentLimit_ / 2)) {
+  if (local_) {
+    return;
+  }
+  size_t wanted = std::clamp(bytesAhead(), kLeastUnsent, kMostUnsent);
+  // Start-up only ends after rounds in which the kernel never ran dry. Until
+  // then BBR sends nearly three times as fast as the link is, which fills its
+  // queue and loses a tenth of the packets, for as long as the stream lasts.
+  startUpBytes_ = std::min(
+      static_cast<size_t>(
+          static_cast<double>(bbrStartUpRate(socket_.get())) *
+          toSeconds(kStartUpTime)),
+      kMostStartUpUnsent);
+  wanted = std::max(wanted, startUpBytes_);
+  if (wanted > unsentLimit_ * 5 / 4 || wanted < unsentLimit_ / 2) {
     unsentLimit_ = wanted;
     limitUnsent(socket_.get(), static_cast<int>(wanted));
   }
@@ -334,7 +346,10 @@ void TcpPath::onEvents(uint32_t events) {
       readLater(events); // the others first
     }
   }
-  if (!closed_ && socketFull_ && (events & EPOLLOUT) != 0) {
+  // The kernel says that there is room when a third of the buffer is free: in
+  // a start-up that fills it, too late.
+  if (!closed_ && socketFull_ &&
+      ((events & EPOLLOUT) != 0 || startUpBytes_ != 0)) {
     socketFull_ = false;
     flush();
     if (!closed_) {

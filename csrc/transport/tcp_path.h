@@ -84,6 +84,10 @@ class TcpPath final : public Handler {
   }
   // Follows what has been measured; now and then.
   void tune();
+  // The kernel had not found the link's rate yet, at the last tune().
+  bool startingUp() const {
+    return startUpBytes_ != 0;
+  }
   // Rules were added or removed.
   void faultsChanged();
 
@@ -115,6 +119,10 @@ class TcpPath final : public Handler {
   // Bounds of what the kernel holds unsent; the first is that of SocketOptions.
   static constexpr size_t kLeastUnsent = 128u << 10;
   static constexpr size_t kMostUnsent = 2u << 20;
+  // While BBR starts up: for so long at the rate at which it sends, at most
+  // so much.
+  static constexpr Nanos kStartUpTime = std::chrono::milliseconds(20);
+  static constexpr size_t kMostStartUpUnsent = 32u << 20;
   // With a fault that delays, what is "on the wire" waits here instead.
   static constexpr size_t kDelayedBytes = 64u << 20;
   // A link limited by a fault has a queue of this length, like a router's:
@@ -148,6 +156,7 @@ class TcpPath final : public Handler {
   bool closed_ = false;
   bool local_ = false; // the far end is on this host
   size_t unsentLimit_ = kLeastUnsent;
+  size_t startUpBytes_ = 0; // not 0 while BBR starts up
   TimePoint heardAt_;
 
   // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.
