@@ -135,7 +135,7 @@ BlockShape PacketSender::chosenShape(
     return known->second;
   }
   const BlockShape chosen =
-      chooseShape(scheme.code, dataSymbols, loss_.estimate(), limits);
+      chooseShape(scheme.code, dataSymbols, loss_.cautious(), limits);
   shapes_.emplace(key, chosen);
   return chosen;
 }

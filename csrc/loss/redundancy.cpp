@@ -132,6 +132,18 @@ LossEstimate LossMeter::estimate() const {
       .burstPackets = bursts_ > 0 ? std::max(1.0, lost_ / bursts_) : 1.0};
 }
 
+LossEstimate LossMeter::cautious() const {
+  LossEstimate loss = estimate();
+  if (bursts_ > 0) {
+    const double more = 1 + 1 / std::sqrt(std::max(bursts_, 1.0));
+    loss.rate = std::min(loss.rate * more, 1.0);
+    if (loss.burstPackets > 1) {
+      loss.burstPackets *= more;
+    }
+  }
+  return loss;
+}
+
 double chanceUnrecovered(
     const BlockShape& shape,
     const LossEstimate& loss,

@@ -312,6 +312,29 @@ TEST(redundancy_meter_finds_rate_and_bursts) {
   }
 }
 
+// A block is repaired as often as is aimed at, though the losses that a meter
+// has seen are few: less than half of its plans fall short.
+TEST(redundancy_meter_is_cautious_about_what_it_knows_badly) {
+  for (const LossEstimate& truth : {oneByOne(0.01), LossEstimate{0.01, 6}}) {
+    Channel channel(truth, 7);
+    LossMeter meter;
+    int low = 0;
+    int lowCautious = 0;
+    constexpr int kRuns = 20000;
+    for (int i = 0; i < kRuns; ++i) {
+      const uint64_t lost = channel.badRun();
+      meter.onPackets(channel.goodRun(), lost);
+      low += meter.estimate().rate < truth.rate;
+      const LossEstimate cautious = meter.cautious();
+      lowCautious += cautious.rate < truth.rate;
+      CHECK(cautious.burstPackets >= meter.estimate().burstPackets);
+    }
+    CHECK(low > kRuns / 3);
+    CHECK(lowCautious < low / 2);
+  }
+  CHECK_EQ(LossMeter().cautious().rate, 0.0);
+}
+
 TEST(redundancy_meter_does_not_care_how_runs_are_cut) {
   LossMeter whole;
   LossMeter pieces;
