@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from harness import wait_until
 
 from torch_resilient.testing import Host, LabJob, Network, NetworkLab
 
@@ -270,6 +271,22 @@ def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces:
     for rank in (0, 1):  # and nobody has stopped
         row = job.until(lambda row, rank=rank: row["rank"] == rank, "one more round")
         assert row["wrong"] == 0
+
+
+def test_address_that_changes_before_anybody_has_asked_for_it(bed: Bed) -> None:
+    settings = {"job": "exchange", "count": 3, "pause_s": 0.0, "late": True, "timeout_s": 20}
+    environment = {"TORCH_RESILIENT_INTERFACE": "eth0", "TORCH_RESILIENT_LOG_LEVEL": "info"}
+    job = Job(bed.hosts, bed.control, settings, environment)
+    bed.jobs.append(job)
+    for _ in (0, 1):
+        job.row("joined")
+    said = "our addresses have changed"
+    for rank, host in enumerate(("a", "b")):
+        bed.links[0].readdress(host)
+        wait_until(lambda rank=rank: said in job.words(rank), f"rank {rank} says so")
+    job.tell("go on")
+    for result in job.end():
+        assert result.get("wrong") == 0, result
 
 
 def test_lost_connection_comes_back_over_a_long_way(bed: Bed) -> None:

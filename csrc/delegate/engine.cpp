@@ -427,6 +427,9 @@ void Engine::onAddresses() {
             "one");
   }
   eachLink([](PeerLink& link) { link.onOurAddresses(); });
+  for (auto& [id, group] : groups_) {
+    group->onOurAddresses(); // for those that have not sought us yet
+  }
 }
 
 Engine::~Engine() {

@@ -402,6 +402,10 @@ std::string GroupImpl::pathSummary(int rank) const {
       (m.link == nullptr ? "address unknown" : m.link->pathSummary());
 }
 
+void GroupImpl::onOurAddresses() {
+  engine_->resolver().tell(resolverStore_, key("at", rank_), engine_->record());
+}
+
 void GroupImpl::seek(int rank) {
   Member& m = members_[static_cast<size_t>(rank)];
   if (m.seeking || m.link != nullptr) {

@@ -89,6 +89,7 @@ class GroupImpl final : public Group,
 
   // --- from the engine
   void onNotice(const Notice& notice);
+  void onOurAddresses();
   void onMismatch(
       uint64_t sequence,
       const OpSignature& local,

@@ -20,16 +20,20 @@ constexpr Nanos kLongestPause = std::chrono::milliseconds(100);
 
 } // namespace
 
+struct Resolver::Wanted {
+  std::shared_ptr<KeyValue> store;
+  std::string key;
+  std::function<void(const std::string&)> found; // none: to be set
+  std::string value;
+  uint64_t id = 0;
+};
+
 struct Resolver::Shared {
-  struct Wanted {
-    std::shared_ptr<KeyValue> store;
-    std::string key;
-    std::function<void(const std::string&)> found;
-  };
   std::mutex mutex;
   std::condition_variable changed;
   // Guarded by mutex.
   std::vector<Wanted> wanted;
+  uint64_t lastId = 0;
   bool running = false;
   bool stopped = false;
   bool fresh = false; // something new is wanted: look again soon
@@ -42,7 +46,7 @@ Resolver::~Resolver() {
 }
 
 void Resolver::stop() {
-  std::vector<Shared::Wanted> forgotten; // dies outside the lock
+  std::vector<Wanted> forgotten; // dies outside the lock
   std::lock_guard lock(shared_->mutex);
   shared_->stopped = true;
   forgotten.swap(shared_->wanted);
@@ -53,12 +57,28 @@ void Resolver::seek(
     std::shared_ptr<KeyValue> store,
     std::string key,
     std::function<void(const std::string&)> found) {
+  add({std::move(store), std::move(key), std::move(found), {}});
+}
+
+void Resolver::tell(
+    std::shared_ptr<KeyValue> store,
+    std::string key,
+    std::string value) {
+  add({std::move(store), std::move(key), nullptr, std::move(value)});
+}
+
+void Resolver::add(Wanted wanted) {
   std::lock_guard lock(shared_->mutex);
   if (shared_->stopped) {
     return;
   }
-  shared_->wanted.push_back(
-      {std::move(store), std::move(key), std::move(found)});
+  if (!wanted.found) {
+    std::erase_if(shared_->wanted, [&](const Wanted& w) {
+      return w.store == wanted.store && w.key == wanted.key && !w.found;
+    });
+  }
+  wanted.id = ++shared_->lastId;
+  shared_->wanted.push_back(std::move(wanted));
   shared_->fresh = true;
   if (!shared_->running) {
     shared_->running = true;
@@ -72,10 +92,28 @@ void Resolver::seek(
 
 void Resolver::forget(const std::shared_ptr<KeyValue>& store) {
   std::lock_guard lock(shared_->mutex);
-  std::erase_if(shared_->wanted, [&](const Shared::Wanted& w) {
-    return w.store == store;
-  });
+  std::erase_if(
+      shared_->wanted, [&](const Wanted& w) { return w.store == store; });
   shared_->changed.notify_all();
+}
+
+// Whether it has been done; `value` is what was found.
+bool Resolver::tryOnce(const Wanted& wanted, std::string& value) {
+  try {
+    if (wanted.found) {
+      return wanted.store->tryGet(wanted.key, value);
+    }
+    wanted.store->set(wanted.key, wanted.value);
+    return true;
+  } catch (const std::exception& e) {
+    // The store may come back, or the job is ending: the operation's own
+    // time-out decides.
+    logMessage(
+        LogLevel::kDebug,
+        std::string("store: ") + (wanted.found ? "get" : "set") + " of " +
+            wanted.key + ": " + e.what());
+    return false;
+  }
 }
 
 void Resolver::run(const std::shared_ptr<Shared>& shared) {
@@ -86,27 +124,17 @@ void Resolver::run(const std::shared_ptr<Shared>& shared) {
       shared->fresh = false;
       pause = kFirstPause;
     }
-    const std::vector<Shared::Wanted> round = shared->wanted;
+    const std::vector<Wanted> round = shared->wanted;
     lock.unlock();
-    for (const Shared::Wanted& w : round) {
+    for (const Wanted& w : round) {
       std::string value;
-      bool there = false;
-      try {
-        there = w.store->tryGet(w.key, value);
-      } catch (const std::exception& e) {
-        // The store may come back, or the job is ending: the operation's own
-        // time-out decides.
-        logMessage(
-            LogLevel::kDebug,
-            "store: get of " + w.key + ": " + std::string(e.what()));
-      }
-      if (!there) {
+      if (!tryOnce(w, value)) {
         continue;
       }
       std::function<void(const std::string&)> found;
       lock.lock();
       for (auto it = shared->wanted.begin(); it != shared->wanted.end(); ++it) {
-        if (it->store == w.store && it->key == w.key) {
+        if (it->id == w.id) {
           found = std::move(it->found);
           shared->wanted.erase(it);
           break;

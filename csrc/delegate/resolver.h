@@ -11,6 +11,7 @@ namespace resilient {
 // Finds out where other ranks are: asks the store for their addresses, over
 // and over with growing pauses until they appear, in a thread of its own,
 // since a store may block. The thread exists only while somebody is sought.
+// It also tells where this rank is, should that change.
 //
 // Thread: any. Callbacks come from the resolver's thread.
 class Resolver {
@@ -24,13 +25,20 @@ class Resolver {
       std::shared_ptr<KeyValue> store,
       std::string key,
       std::function<void(const std::string& value)> found);
+  // Sets `key` in `store`, as soon as the store lets it; a later value for the
+  // key replaces one that has not been set yet.
+  void
+  tell(std::shared_ptr<KeyValue> store, std::string key, std::string value);
   // Forgets everything, for good; does not wait for the store.
   void stop();
-  // Forgets what is sought in this store.
+  // Forgets what is to be done in this store.
   void forget(const std::shared_ptr<KeyValue>& store);
 
  private:
+  struct Wanted;
   struct Shared;
+  void add(Wanted wanted);
+  static bool tryOnce(const Wanted& wanted, std::string& value);
   static void run(const std::shared_ptr<Shared>& shared);
   std::shared_ptr<Shared> shared_;
 };

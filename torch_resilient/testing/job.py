@@ -109,6 +109,10 @@ class LabJob:
             if "hostname of the client socket" not in line:
                 self._words[rank] = (self._words[rank] + line)[-_WORDS_CHARACTERS:]
 
+    def words(self, rank: int) -> str:
+        """What the rank has written to its standard error, the last of it."""
+        return self._words[rank]
+
     def tell(self, line: str) -> None:
         """A line to the standard input of every rank that still runs."""
         for process in self.processes:
