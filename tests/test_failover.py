@@ -227,6 +227,26 @@ def test_traffic_class_keeps_to_its_interface(bed: Bed) -> None:
     assert sent_on(result, "eth0") < 131072
 
 
+def test_no_connection_is_to_blame_if_all_fall_silent(bed: Bed) -> None:
+    environment = {
+        "TORCH_RESILIENT_INTERFACE": "eth0",
+        "TORCH_RESILIENT_WAN_CONNECTIONS": "4",
+        "TORCH_RESILIENT_LOG_LEVEL": "debug",
+    }
+    job = bed.job("exchange", ENDLESS, 0.001, **environment)
+    job.until(lambda row: row.get("number", -1) >= 20, "round 20")
+    before = [job.words(rank).count("is suspect") for rank in (0, 1)]
+    bed.links[0].down("blackhole")
+    last = 0
+    with contextlib.suppress(RuntimeError):
+        while True:  # longer than a suspicion takes
+            last = job.until(lambda row: "number" in row, "round", timeout_s=0.3)["number"]
+    assert [job.words(rank).count("is suspect") for rank in (0, 1)] == before
+    bed.links[0].up()
+    row = job.until(lambda row: row.get("number", -1) > last + 20, "20 more rounds")
+    assert row["wrong"] == 0
+
+
 def test_what_comes_in_does_not_save_a_way_that_is_dead_outwards(bed: Bed) -> None:
     rounds: list[set[str]] = []
     ours = f"{bed.links[0].address(bed.hosts[0])}:"

@@ -155,19 +155,36 @@ void PeerLink::setSuspect(size_t index, bool suspect) {
 // The path is silent. Others of its route that have not answered lately would
 // be the next: they must show that they live before they get anything.
 void PeerLink::doubt(size_t index, TimePoint now) {
-  if (!anyOtherGood(index)) {
-    return; // nobody could take over
+  const Nanos recent = fromSeconds(engine_.options().suspect_after_s) / 2;
+  std::vector<size_t> unproven;
+  bool others = false;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (i == index || !good(slots_[i])) {
+      continue;
+    }
+    if (!routes_.empty() && routeOf(i) == routeOf(index) &&
+        now - channel_.answeredUpTo(slots_[i].path->id()) >= recent) {
+      unproven.push_back(i);
+    } else {
+      others = true;
+    }
   }
-  if (!channel_.isSuspect(slots_[index].path->id()) && !routes_.empty()) {
-    const Nanos recent = fromSeconds(engine_.options().suspect_after_s) / 2;
-    for (size_t i = routeOf(index); i < slots_.size(); i += routeCount()) {
-      Slot& slot = slots_[i];
-      if (i != index && good(slot) &&
-          now - channel_.answeredUpTo(slot.path->id()) >= recent) {
-        slot.taintedAt = now;
+  // If nobody could take over, it is the network or the peer that is silent.
+  // Then nothing is gained by suspicion, and much is lost: all that is in
+  // flight would go twice, and what came back would have to prove itself.
+  if (!others) {
+    for (const size_t i : unproven) {
+      if (slots_[i].pingAt == kNever) {
         ping(i, now);
-        setSuspect(i, true);
       }
+    }
+    return;
+  }
+  if (!channel_.isSuspect(slots_[index].path->id())) {
+    for (const size_t i : unproven) {
+      slots_[i].taintedAt = now;
+      ping(i, now);
+      setSuspect(i, true);
     }
   }
   if (!channel_.isSuspect(slots_[index].path->id())) {
