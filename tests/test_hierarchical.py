@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +27,7 @@ from collective_oracle import (
     reduced,
     small,
 )
-from harness import error_of, init_group, make_store, on_gloo, run_ranks, world_size
+from harness import error_of, init_group, make_store, on_gloo, run_ranks, wait_until, world_size
 
 import torch_resilient
 from torch_resilient import faults
@@ -219,6 +220,25 @@ def misnamed(rank: int) -> str:
 def test_a_bad_site_is_refused_at_once() -> None:
     for error in run_ranks(misnamed, init=False):
         assert 'site="north pole" (TORCH_RESILIENT_SITE): expected up to 64 letters' in error
+
+
+def with_options_for_sites(rank: int, folder: str) -> str:
+    """What a rank says to its standard error."""
+    os.environ["TORCH_RESILIENT_WAN_RATE_LIMIT"] = "*=1G, bb=900M"
+    os.environ["TORCH_RESILIENT_WAN_DSCP"] = "b=8"
+    path = Path(folder, str(rank))
+    os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    join(rank, "aab")
+    wait_until(lambda: '"bb"' in path.read_text(), "warning")
+    return path.read_text()
+
+
+def test_sites_in_options_where_nobody_is_are_told(tmp_path: Path) -> None:
+    for text in run_ranks(with_options_for_sites, str(tmp_path), world_size=3, init=False):
+        warnings = [line for line in text.splitlines() if " names the site " in line]
+        assert len(warnings) == 1, text
+        assert 'TORCH_RESILIENT_WAN_RATE_LIMIT names the site "bb", where no rank is' in text
+        assert "TORCH_RESILIENT_SITE of the ranks: a, b" in text
 
 
 def absent(rank: int) -> str:

@@ -441,6 +441,16 @@ std::optional<int64_t> SiteNumbers::named(std::string_view site) const {
   return std::nullopt;
 }
 
+std::vector<std::string> SiteNumbers::sites() const {
+  std::vector<std::string> names;
+  for (const auto& [name, value] : numbers_) {
+    if (name != "*") {
+      names.push_back(name);
+    }
+  }
+  return names;
+}
+
 // By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.
 constexpr std::array<std::string_view, 3> kReadByPython = {
     "TORCH_RESILIENT_TIMELINE",

@@ -77,6 +77,8 @@ class SiteNumbers {
       std::span<const std::string_view> words);
 
   std::optional<int64_t> named(std::string_view site) const;
+  // The sites that have numbers of their own.
+  std::vector<std::string> sites() const;
   // Some number is not 0.
   bool any() const {
     return std::ranges::any_of(

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <cstdio>
 #include <fstream>
+#include <set>
 #include <sstream>
 
 #include "base/log.h"
@@ -494,6 +495,38 @@ void Engine::addSecret(const std::string& secret) {
     }
   }
   secrets_.emplace_back(id, secret);
+}
+
+bool Engine::namesSites() const {
+  return !checkedSites_ &&
+      !(rateLimits_.sites().empty() && dscps_.sites().empty() &&
+        datagramSites_.sites().empty());
+}
+
+void Engine::checkSites(const std::vector<std::string>& sites) {
+  if (!namesSites()) {
+    return;
+  }
+  checkedSites_ = true;
+  std::string known;
+  for (const std::string& site : std::set(sites.begin(), sites.end())) {
+    known += (known.empty() ? "" : ", ") + (site.empty() ? "none" : site);
+  }
+  const std::pair<const char*, const SiteNumbers&> named[] = {
+      {"WAN_RATE_LIMIT", rateLimits_},
+      {"WAN_DSCP", dscps_},
+      {"WAN", datagramSites_}};
+  for (const auto& [option, numbers] : named) {
+    for (const std::string& site : numbers.sites()) {
+      if (std::ranges::find(sites, site) == sites.end()) {
+        logMessage(
+            LogLevel::kWarning,
+            std::string("TORCH_RESILIENT_") + option + " names the site \"" +
+                site + "\", where no rank is; TORCH_RESILIENT_SITE of the " +
+                "ranks: " + known);
+      }
+    }
+  }
 }
 
 void Engine::registerGroup(uint64_t id, GroupImpl* group) {

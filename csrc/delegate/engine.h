@@ -127,6 +127,10 @@ class Engine final : public MailboxListener {
   RecoverySchemes recoveryTo(const std::string& site) const {
     return recovery_.of(site);
   }
+  // Options name sites that have not been compared with those of the ranks.
+  bool namesSites() const;
+  // Warns, once, of sites in options where none of these, of all ranks, is.
+  void checkSites(const std::vector<std::string>& sites);
   int dscpOf(const std::string& site) const {
     return static_cast<int>(dscps_.of(site).value_or(0));
   }
@@ -221,6 +225,7 @@ class Engine final : public MailboxListener {
   bool saidNoSharedMemory_ = false;
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;
+  bool checkedSites_ = false;
   RecoveryTable recovery_;
   std::string congestionControl_;
   bool mayChangeCongestionControl_ = false;

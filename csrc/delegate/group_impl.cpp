@@ -89,6 +89,7 @@ GroupImpl::GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine)
       rank_(config.rank),
       engine_(std::move(engine)),
       eagerConnect_(config.eagerConnect || engine_->options().eager_connect),
+      wholeJob_(config.globalRanks.empty()),
       store_(std::move(config.store)),
       members_(static_cast<size_t>(config.size)) {
   for (size_t r = 0; r < members_.size(); ++r) {
@@ -172,6 +173,13 @@ void GroupImpl::join() {
   store_->set(key("at", rank_), engine_->record());
   if (size() == 1 || store_->add(key("joined", 0), 1) == size()) {
     publishTopology();
+  }
+  if (wholeJob_ && engine_->namesSites()) {
+    engine_->loop().post([weak] {
+      if (auto self = weak.lock()) {
+        self->learn();
+      }
+    });
   }
   if (eagerConnect_) {
     engine_->loop().post([weak] {
@@ -498,6 +506,9 @@ void GroupImpl::learned(const std::string& text) {
   if (!status.ok()) {
     failWhole(status);
     return;
+  }
+  if (wholeJob_) {
+    engine_->checkSites(sites);
   }
   if (!topology_) {
     topology_ = std::make_shared<Topology>(

@@ -142,6 +142,7 @@ class GroupImpl final : public Group,
   const int rank_;
   const std::shared_ptr<Engine> engine_;
   const bool eagerConnect_;
+  const bool wholeJob_; // the default group
   std::shared_ptr<KeyValue> store_; // for joinGroup's thread
   std::shared_ptr<KeyValue> resolverStore_; // for the resolver's
   uint64_t id_ = 0;
