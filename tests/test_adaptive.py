@@ -141,6 +141,11 @@ def test_transfers_are_what_messages_take_beyond_a_round_trip() -> None:
     assert transfers.typical_s == pytest.approx(0.3)
     transfers.update({"deliveries": 4, "deliveries_s": [0.5, 0.5, 0.3, 0.4]}, 0.1)
     assert transfers.typical_s == pytest.approx(0.3)
+    # A link that heals: its last messages were slow, its round trips no longer are.
+    healed = {"deliveries": 20, "deliveries_s": [0.5] * 16}
+    transfers.forget(healed)
+    transfers.update(healed, 0.01)
+    assert transfers.typical_s == 0
     # More messages than a snapshot holds; and none is faster than its link.
     transfers.update({"deliveries": 90, "deliveries_s": [0.09] * 32}, 0.1)
     assert transfers.typical_s == 0

@@ -302,16 +302,18 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
                 if 0 <= neighbour < self.stage.num_stages:
                     rank = ranks[neighbour]
                     round_trips, transfers = self._monitors[rank]
-                    self._watch(neighbour, round_trips, round_trips.update(peers[rank]))
+                    if self._watch(neighbour, round_trips, round_trips.update(peers[rank])):
+                        transfers.forget(peers[rank])
                     transfers.update(peers[rank], round_trips.typical_s)
                     result[f"round_trip_{place}_s"] = round_trips.typical_s
                     result[f"round_trip_{place}_least_s"] = round_trips.least_s
                     result[f"transfer_{place}_s"] = transfers.typical_s
         return result
 
-    def _watch(self, neighbour: int, monitor: RoundTrips, round_trips_s: list[float]) -> None:
+    def _watch(self, neighbour: int, monitor: RoundTrips, round_trips_s: list[float]) -> bool:
         """Looks for a change in the delay to a neighbour, taken for half of the round trip: which
-        direction has changed, a round trip does not tell."""
+        direction has changed, a round trip does not tell. Whether there was one."""
+        before = self._changes
         now_s = time.monotonic()
         for i, each in enumerate(round_trips_s):
             change = self._detector.on_sample(
@@ -324,3 +326,4 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
                 _events.record(f"link_{change.kind}", text, **asdict(change))
                 if self.recording is not None:
                     self.recording.event(self._steps, text)
+        return self._changes > before

@@ -77,6 +77,12 @@ class Transfers:
         if new > 0 and not math.isnan(round_trip_s):
             self._excess_s += [each - round_trip_s for each in peer["deliveries_s"][-new:]]
 
+    def forget(self, peer: dict[str, Any]) -> None:
+        """The link has changed: what there was until this entry of stats()["peers"] tells nothing
+        beside the round trips of now."""
+        self._seen = peer["deliveries"]
+        self._excess_s.clear()
+
     @property
     def typical_s(self) -> float:
         """The median over the last messages; 0 before the first."""
