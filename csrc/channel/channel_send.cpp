@@ -540,13 +540,13 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   } else {
     h.offset = uint64_t(chunk) * h.chunkBytes;
     h.payloadBytes = m->chunkPayload(chunk);
-    // The owner waits for its buffer, or we for the window, or neither the
-    // round trip nor so large a message has been measured lately: ask for an
-    // acknowledgement at once.
-    const bool owned = m->op != nullptr && !m->copiedWhenWritten();
+    // Ask for an acknowledgement at once if the owner waits for its buffer, or
+    // we for the window; to measure what a large message takes; and if the
+    // round trip has not been measured lately.
+    const bool awaited = m->op != nullptr && !m->copiedWhenWritten();
     const bool large = m->pointToPoint && h.totalBytes > kCopyWrittenBytes;
     if ((opening && p.inFlightBytes + h.payloadBytes >= p.window) ||
-        (m->allHandedOut() && (owned || large)) ||
+        (m->allHandedOut() && (awaited || large)) ||
         now - p.ackAskedAt >= kMeasureEvery) {
       h.flags |= kFlagAckNow;
       p.ackAskedAt = now;
