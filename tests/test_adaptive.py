@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import subprocess
+import sys
 import threading
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +32,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from torch_resilient import faults, stats
+from torch_resilient.control import orchestrator as orchestrating
 from torch_resilient.control.link_monitor import RoundTrips, Transfers
-from torch_resilient.control.orchestrator import Orchestrator
-from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, initial_plan
+from torch_resilient.control.orchestrator import PLANNER_PATIENCE_S, Orchestrator
+from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, PlanId, initial_plan
 from torch_resilient.control.report import StageReport, costs_of, links_measured
 from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, offload
 from torch_resilient.pipelining.dispatch import predicted_s
@@ -256,7 +261,7 @@ def test_the_planner_is_told_whether_links_are_measured() -> None:
     ranks = make_orchestrators(MemoryStore())
     ranks[0].consume(blind, 0)
     settle(ranks)
-    assert "no link measured" in ranks[0]._plans[1].reason
+    assert "no link measured" in ranks[0]._plans[PlanId(1, 0)].reason
     for each in ranks:
         each.close()
 
@@ -282,21 +287,30 @@ class MemoryStore:
 def settle(orchestrators: list[Orchestrator]) -> None:
     """Until the threads have done what they were given."""
     for each in orchestrators:
-        if each._job is not None:
-            each._job.result(20)
+        for worker in (each._planning, each._fetching):
+            if worker.job is not None:
+                worker.job.result(20)
 
 
-def make_orchestrators(store: MemoryStore) -> list[Orchestrator]:
+def make_orchestrators(
+    store: MemoryStore, clock: Callable[[], float] = time.monotonic
+) -> list[Orchestrator]:
     initial = initial_plan(4, COUNT, NO_LIMITS, False)
     return [
-        Orchestrator(stage, Decider(COUNT, NO_LIMITS, False), initial, store, "plan")
+        Orchestrator(stage, Decider(COUNT, NO_LIMITS, False), initial, store, "plan", clock)
         for stage in range(4)
     ]
 
 
 def one_step(orchestrators: list[Orchestrator], costs: PipelineCosts, step: int) -> list[bool]:
     reports = [
-        replace(report, epoch=float(each.newest), published=float(each.published))
+        replace(
+            report,
+            epoch=float(each.newest.epoch),
+            planner=float(each.newest.planner),
+            published=float(each.published),
+            late_s=each.late_s,
+        )
         for report, each in zip(reports_of(costs), orchestrators, strict=True)
     ]
     return [each.consume(reports, step) for each in orchestrators]
@@ -340,31 +354,108 @@ def test_a_rank_that_cannot_fetch_keeps_all_on_the_old_plan() -> None:
     assert {each.current.epoch for each in ranks} == {1}
 
 
-def test_a_planner_that_is_slow_or_fails_stops_nobody() -> None:
-    store = MemoryStore()
-    ranks = make_orchestrators(store)
+def held_back(orchestrator: Orchestrator) -> tuple[threading.Event, threading.Event]:
+    """Makes its planner wait: (set when it has begun, to be set so that it goes on)."""
     begun, go_on = threading.Event(), threading.Event()
-    decide = ranks[0]._decider.consider
+    decide = orchestrator._decider.consider
 
     def slow(*arguments: Any) -> Any:
         begun.set()
         assert go_on.wait(20)
         return decide(*arguments)
 
-    ranks[0]._decider.consider = slow  # type: ignore[method-assign]
+    orchestrator._decider.consider = slow  # type: ignore[method-assign]
+    return begun, go_on
+
+
+def plan_ids(orchestrators: list[Orchestrator]) -> set[PlanId]:
+    return {each.current.id for each in orchestrators}
+
+
+def test_a_planner_that_is_slow_stops_nobody() -> None:
+    ranks = make_orchestrators(MemoryStore())
+    begun, go_on = held_back(ranks[0])
     for step in range(5):
         assert not any(one_step(ranks, healthy_costs(), step))
         assert begun.wait(20)
-    store.fail = True  # and then it cannot publish
+    assert {each.planner for each in ranks} == {0}  # it has time
     go_on.set()
     settle(ranks)
-    assert ranks[0].published == 0
-    store.fail = False
-    found = []
-    for step in range(5, 10):
-        found += one_step(ranks, healthy_costs(), step)
+    for step in range(5, 8):
+        one_step(ranks, healthy_costs(), step)
         settle(ranks)
-    assert sum(found) == 4
+    assert plan_ids(ranks) == {PlanId(1, 0)}
+
+
+def test_the_next_stage_plans_while_the_planner_is_late() -> None:
+    now_s = 0.0
+    ranks = make_orchestrators(MemoryStore(), lambda: now_s)
+    begun, go_on = held_back(ranks[0])
+    one_step(ranks, healthy_costs(), 0)
+    assert begun.wait(20)
+    now_s = PLANNER_PATIENCE_S + 1
+    switches = []
+    for step in range(1, 5):
+        switches.append(one_step(ranks, healthy_costs(), step))
+        settle(ranks[1:])
+    assert {each.planner for each in ranks} == {1}
+    assert [True] * 4 in switches
+    assert all(each in ([True] * 4, [False] * 4) for each in switches)
+    assert plan_ids(ranks) == {PlanId(1, 1)}
+    # It wakes up, publishes what nobody needs, and plans again.
+    go_on.set()
+    settle(ranks)
+    assert ranks[0].published == 1
+    slow = healthy_costs().with_delay(1, 0.05)
+    for step in range(5, 12):
+        one_step(ranks, slow, step)
+        settle(ranks)
+    assert {each.planner for each in ranks} == {0}
+    assert plan_ids(ranks) == {PlanId(2, 0)}
+
+
+def test_plans_of_two_planners_at_once() -> None:
+    """Those of one epoch are told apart, and all ranks end with the same one."""
+    now_s = 0.0
+    ranks = make_orchestrators(MemoryStore(), lambda: now_s)
+    first, go_on_first = held_back(ranks[0])
+    second, go_on_second = held_back(ranks[1])
+    one_step(ranks, healthy_costs(), 0)
+    assert first.wait(20)
+    now_s = PLANNER_PATIENCE_S + 1
+    one_step(ranks, healthy_costs(), 1)
+    assert second.wait(20)
+    go_on_first.set()
+    settle(ranks[:1])
+    one_step(ranks, healthy_costs(), 2)  # some fetch this one
+    go_on_second.set()
+    settle(ranks)
+    for step in range(3, 6):
+        one_step(ranks, healthy_costs(), step)
+        settle(ranks)
+    assert plan_ids(ranks) == {PlanId(1, 1)}
+
+
+def test_a_planner_that_fails_is_replaced_and_comes_back() -> None:
+    now_s = 0.0
+    store, dead = MemoryStore(), MemoryStore()
+    dead.fail = True
+    ranks = make_orchestrators(store, lambda: now_s)
+    ranks[0]._store = dead  # it cannot publish
+    for step in range(3):
+        one_step(ranks, healthy_costs(), step)
+        settle(ranks)
+    assert {each.planner for each in ranks} == {1}
+    assert plan_ids(ranks) == {PlanId(0, 0)}  # nor fetch: the plan in force stays
+    dead.fail = False
+    dead.values = store.values
+    now_s = 60.0
+    for step in range(3, 8):
+        one_step(ranks, healthy_costs(), step)
+        settle(ranks)
+    assert {each.planner for each in ranks} == {0}
+    assert len(plan_ids(ranks)) == 1
+    assert min(plan_ids(ranks)) >= PlanId(1, 0)
 
 
 def adaptive(rank: int, dispatch: str) -> dict[str, Any]:
@@ -582,6 +673,72 @@ def several_groups(rank: int) -> list[int]:
 def test_plans_find_their_pipeline() -> None:
     for epochs in run_ranks(several_groups, world_size=3):
         assert min(epochs) >= 1
+
+
+def without_its_planner(rank: int) -> list[tuple[int, int]]:
+    """The planner of the first stage hangs; later it is itself again. What planned, and how often
+    all ranks had switched by then."""
+    orchestrating.PLANNER_PATIENCE_S = 0.1
+    stage = PipelineStage(Part(rank), rank, 3, torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, device_microbatches=COUNT)
+    orchestrator = schedule._orchestrator
+    go_on = held_back(orchestrator)[1] if rank == 0 else threading.Event()
+    x = torch.ones(COUNT, WIDTH)
+    found = []
+    for planner in (1, 0):
+        if planner == 0:
+            go_on.set()
+            orchestrator._decider = Eager(orchestrator._decider)  # type: ignore[assignment]
+        before = orchestrator.current.epoch
+        done = torch.zeros(())
+        deadline = time.monotonic() + 30
+        while not done and time.monotonic() < deadline:
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
+            current = orchestrator.current
+            done.fill_(current.epoch > before and current.planner == planner)
+            dist.all_reduce(done, dist.ReduceOp.MIN)
+        found.append((orchestrator.planner, orchestrator.current.planner))
+    return found
+
+
+class Eager:
+    """Always finds another plan."""
+
+    def __init__(self, decider: Decider) -> None:
+        self._decider = decider
+
+    def consider(self, costs: PipelineCosts, current: AdaptivePlan, *_: Any) -> AdaptivePlan:
+        return self._decider._candidate(costs, current.epoch + 1)
+
+
+def test_a_pipeline_whose_planner_hangs_goes_on_adapting() -> None:
+    for found in run_ranks(without_its_planner, world_size=3):
+        assert found == [(1, 1), (0, 0)]
+
+
+def test_torchrun_restarts_a_pipeline_whose_rank_0_is_killed(tmp_path: Path) -> None:
+    """From the checkpoint, with the bits of a run that nothing happened to."""
+    results = []
+    for name, killed_at in (("whole", -1), ("killed", 6)):
+        folder = tmp_path / name
+        folder.mkdir()
+        program = Path(__file__).with_name("restart_program.py")
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        run = subprocess.run(
+            [*torchrun, "--nproc-per-node=2", "--max-restarts=1", program, folder, str(killed_at)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert run.returncode == 0, run.stderr
+        results.append([json.loads((folder / f"result{i}.json").read_text()) for i in range(2)])
+    for whole, killed in zip(*results, strict=True):
+        assert (whole["life"], whole["begin"]) == (0, 0)
+        assert (killed["life"], killed["begin"]) == (1, 4)
+        assert killed["losses"] == whole["losses"]
+        assert killed["parameters"] == whole["parameters"]
 
 
 def refused(rank: int) -> None:

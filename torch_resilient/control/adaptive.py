@@ -280,14 +280,17 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
 
     def _report(self) -> StageReport:
         forward_s, input_backward_s, weight_backward_s = map(self.recorder.typical_s, "FBW")
+        newest = self._orchestrator.newest
         return StageReport(
-            epoch=float(self._orchestrator.newest),
+            epoch=float(newest.epoch),
+            planner=float(newest.planner),
             published=float(self._orchestrator.published),
             changes=float(self._changes),
             forward_s=forward_s,
             input_backward_s=input_backward_s,
             weight_backward_s=weight_backward_s,
             room=self._room,
+            late_s=self._orchestrator.late_s,
             **self._measure_links(),
         )
 

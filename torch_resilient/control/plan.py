@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch_resilient.pipelining.costs import PipelineCosts
 from torch_resilient.pipelining.dispatch import Gates, gates_for, predicted_s
@@ -28,6 +29,13 @@ _SAME_RATIO = 0.03
 _SAME_S = 0.0002
 
 
+class PlanId(NamedTuple):
+    """What tells plans apart; the larger is the newer."""
+
+    epoch: int
+    planner: int
+
+
 @dataclass(frozen=True)
 class AdaptivePlan:
     """What all ranks of a pipeline do from some iteration on.
@@ -38,6 +46,7 @@ class AdaptivePlan:
         orders: for a fixed order, one per stage.
         predicted_s: of an iteration; 0 if the costs were not known.
         reason: why it was made, for people.
+        planner: the stage that made it; where two planned at once, both may have the same epoch.
     """
 
     epoch: int
@@ -45,23 +54,30 @@ class AdaptivePlan:
     orders: tuple[tuple[str, ...], ...]
     predicted_s: float
     reason: str
+    planner: int = 0
+
+    @property
+    def id(self) -> PlanId:
+        return PlanId(self.epoch, self.planner)
 
     def to_json(self) -> str:
         """As text, for the store."""
         gates = [self.gates.warmup, self.gates.activations, self.gates.pending]
-        return json.dumps([self.epoch, gates, self.orders, self.predicted_s, self.reason])
+        numbers = [self.epoch, gates, self.orders, self.predicted_s, self.reason, self.planner]
+        return json.dumps(numbers)
 
     @classmethod
     def from_json(cls, text: str) -> AdaptivePlan:
         """The inverse of to_json(). Raises ValueError for anything else."""
         try:
-            epoch, gates, orders, predicted, reason = json.loads(text)
+            epoch, gates, orders, predicted, reason, planner = json.loads(text)
             return cls(
                 int(epoch),
                 Gates(*(tuple(int(each) for each in row) for row in gates)),
                 tuple(tuple(str(each) for each in row) for row in orders),
                 float(predicted),
                 str(reason),
+                int(planner),
             )
         except (TypeError, ValueError) as error:
             raise ValueError(f"not a plan ({error}): {text[:80]!r}") from None

@@ -16,7 +16,8 @@ class StageReport:
     """One stage's measurements; NaN where nothing has been measured yet.
 
     Attributes:
-        epoch: of the newest plan that this rank has received.
+        epoch, planner: of the newest plan that this rank holds: its number and the stage that made
+            it.
         published: the newest epoch that this rank has published; 0 for none.
         changes: how many changes of its links' delays it has found so far.
         forward_s, input_backward_s, weight_backward_s: of a typical F, B and W.
@@ -27,9 +28,11 @@ class StageReport:
         transfer_next_s, transfer_previous_s: how much longer than that a typical message takes to
             be there whole.
         room: how many microbatches this rank can hold between F and W; infinite if not measured.
+        late_s: how long it has been at making a plan; infinite if that failed.
     """
 
     epoch: float = 0.0
+    planner: float = 0.0
     published: float = 0.0
     changes: float = 0.0
     forward_s: float = UNKNOWN
@@ -42,6 +45,7 @@ class StageReport:
     transfer_next_s: float = 0.0
     transfer_previous_s: float = 0.0
     room: float = math.inf
+    late_s: float = 0.0
 
     def encode(self) -> list[float]:
         """As numbers, for a message."""
