@@ -504,6 +504,7 @@ def different_messages(rank: int, recv_first: bool) -> list[str]:
     peer = 1 - rank
     errors = []
     store = make_store("test")
+    token = torch.zeros(1)
     for i, (sent, wanted) in enumerate(
         [
             (torch.ones(10), torch.empty(11)),
@@ -515,7 +516,7 @@ def different_messages(rank: int, recv_first: bool) -> list[str]:
     ):
         if rank == 0:
             if recv_first:
-                store.wait([f"posted/{i}"])
+                dist.recv(token, peer, tag=1)
             work = dist.isend(sent, peer)
             if recv_first:
                 errors.append(error_of(work.wait))
@@ -529,7 +530,9 @@ def different_messages(rank: int, recv_first: bool) -> list[str]:
             if not recv_first:
                 store.wait([f"sent/{i}"])
             got = dist.irecv(wanted, peer)
-            store.set(f"posted/{i}", "")
+            if recv_first:
+                # By the way of the receive, which a busy machine may not have posted yet.
+                dist.send(token, peer, tag=1)
             errors.append(error_of(got.wait))
             assert torch.equal(wanted, before), "wrong data was written"
         dist.barrier()
