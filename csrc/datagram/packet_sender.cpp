@@ -36,6 +36,10 @@ constexpr double kRepairTarget = 1e-4;
 // Where some of it may be missing: late layers, by the bounds of their stages.
 // Paper: SMART §3.2, lower redundancy for activations of low priority.
 constexpr double kRelaxedTarget = 1e-3;
+// The chance that an object of a gradient loses more than may be missing, from
+// which on all of it is coded. A message of some objects then waits about as
+// often as a 99th percentile leaves out; less would be parity for nothing.
+constexpr double kMissTarget = 5e-3;
 // So much parity is always allowed: a small message costs little.
 constexpr double kLeastMost = 2;
 // What was chosen for a size holds this long; it is not chosen for each object.
@@ -74,6 +78,24 @@ PacketSender::PacketSender(
     std::function<void(uint64_t)> done)
     : schemes_(schemes), rate_(rate), done_(std::move(done)) {}
 
+// Whether losses hardly ever take more than may be missing: then only what must
+// arrive is coded.
+// Paper: SMART §3.2 tolerates them without a limit.
+bool PacketSender::mayMissEnough(const Object& o, TrafficClass cls) {
+  const SymbolHeader& h = o.header;
+  const auto kind = schemes_[static_cast<size_t>(cls)].kind;
+  if (kind != RecoveryKind::kSemantic || rate_.congested()) {
+    return true; // more parity would be none, or make it worse
+  }
+  const auto [at, unknown] =
+      missEnough_.try_emplace(std::pair(h.count, h.mayMiss), true);
+  if (unknown) {
+    at->second =
+        chanceOfMoreLost(h.count, h.mayMiss, loss_.estimate()) <= kMissTarget;
+  }
+  return at->second;
+}
+
 // What the coded symbols of one block get.
 BlockShape
 PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
@@ -95,12 +117,15 @@ PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
   if (cls == TrafficClass::kBulk && o.header.mayMiss == 0) {
     return shape; // nobody waits for it
   }
-  const BlockShape whole = chosenShape(o, coded, shape.data, cls, 0);
+  if (o.header.permuted) {
+    const uint16_t mayMiss = coded == o.header.must ? 0 : o.header.mayMiss;
+    return chosenShape(o, coded, shape.data, cls, mayMiss);
+  }
   // A block that is not repaired lacks more symbols than it has parity: worth
   // less of it only where so many may be missing.
-  const uint16_t mayMiss = o.header.permuted ? 0 : o.header.mayMiss;
-  return mayMiss > whole.parity
-      ? chosenShape(o, coded, shape.data, cls, mayMiss)
+  const BlockShape whole = chosenShape(o, coded, shape.data, cls, 0);
+  return o.header.mayMiss > whole.parity
+      ? chosenShape(o, coded, shape.data, cls, o.header.mayMiss)
       : whole;
 }
 
@@ -113,23 +138,23 @@ BlockShape PacketSender::chosenShape(
     uint16_t mayMiss) {
   const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
   const RecoveryScheme& scheme = schemes_[static_cast<size_t>(cls)];
+  const bool important = o.header.permuted && coded == o.header.must;
   RedundancyLimits limits;
   limits.target = mayMiss > 0 ? kRelaxedTarget : kRepairTarget;
   limits.mostRatio = std::max(scheme.mostRatio, kLeastMost / dataSymbols);
-  limits.leastRatio = o.header.permuted ? scheme.importantRatio
-      : isActivation(cls)               ? scheme.activationRatio
-                                        : scheme.leastRatio;
+  limits.leastRatio = important ? scheme.importantRatio
+      : isActivation(cls)       ? scheme.activationRatio
+                                : scheme.leastRatio;
   // What may be missing is as good against a sudden loss.
   limits.leastRatio = std::max(
       scheme.leastRatio,
       limits.leastRatio - static_cast<double>(mayMiss) / o.header.count);
   limits.congested = rate_.congested();
   // They leave among the others: see spreadOrder().
-  const size_t spread = o.header.permuted ? o.header.count / coded : 1;
   limits.interleavedBlocks =
-      static_cast<int>(blocks * std::max<size_t>(spread, 1));
+      static_cast<int>(blocks * (o.header.count / coded));
   const auto key = std::tuple(
-      cls, dataSymbols, limits.interleavedBlocks, o.header.permuted, mayMiss);
+      cls, dataSymbols, limits.interleavedBlocks, important, mayMiss);
   const auto known = shapes_.find(key);
   if (known != shapes_.end()) {
     return known->second;
@@ -220,7 +245,8 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   std::memset(o.pieces.get() + bytes, 0, count * pieceBytes_ - bytes);
   order(o, what);
   // Activations are coded whole, also if some of them may be missing.
-  const size_t coded = h.permuted ? h.must : h.count;
+  const bool part = h.permuted && mayMissEnough(o, what.trafficClass);
+  const size_t coded = part ? h.must : h.count;
   const BlockShape shape = shapeFor(o, coded, what.trafficClass);
   if (shape.parity > 0 && shape.kind != ParityKind::kNone) {
     h.parityKind = static_cast<uint8_t>(shape.kind);
@@ -512,9 +538,10 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   } else {
     s.limitedBySender = waitingBytes_ == 0;
   }
-  if (now - shapesAt_ >= kShapesFor) {
-    shapesAt_ = now;
+  if (now - chosenAt_ >= kShapesFor) {
+    chosenAt_ = now;
     shapes_.clear();
+    missEnough_.clear();
   }
   s.inFlightBytes = inFlightBytes_;
   rate_.onSample(s, now);

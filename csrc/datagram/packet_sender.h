@@ -148,6 +148,7 @@ class PacketSender {
     size_t bytes = 0;
   };
 
+  bool mayMissEnough(const Object& o, TrafficClass cls);
   BlockShape shapeFor(const Object& o, size_t coded, TrafficClass cls);
   BlockShape chosenShape(
       const Object& o,
@@ -203,10 +204,12 @@ class PacketSender {
   TimePoint baseAt_{};
   LossMeter loss_;
   // By class, data symbols of a block, blocks, whether only what is important
-  // is coded, and how many of an activation may be missing.
+  // is coded, and how many may be missing.
   std::map<std::tuple<TrafficClass, int, int, bool, uint16_t>, BlockShape>
       shapes_;
-  TimePoint shapesAt_{};
+  // By symbols and how many of them may be missing.
+  std::map<std::pair<uint16_t, uint16_t>, bool> missEnough_;
+  TimePoint chosenAt_{}; // these
   SenderCounters counters_;
 };
 

@@ -165,6 +165,30 @@ double chanceUnrecovered(
       .back();
 }
 
+double chanceOfMoreLost(int packets, int most, const LossEstimate& loss) {
+  check(loss, 1);
+  if (most < 0 || most >= packets) {
+    throw std::invalid_argument(
+        "losses: expected 0 to less than " + std::to_string(packets) +
+        ", got " + std::to_string(most));
+  }
+  if (loss.rate == 0) {
+    return 0;
+  }
+  const Transitions chance = transitions(loss, 1);
+  // Beyond, the sum of so many losses is near enough to a normal distribution.
+  constexpr int64_t kMostSteps = 1 << 15;
+  if (int64_t{packets} * most <= kMostSteps) {
+    return chancesOfMoreThan(packets - most, most, chance).back();
+  }
+  // Neighbours are alike: the variance is that of fewer, larger losses.
+  const double memory = chance.lostAfterLoss - chance.lostAfterArrival;
+  const double mean = packets * chance.rate;
+  const double variance =
+      mean * (1 - chance.rate) * (1 + memory) / std::max(1 - memory, 1e-9);
+  return std::erfc((most + 0.5 - mean) / std::sqrt(2 * variance)) / 2;
+}
+
 BlockShape chooseShape(
     ParityKind kind,
     int dataPackets,

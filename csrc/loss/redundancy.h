@@ -73,6 +73,11 @@ double chanceUnrecovered(
     const LossEstimate& loss,
     int interleavedBlocks);
 
+// The chance that more than `most` of `packets` that leave one after the other
+// are lost, 0 <= most < packets. Takes tens of microseconds. Throws
+// std::invalid_argument.
+double chanceOfMoreLost(int packets, int most, const LossEstimate& loss);
+
 // The least parity for `dataPackets` with which chanceUnrecovered() is at most
 // the target, or the most that the limits and the code allow. Kind
 // kNone if that is no parity at all. XOR aims at the target for each sequence:

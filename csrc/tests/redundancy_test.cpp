@@ -272,6 +272,43 @@ TEST(redundancy_choices_of_note) {
   CHECK_EQ(parity(kRs, 1, oneByOne(0.01), {.mostRatio = 3}), 1);
 }
 
+// Few packets are counted out; many are taken for a normal distribution, which
+// need not be right beyond a decision between "hardly ever" and "at times".
+TEST(redundancy_chance_of_more_losses_is_that_of_a_simulation) {
+  struct Case {
+    int packets, most;
+    LossEstimate loss;
+    double within;
+  };
+  for (const Case& c : {
+           Case{190, 19, {0.02, 6}, 0.003},
+           Case{190, 5, oneByOne(0.02), 0.005},
+           Case{370, 37, {0.05, 6}, 0.005},
+           Case{3000, 200, {0.05, 6}, 0.02},
+           Case{3000, 170, oneByOne(0.05), 0.01},
+       }) {
+    constexpr int kRounds = 20000;
+    Channel channel(c.loss, 11);
+    int more = 0;
+    for (int round = 0; round < kRounds; ++round) {
+      int lost = 0;
+      for (int i = 0; i < c.packets; ++i) {
+        lost += channel.nextIsLost();
+      }
+      more += lost > c.most;
+    }
+    const double seen = double(more) / kRounds;
+    CHECK(seen > 0.002);
+    const double chance = chanceOfMoreLost(c.packets, c.most, c.loss);
+    CHECK(std::abs(chance - seen) < c.within);
+  }
+  CHECK(chanceOfMoreLost(100, 0, {}) == 0);
+  CHECK_THROWS(
+      std::invalid_argument,
+      "losses: expected",
+      chanceOfMoreLost(100, 100, {}));
+}
+
 TEST(redundancy_refuses_what_makes_no_sense) {
   const auto choose = [](int data, LossEstimate loss, RedundancyLimits limits) {
     return chooseShape(ParityKind::kReedSolomon, data, loss, limits);
