@@ -21,8 +21,14 @@ from torch_resilient.pipelining import (
     gates_for,
     plan_schedule,
 )
-from torch_resilient.pipelining.dispatch import Expectation, Progress, choose, predicted_orders
-from torch_resilient.pipelining.executor import HELD_SHARE
+from torch_resilient.pipelining.dispatch import (
+    Expectation,
+    Patience,
+    Progress,
+    choose,
+    predicted_orders,
+    worth_holding,
+)
 from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.orders import FORWARD, INPUT_BACKWARD, KINDS, Kinds
 from torch_resilient.pipelining.planner import limits_of
@@ -134,7 +140,7 @@ def live(
 ) -> list[Kinds]:
     """What stages do that choose as live dispatch does, one order per stage.
 
-    `expected`: of a plan; a W that is not due by it is held back for a moment. With `weight_share`
+    `expected`: of a plan; what is not due by it is held back for a moment. With `weight_share`
     they know what no stage can: W waits unless this share of it fits before the next message that
     is on its way.
     """
@@ -146,7 +152,9 @@ def live(
     free_ms = [float(START_MS)] * stages
     orders = [bytearray() for _ in range(stages)]
     expectations = [Expectation(order) for order in expected or [""] * stages]
-    held_for, held_until_ms = [-1] * stages, [0.0] * stages
+    patience = [Patience() for _ in range(stages)]
+    held_after, held_until_ms = [-1] * stages, [0.0] * stages
+    awaited: list[str | None] = [None] * stages  # what something is held back for
     events: list[tuple[float, int]] = [(START_MS, 0)]
     while events:
         now_ms, stage = heappop(events)
@@ -164,13 +172,19 @@ def live(
                 input_ms = never
             if min(input_ms, gradient_ms) - now_ms < weight_share * problem.operation_ms:
                 continue  # it looks again when that arrives
-        if chosen == "W" and expectations[stage].next_kind(mine) in ("F", "B"):
-            if held_for[stage] != mine.weights:
-                held_for[stage] = mine.weights
-                held_until_ms[stage] = now_ms + HELD_SHARE * problem.operation_ms
+        expects = expectations[stage].next_kind(mine)
+        here = input_ms <= now_ms, gradient_ms <= now_ms
+        if chosen != expects and worth_holding(mine, stage_gates[stage], expects, *here):
+            done = mine.forwards + mine.backwards + mine.weights
+            if held_after[stage] != done:
+                held_after[stage], awaited[stage] = done, expects
+                held_until_ms[stage] = now_ms + patience[stage].share * problem.operation_ms
                 heappush(events, (held_until_ms[stage], stage))
             if now_ms < held_until_ms[stage]:
                 continue  # it looks again then, or when something arrives
+        if awaited[stage] is not None:
+            patience[stage].on_held(chosen == awaited[stage])
+            awaited[stage] = None
         mine.count(chosen)
         kind = KINDS.index(chosen)
         orders[stage].append(kind)

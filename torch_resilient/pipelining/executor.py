@@ -9,17 +9,20 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from torch_resilient import _native
-from torch_resilient.pipelining.dispatch import Expectation, Progress, StageGates, choose
+from torch_resilient.pipelining.dispatch import (
+    Expectation,
+    Patience,
+    Progress,
+    StageGates,
+    choose,
+    worth_holding,
+)
 from torch_resilient.pipelining.orders import Operation
 from torch_resilient.pipelining.recorder import Recorder
 from torch_resilient.pipelining.torch_actions import StageActions
 
 # For the number of microbatches between F and W, the context in which the next F runs.
 AroundForward = Callable[[int], contextlib.AbstractContextManager[None]]
-
-
-# Of the time of a W, for how long it may be held back.
-HELD_SHARE = 0.05
 
 
 @dataclass
@@ -32,8 +35,8 @@ class Waits:
         while_ready: how often of these another operation could have run: never with live dispatch,
             unless it is defective; with a fixed order whenever a late message holds up what does
             not need it. Without those of `held`.
-        held: how often a W was held back, for a twentieth of its time at most, because by the plan
-            a message was due that something else needs.
+        held: how often an operation was held back because a message was due that the plan has
+            before it; see dispatch.Patience.
         held_s: for how many seconds in all.
     """
 
@@ -113,6 +116,7 @@ class StageRun:
         recorder: measures what is done.
         waits: counts how the thread was blocked.
         around_forward: see AroundForward.
+        patience: for live dispatch, of this stage's iterations so far.
     """
 
     def __init__(
@@ -121,13 +125,15 @@ class StageRun:
         recorder: Recorder,
         waits: Waits,
         around_forward: AroundForward = lambda _: contextlib.nullcontext(),
+        patience: Patience | None = None,
     ) -> None:
         self._actions = actions
         self._recorder = recorder
         self._waits = waits
         self._around_forward = around_forward
         self._progress = Progress(actions.num_microbatches)
-        self._held_for = -1  # the last W that was held back
+        self._patience = patience or Patience()
+        self._held_after = -1  # so many operations something was held back last
         self._inputs = Arrivals(actions.receive_input, actions.num_microbatches)
         self._gradients = Arrivals(actions.receive_gradient, actions.num_microbatches)
         # Posted ahead of time, a message needs no round trip between the ranks before its data.
@@ -139,12 +145,9 @@ class StageRun:
     def run_live(self, gates: StageGates, expected: str = "") -> None:
         """Runs whatever `dispatch.choose` picks, until all is done.
 
-        `expected`: the kinds of the stage's operations if no message is late. A W that is not due
-        by it waits for a moment: begun a little before the message that was to come first, it
-        would delay everything behind that message by nearly a whole W, and plans leave no slack
-        there. What comes too late for that is not waited for. In the exact model with 0.5 % of
-        noise, that saves up to 2 % where the first or the last link is slow, and changes nothing
-        in the mean over the traces of PIPEMORPH's Figure 18.
+        `expected`: the kinds of the stage's operations if no message is late. An operation that is
+        not due by it is held back for a moment if the message of the one that is may come; see
+        Patience.
         """
         expectation = Expectation(expected)
         # Without a backward there is nothing to hold back F for.
@@ -155,8 +158,9 @@ class StageRun:
                 if self._actions.backward
                 else ("F" if forward else None)
             )
-            early = kind == "W" and expectation.next_kind(self._progress) in ("F", "B")
-            if early and self._hold_back(gates):
+            expects = expectation.next_kind(self._progress)
+            early = kind is not None and expects in ("F", "B") and kind != expects
+            if early and self._hold_back(kind, gates, expects):
                 continue
             if kind is not None:
                 self._do(kind)
@@ -178,23 +182,26 @@ class StageRun:
             awaited.append(self._gradients)
         return awaited
 
-    def _hold_back(self, gates: StageGates) -> bool:
-        """Gives the next message a moment to come, once for each W; whether it has."""
-        if self._held_for == self._progress.weights:
+    def _hold_back(self, kind: str | None, gates: StageGates, expects: str | None) -> bool:
+        """Gives the message of the operation that the plan `expects` a moment to come before one of
+        another `kind` runs, once for each; whether it has."""
+        arrived = self._inputs.arrived, self._gradient_arrived
+        if not worth_holding(self._progress, gates, expects, *arrived):
             return False
-        missing = [each.missing for each in self._awaited(gates)]
-        if None in missing:
+        done = self._progress.forwards + self._progress.backwards + self._progress.weights
+        share_s = self._patience.share * self._recorder.typical_s(kind or "")
+        if self._held_after == done or not share_s > 0:  # not known yet
+            return False
+        missing = (self._inputs if expects == "F" else self._gradients).missing
+        if missing is None:
             return True  # it has come since we looked
-        self._held_for = self._progress.weights
-        share_s = HELD_SHARE * self._recorder.typical_s("W")
-        if not missing or not share_s > 0:  # not known yet
-            return False
-        works = [work for work in missing if work is not None]
+        self._held_after = done
         with self._recorder.wait() as waited:
-            ended = _native.load().wait_any(works, share_s)
+            came = _native.load().wait_any([missing], share_s) is not None
+        self._patience.on_held(came)
         self._waits.held += 1
         self._waits.held_s += waited.duration_s
-        return ended is not None
+        return came
 
     def run_fixed(self, order: Sequence[Operation]) -> None:
         """Runs the operations in this order, each when what it needs has come."""

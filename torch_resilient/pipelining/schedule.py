@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import StageGates
+from torch_resilient.pipelining.dispatch import Patience, StageGates
 from torch_resilient.pipelining.executor import StageRun, Waits
 from torch_resilient.pipelining.orders import Operation, Order, OrderError
 from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
@@ -95,6 +95,7 @@ class DispatchedSchedule(StageSchedule):
         self.tolerance = ActivationTolerance.of(smart, stage.stage_index, stage.num_stages)
         self.recorder = Recorder(stage.device)
         self.waits = Waits()
+        self._patience = Patience()
         self.recording: Recording | None = None
         self._timeline_dir = timeline_dir or folder_from_environment()
         self._steps = 0
@@ -124,7 +125,8 @@ class DispatchedSchedule(StageSchedule):
                 self.recording = Recording(folder, self.stage)
         # An evaluation's F, without a graph, tells nothing of the training's.
         self.recorder.begin(self._steps, typical=actions.backward)
-        self._dispatch(StageRun(actions, self.recorder, self.waits, self.around_forward))
+        run = StageRun(actions, self.recorder, self.waits, self.around_forward, self._patience)
+        self._dispatch(run)
         if self.recording is not None and actions.backward:
             recorder = self.recorder
             self.recording.add(
