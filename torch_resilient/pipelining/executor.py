@@ -159,11 +159,9 @@ class StageRun:
                 else ("F" if forward else None)
             )
             expects = expectation.next_kind(self._progress)
-            early = kind is not None and expects in ("F", "B") and kind != expects
-            if early and self._hold_back(kind, gates, expects):
-                continue
             if kind is not None:
-                self._do(kind)
+                if kind == expects or not self._hold_back(kind, gates, expects):
+                    self._do(kind)
                 continue
             awaited = self._awaited(gates)
             # Looked at before what is missing: what comes in between is no reason to block.
@@ -182,14 +180,16 @@ class StageRun:
             awaited.append(self._gradients)
         return awaited
 
-    def _hold_back(self, kind: str | None, gates: StageGates, expects: str | None) -> bool:
+    def _hold_back(self, kind: str, gates: StageGates, expects: str | None) -> bool:
         """Gives the message of the operation that the plan `expects` a moment to come before one of
         another `kind` runs, once for each; whether it has."""
+        if expects not in ("F", "B"):
+            return False
         arrived = self._inputs.arrived, self._gradient_arrived
         if not worth_holding(self._progress, gates, expects, *arrived):
             return False
         done = self._progress.forwards + self._progress.backwards + self._progress.weights
-        share_s = self._patience.share * self._recorder.typical_s(kind or "")
+        share_s = self._patience.share * self._recorder.typical_s(kind)
         if self._held_after == done or not share_s > 0:  # not known yet
             return False
         missing = (self._inputs if expects == "F" else self._gradients).missing
