@@ -12,7 +12,7 @@ FUZZ_SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := "setuptools>=65" wheel ninja numpy pytest pytest-timeout \
-  hypothesis expecttest ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
+  hypothesis expecttest matplotlib ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # What the installed package is made from; Python files are used in place.

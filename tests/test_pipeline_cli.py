@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -111,16 +110,36 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(event["ph"] == "X" for event in events) == 4 * 12 * 3
 
 
-def test_a_png_needs_matplotlib(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("installed", [True, False])
+def test_a_png_needs_matplotlib(
+    installed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     picture = tmp_path / "plan.png"
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, output, errors = run(INPUT, tmp_path, capsys, "--picture", str(picture))
-    if importlib.util.find_spec("matplotlib"):
+    if installed:
         assert status == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
     else:
         assert (status, output) == (2, "")
         assert "--picture" in errors
-        assert "matplotlib, which is not installed; .svg needs nothing" in errors
+        assert "pip install matplotlib); .svg needs nothing" in errors
+
+
+def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
+    """`torch-resilient plan ... | head`."""
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps(INPUT))
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "torch_resilient.cli", "plan", "--json", str(path)]
+    with os.fdopen(writer, "wb") as output:
+        ended = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 def without(name: str) -> dict[str, Any]:

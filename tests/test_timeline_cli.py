@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -784,20 +783,26 @@ def test_which_steps_are_worth_a_picture(tmp_path: Path) -> None:
     assert chosen("many", [many] * 3) == ([1], "around the slowest, step 1")
 
 
+@pytest.mark.parametrize("installed", [True, False])
 def test_a_png_of_a_run_needs_matplotlib(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    installed: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     write_run(tmp_path, three_plans())
     path_of(tmp_path, 3).unlink()
     picture = tmp_path / "run.png"
+    if not installed:
+        monkeypatch.setitem(sys.modules, "matplotlib", None)
     status = cli.main(["timeline", str(tmp_path), "--picture", str(picture)])
     output, errors = capsys.readouterr()
-    if importlib.util.find_spec("matplotlib"):
+    if installed:
         assert status == 0
         assert picture.read_bytes().startswith(b"\x89PNG")
     else:
         assert (status, output) == (2, "")
-        assert "matplotlib, which is not installed; .svg needs nothing" in errors
+        assert "pip install matplotlib); .svg needs nothing" in errors
 
 
 def test_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,7 +35,8 @@ def _png(path: Path, picture: Picture) -> None:
         from matplotlib.patches import Patch  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise ValueError(
-            f"--picture: {path} needs matplotlib, which is not installed; .svg needs nothing"
+            f"--picture: {path} needs matplotlib, which is not installed (pip install matplotlib); "
+            ".svg needs nothing"
         ) from None
     inches = _HEAD_INCHES + _INCHES_PER_PIXEL * picture.row_height * len(picture.rows)
     with rc_context({"hatch.linewidth": 0.5, "font.size": 8}):
