@@ -137,12 +137,13 @@ def live(
     gates: Gates,
     weight_share: float = 0.0,
     expected: Sequence[str] | None = None,
+    patience: Sequence[Patience] | None = None,
 ) -> list[Kinds]:
     """What stages do that choose as live dispatch does, one order per stage.
 
-    `expected`: of a plan; what is not due by it is held back for a moment. With `weight_share`
-    they know what no stage can: W waits unless this share of it fits before the next message that
-    is on its way.
+    `expected`: of a plan; what is not due by it is held back for a moment, with the `patience` of
+    the iterations so far. With `weight_share` they know what no stage can: W waits unless this
+    share of it fits before the next message that is on its way.
     """
     stages, count = problem.stages, problem.count
     progress = [Progress(count) for _ in range(stages)]
@@ -152,7 +153,7 @@ def live(
     free_ms = [float(START_MS)] * stages
     orders = [bytearray() for _ in range(stages)]
     expectations = [Expectation(order) for order in expected or [""] * stages]
-    patience = [Patience() for _ in range(stages)]
+    patience = patience or [Patience() for _ in range(stages)]
     held_after, held_until_ms = [-1] * stages, [0.0] * stages
     awaited: list[str | None] = [None] * stages  # what something is held back for
     events: list[tuple[float, int]] = [(START_MS, 0)]
@@ -364,8 +365,12 @@ def policies(problem: Problem) -> dict[str, list[Kinds]]:
     gates = gates_for(mean, count, limits)
     warmup = adapted_warmup(mean, count)
     pending = tuple(min(each) for each in zip(warmup, limits.pending, strict=True))
+    expected = predicted_orders(mean, count, gates)
+    patience = [Patience() for _ in range(problem.stages)]
+    for _ in range(2):  # it is what the iterations before have left
+        live(problem, gates, expected=expected, patience=patience)
     return {
-        "gates_for": live(problem, gates, expected=predicted_orders(mean, count, gates)),
+        "gates_for": live(problem, gates, expected=expected, patience=patience),
         "open": live(problem, within(limits, warmup)),
         "at F-B": live(problem, within(limits, warmup, warmup)),
         "at F-W": live(problem, within(Limits(limits.activations, pending), warmup, warmup)),
