@@ -182,8 +182,8 @@ const std::deque<OutFrame>& Channel::unwritten(PathId path) const {
 
 bool Channel::hasFrames(PathId path) const {
   const PathState& p = state(path);
-  if (!control_.empty() || grantsUrgent_ || p.ackUrgent || p.pingDue ||
-      p.pongDue) {
+  if (controlFor(path) != control_.end() || grantsUrgent_ || p.ackUrgent ||
+      p.pingDue || p.pongDue) {
     return true;
   }
   if (p.suspect || p.onProbation) {

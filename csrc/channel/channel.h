@@ -283,7 +283,9 @@ class Channel {
   void takeBack(InFlight& f, bool pathIsGone);
   OutMessage* hedge(PathState& p, TimePoint now, uint32_t& chunk);
   bool takeCredit(OutMessage& m, uint64_t bytes);
-  const OutFrame* pullControl(PathState& p, TimePoint now);
+  std::deque<std::unique_ptr<Control>>::const_iterator controlFor(
+      PathId path) const;
+  const OutFrame* pullControl(PathId path, TimePoint now);
   const OutFrame* pullChunk(PathState& p, TimePoint now);
   const OutFrame* pullUnreliable(PathState& p, TimePoint now);
   OutFrame& appendFrame(PathState& p, FrameHeader& header);
@@ -340,6 +342,7 @@ class Channel {
   size_t offers_ = 0; // announced, not granted
   uint64_t unacknowledged_ = 0; // messages not abandoned and not acknowledged
   std::deque<std::unique_ptr<Control>> control_;
+  std::optional<PathId> arrivingOn_; // whose frame is being looked at
   uint64_t lastControl_ = 0; // numbers kControl and kBye
   size_t rejects_ = 0; // kReject frames the peer has not acknowledged
   std::deque<uint64_t> lent_; // messages whose buffer is lent, oldest first

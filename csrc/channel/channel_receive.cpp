@@ -13,8 +13,8 @@ Status
 Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
   lastNow_ = now;
   PathState& p = state(path);
-  // A refusal comes first, the acknowledgement of the refused bytes after it:
-  // else the send would have succeeded when the refusal is read.
+  // A refusal comes first, the acknowledgement of the refused bytes after it,
+  // on the same path: else the send would have succeeded when it is read.
   if (header.type != FrameType::kReject && p.ordered) {
     Status status = onAck(p, header.ack, now);
     if (!status.ok()) {
@@ -29,7 +29,10 @@ Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
     ready();
   }
   if (header.type == FrameType::kData) {
-    return onData(p, header);
+    arrivingOn_ = path;
+    Status status = onData(p, header);
+    arrivingOn_.reset();
+    return status;
   }
   p.control.resize(header.payloadBytes);
   return Status();
@@ -338,6 +341,7 @@ void Channel::flushGrants() {
 void Channel::reject(InMessage& m, StatusCode code, const std::string& reason) {
   if (failure_.ok()) {
     queueControl(FrameType::kReject, m.header, encodeReason(code, reason));
+    control_.back()->via = arrivingOn_;
     ++rejects_;
     ready();
   }

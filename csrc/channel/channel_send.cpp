@@ -482,7 +482,7 @@ const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
   const OutFrame* f = nullptr;
   if (!p.onProbation && !p.suspect) {
     // A path in reserve helps with what is small and may be urgent.
-    f = pullControl(p, now);
+    f = pullControl(path, now);
     if (f == nullptr && chunks && p.classes != 0) {
       f = pullChunk(p, now);
     }
@@ -497,15 +497,30 @@ const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
   return f;
 }
 
-const OutFrame* Channel::pullControl(PathState& p, TimePoint now) {
+// The first that may leave by this path.
+std::deque<std::unique_ptr<Channel::Control>>::const_iterator
+Channel::controlFor(PathId path) const {
+  return std::find_if(control_.begin(), control_.end(), [&](const auto& c) {
+    if (!c->via || *c->via == path) {
+      return true;
+    }
+    const auto via = paths_.find(*c->via);
+    return via == paths_.end() || via->second.suspect ||
+        via->second.onProbation;
+  });
+}
+
+const OutFrame* Channel::pullControl(PathId path, TimePoint now) {
   if (grantsUrgent_) {
     flushGrants();
   }
-  if (control_.empty()) {
+  const auto at = control_.begin() + (controlFor(path) - control_.begin());
+  if (at == control_.end()) {
     return nullptr;
   }
-  std::unique_ptr<Control> c = std::move(control_.front());
-  control_.pop_front();
+  std::unique_ptr<Control> c = std::move(*at);
+  control_.erase(at);
+  PathState& p = state(path);
   OutFrame& f = appendFrame(p, c->header);
   f.payload = c->payload.data();
   f.payloadBytes = static_cast<uint32_t>(c->payload.size());

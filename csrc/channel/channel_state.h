@@ -130,6 +130,8 @@ struct Channel::OutMessage {
 struct Channel::Control {
   FrameHeader header;
   std::vector<std::byte> payload;
+  // Not behind what this path acknowledges: it leaves there, if it still can.
+  std::optional<PathId> via;
 };
 
 // A frame handed to a path and not acknowledged: a chunk, or a control frame.

@@ -597,6 +597,35 @@ TEST(channel_repeats_the_control_frames_of_a_suspect_path) {
   pair.checkEmpty();
 }
 
+// Over another path, the refusal might come behind the acknowledgement of what
+// was refused, and the send would have succeeded.
+TEST(channel_refuses_on_the_path_of_what_it_refuses) {
+  for (const bool lost : {false, true}) {
+    ChannelPair pair;
+    pair.a.staging.limit = 0; // it ends with its acknowledgement
+    pair.up(1);
+    pair.up(2);
+    TestSend send(text(90));
+    TestRecv recv(&pair.b.channel, 80);
+    pair.b.mailbox.post(&recv);
+    pair.a.channel.send(&send, pair.now);
+    CHECK(pair.move(pair.a, 2).has_value());
+    CHECK(!pair.b.channel.hasFrames(1));
+    CHECK(!pair.take(pair.b, 1));
+    if (lost) {
+      pair.down(2);
+      pair.settle({1});
+    } else {
+      CHECK(pair.move(pair.b, 2)->type == FrameType::kReject);
+      pair.settle({1, 2});
+    }
+    CHECK_EQ(send.ends, 1);
+    CHECK(send.status.code() == StatusCode::kMismatch);
+    CHECK(recv.status.code() == StatusCode::kMismatch);
+    pair.checkEmpty();
+  }
+}
+
 TEST(channel_path_carries_its_classes_only) {
   ChannelPair pair;
   pair.up(1);
