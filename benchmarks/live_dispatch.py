@@ -155,7 +155,7 @@ def live(
     expectations = [Expectation(order) for order in expected or [""] * stages]
     patience = patience or [Patience() for _ in range(stages)]
     held_after, held_until_ms = [-1] * stages, [0.0] * stages
-    awaited: list[str | None] = [None] * stages  # what something is held back for
+    awaited: list[tuple[str, int] | None] = [None] * stages  # what something is held back for
     events: list[tuple[float, int]] = [(START_MS, 0)]
     while events:
         now_ms, stage = heappop(events)
@@ -178,13 +178,15 @@ def live(
         if chosen != expects and worth_holding(mine, stage_gates[stage], expects, *here):
             done = mine.forwards + mine.backwards + mine.weights
             if held_after[stage] != done:
-                held_after[stage], awaited[stage] = done, expects
-                held_until_ms[stage] = now_ms + patience[stage].share * problem.operation_ms
+                held_after[stage] = done
+                message = awaited[stage] = expects, mine.next_of(expects)
+                share = patience[stage].share(*message)
+                held_until_ms[stage] = now_ms + share * problem.operation_ms
                 heappush(events, (held_until_ms[stage], stage))
             if now_ms < held_until_ms[stage]:
                 continue  # it looks again then, or when something arrives
-        if awaited[stage] is not None:
-            patience[stage].on_held(chosen == awaited[stage])
+        if (message := awaited[stage]) is not None:
+            patience[stage].on_held(*message, came=chosen == message[0])
             awaited[stage] = None
         mine.count(chosen)
         kind = KINDS.index(chosen)

@@ -55,7 +55,7 @@ def simulate(
     expectations = [Expectation(order) for order in expected]
     patience = [Patience() for _ in range(stages)]
     held: dict[tuple[int, int], float] = {}  # (stage, operations done): until when
-    awaited: list[str | None] = [None] * stages  # what something is held back for
+    awaited: list[tuple[str, int] | None] = [None] * stages  # what something is held back for
 
     def deliver(to: list[float], now_s: float, delay_s: float, stage: int) -> None:
         factor = rng.uniform(*factors) if rng else 1.0
@@ -82,13 +82,13 @@ def simulate(
         if kind != expects and worth_holding(mine, gates[stage], expects, has_input, has_gradient):
             each = (stage, mine.forwards + mine.backwards + mine.weights)
             if each not in held:
-                held[each] = now_s + patience[stage].share * times[kind][stage]
-                awaited[stage] = expects
+                message = awaited[stage] = expects, mine.next_of(expects)
+                held[each] = now_s + patience[stage].share(*message) * times[kind][stage]
                 heapq.heappush(events, (held[each], stage))
             if now_s < held[each]:
                 continue
-        if awaited[stage] is not None:
-            patience[stage].on_held(kind == awaited[stage])
+        if (message := awaited[stage]) is not None:
+            patience[stage].on_held(*message, came=kind == message[0])
             awaited[stage] = None
         microbatch = mine.count(kind)
         ran[stage].append(f"{kind}{microbatch}")
@@ -294,12 +294,13 @@ def test_what_lacks_only_its_message_is_worth_a_moment() -> None:
 
 def test_patience_follows_its_success() -> None:
     patience = Patience()
-    assert patience.share == Patience.MOST
+    assert patience.share("B", 3) == Patience.MOST
     for _ in range(20):
-        patience.on_held(came=False)
-    assert patience.share == Patience.LEAST
-    patience.on_held(came=True)
-    assert patience.share == 2 * Patience.LEAST
+        patience.on_held("B", 3, came=False)
+    assert patience.share("B", 3) == Patience.LEAST
+    assert patience.share("F", 3) == patience.share("B", 4) == Patience.MOST
+    patience.on_held("B", 3, came=True)
+    assert patience.share("B", 3) == 2 * Patience.LEAST
     for _ in range(20):
-        patience.on_held(came=True)
-    assert patience.share == Patience.MOST
+        patience.on_held("B", 3, came=True)
+    assert patience.share("B", 3) == Patience.MOST

@@ -85,6 +85,10 @@ class Progress:
     def finished(self) -> bool:
         return self.weights == self.num_microbatches
 
+    def next_of(self, kind: str) -> int:
+        """The microbatch of the next operation of this kind."""
+        return {"F": self.forwards, "B": self.backwards, "W": self.weights}[kind]
+
     def count(self, kind: str) -> int:
         """Counts the next operation of this kind; returns its microbatch."""
         if kind == "F":
@@ -135,10 +139,9 @@ class Expectation:
 
     def next_kind(self, progress: Progress) -> str | None:
         """Its kind; None if nothing is expected any more. Ask with growing progress only."""
-        done = {"F": progress.forwards, "B": progress.backwards, "W": progress.weights}
         while self._next < len(self._order):
             kind, number = self._order[self._next]
-            if number >= done[kind]:
+            if number >= progress.next_of(kind):
                 return kind
             self._next += 1
         return None
@@ -168,23 +171,28 @@ class Patience:
 
     Begun a little before that message, the operation would delay all that hangs on the message by
     nearly its own length, and plans leave no slack for that where a link is slow. What comes much
-    later than planned is not worth waiting for: after a wait in vain the next one is half as long.
-    In the exact model with some percent of noise, that saves up to 2 % of an iteration where a link
-    is slow, and changes next to nothing over the traces of PIPEMORPH's Figure 18.
-
-    Attributes:
-        share: of the operation's own time.
+    later than planned is not worth waiting for: after a wait in vain the next one for that message
+    of an iteration is half as long, after another one twice. In the exact model with some percent
+    of noise, that saves up to 2 % of an iteration where a link is slow, and changes next to nothing
+    over the traces of PIPEMORPH's Figure 18.
     """
 
     MOST = 0.4
     LEAST = 0.02
 
     def __init__(self) -> None:
-        self.share = self.MOST
+        self._shares: dict[tuple[str, int], float] = {}
 
-    def on_held(self, came: bool) -> None:
-        """An operation was held back; whether the message came meanwhile."""
-        self.share = min(2 * self.share, self.MOST) if came else max(self.share / 2, self.LEAST)
+    def share(self, awaited: str, microbatch: int) -> float:
+        """For which part of its own time an operation may be held back for what this F or B
+        needs."""
+        return self._shares.get((awaited, microbatch), self.MOST)
+
+    def on_held(self, awaited: str, microbatch: int, came: bool) -> None:
+        """An operation was held back for that; whether it came meanwhile."""
+        share = self.share(awaited, microbatch)
+        share = min(2 * share, self.MOST) if came else max(share / 2, self.LEAST)
+        self._shares[awaited, microbatch] = share
 
 
 def gates_for(

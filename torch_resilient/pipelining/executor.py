@@ -189,7 +189,8 @@ class StageRun:
         if not worth_holding(self._progress, gates, expects, *arrived):
             return False
         done = self._progress.forwards + self._progress.backwards + self._progress.weights
-        share_s = self._patience.share * self._recorder.typical_s(kind)
+        awaited = expects, self._progress.next_of(expects)
+        share_s = self._patience.share(*awaited) * self._recorder.typical_s(kind)
         if self._held_after == done or not share_s > 0:  # not known yet
             return False
         missing = (self._inputs if expects == "F" else self._gradients).missing
@@ -198,7 +199,7 @@ class StageRun:
         self._held_after = done
         with self._recorder.wait() as waited:
             came = _native.load().wait_any([missing], share_s) is not None
-        self._patience.on_held(came)
+        self._patience.on_held(*awaited, came)
         self._waits.held += 1
         self._waits.held_s += waited.duration_s
         return came
