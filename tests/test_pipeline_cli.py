@@ -142,6 +142,17 @@ def test_a_reader_that_has_seen_enough_is_no_error(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stderr) == (1, b"")
 
 
+def test_another_broken_pipe_is_not_hidden(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError("a connection")
+
+    monkeypatch.setattr("torch_resilient.cli.plan.run", broken)
+    with pytest.raises(BrokenPipeError, match="a connection"):
+        run(INPUT, tmp_path, capsys)
+
+
 def without(name: str) -> dict[str, Any]:
     return {key: value for key, value in INPUT.items() if key != name}
 

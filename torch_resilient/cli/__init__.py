@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -46,8 +47,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = options.run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough, such as `| head`
-        # Or the interpreter would complain when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise  # another pipe or connection
         return 1
     return status
+
+
+def _nobody_reads() -> bool:
+    """Whether the reader of standard output has gone, such as `| head`; then it leads nowhere from
+    now on, or the interpreter would complain when it flushes at its end."""
+    output = sys.__stdout__
+    if output is None:
+        return False
+    poll = select.poll()
+    poll.register(output, 0)
+    gone = any(events & select.POLLERR for _, events in poll.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+    return gone
