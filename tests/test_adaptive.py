@@ -520,7 +520,7 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
     stage = PipelineStage(PacedPart(), rank, stages, torch.device("cpu"))
     schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, dispatch=dispatch, timeline_dir=folder)
     x = torch.ones(COUNT, WIDTH)
-    epochs, delays = [], []
+    epochs, delays, patiences = [], [], [schedule._patience]
     for step in range(END):
         if rank and step == SLOW_FROM:  # the last link, both ways
             fault = faults.delay(0.02, peer=3 - rank)
@@ -530,6 +530,10 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
         found = schedule.stats()
         epochs.append(found["plan"]["epoch"])
         delays.append(found["costs"]["delay_forward_s"][1] if found["costs"] else None)
+        if schedule._patience is not patiences[-1]:
+            patiences.append(schedule._patience)
+    # What was learned of the messages of a plan is forgotten with it.
+    assert len(patiences) == len({0, *epochs})
     events = [(each["kind"], each["text"]) for each in stats()["events"]]
     return {
         "epochs": epochs,

@@ -96,6 +96,9 @@ def make(name: str, stage: PipelineStage, rank: int) -> Any:
         if name == "live":
             gates = StageGates(2 * (stages - rank) - 1, MICROBATCHES, MICROBATCHES)
         return ScheduleLive(stage, MICROBATCHES, loss_of, gates=gates)
+    if name == "expecting":
+        gates = StageGates(0, MICROBATCHES, MICROBATCHES)
+        return OneByOne(stage, MICROBATCHES, loss_of, gates=gates)
     return SchedulePlanned(stage, MICROBATCHES, loss_of, orders=orders_of(name, stages))
 
 
@@ -246,7 +249,7 @@ def several_steps(rank: int, name: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "live"])
+@pytest.mark.parametrize("name", ["zb_h1", "live", "expecting"])
 def test_evaluation_between_training_steps(name: str) -> None:
     want = run_ranks(several_steps, "torch 1F1B")
     got = run_ranks(several_steps, name)
@@ -274,9 +277,22 @@ def test_uneven_batches_and_a_missing_target_are_refused() -> None:
 class Expecting(ScheduleLive):
     """Expects all F, then all B, then all W."""
 
+    expected = "F" * MICROBATCHES + "B" * MICROBATCHES + "W" * MICROBATCHES
+
     def _dispatch(self, run: StageRun) -> None:
-        n = MICROBATCHES
-        run.run_live(self.gates, "F" * n + "B" * n + "W" * n)
+        run.run_live(self.gates, self.expected)
+
+
+class OneByOne(Expecting):
+    """Expects one microbatch after the other; an evaluation, in which only F run, holds none of
+    them back."""
+
+    expected = "FBW" * MICROBATCHES
+
+    def _dispatch(self, run: StageRun) -> None:
+        held = self.waits.held
+        super()._dispatch(run)
+        assert torch.is_grad_enabled() or self.waits.held == held
 
 
 def slow_loss(output: Tensor, target: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, alike, initial_plan
 from torch_resilient.control.report import StageReport
 from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import predicted_orders
+from torch_resilient.pipelining.dispatch import Patience, predicted_orders
 from torch_resilient.pipelining.executor import StageRun
 from torch_resilient.pipelining.offload import HostOffload
 from torch_resilient.pipelining.planner import limits_of
@@ -267,6 +267,9 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         ]
         switched = self._orchestrator.consume(reports, self._steps)
         plan, costs = self._orchestrator.current, self._orchestrator.costs
+        if switched:
+            # What was learned of the messages of one plan says nothing of those of another.
+            self._patience = Patience()
         if self.dispatch == "live" and costs is not None:
             # By the costs of now, which may change without a plan being worth a switch. Each rank
             # by itself: they need not agree.
