@@ -53,7 +53,13 @@ demo: setup ## the demonstration: training goes on while the network fails
 demo-lossy: setup ## training over a link that loses packets, in three ways (root)
 	$(BIN)/python examples/demo_lossy.py $(ARGS)
 
-test: lint asan tsan planted python-test ## everything that must pass before a commit
+# The tests of the package mostly wait. Meanwhile, with what they leave of the processors, the core
+# is compiled; if that fails, the second line says how.
+test: lint setup ## everything that must pass before a commit
+	nice -n 19 $(MAKE) -k asan-built tsan-built planted-built >build/ahead.log 2>&1 & ahead=$$!; \
+	  $(MAKE) python-test || { status=$$?; kill $$ahead; exit $$status; }; \
+	  wait $$ahead || true
+	$(MAKE) asan tsan planted
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .
@@ -77,17 +83,17 @@ python-test: setup ## tests of the package, ARGS="-k expression"
 slow-test: setup ## the tests that take long or much memory
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
-asan: ## tests of the C++ core under the address and undefined sanitizers
-	$(MAKE) -C csrc -j$(JOBS) VARIANT=asan all
+asan: asan-built ## tests of the C++ core under the address and undefined sanitizers
 	$(MAKE) -C csrc VARIANT=asan JOBS=$(JOBS) test
 
-tsan: ## tests of the C++ core under the thread sanitizer
-	$(MAKE) -C csrc -j$(JOBS) VARIANT=tsan all
+tsan: tsan-built ## tests of the C++ core under the thread sanitizer
 	$(MAKE) -C csrc VARIANT=tsan JOBS=$(JOBS) test
 
-planted: ## mistakes on purpose, each of which the simulation must find
-	$(MAKE) -C csrc -j$(JOBS) VARIANT=planted all
+planted: planted-built ## mistakes on purpose, each of which the simulation must find
 	$(MAKE) -C csrc VARIANT=planted JOBS=$(JOBS) test ARGS=planted
+
+%-built:
+	$(MAKE) -C csrc -j$(JOBS) VARIANT=$* all
 
 nightly: ## CASES=100000 random networks for each simulation
 	$(MAKE) -C csrc -j$(JOBS) all
