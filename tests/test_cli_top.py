@@ -350,6 +350,33 @@ def test_the_table_has_rates_of_the_interval() -> None:
     assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[3])[4:6] == ["-", "-"]
 
 
+def test_datagrams_have_a_table_of_their_own() -> None:
+    def look(time_s: float, **counts: float) -> dict[str, Any]:
+        datagrams = {key: 0 for *_, key in _prometheus._OF_DATAGRAMS}
+        return told(time_s=time_s, slot=-2, datagrams=datagrams | {"burst_packets": 1.0} | counts)
+
+    before = look(100, packets=1000, parity=100, retransmitted=10)
+    now = look(
+        102,
+        packets=3000,
+        parity=200,
+        retransmitted=30,
+        loss_rate=0.0125,
+        burst_packets=2.5,
+        pace_bytes_per_s=120e6,
+        recovered=7,
+        zero_filled=5,
+    )
+    lines = top.frame([before], [now]).splitlines()
+    assert lines[3].endswith("eth0-eth0")
+    assert lines[4] == ""
+    assert re.split(r"\s{2,}", lines[6]) == (
+        ["0", "1", "udp 0", "120.0", "1.25", "2.5", "5.0", "1.0", "7", "5", "0"]
+    )
+    # Shares are of an interval.
+    assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[6])[6:8] == ["-", "-"]
+
+
 def watched(rank: int) -> str:
     """Rank 0 shows the table of both; a connection is cut between its two looks."""
 

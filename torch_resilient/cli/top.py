@@ -32,7 +32,8 @@ examples:
   curl --unix-socket /tmp/job/rank00000.*.sock http://localhost/metrics
 
 A line for each path (connection): rates of the last interval, chunks sent again, connections made
-again and times it was suspect since the job's start; below it what happened while you watched.
+again and times it was suspect since the job's start. For paths of datagrams, what was lost and what
+became of it. Below it what happened while you watched.
 
 exit status: 0; 1 if no process answers; 2 for bad input.
 """
@@ -165,6 +166,14 @@ def _rate(key: str, now: dict[str, Any], before: dict[str, Any] | None, elapsed_
     return f"{max(0.0, now[key] - before[key]) / elapsed_s / 1e6:.1f}"
 
 
+def _share(key: str, now: dict[str, Any], before: dict[str, Any] | None) -> str:
+    """Of the packets sent between two looks at a path of datagrams, in percent."""
+    packets = now["packets"] - before["packets"] if before else 0
+    if before is None or packets <= 0:
+        return "-"
+    return f"{100 * (now[key] - before[key]) / packets:.1f}"
+
+
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What happened in one process between two snapshots, for people."""
     found = []
@@ -235,7 +244,7 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
                         str(path["reconnects"]),
                         str(path["times_suspect"]),
                         f"{path['nic']}-{path['remote_nic']}"
-                        if path["nic"] and path["slot"] >= 0
+                        if path["nic"] and path["slot"] != -1
                         else "local",
                     )
                 )
@@ -246,7 +255,53 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
         f"{len(now)} of {size or '?'} ranks, on {', '.join(hosts)}; {pending} operations pending; "
         f"{time.strftime('%H:%M:%S')}"
     )
-    return f"{head}\n\n{table(rows)}"
+    datagrams = _datagrams(old, now)
+    return "\n\n".join([head, table(rows), *([table(datagrams)] if datagrams else [])])
+
+
+def _datagrams(
+    old: dict[tuple[str, int], dict[str, Any]], now: Sequence[dict[str, Any]]
+) -> list[tuple[str, ...]]:
+    """The rows of a table of the paths of datagrams; empty if there are none. Shares are of the
+    packets sent since the `old` look of the same process."""
+    rows = []
+    for told in now:
+        earlier = old.get((told["host"], told["pid"]))
+        old_paths = _paths(earlier) if earlier else {}
+        for (peer, slot), (_, path) in _paths(told).items():
+            found = path.get("datagrams")
+            if not found:
+                continue
+            was = old_paths.get((peer, slot), ({}, {}))[1].get("datagrams")
+            rows.append(
+                (
+                    "?" if told["rank"] is None else str(told["rank"]),
+                    str(peer),
+                    _path_name(path),
+                    f"{found['pace_bytes_per_s'] / 1e6:.1f}",
+                    f"{100 * found['loss_rate']:.2f}",
+                    f"{found['burst_packets']:.1f}",
+                    _share("parity", found, was),
+                    _share("retransmitted", found, was),
+                    str(found["recovered"]),
+                    str(found["zero_filled"]),
+                    str(found["forged"]),
+                )
+            )
+    head = (
+        "rank",
+        "peer",
+        "path",
+        "pace MB/s",
+        "lost %",
+        "burst",
+        "parity %",
+        "again %",
+        "repaired",
+        "zero-filled",
+        "forged",
+    )
+    return [head, *rows] if rows else []
 
 
 def _cut_to_terminal(text: str) -> str:
