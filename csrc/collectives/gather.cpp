@@ -16,31 +16,14 @@ Task direct(
     const void* input,
     std::vector<void*> outputs,
     std::vector<size_t> bytes) {
-  const size_t n = static_cast<size_t>(comm.size());
-  const size_t me = static_cast<size_t>(comm.rank());
-  auto sends = std::make_unique<Transfer[]>(n);
-  auto recvs = std::make_unique<Transfer[]>(n);
-  ComputeBudget budget;
-  for (size_t i = 1; i < n; ++i) {
-    const size_t from = (me + n - i) % n;
-    comm.startRecv(
-        recvs[from],
-        static_cast<int>(from),
-        slotOf(1, 0),
-        outputs[from],
-        bytes[from]);
-  }
-  for (size_t i = 1; i < n; ++i) {
-    const size_t to = (me + i) % n;
-    comm.startSend(
-        sends[to], static_cast<int>(to), slotOf(1, 0), input, bytes[me]);
-  }
-  Task copying = copySliced(comm, budget, outputs[me], input, bytes[me]);
-  co_await copying;
-  for (size_t r = 0; r < n; ++r) {
-    co_await finish(recvs[r]);
-    co_await finish(sends[r]);
-  }
+  const auto n = static_cast<size_t>(comm.size());
+  const size_t own = bytes[static_cast<size_t>(comm.rank())];
+  return allToAll(
+      comm,
+      std::vector<const void*>(n, input),
+      std::vector<size_t>(n, own),
+      std::move(outputs),
+      std::move(bytes));
 }
 
 // Each part travels round the ring, segment by segment, passed on as it

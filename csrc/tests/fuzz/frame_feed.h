@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <span>
 #include <vector>
 
 #include "channel/channel_state.h"
 #include "tests/channel_pair.h"
+#include "tests/fuzz/fuzz_input.h"
 
 namespace resilient::test {
 
@@ -21,10 +20,12 @@ namespace resilient::test {
 // First byte: even: the rest is the stream of one path, as it is. Odd: the
 // rest is a program of steps, among them frames with right checksums, which
 // chance would not find.
-class FrameFeed {
+class FrameFeed : private FuzzInput {
  public:
   explicit FrameFeed(std::span<const uint8_t> input)
-      : input_(input), config_(makeConfig()), process_(config_) {
+      : FuzzInput("frame feed", input),
+        config_(makeConfig()),
+        process_(config_) {
     process_.staging.limit = 300;
   }
 
@@ -54,34 +55,8 @@ class FrameFeed {
     return c;
   }
 
-  static void require(bool holds, const char* what) {
-    if (!holds) {
-      std::fprintf(stderr, "frame feed: %s\n", what);
-      std::abort();
-    }
-  }
-
-  uint8_t byte() {
-    if (input_.empty()) {
-      return 0;
-    }
-    const uint8_t b = input_.front();
-    input_ = input_.subspan(1);
-    return b;
-  }
-  // Mostly small numbers, sometimes those at which arithmetic goes wrong.
   uint64_t number() {
-    const uint8_t b = byte();
-    if (b < 240) {
-      return b;
-    }
-    if (b < 248) {
-      return (uint64_t(1) << (8 * (b - 240))) * byte();
-    }
-    if (b < 252) {
-      return UINT64_MAX - byte();
-    }
-    return kCollectiveBit | byte();
+    return numberOr([](uint64_t b) { return kCollectiveBit | b; });
   }
 
   Channel& channel() {
@@ -381,7 +356,6 @@ class FrameFeed {
     require(process_.staging.used == 0, "staging memory is lost");
   }
 
-  std::span<const uint8_t> input_;
   const ChannelConfig config_;
   std::vector<std::unique_ptr<TestSend>> sends_;
   std::vector<std::unique_ptr<TestRecv>> receives_;

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <set>
 #include <span>
 #include <vector>
 
 #include "datagram/packet_receiver.h"
 #include "datagram/packet_sender.h"
+#include "tests/fuzz/fuzz_input.h"
 #include "wire/packet.h"
 
 namespace resilient::test {
@@ -22,10 +21,10 @@ namespace resilient::test {
 // First byte: even: the rest is a series of packets, as they are. Odd: a
 // program of steps, among them packets that are nearly right, which chance
 // would not find.
-class PacketFeed {
+class PacketFeed : private FuzzInput {
  public:
   explicit PacketFeed(std::span<const uint8_t> input)
-      : input_(input),
+      : FuzzInput("packet feed", input),
         sender_(
             schemes(),
             RateControl(std::chrono::milliseconds(1), 1e9, 0),
@@ -69,31 +68,8 @@ class PacketFeed {
     return s;
   }
 
-  static void require(bool holds, const char* what) {
-    if (!holds) {
-      std::fprintf(stderr, "packet feed: %s\n", what);
-      std::abort();
-    }
-  }
-
-  uint8_t byte() {
-    if (input_.empty()) {
-      return 0;
-    }
-    const uint8_t b = input_.front();
-    input_ = input_.subspan(1);
-    return b;
-  }
-  // Mostly small numbers, sometimes those at which arithmetic goes wrong.
   uint64_t number() {
-    const uint8_t b = byte();
-    if (b < 240) {
-      return b;
-    }
-    if (b < 248) {
-      return (uint64_t(1) << (8 * (b - 240))) * byte();
-    }
-    return b < 252 ? UINT64_MAX - byte() : UINT16_MAX - byte();
+    return numberOr([](uint64_t b) { return uint64_t(UINT16_MAX) - b; });
   }
 
   // As DatagramPath does with what it has opened.
@@ -351,7 +327,6 @@ class PacketFeed {
         sender_.idle() == (done_.size() == added_), "objects are not counted");
   }
 
-  std::span<const uint8_t> input_;
   TimePoint now_{std::chrono::seconds(1000)};
   std::set<uint64_t> done_;
   uint64_t added_ = 0, sentPackets_ = 0, reports_ = 0;
