@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -30,6 +31,7 @@ from torch_resilient.testing import (
     ScriptError,
     unavailable,
 )
+from torch_resilient.testing import lab as lab_module
 from torch_resilient.testing.script import parse_quantity, parse_script, parse_settings
 
 pytestmark = pytest.mark.lab
@@ -390,6 +392,26 @@ def test_a_nic_that_is_switched_off_loses_its_routes(pair: tuple[Host, Host, Net
         sock.sendto(b"arrives", target.getsockname())
         assert target.recv(100) == b"arrives"
     assert (routing(a), routing(b)) == before
+
+
+def test_a_nic_is_ready_when_the_kernel_has_its_own_route(
+    pair: tuple[Host, Host, Network], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it comes some time after the address, and packets were lost."""
+    (nic,) = pair[0].nics
+    route = f"local {nic.address_v6} dev {nic.device} table local"
+    looks = []
+
+    def sleep(_: float) -> None:
+        looks.append("in vain")
+        nic.host._ip([f"route add {route}"], "-6")
+
+    monkeypatch.setattr(lab_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    nic.configure_routes()
+    assert not looks
+    nic.host._ip([f"route delete {route}"], "-6")
+    nic.configure_routes()
+    assert looks == ["in vain"]
 
 
 def test_outages_of_several_kinds_end_together(pair: tuple[Host, Host, Network]) -> None:

@@ -21,6 +21,7 @@ import re
 import shutil
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -42,6 +43,7 @@ _TABLE = 1000
 # Of super-packets: 32 MB at most, then the sender's kernel drops.
 _DEVICE_QUEUE_PACKETS = 500
 _HAS_V6 = os.path.exists("/proc/sys/net/ipv6")
+_V6_LIMIT_S = 30.0
 _SYSCTLS = {
     "net.ipv4.conf.all.rp_filter": "0",
     "net.ipv4.conf.default.rp_filter": "0",
@@ -105,6 +107,23 @@ class Nic:
         if _HAS_V6:
             v6 = ipaddress.ip_interface(f"{self.address_v6}/64").network
             self.host._ip([f"route replace {v6} dev {self.device} table {self.table}"], "-6")
+            self._wait_for_v6()
+
+    def _wait_for_v6(self) -> None:
+        """The kernel makes the route to its own IPv6 address in the background, some time after the
+        address; until then it drops what arrives. Raises OSError."""
+        begin = f"{int(ipaddress.ip_address(self.address_v6)):032x} 80 "
+
+        def there() -> bool:
+            # Of this thread: /proc/net is that of the process's first one.
+            with open("/proc/thread-self/net/ipv6_route", encoding="ascii") as routes:
+                return any(line.startswith(begin) for line in routes)
+
+        limit_s = time.monotonic() + _V6_LIMIT_S
+        while not self.host.call(there):
+            if time.monotonic() > limit_s:
+                raise OSError(f"the kernel has made no route to {self.address_v6}")
+            time.sleep(0.001)
 
 
 class Host:
