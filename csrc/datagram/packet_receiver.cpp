@@ -237,6 +237,7 @@ Status PacketReceiver::onSymbol(
   }
   numbers_.setRoundTrip(std::chrono::microseconds(h.roundTripMicros));
   const bool end = h.type == PacketType::kEnd;
+  symbols_ += !end;
   if (++unreported_ >= kReportEvery || end) {
     reportSoon(now);
   } else {
@@ -445,6 +446,7 @@ PacketReport PacketReceiver::takeReport(TimePoint now) {
   r.largest = numbers_.largest();
   r.packets = numbers_.packets();
   r.bytes = numbers_.bytes();
+  r.symbols = symbols_;
   r.lost = numbers_.lost();
   r.bursts = numbers_.bursts();
   const auto micros = [](auto d) {

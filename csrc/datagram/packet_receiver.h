@@ -131,6 +131,7 @@ class PacketReceiver {
   TimePoint reportAt_ = kNever;
   TimePoint reportedAt_{};
   uint32_t unreported_ = 0; // packets
+  uint64_t symbols_ = 0; // that have come
   uint32_t echoMicros_ = 0; // of the latest symbol, which came
   TimePoint echoAt_{};
   uint64_t sentUpTo_ = 0; // all these objects have been sent; so it was said

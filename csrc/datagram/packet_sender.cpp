@@ -16,8 +16,6 @@ namespace {
 // Headers of IP and UDP, number and seal: what a packet takes of the link
 // beyond what next() writes.
 constexpr size_t kWireOverheadBytes = 60;
-// More than a description of the end takes, with all headers.
-constexpr uint64_t kSmallPacketBytes = kSymbolHeaderBytes + 128;
 // Packets leave in bursts of this length, so that a system call and a wake-up
 // serve several; and if we are late, at most so much is made up for.
 constexpr Nanos kBurst = std::chrono::microseconds(250);
@@ -265,7 +263,6 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   endsSent_ = 0;
   if (busySince_ == kNever) {
     busySince_ = stuckSince_ = now;
-    stuckAt_ = last_;
     planEnds(now);
   }
   return lastObject_;
@@ -359,12 +356,15 @@ size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
   // Of the last object that has been sent whole, or is being sent: the
   // receiver tells of all.
   auto at = objects_.lower_bound(sending_);
-  const bool whole = at == objects_.end() || at->second.sent == 0;
-  if (whole) {
-    if (at == objects_.begin()) {
-      return 0; // nothing has been sent
-    }
+  bool whole = at == objects_.end() || at->second.sent == 0;
+  if (whole && at != objects_.begin()) {
     --at;
+  } else if (whole && inFlight_.empty()) {
+    return 0; // nothing has been sent
+  } else {
+    // Also if only parity of what is done was sent: it may be lost, and fill
+    // the window.
+    whole = false;
   }
   SymbolHeader h = at->second.header;
   h.type = PacketType::kEnd;
@@ -517,7 +517,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   // The limit is for a peer that counts wrongly: we must not count after it.
   const uint64_t bursts =
       std::min({since(r.bursts, last_.bursts), s.lost, kMostBursts});
-  counters_.lost += s.lost;
+  counters_.lost = r.lost;
   // What a full link drops is no reason for parity. When exactly the others
   // were lost, a report does not say.
   for (uint64_t i = 0; i < bursts && !rate_.queueing(); ++i) {
@@ -545,13 +545,6 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   }
   s.inFlightBytes = inFlightBytes_;
   rate_.onSample(s, now);
-}
-
-// By their bytes: a network may lose what is large, and deliver the rest.
-bool PacketSender::piecesArrived(const PacketReport& r) const {
-  return r.packets > stuckAt_.packets && r.bytes > stuckAt_.bytes &&
-      r.bytes - stuckAt_.bytes >
-      kSmallPacketBytes * (r.packets - stuckAt_.packets);
 }
 
 Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
@@ -598,15 +591,16 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
     inFlightBytes_ = 0;
   }
   const bool progress = r.largest > last_.largest;
+  // A network may lose what is large, and deliver the rest.
+  const bool pieces = r.symbols > last_.symbols;
   last_ = r;
   // After a silence, what is small arrives first.
   const bool silent = now - busySince_ > kPatienceMost;
   busySince_ = objects_.empty() ? kNever : now;
   if (objects_.empty()) {
     stuckSince_ = kNever;
-  } else if (silent || objects_.size() < before || piecesArrived(r)) {
+  } else if (silent || objects_.size() < before || pieces) {
     stuckSince_ = now;
-    stuckAt_ = r;
   }
   // Without progress, what was sent last may be lost, and nobody knows.
   if (progress || objects_.empty() || !again_.empty()) {

@@ -172,7 +172,6 @@ class PacketSender {
   void want(Object& o, uint16_t index, uint64_t largest);
   void finish(std::map<uint64_t, Object>::iterator at);
   void measure(const PacketReport& report, TimePoint now);
-  bool piecesArrived(const PacketReport& report) const;
 
   const RecoverySchemes schemes_;
   RateControl rate_;
@@ -192,7 +191,6 @@ class PacketSender {
   uint64_t lastPacketSent_ = 0;
   TimePoint busySince_ = kNever; // not idle since, or heard of since
   TimePoint stuckSince_ = kNever;
-  PacketReport stuckAt_; // what had arrived by then
   // Descriptions that tell the receiver that all has been sent.
   TimePoint endAt_ = kNever;
   int endsSent_ = 0; // times

@@ -418,6 +418,35 @@ TEST(datagram_sender_notices_that_only_small_packets_pass) {
   CHECK(longest < milliseconds(500));
 }
 
+// Nor do the reports about what comes the other way pass for pieces, large as
+// they are when they ask for much.
+TEST(datagram_reports_do_not_hide_that_no_piece_arrives) {
+  DatagramLink link;
+  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  Prng prng(1);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 40u << 10);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = payload;
+  const auto sendBothWays = [&] {
+    for (int i = 0; i < 100; ++i) {
+      pair.send(0, what);
+      pair.send(1, what);
+    }
+  };
+  sendBothWays();
+  CHECK(pair.runUntilIdle(seconds(60)));
+  pair.link(0).mtu = pair.link(1).mtu = 1000;
+  const TimePoint begun = pair.now();
+  sendBothWays();
+  CHECK(!pair.runUntilIdle(seconds(10)));
+  for (const int side : {0, 1}) {
+    CHECK(pair.sender(side).stuckSince() - begun < milliseconds(100));
+    CHECK(pair.now() - pair.sender(side).waitingSince() < milliseconds(200));
+  }
+}
+
 // A path that rests for long, as during an evaluation, is as fast afterwards:
 // no clock that wraps and no old measurement slows it.
 TEST(datagram_path_is_fast_after_a_rest) {

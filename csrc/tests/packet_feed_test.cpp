@@ -194,6 +194,62 @@ struct Sending {
   TimePoint now{std::chrono::seconds(5)};
 };
 
+// All parity of an object, which was not needed, is lost; meanwhile the link
+// has become slow, and the window smaller than what was in flight.
+TEST(packet_sender_asks_about_a_window_of_parity) {
+  RecoverySchemes schemes;
+  for (RecoveryScheme& s : schemes) {
+    s.kind = RecoveryKind::kUniformFec;
+    s.parity = s.data;
+  }
+  TimePoint now{std::chrono::seconds(5)};
+  PacketSender sender(
+      schemes,
+      RateControl(std::chrono::milliseconds(20), 10e6, 0),
+      [](uint64_t) {});
+  const std::vector<std::byte> header(96), bytes(360'000);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = bytes;
+  uint64_t packets = 0;
+  std::vector<std::byte> out(kSymbolHeaderBytes + kMostPieceBytes);
+  const auto sendFor = [&](Nanos time) {
+    const uint64_t before = packets;
+    for (const TimePoint end = now + time; now < end;
+         now += std::chrono::milliseconds(1)) {
+      while (sender.next(now, packets + 1, out.data()) != 0) {
+        ++packets;
+      }
+    }
+    return packets - before;
+  };
+  sender.setPieceBytes(1376);
+  sender.add(what, now);
+  sender.add(what, now);
+  sendFor(std::chrono::milliseconds(100));
+  const uint64_t pieces = 262; // and as many of parity, but not all in flight
+  CHECK(packets > pieces + 100);
+  CHECK(packets < 2 * pieces);
+  PacketReport r;
+  const auto report = [&] {
+    ++r.number;
+    r.packets = r.largest;
+    r.bytes = r.largest * 1500;
+    r.receivedMicros += 100'000;
+    CHECK(sender.onReport(r, now).ok());
+  };
+  for (int i = 0; i < 20; ++i) { // one packet each, in 100 ms
+    ++r.largest;
+    report();
+    sendFor(std::chrono::milliseconds(100));
+  }
+  r.completeUpTo = 1;
+  r.largest = pieces;
+  report();
+  CHECK(!sender.idle());
+  CHECK(sendFor(std::chrono::seconds(2)) > 0);
+}
+
 TEST(packet_sender_bears_wild_reports) {
   Sending s(100'000);
   CHECK(s.packets > 1);
@@ -203,13 +259,13 @@ TEST(packet_sender_bears_wild_reports) {
   // Counts that nobody could count after, and a rate that no link has.
   r.number = 2;
   r.largest = s.packets;
-  r.packets = r.bytes = r.lost = r.bursts = UINT64_MAX;
+  r.packets = r.bytes = r.symbols = r.lost = r.bursts = UINT64_MAX;
   r.receivedMicros = 3000;
   CHECK(s.sender.onReport(r, s.now).ok());
   CHECK(s.sender.rate().bytesPerS() <= 1e12);
   CHECK(s.sender.rate().windowBytes() < uint64_t(1) << 50);
   r.number = 3;
-  r.packets = r.bytes = r.lost = r.bursts = 0;
+  r.packets = r.bytes = r.symbols = r.lost = r.bursts = 0;
   r.wanted = {{1, {{0, UINT16_MAX}}}, {2, {{0, UINT16_MAX}}}};
   CHECK(s.sender.onReport(r, s.now).ok());
   // Each once, however often it is asked for.

@@ -49,6 +49,7 @@ PacketReport exampleReport() {
   r.largest = 1000;
   r.packets = 990;
   r.bytes = 1'234'567;
+  r.symbols = 980;
   r.lost = 10;
   r.bursts = 4;
   r.receivedMicros = 0x01020304;
@@ -78,6 +79,7 @@ void checkSame(const PacketReport& a, const PacketReport& b) {
   CHECK_EQ(a.largest, b.largest);
   CHECK_EQ(a.packets, b.packets);
   CHECK_EQ(a.bytes, b.bytes);
+  CHECK_EQ(a.symbols, b.symbols);
   CHECK_EQ(a.lost, b.lost);
   CHECK_EQ(a.bursts, b.bursts);
   CHECK_EQ(a.receivedMicros, b.receivedMicros);
@@ -149,7 +151,8 @@ TEST(packet_bytes_are_what_the_document_says) {
       "44332211" // echo
       "00000000"
       "2900000000000000" // complete up to
-      "000000000000000000000000"
+      "d403000000000000" // symbols
+      "00000000"
       "2b00000000000000" // first
       "2c00000000000000" // last
       "2a00000000000000" // object
@@ -230,6 +233,7 @@ PacketReport randomReport(Prng& prng) {
   r.largest = prng.next();
   r.packets = prng.next();
   r.bytes = prng.next();
+  r.symbols = prng.next();
   r.lost = prng.next();
   r.bursts = prng.next();
   r.receivedMicros = static_cast<uint32_t>(prng.next());

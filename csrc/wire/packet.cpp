@@ -46,7 +46,8 @@ enum ReportOffset : size_t {
   kEchoMicrosAt = 64, // u32
   // 68: u32, zero
   kCompleteUpToAt = 72, // u64
-  // 80: 12 bytes, zero
+  kSymbolsAt = 80, // u64
+  // 88: u32, zero
 };
 
 enum ProbeOffset : size_t {
@@ -248,6 +249,7 @@ std::vector<std::byte> encodePacketReport(const PacketReport& r, size_t most) {
   put(o, kHeldMicrosAt, r.heldMicros);
   put(o, kEchoMicrosAt, r.echoMicros);
   put(o, kCompleteUpToAt, r.completeUpTo);
+  put(o, kSymbolsAt, r.symbols);
   return out;
 }
 
@@ -266,6 +268,7 @@ Status decodePacketReport(std::span<const std::byte> packet, PacketReport& r) {
   r.heldMicros = get<uint32_t>(in, kHeldMicrosAt);
   r.echoMicros = get<uint32_t>(in, kEchoMicrosAt);
   r.completeUpTo = get<uint64_t>(in, kCompleteUpToAt);
+  r.symbols = get<uint64_t>(in, kSymbolsAt);
   r.complete.clear();
   r.wanted.clear();
   size_t at = kReportHeaderBytes;

@@ -83,6 +83,7 @@ struct PacketReport {
   uint64_t largest = 0; // packet number received
   uint64_t packets = 0; // received, without duplicates
   uint64_t bytes = 0; // of these
+  uint64_t symbols = 0; // of these packets
   uint64_t lost = 0; // packets
   uint64_t bursts = 0; // of lost packets
   uint32_t receivedMicros = 0; // when the last came, by the receiver's clock

@@ -182,6 +182,7 @@ class PacketFeed : private FuzzInput {
     r.largest = counted(sentPackets_);
     r.packets = counted(sentPackets_ / 2);
     r.bytes = counted(sentPackets_ * 500);
+    r.symbols = counted(sentPackets_ / 3);
     r.lost = counted(sentPackets_ / 4);
     r.bursts = counted(sentPackets_ / 8);
     r.receivedMicros = static_cast<uint32_t>(number());
