@@ -23,9 +23,10 @@ from lossy_training import (
     train,
 )
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_resilient import recovery
+from torch_resilient import ddp, recovery
 from torch_resilient.ddp import SmartState, SmartStatistics, smart_hook, smart_reduce_scatter
 from torch_resilient.gradient_loss import ErrorMemory
 
@@ -181,6 +182,22 @@ def test_one_rank_alone() -> None:
     assert run_ranks(one_rank, world_size=1) == [True]
 
 
+def sparse_gradient(rank: int, smart: bool) -> list[list[float]]:
+    torch.manual_seed(1)
+    table = nn.Embedding(10, 4, sparse=True)
+    model = DistributedDataParallel(nn.Sequential(table, nn.Linear(4, 2)))
+    if smart:
+        model.register_comm_hook(SmartState(options=OPEN, model=model), smart_hook)
+    model(torch.tensor([rank, 5])).sum().backward()
+    assert table.weight.grad is not None
+    return table.weight.grad.to_dense().tolist()  # type: ignore[no-any-return]
+
+
+def test_sparse_gradients_are_reduced_as_ddp_does() -> None:
+    ours = run_ranks(sparse_gradient, True, world_size=2)
+    assert ours == run_ranks(sparse_gradient, False, world_size=2)
+
+
 # ---- buckets overlap, and a failure ends them ---------------------------------------------------
 
 
@@ -301,6 +318,42 @@ def test_a_bucket_that_fails_takes_those_along_that_wait_for_it() -> None:
         assert "the network is gone" in message
 
 
+def second_gather_fails(rank: int) -> list[str]:
+    """It begins when the first bucket, which is late, has been reduced."""
+    parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
+    state = SmartState(model=nn.ParameterList(parameters))
+    real, first = recovery.exchange, torch.futures.Future[None]()
+    begun, gathers = [], []
+
+    def slow_first(*arguments: Any, **named: Any) -> Any:
+        made = real(*arguments, **named)
+        begun.append(made)
+        if len(begun) == 1:
+            made.received.append(first)
+        return made
+
+    gather = ddp._all_gather
+
+    def failing_second(*arguments: Any, **named: Any) -> Any:
+        gathers.append(arguments)
+        if len(gathers) == 2:
+            raise RuntimeError("out of memory")
+        return gather(*arguments, **named)
+
+    recovery.exchange, ddp._all_gather = slow_first, failing_second
+    buckets = [Bucket(torch.ones(1000), [parameter]) for parameter in parameters]
+    futures = [smart_hook(state, bucket) for bucket in buckets]  # type: ignore[arg-type]
+    wait_until(lambda: len(state._gathers) == 2 and state._gathers[1].shard is not None, "waiting")
+    first.set_result(None)
+    return [error_of(future.wait) for future in futures]
+
+
+@lossy_only
+def test_a_bucket_whose_gather_fails_ends_as_well() -> None:
+    for message in run_ranks(second_gather_fails, world_size=1, timeout_s=30)[0]:
+        assert "out of memory" in message
+
+
 def failing_backward(rank: int) -> str:
     model = DistributedDataParallel(net())
     model.register_comm_hook(SmartState(model=model), smart_hook)
@@ -383,3 +436,53 @@ def test_fsdp2_reduces_the_same_without_loss_and_learns_with_it() -> None:
     assert lossy[0][1] > 0
     assert lossy[0][0] == lossy[1][0], "gathered parameters are the same everywhere"
     assert lossy[0][0][-1] != ours[0][0][-1]
+
+
+class Heads(nn.Module):
+    """Two of the same size, of which a step uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(24, 60) for _ in range(2)])
+
+    def forward(self, inputs: torch.Tensor, head: int) -> torch.Tensor:
+        return self.heads[head](inputs)  # type: ignore[no-any-return]
+
+
+def sharded_heads(rank: int) -> list[tuple[float, float]]:
+    """Steps with loss, and an exact one: what was to come and what came, by head."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    LossyNetwork(0.5)
+    model = Heads()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(model, mesh=mesh)
+    state = SmartState(mesh.get_group(), OPEN, model=model)
+    smart_reduce_scatter(state, model)
+    wanted, came = torch.zeros(2), torch.zeros(2)
+    for step in range(5):
+        if step == 4:
+            state.exact_next_step()
+        model.zero_grad()
+        inputs = torch.arange(48.0).view(2, 24)
+        # The gradient of each row of the weight is the sum of the inputs.
+        model(inputs, step % 2).sum().backward()
+        wanted[step % 2] += 60 * inputs.sum()
+        for head in range(2):
+            gradient = model.get_parameter(f"heads.{head}.weight").grad
+            if gradient is not None:
+                came[head] += gradient.full_tensor().sum()  # type: ignore[attr-defined]
+    assert state.statistics().bytes_zero_filled > 0
+    return list(zip(wanted.tolist(), came.tolist(), strict=True))
+
+
+@lossy_only
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch 2.13 can"
+)
+def test_fsdp2_gives_each_parameter_what_was_lost_of_it() -> None:
+    """Though a step does not use all of them."""
+    for heads in run_ranks(sharded_heads, world_size=2):
+        for wanted, came in heads:
+            assert came == pytest.approx(wanted)

@@ -463,7 +463,8 @@ class SmartState:
         flight.incoming = {}
         # Collectives match by their order: that of the buckets, not of arrival.
         while self._gathers and self._gathers[0].shard is not None:
-            self._gather(self._gathers.popleft())
+            self._gather(self._gathers[0])  # stays among those that fail if this does
+            self._gathers.popleft()
 
     def _gather(self, flight: _Flight) -> None:
         """All ranks get the reduced shards, exactly: replicas stay identical."""
@@ -575,7 +576,8 @@ class SmartState:
             self._carried[kind] = self._group is not None and carries(self._group, tensor.device)
             if not self._carried[kind]:
                 self._say_once(f"tensors on {kind} are reduced exactly, by another backend")
-        return self._carried[kind] and tensor.is_floating_point()
+        dense = tensor.layout == torch.strided
+        return self._carried[kind] and dense and tensor.is_floating_point()
 
     @property
     def _own(self) -> dist.ProcessGroup:
@@ -602,7 +604,7 @@ def smart_hook(
     """DDP's communication hook: the mean of the gradients, on every rank the same bits.
 
     For `DistributedDataParallel.register_comm_hook(state, smart_hook)`. Returns at once. On
-    another backend than "resilient", and for complex gradients, it is torch's all-reduce.
+    another backend than "resilient", and for complex or sparse gradients, it is torch's all-reduce.
     """
     buffer = bucket.buffer()
     layout = [(state._name_of(p), p.numel()) for p in bucket.parameters()]
@@ -674,6 +676,10 @@ def smart_reduce_scatter(state: SmartState, model: nn.Module) -> None:
     if not sharded:
         raise ValueError("smart_reduce_scatter: call fully_shard(model) first")
     for name, module in sharded:
+        # Else FSDP leaves out what was not used in this backward, and nobody could tell of which
+        # parameters the rest is. torch before 2.13 always does.
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         module.set_custom_reduce_scatter(SmartReduceScatter(state, name))  # type: ignore[arg-type]
 
 
