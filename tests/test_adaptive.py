@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -871,6 +873,38 @@ def test_offloading_changes_no_bit() -> None:
     kept = run_ranks(offloading, None, world_size=3)
     same_numbers(kept, want)
     assert [rank["bytes"] for rank in kept] == [0, 0, 0]
+
+
+class Watched(Part):
+    """Keeps weak references to outputs that operations save for their backward."""
+
+    def __init__(self, index: int) -> None:
+        super().__init__(index)
+        self.seen: list[weakref.ref[Tensor]] = []
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        saved = torch.tanh(super().forward(x, scale))
+        self.seen.append(weakref.ref(saved))
+        return saved + x
+
+
+def watched(rank: int, measures: bool) -> int:
+    """How many of them are left after some steps; they are too small to be moved."""
+    module = Watched(rank)
+    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss_of, device_microbatches=1)
+    found: list[int] = []
+    mover = schedule._offload
+    schedule.around_forward = lambda _: mover.measuring(found) if measures else mover.offloading()
+    train_with(schedule, module, stage)
+    gc.collect()
+    assert len(module.seen) >= 3 * MICROBATCHES
+    return sum(each() is not None for each in module.seen)
+
+
+@pytest.mark.parametrize("measures", [False, True])
+def test_what_f_saves_is_freed_when_it_is_offloaded_or_measured(measures: bool) -> None:
+    assert run_ranks(watched, measures) == [0, 0]
 
 
 def test_what_f_saves_is_measured() -> None:

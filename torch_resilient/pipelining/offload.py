@@ -96,6 +96,8 @@ class HostOffload:
     def offloading(self) -> Iterator[None]:
         """What is saved for the backward in this context goes to host memory."""
         stay = self._own_storages()
+        # What stays is detached: an output, kept with its graph by that graph, would be kept for
+        # ever where the split backward never runs its operation a last time.
 
         def pack(tensor: Tensor) -> Any:
             movable = (
@@ -104,7 +106,7 @@ class HostOffload:
                 and tensor.nbytes >= _LEAST_BYTES
                 and tensor.untyped_storage().data_ptr() not in stay
             )
-            return self._move(tensor) if movable else tensor
+            return self._move(tensor) if movable else tensor.detach()
 
         with saved_tensors_hooks(pack, self._bring_back):
             yield
@@ -119,7 +121,7 @@ class HostOffload:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in stay:
                 storages[storage.data_ptr()] = storage.nbytes()
-            return tensor
+            return tensor.detach()
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             yield
