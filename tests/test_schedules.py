@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 import time
+import weakref
 from dataclasses import asdict
 from typing import Any
 
@@ -384,6 +386,34 @@ def test_a_stage_wrapped_in_parts_is_refused() -> None:
     run_ranks(wrapped_in_parts)
 
 
+def on_too_few_ranks(rank: int) -> None:
+    stage = PipelineStage(Part(rank), rank, 4, torch.device("cpu"))
+    for name in ("live", "1f1b"):
+        with pytest.raises(ValueError, match=r"4 stages on 2 ranks: Schedule.* runs one stage"):
+            make(name, stage, rank)
+
+
+def test_more_stages_than_ranks_are_refused() -> None:
+    run_ranks(on_too_few_ranks)
+
+
+def dropped(rank: int) -> bool:
+    """Whether a stage that nobody refers to any more is gone at once."""
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    schedule = make("live", stage, rank)
+    x, target = batch_of(0)
+    schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
+    gc.collect()
+    gc.disable()
+    watched = weakref.ref(stage.submod)
+    del stage, schedule
+    return watched() is None
+
+
+def test_a_stage_that_is_dropped_frees_its_module() -> None:
+    assert run_ranks(dropped) == [True, True]
+
+
 @pytest.mark.parametrize(
     ("orders", "text"),
     [
@@ -598,3 +628,140 @@ def test_activation_checkpointing() -> None:
     want = run_ranks(checkpointed, "torch 1F1B")
     same_numbers(run_ranks(checkpointed, "zb_h2"), want)
     same_numbers(run_ranks(checkpointed, "live"), want)
+
+
+class Awkward(Part):
+    """A part whose gradients need more than what torch's split backward looks at: all that the
+    module's parameters get on the way of the gradient to its received inputs."""
+
+    def __init__(self, index: int, how: str) -> None:
+        super().__init__(index)
+        self.how = how
+        if how == "frozen before" and index == 0:
+            self.requires_grad_(False)
+        self.outside = [nn.Parameter(torch.full((WIDTH,), 0.5))] if how == "outside" else []
+        self.called = 0
+        if how == "hook":
+            for parameter in self.parameters():
+                parameter.register_post_accumulate_grad_hook(self.count)
+        if how == "same depths":
+            # Others enter where the shared one does, and come before it.
+            self.one = nn.Parameter(torch.ones(WIDTH))
+            self.two = nn.Parameter(torch.ones(WIDTH))
+            self.shared = nn.Parameter(torch.eye(WIDTH) + 0.1)
+
+    def count(self, _: Tensor) -> None:
+        self.called += 1
+
+    def forward(self, x: Tensor, scale: float = 1.0, prompt: Tensor | None = None) -> Tensor:
+        if self.how == "detached":
+            x = x.detach()
+        if self.outside:
+            x = x * self.outside[0]
+        if prompt is not None:
+            x = x + prompt
+        if self.how == "same depths":
+            x = nn.functional.linear(x, self.shared, self.one)
+            x = nn.functional.linear(torch.tanh(x), self.shared, self.two)
+        return super().forward(x, scale)
+
+
+def awkward(rank: int, name: str, how: str) -> dict[str, Any]:
+    module = Awkward(rank, how)
+    stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    prompt = nn.Parameter(torch.full((ROWS * MICROBATCHES, WIDTH), 0.1))
+    temperature = nn.Parameter(torch.ones(()))
+    if how == "loss":
+        schedule._loss_fn = lambda output, target: loss_of(output * temperature, target)
+    if how == "view":
+        schedule._loss_fn = lambda output, target: loss_of(output, target).reshape(1)[0]
+    x, target = batch_of(0)
+    losses: list[Tensor] = []
+    extra: dict[str, Any] = {"target": target, "losses": losses} if stage.is_last else {}
+    if how == "keyword":
+        extra["prompt"] = prompt
+    for _ in range(2):
+        module.zero_grad()
+        schedule.step(*((x,) if stage.is_first else ()), **extra)
+    return {
+        "losses": numbers(losses),
+        "gradients": {
+            each: None if p.grad is None else numbers([p.grad])
+            for each, p in (
+                *module.named_parameters(),
+                ("temperature", temperature),
+                ("prompt", prompt),
+                *((f"outside{i}", p) for i, p in enumerate(module.outside)),
+            )
+        },
+        "called": module.called,
+    }
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["frozen before", "detached", "outside", "keyword", "loss", "view", "hook", "same depths"],
+)
+def test_gradients_of_all_that_torch_gives_one(how: str) -> None:
+    """Also of what no received input leads to, and of what is no parameter of the stage."""
+    want = run_ranks(awkward, "torch 1F1B", how, world_size=3)
+    assert want[-1]["gradients"]["second.weight"] is not None
+    assert run_ranks(awkward, "live", how, world_size=3) == want
+    assert run_ranks(awkward, "zb_h1", how, world_size=3) == want
+
+
+def received_gradients(rank: int) -> int:
+    """How many gradients of received inputs are kept after a step."""
+    stage = PipelineStage(Part(rank), rank, 3, torch.device("cpu"))
+    schedule = make("live", stage, rank)
+    x, target = batch_of(0)
+    schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank == 2 else {}))
+    received = [info.buffer for infos in stage.args_recv_info.values() for info in infos]
+    return sum(each is not None and each.grad is not None for each in received)
+
+
+def test_gradients_of_received_inputs_are_not_kept() -> None:
+    assert run_ranks(received_gradients, world_size=3) == [0, 0, 0]
+
+
+class Failing(Part):
+    """Fails once, with the third microbatch of a step."""
+
+    armed = False
+    calls = 0
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        if self.armed and self.calls == 3:
+            raise ValueError("an error of the module")
+        return super().forward(x, scale)
+
+
+def goes_on_after_a_failure(rank: int) -> list[str]:
+    """Rank 0 catches what its module raises and goes on with the next batch."""
+    module = Failing(rank)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = make("live", stage, rank)
+    found = []
+    for step in range(3):
+        x, target = batch_of(step)
+        module.armed, module.calls = rank == 0 and step == 1, 0
+        try:
+            schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
+        except (RuntimeError, ValueError) as error:
+            found.append(" ".join(str(error).split()))
+        else:
+            found.append("")
+    return found
+
+
+def test_after_a_failed_step_nothing_runs_with_the_messages_of_another() -> None:
+    first, second = run_ranks(goes_on_after_a_failure)
+    again = "a step of stage 0 failed before (ValueError: an error of the module)"
+    assert first[0] == second[0] == ""
+    assert "failed to run forward" in first[1]
+    assert again in first[2]
+    # The other rank learns of it when that process ends, and never completes a step.
+    assert "rank 0" in second[1]
+    assert "a step of stage 1 failed before" in second[2]

@@ -139,6 +139,50 @@ def test_shared_parameters_break_torchs_weight_backward() -> None:
         stage_backward_weight(module.parameters(), groups)
 
 
+def test_torchs_groups_of_parameters_may_overlap() -> None:
+    """_disjoint: torch's W would count the gradients of what is in two groups twice."""
+
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+            self.shared = nn.Parameter(torch.eye(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.linear(x, self.shared, self.one)
+            return nn.functional.linear(torch.tanh(x), self.shared, self.two)
+
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    module = Shared()
+    x = torch.ones(2, 4, requires_grad=True)
+    _, groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    assert sum(len(group["params"]) for group in groups) > 3
+    assert all(group.keys() == {"params", "intermediates", "grads"} for group in groups)
+
+
+def test_torchs_input_backward_misses_what_no_input_leads_to() -> None:
+    """weights_found_from: torch gives W no group for these parameters."""
+    from torch.distributed.pipelining._backward import stage_backward_input
+
+    module = nn.Linear(4, 4)
+    x = torch.ones(2, 4)  # as from stages that are frozen
+    _, groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    assert groups == []
+
+
+def test_the_graph_names_leaves() -> None:
+    """weights_found_from knows parameters and inputs by these."""
+    x = torch.ones(2, requires_grad=True)
+    ((leaf, _),) = torch.sin(x).grad_fn.next_functions  # type: ignore[union-attr]
+    assert leaf is not None
+    assert leaf.name() == "torch::autograd::AccumulateGrad"
+    assert leaf.variable is x  # type: ignore[attr-defined]
+    assert not x._post_accumulate_grad_hooks
+    x.register_post_accumulate_grad_hook(lambda _: None)
+    assert x._post_accumulate_grad_hooks
+
+
 def test_views_break_torchs_input_backward() -> None:
     """_not_a_view: a stage's output that is a view cannot be detached in place."""
     from torch.distributed.pipelining._backward import stage_backward_input

@@ -120,11 +120,6 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         if dispatch not in DISPATCH:
             raise ValueError(f"dispatch: expected one of {', '.join(DISPATCH)}, got {dispatch!r}")
         self._group = group_of(stage)
-        if self._group.size() != stage.num_stages:
-            raise ValueError(
-                f"stage: {stage.num_stages} stages on {self._group.size()} ranks: "
-                "ScheduleAdaptiveZB runs one stage on each rank of the stage's group"
-            )
         limits = limits_of(stage.num_stages, n_microbatches, activation_limit, weight_limit)
         self._monitors = self._find_monitors()
         self.dispatch = dispatch if self._monitors is not None else "fixed"

@@ -7,6 +7,7 @@ papers' letters are used: F, B (the gradient of a stage's inputs, torch's I) and
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
@@ -66,8 +67,9 @@ class StageSchedule(PipelineScheduleSingle):
     Attributes:
         tolerance: what may be missing of the activations that this stage sends; nothing.
 
-    Raises ValueError for a number of microbatches below 1, and for a stage of which DDP or FSDP2
-    wraps only parts.
+    Raises ValueError for a number of microbatches below 1, for a group with another number of ranks
+    than stages, and for a stage of which DDP or FSDP2 wraps only parts. step() and eval() raise
+    RuntimeError after one that has failed in the middle.
     """
 
     def __init__(
@@ -75,13 +77,18 @@ class StageSchedule(PipelineScheduleSingle):
     ) -> None:
         if n_microbatches < 1:
             raise ValueError(f"n_microbatches: expected at least 1, got {n_microbatches}")
+        ranks = group_of(stage).size()
+        if ranks != stage.num_stages:
+            raise ValueError(
+                f"stage: {stage.num_stages} stages on {ranks} ranks: {type(self).__name__} runs "
+                "one stage on each rank of the stage's group"
+            )
         _require_wrapped_root(stage.submod)
         super().__init__(stage, n_microbatches, *arguments, **keywords)
         _take_over_weight_backward(stage)
         self.tolerance = ActivationTolerance()
         self._first_shapes: list[tuple[int, ...]] | None = None
-        # Whether a compiled function has a part in F; None before the first F with a backward.
-        self._compiled_function: bool | None = None
+        self._failure = ""  # what ended a step in the middle
 
     @property
     def stage(self) -> PipelineStage:
@@ -106,6 +113,13 @@ class StageSchedule(PipelineScheduleSingle):
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
+        if self._failure:
+            raise RuntimeError(
+                f"a step of stage {self.stage.stage_index} failed before ({self._failure}): "
+                "messages of it are still under way, which later steps would take for theirs; end "
+                "this process, so that the other ranks learn of it, and start all again from a "
+                "checkpoint"
+            )
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         if self._num_stages > 1:
             for name, microbatches in (
@@ -124,21 +138,27 @@ class StageSchedule(PipelineScheduleSingle):
         ddp = isinstance(module, DistributedDataParallel)
         # The first time, torch may run the module to learn its shapes: DDP must not take that for
         # the forward whose gradients it has to reduce.
-        with module.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
-            initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)  # type: ignore[no-untyped-call]
-        actions = StageActions(self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_kwargs)
         self._internal_losses.clear()
         try:
+            with module.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
+                initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)  # type: ignore[no-untyped-call]
+            actions = StageActions(
+                self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_kwargs
+            )
             self._run(actions)
-        except BaseException:
-            # Frees the graphs. The pipeline cannot go on: its ranks are at different messages.
+            # Mostly they have ended long ago: a send ends when its buffer may be reused.
+            actions.wait_for_sends()
+        except BaseException as error:
+            # The pipeline cannot go on: its ranks are at different messages.
+            if self._num_stages > 1:
+                cause = error.__cause__ or error  # torch tells of the user's error as a cause
+                self._failure = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+            # Frees the graphs.
             self._internal_losses.clear()
             self._stage.clear_runtime_states()
             self._stage.backward_state.clear()
             self._stage.dw_runner.clear()
             raise
-        # Mostly they have ended long ago: a send ends when its buffer may be reused.
-        actions.wait_for_sends()
         if actions.backward:
             actions.reduce_gradients()
         self._update_losses(self._stage, losses)  # type: ignore[no-untyped-call]
@@ -192,9 +212,7 @@ class StageActions:
         self._tolerance = schedule.tolerance if self._ours else ActivationTolerance()
         self.num_microbatches = schedule.num_microbatches
         self.backward: bool = schedule._has_backward
-        self.splits_backward = (
-            splits_backward(self._stage.submod) and not schedule._compiled_function
-        )
+        self.splits_backward = splits_backward(self._stage.submod)
         if isinstance(self._stage.submod, FSDPModule):
             _unshard(self._stage.submod, self.backward)
 
@@ -222,16 +240,24 @@ class StageActions:
             return
         compute_loss = self._schedule._maybe_compute_loss
         compute_loss(stage, output, self._targets, microbatch, self._loss_kwargs)  # type: ignore[no-untyped-call]
-        if self.backward and self._schedule._compiled_function is None:
-            self._look_for_compiled_functions(microbatch)
+        losses = self._schedule._internal_losses
+        if losses:
+            losses[microbatch] = _not_a_view(losses[microbatch])
+        if self.backward and self.splits_backward and microbatch == 0:
+            self.splits_backward = self._graph_splits()
 
-    def _look_for_compiled_functions(self, microbatch: int) -> None:
-        """Decides, after the first F, whether the backward can be split after all."""
-        outputs, _ = self._stage.fwd_cache[microbatch]
-        loss = self._schedule._maybe_get_loss(self._stage, microbatch)  # type: ignore[no-untyped-call]
-        found = _compiled_function_in([*outputs, loss])
-        self._schedule._compiled_function = found
-        self.splits_backward = self.splits_backward and not found
+    def _graph_splits(self) -> bool:
+        """Whether the backward of microbatch 0, after its F, can be split."""
+        stage = self._stage
+        outputs, inputs = stage.fwd_cache[0]
+        if stage.is_last:
+            outputs = self._schedule._internal_losses
+        if stage.is_first:  # W is the whole backward
+            return not _compiled_function_in(outputs)
+        received = inputs[: len(stage.args_recv_info[0])]  # after them come keyword arguments
+        return not _compiled_function_in(outputs) and weights_found_from(
+            received, outputs, stage.submod
+        )
 
     def send_output(self, microbatch: int) -> None:
         """Begins to send what F has computed, to the next stage if there is one."""
@@ -261,6 +287,9 @@ class StageActions:
             full_backward=not self.splits_backward,
             last_backward=False,
         )
+        for received in self._stage.args_recv_info[microbatch]:
+            if received.buffer is not None:  # else all of them stay until the next iteration
+                received.buffer.grad = None
 
     def send_gradient(self, microbatch: int) -> None:
         """Begins to send the gradient that B has computed, to the stage before if there is one."""
@@ -379,33 +408,97 @@ def _require_wrapped_root(module: torch.nn.Module) -> None:
 def _take_over_weight_backward(stage: PipelineStage) -> None:
     """Lets W work for parameters that a stage uses at several depths.
 
-    Their group's graph runs through those of other parameters, which torch 2.13 has freed by then.
+    Their group's graph runs through those of other parameters, which torch 2.13 has freed by then;
+    and where other parameters enter at the same depths, torch 2.13 puts them into several groups,
+    so that their gradients would be counted as often.
     """
     theirs = type(stage).backward_maybe_with_nosync
+    itself = weakref.proxy(stage)  # in no cycle: the module's memory goes with the last reference
 
     def backward(kind: str, arguments: dict[str, Any], last_backward: bool = False) -> Any:
         if kind != "weight":
-            return theirs(stage, kind, arguments, last_backward)
-        groups = arguments["param_groups"]
+            return theirs(itself, kind, arguments, last_backward)
+        groups = _disjoint(arguments["param_groups"])
         # Kept or not, the graph goes with the last references to these groups.
         shared = any(len(group["intermediates"]) > 1 for group in groups)
-        stage_backward_weight(stage.submod.parameters(), groups, retain_graph=shared)
+        stage_backward_weight(itself.submod.parameters(), groups, retain_graph=shared)
         return (), None
 
     stage.backward_maybe_with_nosync = backward  # type: ignore[method-assign, assignment]
 
 
+def _disjoint(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The groups that `stage_backward_input` returned; those that share a parameter as one."""
+    params: set[Any] = set().union(*(group["params"] for group in groups))
+    if len(params) == sum(len(group["params"]) for group in groups):
+        return groups
+    result: list[dict[str, Any]] = []
+    for group in groups:
+        grads = dict(zip(group["intermediates"], group["grads"], strict=True))
+        params = set(group["params"])
+        for other in [each for each in result if not params.isdisjoint(each["params"])]:
+            result.remove(other)
+            params |= other["params"]
+            grads |= zip(other["intermediates"], other["grads"], strict=True)
+        merged = {"intermediates": list(grads), "grads": list(grads.values())}
+        result.append({"params": params, **merged})
+    return result
+
+
 def splits_backward(module: torch.nn.Module) -> bool:
-    """Whether B and W of this module can run apart.
+    """Whether B and W of this module can run apart, as far as the module tells.
 
     Not if any of it is compiled: a compiled region has one backward for inputs and weights, which
     can run only once. Compiled functions that are no modules show only in the graph of F
-    (`_compiled_function_in`).
+    (`_compiled_function_in`). Nor if a parameter has a hook for after its gradient is accumulated:
+    W adds up gradients without autograd, which would not call it.
     """
     return not any(
         isinstance(each, OptimizedModule) or each._compiled_call_impl is not None
         for each in module.modules()
-    )
+    ) and not any(each._post_accumulate_grad_hooks for each in module.parameters())
+
+
+def weights_found_from(
+    received: Sequence[Any], outputs: Sequence[Any], module: torch.nn.Module
+) -> bool:
+    """Whether W reaches all that the whole backward of these outputs would give a gradient to.
+
+    torch's W begins where B, on its way to the `received` inputs, has passed by, and only looks for
+    the module's parameters. So it misses those that an output depends on, but no input, as where
+    the stages before are frozen; and tensors from elsewhere, as parameters of the loss.
+    """
+    wanted = {id(each) for each in (*received, *module.parameters())}
+    inputs = {id(each) for each in received}
+    roots = []
+    for each in outputs:
+        if isinstance(each, Tensor) and each.requires_grad and id(each) not in inputs:
+            if each.grad_fn is None:  # a parameter is the output
+                return False
+            roots.append(each.grad_fn)
+    users: dict[Any, list[Any]] = {root: [] for root in roots}
+    pending, passed = list(users), []
+    while pending:
+        node = pending.pop()
+        if node.name() == "torch::autograd::AccumulateGrad":
+            if id(node.variable) not in wanted:
+                return False
+            if id(node.variable) in inputs:
+                passed.append(node)
+        for after, _ in node.next_functions:
+            if after is None:
+                continue
+            if after not in users:
+                users[after] = []
+                pending.append(after)
+            users[after].append(node)
+    reached = set(passed)
+    while passed:
+        for user in users[passed.pop()]:
+            if user not in reached:
+                reached.add(user)
+                passed.append(user)
+    return reached.issuperset(roots)
 
 
 def _compiled_function_in(outputs: Sequence[Any]) -> bool:
