@@ -291,7 +291,7 @@ void Channel::fail(const Status& status) {
   chargedBytes_ = 0;
   offers_ = 0;
   unacknowledged_ = 0;
-  rejects_ = 0;
+  refusals_.clear();
   grants_.clear();
   grantsDue_ = kNever;
   grantsUrgent_ = false;

@@ -310,6 +310,7 @@ class Channel {
 
   // receiving
   Status onData(PathState& p, const FrameHeader& header);
+  void refuseAgain(const FrameHeader& header);
   Status checkPeerLimits() const;
   Status onGrant(std::span<const std::byte> payload);
   void onReject(uint64_t message, std::span<const std::byte> payload);
@@ -344,7 +345,13 @@ class Channel {
   std::deque<std::unique_ptr<Control>> control_;
   std::optional<PathId> arrivingOn_; // whose frame is being looked at
   uint64_t lastControl_ = 0; // numbers kControl and kBye
-  size_t rejects_ = 0; // kReject frames the peer has not acknowledged
+  // What a chunk was refused for.
+  struct Refusal {
+    uint64_t offset = 0; // of the chunk
+    std::vector<std::byte> reason;
+  };
+  // By message, until the peer has acknowledged one of its kReject frames.
+  std::unordered_map<uint64_t, Refusal> refusals_;
   std::deque<uint64_t> lent_; // messages whose buffer is lent, oldest first
   TimePoint stageCheckAt_ = kNever;
   Nanos stageInterval_{};

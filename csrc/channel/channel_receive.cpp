@@ -40,6 +40,7 @@ Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
 
 Status Channel::onData(PathState& p, const FrameHeader& header) {
   if (done_.contains(header.message) || !failure_.ok()) {
+    refuseAgain(header);
     return Status(); // message == nullptr: discard
   }
   InMessage* found = nullptr;
@@ -92,6 +93,19 @@ Status Channel::onData(PathState& p, const FrameHeader& header) {
   return Status();
 }
 
+// A chunk that was refused has come once more, since the path that was to bring
+// the refusal has died or is slow: it must not be acknowledged on this path
+// before it is refused there, too.
+void Channel::refuseAgain(const FrameHeader& header) {
+  const auto found = refusals_.find(header.message);
+  if (found != refusals_.end() && found->second.offset == header.offset &&
+      (header.flags & kFlagOffer) == 0) {
+    queueControl(FrameType::kReject, header, found->second.reason);
+    control_.back()->via = arrivingOn_;
+    ready();
+  }
+}
+
 // What a peer may make us keep without having earned it by credit: records of
 // messages that nobody has asked for, and answers it does not fetch. A sane
 // one stays below, as its own limits (offers, credit) see to it; messages it
@@ -102,7 +116,7 @@ Status Channel::checkPeerLimits() const {
   const char* what = nullptr;
   if (in_.size() - matchedMessages_ >= records) {
     what = "messages that nobody has asked for";
-  } else if (rejects_ >= records) {
+  } else if (refusals_.size() >= records) {
     what = "refused messages, without acknowledging";
   } else if (done_.ranges() >= kMaxGaps) {
     what = "gaps in the numbers of its messages";
@@ -340,9 +354,13 @@ void Channel::flushGrants() {
 
 void Channel::reject(InMessage& m, StatusCode code, const std::string& reason) {
   if (failure_.ok()) {
-    queueControl(FrameType::kReject, m.header, encodeReason(code, reason));
+    std::vector<std::byte> payload = encodeReason(code, reason);
+    queueControl(FrameType::kReject, m.header, payload);
     control_.back()->via = arrivingOn_;
-    ++rejects_;
+    // If it is no frame that is refused, what has come is acknowledged already.
+    const uint64_t offset =
+        arrivingOn_ ? state(*arrivingOn_).header.offset : UINT64_MAX;
+    refusals_[m.header.message] = {offset, std::move(payload)};
     ready();
   }
   forget(m);

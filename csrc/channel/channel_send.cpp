@@ -638,7 +638,9 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
       p.statistics.onRoundTrip(now - f.at, now);
     }
     if (f.control && f.control->header.type != FrameType::kCancel) {
-      rejects_ -= f.control->header.type == FrameType::kReject && !f.ghost;
+      if (f.control->header.type == FrameType::kReject) {
+        refusals_.erase(f.message);
+      }
       continue;
     }
     auto found = out_.find(f.message);

@@ -626,6 +626,31 @@ TEST(channel_refuses_on_the_path_of_what_it_refuses) {
   }
 }
 
+// The refusal goes over another path, since its own has died, and so does a
+// copy of what is refused, which is faster.
+TEST(channel_refuses_what_is_sent_again_once_more) {
+  ChannelPair pair;
+  pair.a.staging.limit = 0;
+  for (const PathId path : {1, 2, 3}) {
+    pair.up(path);
+  }
+  TestSend send(text(90));
+  TestRecv recv(&pair.b.channel, 80);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.move(pair.a, 2).has_value());
+  pair.down(2);
+  const auto refusal = pair.take(pair.b, 1); // on its way, slowly
+  CHECK(refusal && refusal->fields().type == FrameType::kReject);
+  CHECK(pair.move(pair.a, 3).has_value());
+  pair.settle({3});
+  CHECK_EQ(send.ends, 1);
+  CHECK(send.status.code() == StatusCode::kMismatch);
+  pair.down(1);
+  pair.settle({3});
+  pair.checkEmpty();
+}
+
 TEST(channel_path_carries_its_classes_only) {
   ChannelPair pair;
   pair.up(1);
