@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ROOT
+from harness import wait_until
 
 from torch_resilient import cli
 from torch_resilient.cli import profile_loss
@@ -145,6 +151,30 @@ def test_a_script_that_raises_is_reported(
         f"torch-resilient profile-loss: {train} failed with exit status 1, without loss, seed 0; "
         "its last words are above"
     )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_the_training_too(number: signal.Signals, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    train = script(
+        tmp_path,
+        "import os, pathlib, signal\n"
+        f"path = pathlib.Path({str(tmp_path / 'new')!r})\n"
+        "path.write_text(str(os.getpid()))\n"
+        f"path.rename({str(told)!r})\n"
+        "signal.pause()\n",
+    )
+    command = [sys.executable, "-m", "torch_resilient.cli", "profile-loss", str(train)]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+        wait_until(told.exists, "the training runs", 60)
+        training = int(told.read_text())
+        process.send_signal(number)
+        status = process.wait(60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(training, signal.SIGKILL)
+    assert status == 128 + number
+    assert not list(tmp_path.glob("profile-loss-*"))
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -565,10 +566,33 @@ def _output(found: Profile) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def _ends_in_order() -> Iterator[None]:
+    """Signals that would end this process at once end the training, too: it is in a session of its
+    own, and would go on."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    # Not what is ignored, as by nohup.
+    numbers = [
+        number
+        for number in (signal.SIGTERM, signal.SIGHUP)
+        if signal.getsignal(number) is not signal.SIG_IGN
+    ]
+    before = {number: signal.signal(number, end) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def run(options: argparse.Namespace) -> int:
     """Runs the profile and prints it; returns the exit status."""
     try:
-        found = profile(_request(options))
+        with _ends_in_order():
+            found = profile(_request(options))
     except (ValueError, OSError) as error:
         return bad_input("profile-loss", error)
     except ScriptError as error:
