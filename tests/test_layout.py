@@ -297,6 +297,17 @@ def test_no_move_is_without_need() -> None:
     assert narrow.after.iteration_s <= proposal.after.iteration_s
 
 
+@pytest.mark.parametrize("operation_s", [0.0, T_S])
+def test_a_move_that_gains_nothing_is_none(operation_s: float) -> None:
+    times = PipelineCosts.of(
+        2, forward_s=operation_s, input_backward_s=operation_s, weight_backward_s=operation_s
+    )
+    costs = LayoutCosts(times, 4, square(4, operation_s / 10))
+    proposal = propose_layout(Layout.of(2, 2), costs, margin=0.0)
+    assert proposal.moved == ()
+    assert proposal.speedup == 1
+
+
 def test_a_large_grid_with_several_slow_links() -> None:
     """16 replicas of 8 stages; three slow links in rings of different stages."""
     slow = [(1, 9), (20, 28), (90, 98)]

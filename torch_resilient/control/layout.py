@@ -655,7 +655,9 @@ def propose_layout(
     good = [
         (each.moved, prediction.iteration_s, each.grid, prediction)
         for prediction, each in judged
-        if prediction.iteration_s <= limit_s and each.moved
+        if prediction.iteration_s <= limit_s
+        and prediction.iteration_s < before.iteration_s  # also with a margin of 0
+        and each.moved
     ]
     if not good:
         return stay

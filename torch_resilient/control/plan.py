@@ -79,7 +79,7 @@ class AdaptivePlan:
                 str(reason),
                 int(planner),
             )
-        except (TypeError, ValueError) as error:
+        except (OverflowError, TypeError, ValueError) as error:
             raise ValueError(f"not a plan ({error}): {text[:80]!r}") from None
 
     def order_of(self, stage: int) -> Order:
