@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -62,6 +64,16 @@ def test_scripts_keep_to_their_settings(seed: int) -> None:
         # The backend understands it.
         faults.inject(fault.rule).clear()
     assert {fault.rank for fault in make_script(seed, SETTINGS)} == {0, 1, 2}
+
+
+def test_scripts_of_long_jobs_are_as_exact() -> None:
+    long = dataclasses.replace(SETTINGS, first_s=200_000.5, duration_s=200_060)
+    for fault in make_script(7, long):
+        # Rounded to whole seconds, faults would end when they begin.
+        faults.inject(fault.rule).clear()
+        began = re.search(r"(?:from|at)_s=([\d.]+)", fault.rule)
+        assert began is not None
+        assert float(began[1]) == fault.at_s
 
 
 def test_scripts_by_step() -> None:
@@ -124,6 +136,16 @@ def test_bad_input_is_named_in_one_line(
     output, errors = capsys.readouterr()
     assert (output, errors.count("\n")) == ("", 1)
     assert errors.startswith(f"torch-resilient chaos: {text}")
+
+
+def test_a_report_that_cannot_be_written_is_told_before_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran, told = tmp_path / "ran", tmp_path / "none" / "report.json"
+    job = ["touch", str(ran)]
+    assert cli.main(["chaos", "--ranks", "2", "--json", str(told), "--", *job]) == 2
+    assert "report.json" in capsys.readouterr().err
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("name", ["TORCH_RESILIENT_FAULTS", "TORCH_RESILIENT_RECORD_DIR"])

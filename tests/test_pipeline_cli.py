@@ -174,6 +174,8 @@ def without(name: str) -> dict[str, Any]:
         ({**INPUT, "tB": -1}, "tB: expected a finite number, not negative, got -1"),
         ({**INPUT, "tB": 10**400}, "tB: expected a finite number, not negative, got 1000"),
         ({**INPUT, "tB": None}, "tB: expected a number or one per stage, got None"),
+        ({**INPUT, "tF": 1e308}, "tF: expected at most 1e+15 ms, got 1e+308"),
+        ({**INPUT, "c": [0, 2e15, 0]}, "c: expected at most 1e+15 ms, got 2e+15"),
         ({**INPUT, "c": [1, 2, 3, 4]}, "c: expected a number or 3 of them, one per link, got 4"),
         ({**INPUT, "cf": 1}, "c: give either c, or cf and cb"),
         ({**without("c"), "cf": 1}, "cb: missing, but cf is there"),
@@ -185,6 +187,7 @@ def without(name: str) -> dict[str, Any]:
         ({**INPUT, "policy": "zb_h2", "mem": 6}, "policy: zb_h2 holds more microbatches"),
         ({**INPUT, "budget_ms": -1}, "budget_ms: expected a finite number, not negative"),
         ({**INPUT, "budget_ms": "1"}, "budget_ms: expected a number, got '1'"),
+        ({**INPUT, "budget_ms": 10**400}, "budget_ms: expected a finite number, not negative"),
     ],
 )
 def test_bad_input_is_named_in_one_line(
@@ -202,6 +205,39 @@ def test_files_that_cannot_be_used(tmp_path: Path, capsys: pytest.CaptureFixture
     status, output, errors = run(INPUT, tmp_path, capsys, "--picture", str(tmp_path / "plan.gif"))
     assert (status, output) == (2, "")
     assert "--picture: expected a name in .svg or .png" in errors
+    binary = tmp_path / "binary.json"
+    binary.write_bytes(b"\xff")
+    assert cli.main(["plan", "--json", str(binary)]) == 2
+    assert "plan: input: not JSON: 'utf-8' codec" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("closed", "status"), [("<&-", 2), (">&-", 0)])
+def test_standard_streams_that_are_closed(closed: str, status: int, tmp_path: Path) -> None:
+    (tmp_path / "input.json").write_text(json.dumps(INPUT))
+    source = "-" if status else str(tmp_path / "input.json")
+    command = [sys.executable, "-m", "torch_resilient.cli", "plan", "--json", source]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == status, done.stderr
+    told = "torch-resilient plan: --json -: standard input is closed\n" if status else ""
+    assert (done.stdout, done.stderr) == ("", told)
+
+
+def test_the_longest_times_are_still_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    long = {**INPUT, "tF": 1e15, "tB": 1e15, "tW": 1e15, "c": 1e15}
+    status, output, errors = run(long, tmp_path, capsys, "--chrome-trace", str(trace))
+    assert (status, errors) == (0, "")
+    for text in (output, trace.read_text()):
+        json.loads(text, parse_constant=pytest.fail)
 
 
 def test_it_runs_as_a_program_without_torch() -> None:

@@ -492,6 +492,8 @@ CLOCK: dict[str, Any] = {"clock_offset_s": 1.0, "time_s": 5.0}
         ([HEADER, {**STEP, "plan": 1.5}], "2: plan: expected an integer, not negative, got 1.5"),
         ([HEADER, {**STEP, "end_s": -1}], "2: end_s: -1.0 is before start_s, 0.0"),
         ([HEADER, {**STEP, "start_s": float("inf")}], "2: start_s: expected a finite number, got"),
+        ([HEADER, {**STEP, "end_s": 10**400}], "2: end_s: expected a finite number, got 1000"),
+        ([HEADER, {**STEP, "spans": [["F", 0, 1, 10**400]]}], "2: spans[0]: expected"),
         ([HEADER, {**STEP, "spans": 3}], "2: spans: expected a list, got 3"),
         (
             [HEADER, {**STEP, "spans": [["G", 0, 1, 2]]}],
@@ -749,6 +751,14 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert len(elements(picture, "path", "ink flag")) == 1
     assert any("a new plan: link 1 to 2 is slow" in each for each in texts)
     assert any("ms on link 2 to 1" in each for each in texts)
+
+
+def test_names_that_xml_cannot_hold(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"l\xe4ufe\x1b")
+    write_run(folder, three_plans())
+    picture = tmp_path / "run.svg"
+    assert cli.main(["timeline", str(folder), "--picture", str(picture)]) == 0
+    assert any("l\ufffdufe\ufffd: steps 3" in str(each.text) for each in elements(picture, "text"))
 
 
 def test_the_picture_of_chosen_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

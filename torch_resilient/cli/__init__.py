@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timeline.add_parser(commands)
     top.add_parser(commands)
     options = parser.parse_args(arguments)
+    if sys.stdout is None:  # closed: else the next file to be opened would be standard output
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         status: int = options.run(options)
         sys.stdout.flush()

@@ -342,6 +342,8 @@ def run(options: argparse.Namespace) -> int:
         if options.script:
             print(variables["TORCH_RESILIENT_FAULTS"])
             return 0
+        if options.json is not None:
+            options.json.open("a", encoding="utf-8").close()  # before the job, not after it
         with _record_dir(options.keep) as folder:
             sys.stderr.write(
                 f"chaos: seed {options.seed}, {len(script)} faults: {shlex.join(command)}\n"

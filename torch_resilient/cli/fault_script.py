@@ -53,10 +53,11 @@ class PlannedFault:
         elif self.step is not None:
             words.append(f"from_step={self.step} until_step={self.step + self.for_steps}")
         elif self.kind == "cut":
-            words.append(f"at_s={self.at_s:g}")
+            words.append(f"at_s={self.at_s:.10g}")
         else:
             assert self.at_s is not None
-            words.append(f"from_s={self.at_s:g} until_s={self.at_s + self.for_s:g}")
+            # Milliseconds, also of times as long as --first may be.
+            words.append(f"from_s={self.at_s:.10g} until_s={self.at_s + self.for_s:.10g}")
         return " ".join(words)
 
     @property

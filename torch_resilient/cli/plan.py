@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,8 @@ exit status: 0, or 2 if the input cannot be used; then one line on stderr names 
 # Of all stages together: 512 stages of 512 take ten seconds. More is a mistake in the input, which
 # would end with no memory left.
 _MOST_MICROBATCHES = 300_000
+# 30,000 years, likewise: sums of such times would end as infinity, which is no JSON.
+_MOST_MS = 1e15
 _REQUIRED = ("stages", "microbatches", "tF", "tB", "tW")
 _OPTIONAL = ("c", "cf", "cb", "cap", "mem", "policy", "budget_ms")
 # What this command adds: its output may be its input again.
@@ -89,7 +90,10 @@ def _limit(name: str, value: object, stages: int) -> int | list[int] | None:
 
 
 def _seconds(name: str, value: object, count: int, place: str) -> list[float]:
-    return [each / 1e3 for each in per_place(name, value, count, place)]
+    times_ms = per_place(name, value, count, place)
+    if (longest_ms := max(times_ms, default=0.0)) > _MOST_MS:
+        raise ValueError(f"{name}: expected at most {_MOST_MS:g} ms, got {longest_ms:g}")
+    return [each / 1e3 for each in times_ms]
 
 
 def _costs(given: dict[str, Any], stages: int) -> PipelineCosts:
@@ -139,8 +143,11 @@ def _plan(given: object) -> tuple[Plan, PipelineCosts]:
     budget_ms = given.get("budget_ms", 100)
     if isinstance(budget_ms, bool) or not isinstance(budget_ms, int | float):
         raise ValueError(f"budget_ms: expected a number, got {budget_ms!r}")
-    if not math.isfinite(budget_ms) or budget_ms < 0:
-        raise ValueError(f"budget_ms: expected a finite number, not negative, got {budget_ms!r}")
+    # As an integer it may be too large for isfinite, and for a message.
+    if not 0 <= budget_ms <= sys.float_info.max:
+        raise ValueError(
+            f"budget_ms: expected a finite number, not negative, got {budget_ms!r:.20}"
+        )
     policy = given.get("policy", "best")
     if policy not in POLICIES:
         raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
@@ -203,11 +210,13 @@ def _output(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns the exit status."""
     try:
-        if options.json == "-":
-            text = sys.stdin.read()
-        else:
-            text = Path(options.json).read_text(encoding="utf-8")
+        if options.json == "-" and sys.stdin is None:
+            raise ValueError("--json -: standard input is closed")
         try:
+            if options.json == "-":
+                text = sys.stdin.read()
+            else:
+                text = Path(options.json).read_text(encoding="utf-8")
             given = _parse(text)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"input: not JSON: {error}") from None

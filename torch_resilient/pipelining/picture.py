@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-from xml.sax.saxutils import escape
+from xml.sax import saxutils
 
 
 class Paint(NamedTuple):
@@ -48,6 +49,9 @@ _CHARACTER = 6.0
 # Of hatching, which is finer than the shortest box that is worth looking at.
 _TILE = 6
 _CROSS_TILE = 9
+
+# Not allowed in XML; names of files and hosts may hold them.
+_NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 _STYLE = """
 text { font-family: Inter, "Segoe UI", "Helvetica Neue", Helvetica, Arial, sans-serif }
@@ -191,6 +195,11 @@ def ticks_s(length_s: float) -> list[float]:
     """Where the axis has its ticks."""
     tick = tick_s(length_s)
     return [i * tick for i in range(int(length_s / tick + 1e-9) + 1)]
+
+
+def escape(text: str) -> str:
+    """The text as XML."""
+    return saxutils.escape(_NO_XML.sub("\ufffd", text))
 
 
 def _css() -> str:

@@ -11,11 +11,12 @@ import bisect
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch_resilient.pipelining.measured import (
     MeasuredRun,
@@ -195,9 +196,15 @@ class _RankFile:
         return time_s + offset_s + (later_s - offset_s) * (time_s - before_s) / (after_s - before_s)
 
 
+def _is_finite(value: object) -> TypeGuard[float]:
+    """Whether it is a finite number; as an integer it may be too large for math.isfinite."""
+    most = sys.float_info.max
+    return isinstance(value, int | float) and not isinstance(value, bool) and -most <= value <= most
+
+
 def _number(line: Mapping[str, Any], name: str) -> float:
     value = line.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if not _is_finite(value):
         raise ValueError(f"{name}: expected a finite number, got {value!r:.40}")
     return float(value)
 
@@ -228,7 +235,7 @@ def _rows(line: Mapping[str, Any], name: str, kinds: Sequence[str], times: int) 
             or row[0] not in kinds
             or type(row[1]) is not int
             or row[1] < (-1 if row[0] == _WAIT else 0)
-            or not all(type(each) in (float, int) and math.isfinite(each) for each in row[2:])
+            or not all(map(_is_finite, row[2:]))
             or row[2:] != sorted(row[2:])
         ):
             wanted = f"[{' or '.join(kinds)}, microbatch{', seconds' * times}]"
