@@ -377,10 +377,13 @@ def crashed_peer(rank: int) -> list[str]:
     state = SmartState(model=nn.ParameterList(parameters))
     buckets = [Bucket(torch.ones(100_000), [parameter]) for parameter in parameters]
     smart_hook(state, buckets[0]).wait()  # type: ignore[arg-type]
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         import os
 
+        store.wait(["rank 0 has it, too"])  # what has not left this process would die with it
         os._exit(7)
+    store.set("rank 0 has it, too", "")
     futures = [smart_hook(state, bucket) for bucket in buckets[1:]]  # type: ignore[arg-type]
     return [error_of(future.wait) for future in futures]
 
