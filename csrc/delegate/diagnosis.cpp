@@ -6,6 +6,7 @@
 
 #include "delegate/collective_run.h"
 #include "delegate/group_impl.h"
+#include "delegate/resolver.h"
 
 // Who is to blame for a time-out, and what the evidence says. All from what
 // is known here: reports of the others, and when each was last heard of.
@@ -30,6 +31,12 @@ Nanos askAhead(Nanos timeout) {
 std::string GroupImpl::silence(int rank) const {
   const Member& m = members_[static_cast<size_t>(rank)];
   if (m.link == nullptr) {
+    const std::string trouble = engine_->resolver().trouble(resolverStore_);
+    if (!trouble.empty()) {
+      return "the address of " + describe(rank) +
+          " is not known, since the store fails (" + trouble +
+          "): is the process that serves it still there?";
+    }
     return describe(rank) +
         " has not joined the group yet (no address of it in the store): was "
         "it started?";

@@ -17,6 +17,14 @@ namespace {
 // usually start together; long later, to be kind to the store of a large job.
 constexpr Nanos kFirstPause = std::chrono::milliseconds(1);
 constexpr Nanos kLongestPause = std::chrono::milliseconds(100);
+// The same for a store that fails: its server is gone, and c10d writes a
+// backtrace into the log at each try. Longer would delay what is looked for in
+// another store.
+constexpr Nanos kLongestPauseInTrouble = std::chrono::seconds(1);
+
+std::string firstLine(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
 
 } // namespace
 
@@ -26,6 +34,7 @@ struct Resolver::Wanted {
   std::function<void(const std::string&)> found; // none: to be set
   std::string value;
   uint64_t id = 0;
+  std::string error{}; // of the last try
 };
 
 struct Resolver::Shared {
@@ -97,8 +106,22 @@ void Resolver::forget(const std::shared_ptr<KeyValue>& store) {
   shared_->changed.notify_all();
 }
 
-// Whether it has been done; `value` is what was found.
-bool Resolver::tryOnce(const Wanted& wanted, std::string& value) {
+std::string Resolver::trouble(const std::shared_ptr<KeyValue>& store) const {
+  std::lock_guard lock(shared_->mutex);
+  for (const Wanted& w : shared_->wanted) {
+    if (w.store == store && !w.error.empty()) {
+      return w.error;
+    }
+  }
+  return "";
+}
+
+// Whether it has been done; `value` is what was found. `error` is empty if the
+// store has answered.
+bool Resolver::tryOnce(
+    const Wanted& wanted,
+    std::string& value,
+    std::string& error) {
   try {
     if (wanted.found) {
       return wanted.store->tryGet(wanted.key, value);
@@ -108,6 +131,7 @@ bool Resolver::tryOnce(const Wanted& wanted, std::string& value) {
   } catch (const std::exception& e) {
     // The store may come back, or the job is ending: the operation's own
     // time-out decides.
+    error = firstLine(e.what());
     logMessage(
         LogLevel::kDebug,
         std::string("store: ") + (wanted.found ? "get" : "set") + " of " +
@@ -124,19 +148,22 @@ void Resolver::run(const std::shared_ptr<Shared>& shared) {
       shared->fresh = false;
       pause = kFirstPause;
     }
-    const std::vector<Wanted> round = shared->wanted;
+    std::vector<Wanted> round = shared->wanted;
+    bool inTrouble = false;
     lock.unlock();
     for (const Wanted& w : round) {
-      std::string value;
-      if (!tryOnce(w, value)) {
-        continue;
-      }
+      std::string value, error;
+      const bool done = tryOnce(w, value, error);
+      inTrouble = inTrouble || !error.empty();
       std::function<void(const std::string&)> found;
       lock.lock();
       for (auto it = shared->wanted.begin(); it != shared->wanted.end(); ++it) {
         if (it->id == w.id) {
-          found = std::move(it->found);
-          shared->wanted.erase(it);
+          it->error = std::move(error);
+          if (done) {
+            found = std::move(it->found);
+            shared->wanted.erase(it);
+          }
           break;
         }
       }
@@ -145,10 +172,14 @@ void Resolver::run(const std::shared_ptr<Shared>& shared) {
         found(value);
       }
     }
+    // Not under the lock: if all was forgotten meanwhile, the last reference
+    // to the engine may die here, and with it the Resolver, which locks.
+    round.clear();
     lock.lock();
     if (!shared->stopped && !shared->wanted.empty()) {
       shared->changed.wait_for(lock, pause);
-      pause = std::min(pause * 2, kLongestPause);
+      pause = std::min(
+          pause * 2, inTrouble ? kLongestPauseInTrouble : kLongestPause);
     }
   }
   shared->running = false;

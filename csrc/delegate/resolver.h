@@ -33,12 +33,16 @@ class Resolver {
   void stop();
   // Forgets what is to be done in this store.
   void forget(const std::shared_ptr<KeyValue>& store);
+  // Why what is wanted of this store could not be done the last time, in one
+  // line; empty if the store answers, or nothing is wanted of it.
+  std::string trouble(const std::shared_ptr<KeyValue>& store) const;
 
  private:
   struct Wanted;
   struct Shared;
   void add(Wanted wanted);
-  static bool tryOnce(const Wanted& wanted, std::string& value);
+  static bool
+  tryOnce(const Wanted& wanted, std::string& value, std::string& error);
   static void run(const std::shared_ptr<Shared>& shared);
   std::shared_ptr<Shared> shared_;
 };

@@ -1,8 +1,10 @@
+#include <atomic>
 #include <condition_variable>
 #include <cstring>
 #include <latch>
 #include <map>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
@@ -21,6 +23,7 @@ namespace resilient {
 namespace {
 
 struct MapStore {
+  std::atomic<bool> gone{false}; // its server is
   std::mutex mutex;
   std::map<std::string, std::string> values;
 };
@@ -33,6 +36,9 @@ class MapKeyValue final : public KeyValue {
     map_->values[key] = value;
   }
   bool tryGet(const std::string& key, std::string& value) override {
+    if (map_->gone.load()) {
+      throw std::runtime_error("Broken pipe\nand a backtrace");
+    }
     std::lock_guard lock(map_->mutex);
     auto it = map_->values.find(key);
     if (it == map_->values.end()) {
@@ -148,8 +154,10 @@ struct Rank {
 
 constexpr Nanos kLong = std::chrono::seconds(60);
 
-std::vector<Rank> startRanks(int size, const EngineOptions& options) {
-  auto map = std::make_shared<MapStore>();
+std::vector<Rank> startRanks(
+    int size,
+    const EngineOptions& options,
+    const std::shared_ptr<MapStore>& map = std::make_shared<MapStore>()) {
   std::vector<Rank> ranks(static_cast<size_t>(size));
   for (int r = 0; r < size; ++r) {
     GroupConfig config;
@@ -302,6 +310,21 @@ TEST(engineTimeOutNamesTheRankThatDidNotCall) {
     CHECK(status.message().find("rank 1") != std::string::npos);
     CHECK(status.message().find("not called by all") != std::string::npos);
   });
+  leave(ranks);
+}
+
+TEST(engineTimeOutTellsOfAStoreThatFails) {
+  const auto map = std::make_shared<MapStore>();
+  std::vector<Rank> ranks = startRanks(2, EngineOptions(), map);
+  map->gone.store(true);
+  std::vector<float> data(10);
+  const Status status =
+      ranks[0].message(false, 1, 0, data, std::chrono::seconds(1));
+  CHECK(
+      status.message().find(
+          "the address of rank 1 is not known, since the store fails (Broken "
+          "pipe): is the process that serves it still there?") !=
+      std::string::npos);
   leave(ranks);
 }
 
