@@ -4,7 +4,9 @@
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <future>
@@ -222,6 +224,44 @@ TEST(shared_door_that_is_not_there_is_an_error) {
   CHECK(
       m.meet("torch_resilient-nobody", "x").find("connect to a process") !=
       std::string::npos);
+}
+
+// While there is no descriptor for a caller, it stands at the door, which must
+// not keep the loop busy; and is let in later.
+TEST(shared_door_waits_for_descriptors) {
+  Meeting m;
+  FileDescriptor caller(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  const timeval patience{30, 0};
+  CHECK_EQ(
+      ::setsockopt(
+          caller.get(), SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof(patience)),
+      0);
+  sockaddr_un address{};
+  address.sun_family = AF_UNIX;
+  const std::string name = m.door->name();
+  std::copy(name.begin(), name.end(), address.sun_path + 1);
+  rlimit before{};
+  CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit none = before;
+  none.rlim_cur = 0;
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &none), 0);
+  CHECK_EQ(
+      ::connect(
+          caller.get(),
+          reinterpret_cast<sockaddr*>(&address),
+          static_cast<socklen_t>(
+              offsetof(sockaddr_un, sun_path) + 1 + name.size())),
+      0);
+  std::promise<void> later;
+  m.running.sync(
+      [&] { m.running.loop.after(300ms, [&] { later.set_value(); }); });
+  const uint64_t turns = m.running.loop.turns();
+  later.get_future().wait();
+  CHECK(m.running.loop.turns() - turns < 20);
+  CHECK_EQ(::setrlimit(RLIMIT_NOFILE, &before), 0);
+  CHECK_EQ(::send(caller.get(), "nobody", 6, MSG_NOSIGNAL), ssize_t{6});
+  char answer = 0;
+  CHECK_EQ(::recv(caller.get(), &answer, 1, 0), ssize_t{0}); // let in, refused
 }
 
 // --- as a path

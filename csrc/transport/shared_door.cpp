@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <cstring>
 
 #include "base/random.h"
@@ -20,6 +21,9 @@ constexpr size_t kMostToken = 64;
 constexpr char kAccepted = '+';
 // Both ends are awake and on one host.
 constexpr Nanos kPatience = std::chrono::seconds(5);
+// Until the next try to let somebody in, if the system has no descriptor left:
+// the caller keeps the socket readable. Shorter only costs wake-ups.
+constexpr Nanos kPause = std::chrono::milliseconds(100);
 
 FileDescriptor makeSocket() {
   return FileDescriptor(
@@ -140,6 +144,7 @@ SharedDoor::SharedDoor(EventLoop& loop, Callback onCame)
 }
 
 SharedDoor::~SharedDoor() {
+  loop_.cancel(resume_);
   for (const auto& caller : callers_) {
     loop_.cancel(caller->timer);
     loop_.remove(caller->fd.get());
@@ -154,7 +159,18 @@ void SharedDoor::expect(const Uid& peer, const std::string& token) {
 void SharedDoor::onEvents(uint32_t) {
   FileDescriptor fd(
       ::accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
-  if (!fd || !isOurs(fd.get())) {
+  if (!fd) {
+    if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS ||
+        errno == ENOMEM) {
+      loop_.modify(fd_.get(), 0);
+      resume_ = loop_.after(kPause, [this] {
+        resume_ = 0;
+        loop_.modify(fd_.get(), EPOLLIN);
+      });
+    }
+    return;
+  }
+  if (!isOurs(fd.get())) {
     return;
   }
   const auto caller = callers_.insert(

@@ -47,6 +47,7 @@ class SharedDoor final : private Handler {
   FileDescriptor fd_;
   std::list<std::pair<std::string, Uid>> expected_;
   std::list<std::unique_ptr<Caller>> callers_;
+  TimerId resume_ = 0;
 };
 
 // The other side: makes the memory and knocks.
