@@ -9,6 +9,7 @@ its exit code is in the file status_<pid> of the folder given as argument.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -77,6 +78,17 @@ def wait_in_all_reduce(job: dict[str, Any]) -> None:
         time.sleep(60)
 
 
+def wait_for_topology(job: dict[str, Any]) -> None:
+    """Of a group that the peer does not join."""
+    if job["rank"] == 0:
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        ready(job)
+        torch_resilient.topology(group)
+    else:
+        ready(job)
+        time.sleep(60)
+
+
 def catch_interrupt(job: dict[str, Any]) -> None:
     """The group is usable after Ctrl-C was caught."""
     try:
@@ -122,6 +134,20 @@ def end_with_waiting_thread(job: dict[str, Any]) -> None:
         time.sleep(0.001)
 
 
+def end_with_threads_that_go_on(job: dict[str, Any]) -> None:
+    """Daemon threads receive again and again, whatever fails, when the interpreter ends."""
+
+    def receive() -> None:
+        while True:
+            with contextlib.suppress(RuntimeError):
+                dist.recv(torch.empty(10), peer_of(job), tag=5)
+
+    for _ in range(8):
+        threading.Thread(target=receive, daemon=True).start()
+    while torch_resilient.stats()["operations_pending"] == 0:
+        time.sleep(0.001)
+
+
 def end_with_callback(job: dict[str, Any]) -> None:
     """A Python callback on a future is still to come when the interpreter ends."""
     work = dist.all_reduce(torch.ones(10), async_op=True) if job["rank"] == 0 else None
@@ -160,12 +186,14 @@ SCENARIOS = {
     for f in [
         wait_in_recv,
         wait_in_all_reduce,
+        wait_for_topology,
         catch_interrupt,
         raise_in_one,
         os_exit_in_one,
         sys_exit,
         sys_exit_with_pending,
         end_with_waiting_thread,
+        end_with_threads_that_go_on,
         end_with_callback,
         destroy_twice,
         destroy_with_a_hung_peer,

@@ -131,7 +131,7 @@ def programs(server: tuple[Any, Path]) -> Iterator[Programs]:
         made.kill()
 
 
-@pytest.mark.parametrize("scenario", ["wait_in_recv", "wait_in_all_reduce"])
+@pytest.mark.parametrize("scenario", ["wait_in_recv", "wait_in_all_reduce", "wait_for_topology"])
 def test_ctrl_c_ends_a_blocked_wait(programs: Programs, scenario: str) -> None:
     programs.start(scenario)
     programs.wait_blocked(0, 1)
@@ -190,7 +190,13 @@ def test_sys_exit_without_destroy(programs: Programs, scenario: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "scenario", ["end_with_waiting_thread", "end_with_callback", "destroy_twice"]
+    "scenario",
+    [
+        "end_with_waiting_thread",
+        "end_with_threads_that_go_on",
+        "end_with_callback",
+        "destroy_twice",
+    ],
 )
 def test_the_interpreter_ends_whatever_is_pending(programs: Programs, scenario: str) -> None:
     programs.start(scenario)

@@ -243,6 +243,29 @@ def test_an_operation_that_times_out_names_the_absent_rank() -> None:
         assert word in text.lower(), text
 
 
+def centuries(rank: int) -> None:
+    """A TimePoint of C++ ends after 292 years."""
+    long = timedelta(days=150_000)
+    group = dist.new_group(timeout=long)
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert torch.equal(tensor, torch.full((3,), 2.0))
+    store = make_store("centuries")
+    if rank == 0:
+        got = torch.zeros(3)
+        work = dist.irecv(got, 1, group=group)
+        store.set("posted", "1")
+        assert work.wait(long)
+        assert torch.equal(got, tensor)
+    else:
+        store.wait(["posted"])
+        dist.send(tensor, 0, group=group)
+
+
+def test_the_longest_time_out_does_not_expire_at_once() -> None:
+    run_ranks(centuries)
+
+
 def waits_from_threads(rank: int) -> None:
     """Several threads wait for one Work; Python threads run meanwhile (the GIL is free)."""
     store = make_store("threads")

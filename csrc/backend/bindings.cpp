@@ -9,6 +9,7 @@
 #include "backend/errors.h"
 #include "backend/fork_check.h"
 #include "backend/future_threads.h"
+#include "backend/process_end.h"
 #include "backend/process_group.h"
 #include "backend/staging_thread.h"
 #include "backend/traffic_choice.h"
@@ -83,6 +84,7 @@ void atExit() {
     return; // a child of fork() that never used us
   }
   py::gil_scoped_release release;
+  processEnds();
   const auto start = std::chrono::steady_clock::now();
   const auto left = [&] {
     return std::max<Nanos>(

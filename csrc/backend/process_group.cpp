@@ -5,6 +5,7 @@
 
 #include "backend/errors.h"
 #include "backend/fork_check.h"
+#include "backend/process_end.h"
 #include "backend/store_adapter.h"
 #include "backend/traffic_choice.h"
 #include "delegate/engine_control.h"
@@ -107,6 +108,7 @@ ProcessGroupResilient::~ProcessGroupResilient() {
 }
 
 void ProcessGroupResilient::checkUsable(const char* operation) const {
+  letProcessEnd();
   if (forkGeneration_ != forkGeneration()) {
     C10_THROW_ERROR(
         DistBackendError,
@@ -119,9 +121,12 @@ void ProcessGroupResilient::checkUsable(const char* operation) const {
 
 Nanos ProcessGroupResilient::timeoutOr(
     std::chrono::milliseconds timeout) const {
-  return timeout == c10d::kUnsetTimeout
-      ? std::chrono::milliseconds(timeoutMs_.load(std::memory_order_relaxed))
-      : timeout;
+  return std::min(
+      kLongestTimeout,
+      timeout == c10d::kUnsetTimeout
+          ? std::chrono::milliseconds(
+                timeoutMs_.load(std::memory_order_relaxed))
+          : timeout);
 }
 
 void ProcessGroupResilient::setTimeout(std::chrono::milliseconds timeout) {
@@ -197,7 +202,8 @@ GroupStats ProcessGroupResilient::stats() {
 
 std::shared_ptr<const Topology> ProcessGroupResilient::topology() {
   checkUsable("topology");
-  return group_->topology(timeoutOr(c10d::kUnsetTimeout));
+  return group_->topology(
+      timeoutOr(c10d::kUnsetTimeout), currentInterruptHook());
 }
 
 void ProcessGroupResilient::setTopology(

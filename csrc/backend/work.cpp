@@ -9,6 +9,7 @@
 
 #include "backend/errors.h"
 #include "backend/future_threads.h"
+#include "backend/process_end.h"
 #include "backend/staging_thread.h"
 #include "delegate/engine_control.h"
 
@@ -31,6 +32,10 @@ TimePoint now() {
 
 void setInterruptHook(void (*hook)()) {
   interruptHook.store(hook);
+}
+
+void (*currentInterruptHook())() {
+  return interruptHook.load();
 }
 
 WorkResilient::WorkResilient(
@@ -67,7 +72,8 @@ bool WorkResilient::isSuccess() const {
 
 bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   const bool limited = timeout > kNoTimeout;
-  const TimePoint deadline = limited ? now() + timeout : kNever;
+  const TimePoint deadline =
+      limited ? now() + std::min(timeout, kLongestTimeout) : kNever;
   std::unique_lock<std::mutex> lock(mutex_);
   auto slice = kFirstSlice;
   while (!completed_) {
@@ -111,12 +117,12 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
       lock.lock();
     }
   }
-  if (exception_) {
-    auto error = exception_;
-    lock.unlock();
+  const std::exception_ptr error = exception_;
+  lock.unlock();
+  letProcessEnd();
+  if (error) {
     std::rethrow_exception(error);
   }
-  lock.unlock();
   synchronize();
   return true;
 }
@@ -193,6 +199,7 @@ std::optional<size_t> WorkResilient::waitAny(
     }
   }
   forget();
+  letProcessEnd();
   return ended();
 }
 

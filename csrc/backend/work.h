@@ -21,6 +21,7 @@ namespace resilient {
 // Called now and then by a thread that waits; may throw (Ctrl-C). Set once by
 // the bindings; without it waiting cannot be interrupted.
 void setInterruptHook(void (*hook)());
+void (*currentInterruptHook())(); // or null
 
 // The handle of one operation. It owns the operation's tensors until the
 // engine is done with them, and it ends exactly once, always.

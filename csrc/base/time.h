@@ -11,6 +11,11 @@ using TimePoint = std::chrono::time_point<std::chrono::steady_clock, Nanos>;
 
 inline constexpr TimePoint kNever = TimePoint::max();
 
+// Longer time-outs mean this one. A TimePoint ends after 292 years, and what
+// is added to one must not go beyond.
+inline constexpr std::chrono::milliseconds kLongestTimeout =
+    std::chrono::hours(24 * 365 * 100);
+
 inline double toSeconds(Nanos d) {
   return std::chrono::duration<double>(d).count();
 }

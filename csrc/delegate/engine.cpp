@@ -610,7 +610,8 @@ void Engine::stop(Nanos linger) {
 // Asks on the loop thread until it is so, with pauses; true if it is.
 bool Engine::waitUntil(
     TimePoint deadline,
-    const std::function<bool()>& condition) {
+    const std::function<bool()>& condition,
+    void (*meanwhile)()) {
   Nanos pause = std::chrono::microseconds(200);
   for (;;) {
     bool met = false;
@@ -620,6 +621,9 @@ bool Engine::waitUntil(
     const TimePoint now = std::chrono::steady_clock::now();
     if (now >= deadline) {
       return false;
+    }
+    if (meanwhile != nullptr) {
+      meanwhile();
     }
     std::this_thread::sleep_for(std::min<Nanos>(pause, deadline - now));
     pause = std::min<Nanos>(pause * 2, std::chrono::milliseconds(10));

@@ -86,8 +86,11 @@ class Engine final : public MailboxListener {
   void addSecret(const std::string& secret);
   std::optional<std::string> secretOf(const KeyId& id); // any thread
   // Asks `condition` on the loop thread until it holds or `deadline` passes;
-  // true if it holds.
-  bool waitUntil(TimePoint deadline, const std::function<bool()>& condition);
+  // true if it holds. Calls `meanwhile`, which may throw, on this thread.
+  bool waitUntil(
+      TimePoint deadline,
+      const std::function<bool()>& condition,
+      void (*meanwhile)() = nullptr);
   // Says goodbye to all peers and ends the threads. Idempotent; at most about
   // `linger`, and 1 s to end the threads.
   void stop(Nanos linger);

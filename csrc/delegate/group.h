@@ -172,8 +172,11 @@ class Group {
   virtual void shutdown(Nanos linger) = 0;
   virtual GroupStats stats() = 0;
   // Where the members are; waits until all have joined. Throws StatusError if
-  // they have not after `timeout`, or cannot work together.
-  virtual std::shared_ptr<const Topology> topology(Nanos timeout) = 0;
+  // they have not after `timeout`, or cannot work together. `meanwhile`, if
+  // any, is called now and then, and may throw (Ctrl-C).
+  virtual std::shared_ptr<const Topology> topology(
+      Nanos timeout,
+      void (*meanwhile)()) = 0;
   // What was found out later, for the collectives submitted from now on. All
   // members must do so between the same two collectives.
   virtual void setTopology(std::shared_ptr<const Topology> topology) = 0;

@@ -522,16 +522,19 @@ void GroupImpl::learned(const std::string& text) {
   }
 }
 
-std::shared_ptr<const Topology> GroupImpl::topology(Nanos timeout) {
+std::shared_ptr<const Topology> GroupImpl::topology(
+    Nanos timeout,
+    void (*meanwhile)()) {
   std::shared_ptr<const Topology> found;
   Status failure;
   const auto deadline = std::chrono::steady_clock::now() + timeout;
-  const bool over = engine_->waitUntil(deadline, [&] {
+  const auto known = [&] {
     learn();
     found = topology_;
     failure = failure_;
     return found != nullptr || !failure.ok();
-  });
+  };
+  const bool over = engine_->waitUntil(deadline, known, meanwhile);
   if (!failure.ok()) {
     throw StatusError(failure);
   }
