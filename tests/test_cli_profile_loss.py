@@ -166,7 +166,11 @@ def test_a_signal_ends_the_training_too(number: signal.Signals, tmp_path: Path) 
     )
     command = [sys.executable, "-m", "torch_resilient.cli", "profile-loss", str(train)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, cwd=ROOT, env=environment) as process:
+
+    def heed() -> None:  # it may be ignored here, as under nohup
+        signal.signal(number, signal.SIG_DFL)
+
+    with subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heed) as process:
         wait_until(told.exists, "the training runs", 60)
         training = int(told.read_text())
         process.send_signal(number)
