@@ -27,8 +27,8 @@ constexpr double kMostRate = 125e9;
 constexpr Nanos kLeastRound = std::chrono::milliseconds(4);
 // The least round trip is believed this long: the route may have changed.
 constexpr Nanos kLeastRoundTripFor = std::chrono::seconds(10);
-// Then the least of that time counts. If that is a queue, it may be our own:
-// hardly anything is in flight for a round trip and so long, to see.
+// Unless there has been a queue ever since: what we see may be our own. Then
+// hardly anything is in flight for a round trip and so long.
 constexpr Nanos kEmptyFor = std::chrono::milliseconds(200);
 
 // A round trip longer than the least by this is a queue: a part of it, and
@@ -121,20 +121,14 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
     smoothed_ += (sample - smoothed_) / 8;
   }
   roundLeast_ = std::min(roundLeast_, sample);
-  latelyLeast_ = std::min(latelyLeast_, sample);
-  const bool expired =
-      emptyUntil_ == kNever && now - leastAt_ > kLeastRoundTripFor;
-  if (expired && latelyLeast_ > queueMark()) {
-    emptyUntil_ = now + smoothed_ + kEmptyFor;
-    latelyLeast_ = Nanos::max();
-  } else if (expired || sample <= least_ || now >= emptyUntil_) {
-    if (emptyUntil_ != kNever) {
-      emptyUntil_ = kNever;
-      limitedUntil_ = now + smoothed_;
-    }
-    least_ = latelyLeast_;
-    latelyLeast_ = Nanos::max();
+  if (sample <= least_ || now >= emptyUntil_) {
+    least_ = roundLeast_;
     leastAt_ = now;
+    emptyUntil_ = kNever;
+  } else if (emptyUntil_ == kNever && now - leastAt_ > kLeastRoundTripFor) {
+    // At once if that is no queue.
+    emptyUntil_ =
+        roundLeast_ <= queueMark() ? now : now + smoothed_ + kEmptyFor;
   }
   roundMost_ = std::max(roundMost_, sample);
   queueing_ = sample > queueMark();
@@ -149,15 +143,13 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   if (s.roundTrip > Nanos(0)) {
     onRoundTrip(s.roundTrip, now);
   }
-  const bool limited =
-      s.limitedBySender || emptyUntil_ != kNever || now < limitedUntil_;
   roundPackets_ += s.packets;
   roundLost_ += s.lost;
-  roundFull_ = roundFull_ && !limited;
+  roundFull_ = roundFull_ && !s.limitedBySender;
   if (s.interval > Nanos(0)) {
     const double rate = std::min(
         static_cast<double>(s.bytes) / toSeconds(s.interval), kMostRate);
-    if (!limited || rate > capacityBytesPerS()) {
+    if (!s.limitedBySender || rate > capacityBytesPerS()) {
       rates_[round_ % kRounds] = std::max(rates_[round_ % kRounds], rate);
     }
   }

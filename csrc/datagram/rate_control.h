@@ -87,9 +87,7 @@ class RateControl {
 
   Nanos least_, smoothed_, variation_;
   TimePoint leastAt_{};
-  Nanos latelyLeast_ = Nanos::max(); // since then, or since it empties
   TimePoint emptyUntil_ = kNever; // to see the round trip below a queue
-  TimePoint limitedUntil_{}; // until then, rates are those of an empty link
   bool measured_ = false;
 
   double startupRate_ = 0;

@@ -232,37 +232,6 @@ TEST(rate_control_believes_a_longer_way_when_nothing_is_in_flight) {
   CHECK(f.rate.windowBytes() >= window / 2);
 }
 
-// Bursts with rests between them: each ends with a queue and begins without.
-TEST(rate_control_needs_no_rest_where_bursts_queue) {
-  Fed f;
-  f.round(milliseconds(20), 0);
-  const uint64_t window = f.rate.windowBytes();
-  for (int i = 0; i < 500; ++i) {
-    for (const auto trip : {20'300, 24'000, 24'000}) {
-      f.round(std::chrono::microseconds(trip), 0);
-      CHECK(f.rate.windowBytes() >= window / 2);
-    }
-    f.now += milliseconds(30);
-  }
-}
-
-TEST(rate_control_forgets_no_rate_while_hardly_anything_is_in_flight) {
-  Fed f;
-  f.round(milliseconds(20), 0);
-  const double rate = f.rate.capacityBytesPerS();
-  const uint64_t window = f.rate.windowBytes();
-  for (int i = 0; f.rate.windowBytes() >= window / 2; ++i) {
-    CHECK(i < 500);
-    f.round(milliseconds(24), 0);
-  }
-  for (int i = 0; f.rate.windowBytes() < window / 2; ++i) {
-    CHECK(i < 20);
-    f.round(milliseconds(24), 0, 64e3 / 0.024);
-  }
-  f.round(milliseconds(23), 0, 64e3 / 0.024); // sent before
-  CHECK(f.rate.capacityBytesPerS() > 0.9 * rate);
-}
-
 TEST(rate_control_keeps_to_the_limit_from_outside) {
   RateControl rate(milliseconds(20), 50e6, 3e6);
   CHECK(rate.bytesPerS() <= 3e6);
