@@ -27,9 +27,6 @@ constexpr double kMostRate = 125e9;
 constexpr Nanos kLeastRound = std::chrono::milliseconds(4);
 // The least round trip is believed this long: the route may have changed.
 constexpr Nanos kLeastRoundTripFor = std::chrono::seconds(10);
-// Unless there has been a queue ever since: what we see may be our own. Then
-// hardly anything is in flight for a round trip and so long.
-constexpr Nanos kEmptyFor = std::chrono::milliseconds(200);
 
 // A round trip longer than the least by this is a queue: a part of it, and
 // more than timers and schedulers add.
@@ -101,9 +98,6 @@ uint64_t RateControl::windowBytes() const {
   if (ceiling_ > 0) {
     rate = std::min(rate, ceiling_);
   }
-  if (emptyUntil_ != kNever) {
-    return kLeastWindow;
-  }
   const double gain = state_ == State::kStartup ? kStartupGain : kWindowGain;
   const double bytes = gain * rate * (toSeconds(least_) + kReportDelayS);
   return std::max(kLeastWindow, static_cast<uint64_t>(bytes));
@@ -120,16 +114,11 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
     variation_ += (off - variation_) / 4;
     smoothed_ += (sample - smoothed_) / 8;
   }
-  roundLeast_ = std::min(roundLeast_, sample);
-  if (sample <= least_ || now >= emptyUntil_) {
-    least_ = roundLeast_;
+  if (sample <= least_ || now - leastAt_ > kLeastRoundTripFor) {
+    least_ = sample;
     leastAt_ = now;
-    emptyUntil_ = kNever;
-  } else if (emptyUntil_ == kNever && now - leastAt_ > kLeastRoundTripFor) {
-    // At once if that is no queue.
-    emptyUntil_ =
-        roundLeast_ <= queueMark() ? now : now + smoothed_ + kEmptyFor;
   }
+  roundLeast_ = std::min(roundLeast_, sample);
   roundMost_ = std::max(roundMost_, sample);
   queueing_ = sample > queueMark();
 }

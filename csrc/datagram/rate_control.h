@@ -87,7 +87,6 @@ class RateControl {
 
   Nanos least_, smoothed_, variation_;
   TimePoint leastAt_{};
-  TimePoint emptyUntil_ = kNever; // to see the round trip below a queue
   bool measured_ = false;
 
   double startupRate_ = 0;

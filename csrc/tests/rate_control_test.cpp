@@ -154,21 +154,6 @@ TEST(rate_control_follows_a_link_that_changes) {
   CHECK(back > 0.75 * rate);
 }
 
-// Packets that come irregularly make the link look faster than it is. The queue
-// that this builds must not pass for a longer way, which would get a longer
-// queue, and so on.
-TEST(rate_control_takes_no_standing_queue_for_the_way) {
-  DatagramLink link = linkOf(2.5e6, milliseconds(20));
-  link.queueBytes = 64u << 20;
-  link.reorder = 0.3;
-  Stream s(4, link, RecoveryKind::kSelectiveRepeat);
-  s.run(seconds(20));
-  s.takeLongest();
-  CHECK(s.run(seconds(40)) > 0.8 * link.bytesPerS);
-  CHECK(s.rate().leastRoundTrip() < milliseconds(45));
-  CHECK(s.takeLongest() < milliseconds(150));
-}
-
 // --- fed by hand
 
 struct Fed {
@@ -213,23 +198,6 @@ TEST(rate_control_congestion_is_loss_with_a_queue) {
     f.round(milliseconds(20), 5);
   }
   CHECK(f.rate.bytesPerS() > 0.7 * 10e6);
-}
-
-TEST(rate_control_believes_a_longer_way_when_nothing_is_in_flight) {
-  Fed f;
-  f.round(milliseconds(20), 0);
-  const uint64_t window = f.rate.windowBytes();
-  for (int i = 0; i < 201; ++i) { // more than 10 s
-    CHECK(f.rate.windowBytes() >= window / 2);
-    f.round(milliseconds(50), 0);
-  }
-  CHECK(f.rate.windowBytes() < window / 4);
-  CHECK_EQ(f.rate.leastRoundTrip(), Nanos(milliseconds(20)));
-  for (int i = 0; i < 6; ++i) {
-    f.round(milliseconds(50), 0);
-  }
-  CHECK_EQ(f.rate.leastRoundTrip(), Nanos(milliseconds(50)));
-  CHECK(f.rate.windowBytes() >= window / 2);
 }
 
 TEST(rate_control_keeps_to_the_limit_from_outside) {
