@@ -177,7 +177,9 @@ def test_copied_and_altered_datagrams_are_dropped(lab: NetworkLab) -> None:
         job.close()
     assert [result["wrong"] for result in results] == [0, 0]
     counts = datagrams(results[0])["datagrams"]
-    assert counts["forged"] == sent["altered"] == 20
+    assert sent["altered"] == 20
+    # More if the path was made again meanwhile: what was sealed for the one before counts, too.
+    assert counts["forged"] >= 20
     assert counts["duplicates"] >= sent["copied"]
     assert datagrams(results[1])["datagrams"]["forged"] == 0
 
