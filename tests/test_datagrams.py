@@ -178,7 +178,8 @@ def test_copied_and_altered_datagrams_are_dropped(lab: NetworkLab) -> None:
     assert [result["wrong"] for result in results] == [0, 0]
     counts = datagrams(results[0])["datagrams"]
     assert sent["altered"] == 20
-    # More if the path was made again meanwhile: what was sealed for the one before counts, too.
+    # Two more have been seen on a busy machine, perhaps of a path that was made again: what was
+    # sealed for the one before counts, too. None may be missing.
     assert counts["forged"] >= 20
     assert counts["duplicates"] >= sent["copied"]
     assert datagrams(results[1])["datagrams"]["forged"] == 0

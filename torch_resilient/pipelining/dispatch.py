@@ -172,9 +172,9 @@ class Patience:
     Begun a little before that message, the operation would delay all that hangs on the message by
     nearly its own length, and plans leave no slack for that where a link is slow. What comes much
     later than planned is not worth waiting for: after a wait in vain the next one for that message
-    of an iteration is half as long, after another one twice. In the exact model with some percent
-    of noise, that saves up to 2 % of an iteration where a link is slow, and changes next to nothing
-    over the traces of PIPEMORPH's Figure 18.
+    of an iteration is half as long, after a wait that paid twice as long. In the exact model with
+    some percent of noise, that saves up to 2 % of an iteration where a link is slow, and changes
+    next to nothing over the traces of PIPEMORPH's Figure 18.
     """
 
     MOST = 0.4

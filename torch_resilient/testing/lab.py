@@ -43,7 +43,7 @@ _TABLE = 1000
 # Of super-packets: 32 MB at most, then the sender's kernel drops.
 _DEVICE_QUEUE_PACKETS = 500
 _HAS_V6 = os.path.exists("/proc/sys/net/ipv6")
-_V6_LIMIT_S = 30.0
+_V6_LIMIT_S = 30.0  # far more than the kernel needs on a busy machine
 _SYSCTLS = {
     "net.ipv4.conf.all.rp_filter": "0",
     "net.ipv4.conf.default.rp_filter": "0",
