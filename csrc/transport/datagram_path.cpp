@@ -263,9 +263,8 @@ void DatagramPath::onEvents(uint32_t events) {
   }
   // Times are those of the kernel: that we get a processor late is no queue in
   // the network.
-  const TimePoint now = std::chrono::steady_clock::now();
-  const auto with = [this, now](std::span<const std::byte> d, Nanos ago) {
-    arrivedAt_ = std::max(arrivedAt_, now - ago);
+  const auto with = [this](std::span<const std::byte> d, TimePoint arrived) {
+    arrivedAt_ = std::max(arrivedAt_, arrived);
     onDatagram(d, arrivedAt_);
   };
   for (int i = 0; i < kMostReads && !closed_ && !socket_.receive(with); ++i) {

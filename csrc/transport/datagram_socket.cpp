@@ -172,8 +172,11 @@ bool DatagramSocket::receive(const Receiver& with) {
   }
   const int n = ::recvmmsg(
       fd_.get(), messages.data(), kReceiveBuffers, MSG_DONTWAIT, nullptr);
-  // The clock of the kernel's stamps.
-  const Nanos now = std::chrono::system_clock::now().time_since_epoch();
+  // The clock of the kernel's stamps, and then ours: if we lose the processor
+  // in between, the datagrams seem to come later. Too early would make the
+  // round trip shorter than it can be, and that is believed for long.
+  const Nanos wallNow = std::chrono::system_clock::now().time_since_epoch();
+  const TimePoint now = std::chrono::steady_clock::now();
   for (int i = 0; i < n; ++i) {
     const auto k = static_cast<size_t>(i);
     msghdr& m = messages[k].msg_hdr;
@@ -189,7 +192,7 @@ bool DatagramSocket::receive(const Receiver& with) {
           c->cmsg_level == SOL_SOCKET && c->cmsg_type == SCM_TIMESTAMPNS) {
         timespec stamp{};
         std::memcpy(&stamp, CMSG_DATA(c), sizeof(stamp));
-        ago = now - std::chrono::seconds(stamp.tv_sec) -
+        ago = wallNow - std::chrono::seconds(stamp.tv_sec) -
             std::chrono::nanoseconds(stamp.tv_nsec);
         // That clock may be set meanwhile.
         ago = std::clamp(ago, Nanos(0), kMostAgo);
@@ -197,7 +200,7 @@ bool DatagramSocket::receive(const Receiver& with) {
     }
     const std::byte* const data = buffers_.get() + k * kReceiveBuffer;
     for (size_t at = 0; at < bytes; at += each) {
-      with({data + at, std::min(each, bytes - at)}, ago);
+      with({data + at, std::min(each, bytes - at)}, now - ago);
     }
   }
   // An error is that of a datagram we sent, and has been taken by this call.

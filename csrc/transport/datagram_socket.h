@@ -40,9 +40,10 @@ class DatagramSocket {
   // bytes, have gone. What the network does not take (too large, no route) is
   // gone, as if it were lost.
   bool send(std::span<const std::byte> data, size_t each, size_t& sent);
-  // Gives what has come to `with`, datagram by datagram, and how long ago the
-  // kernel got it; false if there may be more.
-  using Receiver = std::function<void(std::span<const std::byte>, Nanos ago)>;
+  // Gives what has come to `with`, datagram by datagram, and when the kernel
+  // got it, never too early; false if there may be more.
+  using Receiver =
+      std::function<void(std::span<const std::byte>, TimePoint arrived)>;
   bool receive(const Receiver& with);
   // A datagram was too large for our own interface since the last call.
   bool takeTooLarge() {
