@@ -520,10 +520,17 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   counters_.lost = r.lost;
   // What a full link drops is no reason for parity. When exactly the others
   // were lost, a report does not say.
-  for (uint64_t i = 0; i < bursts && !rate_.queueing(); ++i) {
-    loss_.onPackets(s.packets / bursts, (s.lost + bursts - 1 - i) / bursts);
+  if (!rate_.queueing()) {
+    for (uint64_t i = 0; i < bursts; ++i) {
+      loss_.onPackets(s.packets / bursts, (s.lost + bursts - 1 - i) / bursts);
+    }
+    loss_.onPackets(bursts == 0 ? s.packets : s.packets % bursts, 0);
   }
-  loss_.onPackets(bursts == 0 ? s.packets : s.packets % bursts, 0);
+  // A link that stands still now and then has queues and losses without being
+  // full. Of a burst all packets are lost if one is.
+  const LossEstimate usual = loss_.cautious();
+  s.usuallyLost = usual.rate * static_cast<double>(s.packets + s.lost);
+  s.usualVariance = s.usuallyLost * (2 * usual.burstPackets - 1);
   const uint32_t micros = r.receivedMicros - base_.receivedMicros;
   if (now - baseAt_ > kMeasureMost) {
     s.limitedBySender = true; // the first report, or the first after a rest

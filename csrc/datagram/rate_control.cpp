@@ -17,6 +17,8 @@ constexpr double kDrainGain = 0.5;
 constexpr std::array<double, 8> kGains{1.25, 0.75, 1, 1, 1, 1, 1, 1};
 
 constexpr double kWindowGain = 2;
+// Less than the link holds, even if its rate is believed too high.
+constexpr double kThinGain = 0.5;
 // Reports come that late, and whatever is sent leaves in bursts.
 constexpr double kReportDelayS = 0.005;
 constexpr uint64_t kLeastWindow = 64u << 10;
@@ -25,7 +27,9 @@ constexpr double kLeastRate = 64e3;
 constexpr double kMostRate = 125e9;
 
 constexpr Nanos kLeastRound = std::chrono::milliseconds(4);
-// The least round trip is believed this long: the route may have changed.
+// The least round trip is believed this long: the route may have changed. Then
+// the least of that time is, unless it has a queue, which may be our own: that
+// drains first. (BBR's ProbeRTT, but only where there is a queue.)
 constexpr Nanos kLeastRoundTripFor = std::chrono::seconds(10);
 
 // A round trip longer than the least by this is a queue: a part of it, and
@@ -38,6 +42,13 @@ constexpr Nanos kQueueLeast = std::chrono::milliseconds(3);
 constexpr double kCut = 0.6; // CUBIC's is 0.7; who is paced loses less often
 constexpr double kCubic = 0.4; // segments per second cubed
 constexpr double kSegmentBytes = 1448;
+// A round has lost more than usual by so many standard deviations. There are
+// a thousand rounds in a minute, and a cut takes seconds to grow back.
+constexpr double kUnusual = 4;
+// The longer there has been a queue, the less is what was lost before it a
+// measure: half of it counts after so long. Long enough for a new
+// route to be believed.
+constexpr Nanos kUsualFor = std::chrono::seconds(20);
 // A cut shows its effect only after a round trip, and the losses of one queue
 // are told over two.
 constexpr int kRoundsPerCut = 3;
@@ -98,9 +109,30 @@ uint64_t RateControl::windowBytes() const {
   if (ceiling_ > 0) {
     rate = std::min(rate, ceiling_);
   }
-  const double gain = state_ == State::kStartup ? kStartupGain : kWindowGain;
+  const double gain = probesUntil_ != kNever ? kThinGain
+      : state_ == State::kStartup            ? kStartupGain
+                                             : kWindowGain;
   const double bytes = gain * rate * (toSeconds(least_) + kReportDelayS);
   return std::max(kLeastWindow, static_cast<uint64_t>(bytes));
+}
+
+void RateControl::onLeast(Nanos sample, TimePoint now) {
+  latelyLeast_ = std::min(latelyLeast_, sample);
+  const bool probes = probesUntil_ != kNever;
+  const bool expired = !probes && now - leastAt_ > kLeastRoundTripFor;
+  if (expired && latelyLeast_ > queueMark()) {
+    // What is in flight leaves, and what is sent then comes back.
+    probesUntil_ = now + smoothed_ + 2 * least_ + fromSeconds(kReportDelayS);
+    latelyLeast_ = Nanos::max();
+  } else if (sample <= least_ || expired || now >= probesUntil_) {
+    if (probes) {
+      probesUntil_ = kNever;
+      thinUntil_ = now + smoothed_;
+    }
+    least_ = latelyLeast_;
+    leastAt_ = now;
+    latelyLeast_ = Nanos::max();
+  }
 }
 
 void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
@@ -114,10 +146,7 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
     variation_ += (off - variation_) / 4;
     smoothed_ += (sample - smoothed_) / 8;
   }
-  if (sample <= least_ || now - leastAt_ > kLeastRoundTripFor) {
-    least_ = sample;
-    leastAt_ = now;
-  }
+  onLeast(sample, now);
   roundLeast_ = std::min(roundLeast_, sample);
   roundMost_ = std::max(roundMost_, sample);
   queueing_ = sample > queueMark();
@@ -128,17 +157,22 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
     started_ = true;
     roundStart_ = now;
     leastAt_ = now;
+    noQueueAt_ = now;
   }
   if (s.roundTrip > Nanos(0)) {
     onRoundTrip(s.roundTrip, now);
   }
   roundPackets_ += s.packets;
   roundLost_ += s.lost;
-  roundFull_ = roundFull_ && !s.limitedBySender;
+  roundUsual_ += s.usuallyLost;
+  roundVariance_ += s.usualVariance;
+  const bool limited =
+      s.limitedBySender || probesUntil_ != kNever || now < thinUntil_;
+  roundFull_ = roundFull_ && !limited;
   if (s.interval > Nanos(0)) {
     const double rate = std::min(
         static_cast<double>(s.bytes) / toSeconds(s.interval), kMostRate);
-    if (!s.limitedBySender || rate > capacityBytesPerS()) {
+    if (!limited || rate > capacityBytesPerS()) {
       rates_[round_ % kRounds] = std::max(rates_[round_ % kRounds], rate);
     }
   }
@@ -185,7 +219,14 @@ void RateControl::onRoundEnd(TimePoint now) {
   const bool queue = roundLeast_ != Nanos::max() && roundLeast_ > mark;
   congestedRounds_ -= congestedRounds_ > 0;
   ++roundsSinceCut_;
-  if (queue && roundLost_ > 0) {
+  if (!queue) {
+    noQueueAt_ = now;
+  }
+  const double still =
+      std::exp2(-toSeconds(now - noQueueAt_) / toSeconds(kUsualFor));
+  const bool unusual = static_cast<double>(roundLost_) >
+      still * roundUsual_ + kUnusual * std::sqrt(still * roundVariance_);
+  if (queue && unusual) {
     if (roundsSinceCut_ >= kRoundsPerCut) {
       cut(now);
     }
@@ -221,6 +262,7 @@ void RateControl::onRoundEnd(TimePoint now) {
   roundStart_ = now;
   roundFull_ = true;
   roundPackets_ = roundLost_ = 0;
+  roundUsual_ = roundVariance_ = 0;
   roundLeast_ = Nanos::max();
   roundMost_ = Nanos(0);
 }

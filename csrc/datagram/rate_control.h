@@ -18,6 +18,9 @@ struct DeliverySample {
   // there was, not how much the link carries.
   bool limitedBySender = false;
   uint64_t inFlightBytes = 0; // after these
+  // How many of as many packets the link loses when there is no queue: mean
+  // and variance.
+  double usuallyLost = 0, usualVariance = 0;
 };
 
 // How fast packets leave: paced at the rate at which they arrive, with at most
@@ -26,8 +29,8 @@ struct DeliverySample {
 // trip.)
 //
 // Loss alone is no sign of a full link here, or a lossy one would never be
-// filled. Loss while the round trip has grown is: then the rate is cut, as TCP
-// does, and congested() tells whoever adds parity to add less.
+// filled. More loss than usual while the round trip has grown is: then the rate
+// is cut, as TCP does, and congested() tells whoever adds parity to add less.
 // Paper: SMART §4.3, "Congestion-related loss".
 class RateControl {
  public:
@@ -67,6 +70,7 @@ class RateControl {
   static constexpr size_t kRounds = 10; // that a measured rate counts
 
   void onRoundTrip(Nanos sample, TimePoint now);
+  void onLeast(Nanos sample, TimePoint now);
   void onRoundEnd(TimePoint now);
   void cut(TimePoint now);
   void grow(TimePoint now);
@@ -83,15 +87,20 @@ class RateControl {
   // of this round
   bool roundFull_ = true; // the sender always had something
   uint64_t roundPackets_ = 0, roundLost_ = 0;
+  double roundUsual_ = 0, roundVariance_ = 0;
   Nanos roundLeast_ = Nanos::max(), roundMost_{};
 
   Nanos least_, smoothed_, variation_;
   TimePoint leastAt_{};
+  Nanos latelyLeast_ = Nanos::max(); // since then, or since it probes
+  TimePoint probesUntil_ = kNever; // to see the round trip below a queue
+  TimePoint thinUntil_{}; // what arrives was sent then
   bool measured_ = false;
 
   double startupRate_ = 0;
   int startupRounds_ = 0; // without growth
   size_t phase_ = 0; // of the steady state's cycle
+  TimePoint noQueueAt_{}; // the last round without
   double ceiling_ = 0; // after congestion; 0: none
   TimePoint cutAt_{};
   double mostSegments_ = 0, cutSegments_ = 0; // in flight, before and after it

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <cmath>
 #include <functional>
 #include <queue>
 #include <vector>
@@ -25,6 +26,8 @@ struct DatagramLink {
   double duplicate = 0;
   double reorder = 0; // of packets, later by up to reorderBy
   Nanos reorderBy = std::chrono::milliseconds(2);
+  // Stands still now and then: the mean time between, and for up to how long.
+  Nanos stallEvery{}, stallFor{};
 };
 
 class DatagramPair {
@@ -119,12 +122,14 @@ class DatagramPair {
   std::function<void()> onDelivery;
 
  private:
+  static constexpr TimePoint kBeginning{std::chrono::seconds(1000)};
   struct End {
     std::unique_ptr<PacketSender> sender;
     std::unique_ptr<PacketReceiver> receiver;
     DatagramLink link; // from here
     bool bad = false; // of the link: in a burst
     TimePoint linkFree{};
+    TimePoint stallAt = kBeginning; // the next
     uint64_t lastPacket = 0;
     uint64_t wireBytes = 0;
     TimePoint wakeAt = kNever;
@@ -158,6 +163,12 @@ class DatagramPair {
     End& e = ends_[side];
     const double onWire = static_cast<double>(packet.size() + 60);
     e.wireBytes += packet.size() + 60;
+    while (e.link.stallEvery > Nanos(0) && e.stallAt <= now_) {
+      e.linkFree = std::max(e.linkFree, e.stallAt) +
+          fromSeconds(prng_.uniform() * toSeconds(e.link.stallFor));
+      e.stallAt += fromSeconds(
+          -std::log(1 - prng_.uniform()) * toSeconds(e.link.stallEvery));
+    }
     const Nanos queued = std::max(e.linkFree, now_) - now_;
     if (toSeconds(queued) * e.link.bytesPerS >
         static_cast<double>(e.link.queueBytes)) {
@@ -234,7 +245,7 @@ class DatagramPair {
   }
 
   Prng prng_;
-  TimePoint now_{std::chrono::seconds(1000)};
+  TimePoint now_ = kBeginning;
   std::priority_queue<Event> events_;
   uint64_t eventNumber_ = 0;
   std::array<End, 2> ends_;

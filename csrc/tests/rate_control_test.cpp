@@ -52,6 +52,18 @@ class Stream {
     }
     return static_cast<double>(delivered_ - before) / toSeconds(time);
   }
+  // The time that a message of so many objects takes.
+  Nanos transfer(int objects) {
+    const TimePoint begun = pair_.now();
+    const uint64_t end = delivered_ + kBytes * objects;
+    for (int i = 0; i < objects; ++i) {
+      pair_.send(0, what_);
+    }
+    CHECK(pair_.run([this, end] { return delivered_ >= end; }, seconds(10)));
+    const Nanos took = pair_.now() - begun;
+    CHECK(pair_.runUntilIdle(seconds(10)));
+    return took;
+  }
   DatagramPair& pair() {
     return pair_;
   }
@@ -154,6 +166,61 @@ TEST(rate_control_follows_a_link_that_changes) {
   CHECK(back > 0.75 * rate);
 }
 
+// Where packets come irregularly, or the link stands still now and then, it
+// looks faster than it is, and a queue builds. It must not pass for a longer
+// way, which would get a longer queue, and so on.
+TEST(rate_control_takes_no_standing_queue_for_the_way) {
+  for (const bool stalls : {false, true}) {
+    DatagramLink link = linkOf(2.5e6, milliseconds(20));
+    link.queueBytes = 64u << 20;
+    if (stalls) {
+      link.stallEvery = milliseconds(30);
+      link.stallFor = milliseconds(5);
+    } else {
+      link.reorder = 0.3;
+    }
+    Stream s(4, link, RecoveryKind::kSelectiveRepeat);
+    s.run(seconds(20));
+    s.takeLongest();
+    CHECK(s.run(seconds(60)) > 0.8 * link.bytesPerS);
+    CHECK(s.rate().leastRoundTrip() < milliseconds(45));
+    CHECK(s.takeLongest() < milliseconds(150));
+  }
+}
+
+// Queues that are not of our making, and losses as ever, are no congestion.
+TEST(rate_control_is_not_slowed_by_queues_and_usual_losses) {
+  double times[2]; // of all messages
+  for (const bool lossy : {false, true}) {
+    DatagramLink link = linkOf(25e6, milliseconds(20));
+    link.queueBytes = 64u << 20;
+    link.stallEvery = milliseconds(60);
+    link.stallFor = milliseconds(20);
+    link.loss = lossy ? 0.02 : 0;
+    Stream s(5, link, RecoveryKind::kSemantic);
+    times[lossy] = 0;
+    for (int i = 0; i < 300; ++i) {
+      times[lossy] += toSeconds(s.transfer(8));
+    }
+  }
+  CHECK(times[1] < 1.25 * times[0]);
+}
+
+// A new route that is longer looks like a queue as long as the shorter one is
+// remembered. With a link that always loses something that is no congestion.
+TEST(rate_control_is_not_slowed_by_a_longer_way) {
+  DatagramLink link = linkOf(25e6, milliseconds(20));
+  link.loss = 0.005;
+  Stream s(6, link, RecoveryKind::kSelectiveRepeat);
+  const double before = (s.run(seconds(3)), s.run(seconds(5)));
+  s.pair().link(0).oneWay += milliseconds(15);
+  s.run(seconds(1));
+  s.takeCongested();
+  CHECK(s.run(seconds(20)) > 0.85 * before);
+  CHECK(!s.takeCongested());
+  CHECK(s.rate().leastRoundTrip() > milliseconds(54));
+}
+
 // --- fed by hand
 
 struct Fed {
@@ -162,6 +229,7 @@ struct Fed {
   // One round trip of it.
   void round(Nanos roundTrip, uint64_t lost, double bytesPerS = 10e6) {
     DeliverySample s;
+    s.usuallyLost = s.usualVariance = usuallyLost;
     s.roundTrip = s.interval = roundTrip;
     s.bytes = static_cast<uint64_t>(bytesPerS * toSeconds(roundTrip));
     s.packets = 100;
@@ -169,8 +237,14 @@ struct Fed {
     now += roundTrip;
     rate.onSample(s, now);
   }
+  void settle() {
+    for (int i = 0; i < 20; ++i) {
+      round(milliseconds(20), 0);
+    }
+  }
   RateControl rate;
   TimePoint now{seconds(7)};
+  double usuallyLost = 0;
 };
 
 TEST(rate_control_congestion_is_loss_with_a_queue) {
@@ -198,6 +272,69 @@ TEST(rate_control_congestion_is_loss_with_a_queue) {
     f.round(milliseconds(20), 5);
   }
   CHECK(f.rate.bytesPerS() > 0.7 * 10e6);
+}
+
+TEST(rate_control_congestion_is_more_loss_than_usual) {
+  Fed f;
+  f.usuallyLost = 4;
+  f.round(milliseconds(20), 4);
+  for (int i = 0; i < 30; ++i) {
+    f.round(milliseconds(40), 9);
+    CHECK(!f.rate.congested());
+  }
+  for (int i = 0; i < 3; ++i) {
+    f.round(milliseconds(40), 20);
+  }
+  CHECK(f.rate.congested());
+}
+
+TEST(rate_control_believes_a_longer_way_when_the_queue_is_gone) {
+  Fed f;
+  f.settle();
+  const uint64_t window = f.rate.windowBytes();
+  for (int i = 0; i < 201; ++i) { // more than 10 s
+    CHECK(f.rate.windowBytes() > window / 2);
+    f.round(milliseconds(50), 0);
+  }
+  CHECK(f.rate.windowBytes() < window / 3);
+  CHECK_EQ(f.rate.leastRoundTrip(), Nanos(milliseconds(20)));
+  for (int i = 0; i < 3; ++i) {
+    f.round(milliseconds(50), 0);
+  }
+  CHECK_EQ(f.rate.leastRoundTrip(), Nanos(milliseconds(50)));
+  CHECK(f.rate.windowBytes() > window);
+}
+
+// Bursts with rests between them: each ends with a queue and begins without.
+TEST(rate_control_does_not_slow_down_where_bursts_queue) {
+  Fed f;
+  f.settle();
+  const uint64_t window = f.rate.windowBytes();
+  for (int i = 0; i < 500; ++i) {
+    for (const auto trip : {20'300, 24'000, 24'000}) {
+      f.round(std::chrono::microseconds(trip), 0);
+      CHECK(f.rate.windowBytes() > window / 2);
+    }
+    f.now += milliseconds(30);
+  }
+}
+
+// What arrives while less is in flight says nothing of the link's rate.
+TEST(rate_control_forgets_no_rate_while_less_is_in_flight) {
+  Fed f;
+  f.settle();
+  const double rate = f.rate.capacityBytesPerS();
+  const uint64_t window = f.rate.windowBytes();
+  for (int i = 0; f.rate.windowBytes() > window / 2; ++i) {
+    CHECK(i < 500);
+    f.round(milliseconds(24), 0);
+  }
+  for (int i = 0; f.rate.windowBytes() < window / 2; ++i) {
+    CHECK(i < 20);
+    f.round(milliseconds(24), 0, rate / 8);
+  }
+  f.round(milliseconds(23), 0, rate / 8); // sent before
+  CHECK(f.rate.capacityBytesPerS() > 0.9 * rate);
 }
 
 TEST(rate_control_keeps_to_the_limit_from_outside) {
