@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from typing import Any
 
@@ -42,7 +43,9 @@ def digest_of(model: torch.nn.Module) -> str:
 
 def say(kind: str, **values: Any) -> None:
     """One line of JSON."""
-    print(json.dumps({"kind": kind, **values}), flush=True)
+    # In one piece: the ranks of a host share their output.
+    sys.stdout.write(json.dumps({"kind": kind, **values}) + "\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
