@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, SplitPoint, pipeline
 from torch.utils.checkpoint import checkpoint
 
 from torch_resilient.pipelining import (
     OrderError,
     PipelineCosts,
+    ScheduleAdaptiveZB,
     ScheduleLive,
     SchedulePlanned,
     StageGates,
@@ -507,6 +508,35 @@ def compiled(rank: int, name: str, in_place: bool) -> dict[str, Any]:
 def test_compiled_stages(in_place: bool) -> None:
     want = run_ranks(compiled, "torch 1F1B", in_place)
     assert run_ranks(compiled, "live", in_place) == want
+
+
+def traced(rank: int, name: str) -> dict[str, Any]:
+    """Stages that torch's tracer has cut."""
+    pipe = pipeline(
+        nn.Sequential(*(Part(i) for i in range(3))),
+        mb_args=(torch.zeros(ROWS, WIDTH),),
+        split_spec=dict.fromkeys(("1", "2"), SplitPoint.BEGINNING),
+    )
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    if name == "adaptive":
+        schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss_of)
+    else:
+        schedule = make(name, stage, rank)
+    x, target = batch_of(0)
+    result: dict[str, Any] = {}
+    for _ in range(STEPS):
+        stage.submod.zero_grad()
+        inputs = (x,) if stage.is_first else ()
+        output = schedule.step(*inputs, **({"target": target} if stage.is_last else {}))
+        result["outputs"] = numbers([output]) if stage.is_last else []
+    result["gradients"] = numbers(p.grad for p in stage.submod.parameters())
+    return result
+
+
+def test_traced_stages() -> None:
+    want = run_ranks(traced, "torch 1F1B", world_size=3)
+    for name in ("zb_h1", "live", "adaptive"):
+        assert run_ranks(traced, name, world_size=3) == want
 
 
 class CalledCompiled(Part):

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from torch_resilient import _events, _stats
@@ -31,6 +30,7 @@ from torch_resilient.pipelining.offload import HostOffload
 from torch_resilient.pipelining.planner import limits_of
 from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.torch_actions import (
+    AnyStage,
     StageActions,
     carries_messages,
     control_device,
@@ -90,7 +90,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: AnyStage,
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
 from torch_resilient import _native
 from torch_resilient._stats import carries
 from torch_resilient.pipelining.timeline_files import clock_offset_s
-from torch_resilient.pipelining.torch_actions import control_device, group_of
+from torch_resilient.pipelining.torch_actions import AnyStage, control_device, group_of
 from torch_resilient.traffic import traffic_class
 
 # Clocks drift apart by 10 µs in a second or so: in a hundred iterations of a second, by 1 ms.
@@ -59,7 +58,7 @@ class ClockUpdates:
     "resilient" do not know when messages came: over them nothing is compared.
     """
 
-    def __init__(self, stage: PipelineStage) -> None:
+    def __init__(self, stage: AnyStage) -> None:
         self._group = group_of(stage)
         self._possible = control_device(self._group, stage.device) == _CPU and carries(
             self._group, _CPU

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import PipelineStage
 
 from torch_resilient.pipelining.clocks import ClockUpdates
 from torch_resilient.pipelining.recorder import MeasuredSpan
 from torch_resilient.pipelining.timeline_files import TimelineWriter, clock_offset_s
-from torch_resilient.pipelining.torch_actions import control_device, group_of
+from torch_resilient.pipelining.torch_actions import AnyStage, control_device, group_of
 
 # The folder for timelines where the schedule is not given one.
 VARIABLE = "TORCH_RESILIENT_TIMELINE"
@@ -41,7 +40,7 @@ class Recording:
     A file that cannot be written ends the recording with a warning, never the training.
     """
 
-    def __init__(self, folder: str | Path, stage: PipelineStage) -> None:
+    def __init__(self, folder: str | Path, stage: AnyStage) -> None:
         group = group_of(stage)
         first = dist.get_global_rank(group, stage.stage_index_to_group_rank[0])
         path = Path(folder)
@@ -104,7 +103,7 @@ def folder_from_environment() -> str | None:
     return os.environ.get(VARIABLE) or None
 
 
-def agreed_folder(folder: str | Path | None, stage: PipelineStage) -> str | Path | None:
+def agreed_folder(folder: str | Path | None, stage: AnyStage) -> str | Path | None:
     """`folder` if every rank of the pipeline has one, else None, with a warning where some have.
 
     All ranks of the pipeline call it at once: a recording compares clocks, in which a rank without
@@ -123,9 +122,7 @@ def agreed_folder(folder: str | Path | None, stage: PipelineStage) -> str | Path
     return folder if with_one == group.size() else None
 
 
-def _ask_first_stage(
-    stage: PipelineStage, group: dist.ProcessGroup, number: int
-) -> tuple[float, int]:
+def _ask_first_stage(stage: AnyStage, group: dist.ProcessGroup, number: int) -> tuple[float, int]:
     """What to add to this rank's clock to get that of stage 0, and its `number`; over the backend.
 
     The number of any other stage is not used: a rank may have had other pipelines before.

@@ -1,4 +1,4 @@
-"""Schedules for torch's PipelineStage, one stage per rank."""
+"""Schedules for the stages of torch.distributed.pipelining, one per rank."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
 from torch_resilient.pipelining.costs import PipelineCosts
@@ -24,7 +23,7 @@ from torch_resilient.pipelining.recording import (
 )
 from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.tolerance import ActivationTolerance
-from torch_resilient.pipelining.torch_actions import StageActions, StageSchedule
+from torch_resilient.pipelining.torch_actions import AnyStage, StageActions, StageSchedule
 from torch_resilient.recovery import SmartOptions
 
 
@@ -85,7 +84,7 @@ class DispatchedSchedule(StageSchedule):
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: AnyStage,
         *arguments: Any,
         smart: SmartOptions | None = None,
         timeline_dir: str | Path | None = None,
@@ -160,7 +159,7 @@ class SchedulePlanned(DispatchedSchedule):
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: AnyStage,
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
@@ -208,7 +207,7 @@ class ScheduleLive(DispatchedSchedule):
 
     def __init__(
         self,
-        stage: PipelineStage,
+        stage: AnyStage,
         n_microbatches: int,
         loss_fn: Callable[..., Tensor] | None = None,
         args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,

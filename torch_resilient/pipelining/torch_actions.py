@@ -19,15 +19,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_resilient import recovery
 from torch_resilient._stats import carries
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.traffic import traffic_class
+
+# torch's PipelineStage, or what its tracer makes (Pipe.build_stage()).
+AnyStage = _PipelineStageBase
 
 _STORE_TIMEOUT = timedelta(seconds=10)
 
@@ -46,7 +49,7 @@ def control_store() -> Store:
     return store
 
 
-def group_of(stage: PipelineStage) -> dist.ProcessGroup:
+def group_of(stage: AnyStage) -> dist.ProcessGroup:
     """The process group that carries the stage's messages."""
     group = stage.group or dist.distributed_c10d._get_default_group()
     assert isinstance(group, dist.ProcessGroup)
@@ -73,7 +76,7 @@ class StageSchedule(PipelineScheduleSingle):
     """
 
     def __init__(
-        self, stage: PipelineStage, n_microbatches: int, *arguments: Any, **keywords: Any
+        self, stage: AnyStage, n_microbatches: int, *arguments: Any, **keywords: Any
     ) -> None:
         if n_microbatches < 1:
             raise ValueError(f"n_microbatches: expected at least 1, got {n_microbatches}")
@@ -91,8 +94,7 @@ class StageSchedule(PipelineScheduleSingle):
         self._failure = ""  # what ended a step in the middle
 
     @property
-    def stage(self) -> PipelineStage:
-        assert isinstance(self._stage, PipelineStage)
+    def stage(self) -> AnyStage:
         return self._stage
 
     @property
@@ -353,7 +355,7 @@ class StageActions:
         return traffic_class(name) if self._ours else contextlib.nullcontext()
 
 
-def carries_messages(stage: PipelineStage) -> bool:
+def carries_messages(stage: AnyStage) -> bool:
     """Whether this project's backend carries the stage's messages: those of its type of device."""
     try:
         return carries(group_of(stage), stage.device)
@@ -405,7 +407,7 @@ def _require_wrapped_root(module: torch.nn.Module) -> None:
             )
 
 
-def _take_over_weight_backward(stage: PipelineStage) -> None:
+def _take_over_weight_backward(stage: AnyStage) -> None:
     """Lets W work for parameters that a stage uses at several depths.
 
     Their group's graph runs through those of other parameters, which torch 2.13 has freed by then;
