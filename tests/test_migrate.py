@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -223,6 +224,19 @@ def test_every_part_of_the_state_matters() -> None:
 # ---- any state ----------------------------------------------------------------------------------
 
 
+@dataclass
+class Made:
+    """Its state is one tensor, which nobody holds once it is pickled."""
+
+    value: float
+
+    def __getstate__(self) -> torch.Tensor:
+        return torch.full((3,), self.value)
+
+    def __setstate__(self, state: torch.Tensor) -> None:
+        self.value = state[0].item()
+
+
 def some_state(replica: int, stage: int) -> State:
     """Of a place: tensors of all sorts and what is no tensor; equal if made again."""
     generator = torch.Generator().manual_seed(10 * replica + stage)
@@ -253,6 +267,7 @@ def some_state(replica: int, stage: int) -> State:
         "nested": {"a": [{"b": (numbers.clone(), 1.5, None)}], 7: "text" * (1 + stage)},
         "large": torch.randn(100_000 + 1000 * replica, generator=generator),
         "numpy": np.arange(5 + replica),
+        "made": [Made(each) for each in range(4)],
     }
 
 

@@ -284,7 +284,8 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
+        # With the tensor: one that was made for pickling would leave its id to the next one.
+        self._numbers: dict[int, tuple[int, torch.Tensor]] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, torch.Tensor):
@@ -294,9 +295,9 @@ class _Pickler(pickle.Pickler):
         if obj.layout != torch.strided or obj.is_quantized or obj.is_meta:
             raise TypeError(f"a tensor that is sparse, quantized or without data: {obj.layout}")
         if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = len(self.tensors)
+            self._numbers[id(obj)] = (len(self.tensors), obj)
             self.tensors.append(obj.detach())
-        return self._numbers[id(obj)]
+        return self._numbers[id(obj)][0]
 
 
 class _Unpickler(pickle.Unpickler):
