@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-from harness import run_ranks
+import re
 
-from torch_resilient import faults
+import pytest
+import torch
+from harness import error_of, run_ranks
+
+from torch_resilient import faults, group_by_round_trip
 from torch_resilient.control.links import measure_delays
 
 
@@ -42,3 +45,16 @@ def without_the_backend(rank: int) -> None:
 
 def test_other_backends_are_refused() -> None:
     run_ranks(without_the_backend, backend="gloo")
+
+
+def beside_gloo(rank: int) -> None:
+    """Tensors on the CPU are gloo's: only those on a GPU meet the delays that are asked for."""
+    for measure in (measure_delays, lambda: group_by_round_trip(every_rank=True)):
+        if torch.cuda.is_available():
+            measure()
+        else:
+            assert re.search("CUDA|NVIDIA", error_of(measure))
+
+
+def test_messages_go_where_the_backend_is() -> None:
+    run_ranks(beside_gloo, backend="cpu:gloo,cuda:resilient")

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["carries", "find_backend", "stats"]
+__all__ = ["carried_device", "carries", "find_backend", "stats"]
 
 
 def find_backend(group: ProcessGroup | None = None) -> Any:
@@ -43,6 +43,21 @@ def find_backend(group: ProcessGroup | None = None) -> Any:
 def carries(group: ProcessGroup, device: torch.device) -> bool:
     """Whether tensors on `device` travel over this backend in `group`."""
     return _backend_of(group, device) is not None
+
+
+def carried_device(group: ProcessGroup | None = None) -> torch.device:
+    """A device whose tensors travel over this backend in `group` (None: the default group).
+
+    The CPU if it is one. Raises ValueError as find_backend() does.
+    """
+    import torch
+    import torch.distributed as dist
+
+    find_backend(group)
+    group = group or dist.group.WORLD
+    assert group is not None
+    devices: list[torch.device] = [torch.device("cpu"), *group._device_types]
+    return next(device for device in devices if carries(group, device))
 
 
 def _backend_of(group: ProcessGroup, device: torch.device) -> Any:

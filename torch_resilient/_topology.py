@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_resilient import _native
-from torch_resilient._stats import find_backend, stats
+from torch_resilient._stats import carried_device, find_backend, stats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,7 +73,7 @@ def group_by_round_trip(
 
     if not (math.isfinite(site_s) and site_s > 0):
         raise ValueError(f"group_by_round_trip: site_s={site_s}: expected a number above 0")
-    backend = find_backend(group)
+    backend, device = find_backend(group), carried_device(group)
     known = topology(group)
     if any(known["sites"]):
         return list(known["sites"])
@@ -84,10 +84,14 @@ def group_by_round_trip(
     measured = torch.full((size,), math.inf, dtype=torch.float64)
     if rank in leaders:
         peers = [r for r in leaders if r != rank]
-        empty = torch.zeros(1)
+        empty = torch.zeros(1, device=device)
         for _ in range(_ROUNDS):
             # Acknowledgements of these messages are what is measured.
-            works = [dist.irecv(torch.empty(1), group=group, group_src=r, tag=_TAG) for r in peers]
+            got = [torch.empty_like(empty) for _ in peers]
+            works = [
+                dist.irecv(tensor, group=group, group_src=r, tag=_TAG)
+                for r, tensor in zip(peers, got, strict=True)
+            ]
             works += [dist.isend(empty, group=group, group_dst=r, tag=_TAG) for r in peers]
             for work in works:
                 if work is not None:
@@ -96,8 +100,9 @@ def group_by_round_trip(
             times = [p["round_trip_least_s"] for p in peer["paths"] if p["round_trip_least_s"] > 0]
             if peer["rank"] in peers and times:
                 measured[peer["rank"]] = min(times)
-    table = torch.empty(size, size, dtype=torch.float64)
-    dist.all_gather_into_tensor(table, measured, group=group)
+    table = torch.empty(size, size, dtype=torch.float64, device=device)
+    dist.all_gather(list(table), measured.to(device), group=group)
+    table = table.cpu()
     rows = [[float(table[i, j]) for j in leaders] for i in leaders]
     for i, one in enumerate(leaders):
         for j, other in enumerate(leaders[:i]):

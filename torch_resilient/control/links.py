@@ -31,7 +31,7 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    _stats.find_backend(group)
+    device = _stats.carried_device(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     others = [other for other in range(size) if other != rank]
     monitors = {other: RoundTrips() for other in others}
@@ -46,12 +46,13 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
     least_s = dict.fromkeys(others, math.inf)  # what was measured before may be long ago
     for number in range(rounds + _MORE_ROUNDS):
         time.sleep(_BETWEEN_S)
-        incoming = [torch.zeros(1) for _ in others]
+        incoming = [torch.zeros(1, device=device) for _ in others]
+        outgoing = torch.zeros(1, device=device)
         works = [
             dist.irecv(tensor, group=group, group_src=other, tag=_TAG)
             for other, tensor in zip(others, incoming, strict=True)
         ]
-        works += [dist.isend(torch.zeros(1), group=group, group_dst=o, tag=_TAG) for o in others]
+        works += [dist.isend(outgoing, group=group, group_dst=o, tag=_TAG) for o in others]
         for work in works:
             assert work is not None
             work.wait()
@@ -59,7 +60,7 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
         if number + 1 >= rounds:
             # New connections are not measured at once, and acknowledgements may still be on their
             # way: all ranks go on until the last one knows all of its links.
-            unknown = torch.tensor(float(math.inf in least_s.values()))
+            unknown = torch.tensor(float(math.inf in least_s.values()), device=device)
             dist.all_reduce(unknown, dist.ReduceOp.MAX, group=group)
             if not unknown:
                 break
