@@ -31,6 +31,7 @@ from torch_resilient.testing import (
     ScriptError,
     unavailable,
 )
+from torch_resilient.testing import job as lab_job
 from torch_resilient.testing import lab as lab_module
 from torch_resilient.testing.script import parse_quantity, parse_script, parse_settings
 
@@ -202,6 +203,18 @@ def test_a_rate_is_right_and_changes_while_packets_flow(pair: tuple[Host, Host, 
     assert elapsed_s < 2
 
 
+def test_settings_may_be_numbers_of_numpy(pair: tuple[Host, Host, Network]) -> None:
+    class Number(float):  # as numpy.float64
+        def __repr__(self) -> str:
+            return f"np.float64({float(self)!r})"
+
+    a, b, link = pair
+    link.set(delay_s=Number(0.01), rate_bytes_per_s=Number(1e7), burst_packets=Number(2))
+    link.share_rate("a->b", Number(1e7), queue_bytes=Number(1e6))
+    with echo(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
+        assert 0.02 <= round_trip_s(sock, target) < 0.02 * LOOSE
+
+
 def test_a_full_queue_drops(pair: tuple[Host, Host, Network]) -> None:
     a, b, link = pair
     link.set(rate_bytes_per_s=1e5, queue_bytes=10 * 1028)
@@ -238,6 +251,7 @@ def test_the_seed_decides_what_is_lost(burst: float | None) -> None:
     assert numbers_lost(first) != 0
     assert arrived(5) == first
     assert arrived(6) != first
+    assert arrived(2**60 + 6) != arrived(2**60 + 5)
 
 
 def numbers_lost(arrived: list[int]) -> int:
@@ -310,6 +324,19 @@ def test_counters_are_exact_for_each_direction(pair: tuple[Host, Host, Network])
     assert there.delivered.bytes == 100 * (1000 + IP_AND_UDP_BYTES)
     assert link.counters("b->a").entered.packets == 0
     assert link.counters() == there
+
+
+def test_counters_of_thousands_of_directions(pair: tuple[Host, Host, Network]) -> None:
+    """As 80 hosts on one network have; more than the kernel lets the relay say at once."""
+    a, b, link = pair
+    more = range(2, 80 * 79)
+    link._lab._relay.ask([f"pipe {pipe} 0 1 {pipe}" for pipe in more])
+    link._pipes.update({(0, -pipe): pipe for pipe in more})
+    with udp(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
+        sock.sendto(b"by the last one", target.getsockname())
+        assert target.recv(100) == b"by the last one"
+    assert link.counters().delivered.packets == 1
+    assert link.counters("a->b").delivered.packets == 0  # the first
 
 
 # ---- outages ----
@@ -414,6 +441,23 @@ def test_a_nic_is_ready_when_the_kernel_has_its_own_route(
     assert looks == ["in vain"]
 
 
+def test_a_nic_that_its_host_removes(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b)
+    other = lab.link(a, b)
+
+    def devices() -> int:
+        fds = Path(f"/proc/{lab._relay.process.pid}/fd")
+        return sum(os.readlink(fd) == "/dev/net/tun" for fd in fds.iterdir())
+
+    assert devices() == 4
+    a._ip(["link delete eth0"])
+    # Else the kernel would wake the relay again and again, at real-time priority.
+    eventually(lambda: devices() == 3)
+    with echo(b, other.address(b)) as target, udp(a, other.address(a)) as sock:
+        assert round_trip_s(sock, target) < 0.1
+
+
 def test_outages_of_several_kinds_end_together(pair: tuple[Host, Host, Network]) -> None:
     a, b, link = pair
     before = routing(a), routing(b)
@@ -433,6 +477,24 @@ def test_outages_of_several_kinds_end_together(pair: tuple[Host, Host, Network])
 
         eventually(answers)
     eventually(lambda: (routing(a), routing(b)) == before)
+
+
+def test_a_nic_that_is_off_gets_another_address(pair: tuple[Host, Host, Network]) -> None:
+    a, b, link = pair
+    link.down("admin", end=a)
+    address = link.readdress(a)
+    link.up()
+    assert link.address(a) == address
+    with echo(b, link.address(b)) as target, udp(a, address) as sock:
+        assert round_trip_s(sock, target) < 0.1
+
+
+def test_no_new_address_is_another_hosts(pair: tuple[Host, Host, Network]) -> None:
+    a, b, link = pair
+    for _ in range(253):
+        assert link.readdress(a) != link.address(b)
+    with echo(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
+        assert round_trip_s(sock, target) < 0.1
 
 
 # ---- several networks ----
@@ -757,6 +819,50 @@ def test_a_job_that_failed_says_with_which_words(pair: tuple[Host, Host, Network
     assert "rank 1: it was told to fail" in text
 
 
+WORKER = """
+import json, subprocess, sys
+worker = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(json.dumps({"kind": "worker", "pid": worker.pid}), flush=True)
+if sys.argv[1] == "waits":
+    worker.wait()
+"""
+
+
+@pytest.mark.parametrize("rank", ["waits", "ends"])
+def test_what_a_rank_has_started_does_not_hold_up_the_end(
+    pair: tuple[Host, Host, Network], monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
+    """As torchrun's workers would, which have its output."""
+    a, _, link = pair
+    if rank == "ends":  # then nobody knows any more whose process it is
+        monkeypatch.setattr(lab_job, "_DRAIN_S", 0.1)
+    job = LabJob([sys.executable, "-c", WORKER, rank], [a], link)
+    pid = job.row("worker")["pid"]
+    if rank == "ends":
+        assert job.wait(10) == [0]
+    thread = threading.Thread(target=job.close, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    if rank == "waits":
+        eventually(lambda: a.run(["sh", "-c", f"kill -0 {pid} 2>&1"]).returncode != 0)
+
+
+STRANGE = """
+import json, sys
+for stream in (sys.stdout.buffer, sys.stderr.buffer):
+    stream.write(b"\\xff\\n" * 100_000)
+print("1" * 5000, "[" * 100_000, json.dumps({"kind": "end"}), sep="\\n")
+"""
+
+
+def test_a_job_may_print_anything(pair: tuple[Host, Host, Network]) -> None:
+    a, _, link = pair
+    with LabJob([sys.executable, "-c", STRANGE], [a], link) as job:
+        assert job.row("end") == {"kind": "end", "rank": 0}
+        assert job.wait(10) == [0]
+
+
 # ---- scripts, settings, command line ----
 
 
@@ -879,6 +985,8 @@ def test_mistakes_with_the_lab_itself(lab: NetworkLab) -> None:
         (lambda: lab.host("a"), "host name: 'a' is taken"),
         (lambda: lab.host("A b"), "host name: expected up to 13 of a-z"),
         (lambda: lab.link(a, b, name="eth0"), "network name: 'eth0' is taken"),
+        (lambda: lab.link(a, b, name="lo"), "network name: 'lo' is taken"),
+        (lambda: lab.link(a, b, name="all"), "network name: 'all' is taken"),
         (lambda: lab.network([a]), "expected at least two hosts"),
         (lambda: lab.link(a, b, mtu=100), "mtu: expected 1280 to 65535 bytes, got 100"),
         (lambda: lab.link(a, b, loss=2), "loss: expected a share"),
@@ -914,6 +1022,22 @@ def test_the_command_runs_a_job(lab: NetworkLab, capfd: pytest.CaptureFixture[st
     assert "[b] b 1/2 1/2 10.77.2.1 b\n" in out
     assert "[b] lo eth0 eth1 control" in out
     assert "eth0 down" in err
+
+
+def test_the_command_ends_when_nobody_reads_its_output(lab: NetworkLab) -> None:
+    command = [sys.executable, "-m", "torch_resilient.cli", "lab", "--", "yes"]
+    done = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with done:
+        assert done.stdout is not None
+        assert done.stderr is not None
+        try:
+            assert done.stdout.readline() in (b"[a] y\n", b"[b] y\n")
+            done.stdout.close()
+            # That of the commands, or of the one who writes for them.
+            assert done.wait(60) in (128 + signal.SIGPIPE, 1)
+            assert b"Traceback" not in done.stderr.read()
+        finally:
+            done.kill()
 
 
 JOB = """

@@ -97,6 +97,10 @@ class Relay {
           uint64_t expirations;
           (void)!::read(timer_.get(), &expirations, sizeof(expirations));
           armed_ = kNever;
+        } else if ((events[i].events & EPOLLERR) != 0) {
+          // The host has removed the device, which the kernel tells for as
+          // long as we hold it.
+          nics_[what].tun.reset();
         } else {
           readFrom(what);
         }
@@ -237,8 +241,10 @@ class Relay {
       }
       const size_t source = index(words, nics_.size());
       const size_t target = index(words, nics_.size());
-      uint64_t seed = 0;
-      words >> seed;
+      uint64_t seed;
+      if (!(words >> seed)) {
+        throw std::invalid_argument("want a SEED below 2^64");
+      }
       const size_t pipe = emulator_.addPipe(seed);
       nics_[source].pipeTo[target] = pipe;
       targets_.push_back(target);
@@ -260,7 +266,7 @@ class Relay {
       int on = static_cast<int>(index(words, 2));
       checkSyscall("TUNSETCARRIER", ioctl(nic.tun.get(), TUNSETCARRIER, &on));
     } else if (verb == "counters") {
-      return counters();
+      return counters(words);
     } else {
       throw std::invalid_argument("no such verb");
     }
@@ -344,12 +350,13 @@ class Relay {
     emulator_.setPipe(now(), pipe, s);
   }
 
-  // " realtime=1 unroutable=N", then a line of numbers for each pipe, in the
-  // order of PipeCounters, packets before bytes.
-  std::string counters() {
+  // " realtime=1 unroutable=N", then a line of numbers for each pipe that is
+  // asked for, in the order of PipeCounters, packets before bytes.
+  std::string counters(std::istringstream& words) {
     std::ostringstream out;
     out << " realtime=" << realTime_ << " unroutable=" << unroutable_;
-    for (size_t pipe = 0; pipe < emulator_.pipeCount(); ++pipe) {
+    while (!(words >> std::ws).eof()) {
+      const size_t pipe = index(words, emulator_.pipeCount());
       const PipeCounters& c = emulator_.counters(pipe);
       out << '\n';
       for (const Amount& amount :

@@ -19,7 +19,7 @@ namespace resilient::lab {
 //   set PIPE name=value...            the fields of PipeSettings
 //   limiter LIMITER RATE QUEUE        makes it if it is the next number
 //   carrier NIC 0|1
-//   counters
+//   counters PIPE...                  of these, in this order
 //
 // Numbers count from 0 in the order of making; addresses are 32 hex digits.
 void relay(int control, int owner);

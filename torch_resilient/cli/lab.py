@@ -227,6 +227,9 @@ def _report(name: str, direction: str, network: Any) -> None:
 
 
 def _copy_lines(name: str, stream: Any) -> None:
-    for line in stream:
-        sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
-        sys.stdout.flush()
+    try:
+        for line in stream:
+            sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
+            sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`
+        stream.close()  # or the command would wait for ever for somebody who reads

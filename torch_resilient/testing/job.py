@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import threading
 import time
@@ -23,6 +24,19 @@ PORT = 29400
 _WORDS_CHARACTERS = 8000
 # How often a caller who waits for a row looks whether there is anybody left to send one.
 _LOOK_S = 0.1
+# For what ranks that were killed had still written.
+_DRAIN_S = 10.0
+
+
+def _descendants(pid: int) -> list[int]:
+    """The processes that `pid` has started, and those that they have."""
+    found = []
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as children:
+                for child in map(int, children.read().split()):
+                    found += [child, *_descendants(child)]
+    return found
 
 
 class LabJob:
@@ -38,7 +52,7 @@ class LabJob:
     What a rank prints to its standard output as a line of JSON, an object, is a row; it gets the
     number of its rank as `rank`. Rows are taken one after the other, from whichever rank they come;
     other lines are dropped. What it writes to its standard error is kept for messages. With `with`,
-    all ranks are killed in the end.
+    all ranks are killed in the end, and what they have started.
 
     Args:
         command: of every rank.
@@ -84,6 +98,7 @@ class LabJob:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
+                    errors="replace",
                 )
                 self.processes.append(process)
                 for read in (self._read_rows, self._read_words):
@@ -97,7 +112,8 @@ class LabJob:
     def _read_rows(self, rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            with contextlib.suppress(json.JSONDecodeError):
+            # Besides what is no JSON: numbers of thousands of digits, thousands of brackets.
+            with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
                     self.rows.put({**row, "rank": rank})
@@ -164,11 +180,23 @@ class LabJob:
     def close(self) -> None:
         """Kills what still runs, and waits for it; may be called again."""
         for process in self.processes:
+            # torchrun's workers would outlive it.
+            own = _descendants(process.pid) if process.poll() is None else []
             process.kill()
             process.wait()
+            for pid in own:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _DRAIN_S
         for reader in self._readers:
-            reader.join(10)
-        for process in self.processes:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        for process, *readers in zip(
+            self.processes, self._readers[::2], self._readers[1::2], strict=False
+        ):
+            # What a rank that has ended left running may hold its output open until the lab is
+            # closed; to close a stream would wait for who reads it.
+            if any(reader.is_alive() for reader in readers):
+                continue
             for stream in (process.stdin, process.stdout, process.stderr):
                 # What was still to be written has nobody left to read it.
                 with contextlib.suppress(BrokenPipeError):

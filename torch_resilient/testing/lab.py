@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ _T = TypeVar("_T")
 
 KINDS = ("blackhole", "carrier", "admin")
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,12}")
+_NAMES_TAKEN = {"lo", "all", "default"}  # by the kernel, among devices
 # Hosts and networks are numbered in the addresses, 10.77.<network>.<place>; readdress() counts down
 # from here.
 _LAST_PLACE = 254
@@ -42,6 +43,8 @@ _COUNT_MAX = 250
 _TABLE = 1000
 # Of super-packets: 32 MB at most, then the sender's kernel drops.
 _DEVICE_QUEUE_PACKETS = 500
+# The kernel lets the relay answer with 208 KiB at once, and a pipe's counters are up to 441 bytes.
+_PIPES_ASKED_MAX = 256
 _HAS_V6 = os.path.exists("/proc/sys/net/ipv6")
 _V6_LIMIT_S = 30.0  # far more than the kernel needs on a busy machine
 _SYSCTLS = {
@@ -276,18 +279,22 @@ class Network:
         """
         with self._lab._lock:
             nic = self._nics_of(host)[0]
-            new = f"10.77.{self._index}.{_LAST_PLACE - self._readdressed}"
+            # None of the others', however often this has been called.
+            back = self._readdressed % (_LAST_PLACE - len(self.nics))
+            new = f"10.77.{self._index}.{_LAST_PLACE - back}"
             self._readdressed += 1
             self._lab._relay.ask([f"address {nic.index} {_digits(new)}"])
             nic.host._ip(
                 [
+                    f"rule delete from {nic.address} lookup {nic.table}",
                     f"rule add from {new} lookup {nic.table}",
                     f"address delete {nic.address}/24 dev {nic.device}",
                     f"address add {new}/24 dev {nic.device}",
                 ]
             )
             moved = dataclasses.replace(nic, address=new)
-            moved.configure_routes()
+            if "admin" not in self._faults.get(nic.index, ()):  # else up() will
+                moved.configure_routes()
             for nics in (self.nics, nic.host.nics):
                 nics[nics.index(nic)] = moved
             return new
@@ -372,11 +379,7 @@ class Network:
 
     def counters(self, direction: str | None = None) -> Counters:
         """What has happened to packets so far, over all directions or those of `direction`."""
-        every = self._lab._counters()
-        total = Counters()
-        for pipe in self._directions(direction):
-            total += every[pipe]
-        return total
+        return sum(self._lab._counters(self._directions(direction)), start=Counters())
 
     def share_rate(
         self,
@@ -438,14 +441,23 @@ class Network:
         for pipe in pipes:
             s = self._settings[pipe]
             down = pipe in self._blackholes or any(self._faults.get(nic) for nic in ends[pipe])
+            numbers = {
+                "delay": s.delay_s,
+                "jitter": s.jitter_s,
+                "rate": s.rate_bytes_per_s or 0,
+                "queue": s.queue_limit_bytes(),
+                "loss": s.loss,
+                "burst": s.burst_packets or 0,
+                "duplicate": s.duplicate,
+                "corrupt": s.corrupt,
+                "reorder": s.reorder,
+                "reorder_delay": s.reorder_delay_s,
+                "down": down,
+            }
+            # float(): those of numpy tell their type.
+            words = [f"{name}={float(value)!r}" for name, value in numbers.items()]
             shared = ",".join(map(str, self._shared.get(pipe, ())))
-            lines.append(
-                f"set {pipe} delay={s.delay_s!r} jitter={s.jitter_s!r} "
-                f"rate={s.rate_bytes_per_s or 0!r} queue={s.queue_limit_bytes()} loss={s.loss!r} "
-                f"burst={s.burst_packets or 0!r} duplicate={s.duplicate!r} "
-                f"corrupt={s.corrupt!r} reorder={s.reorder!r} "
-                f"reorder_delay={s.reorder_delay_s!r} down={int(down)} shared={shared}"
-            )
+            lines.append(f"set {pipe} {' '.join(words)} shared={shared}")
         self._lab._relay.ask(lines)
 
     def _switch(self, nic: Nic, kind: str, on: bool) -> None:
@@ -467,7 +479,7 @@ class SharedRate:
     def set(self, rate_bytes_per_s: float | None, *, queue_bytes: float | None = None) -> None:
         """Changes it at once; None: no limit. Raises TypeError, ValueError."""
         settings = LinkSettings(rate_bytes_per_s=rate_bytes_per_s, queue_bytes=queue_bytes)
-        rate, queue = settings.rate_bytes_per_s or 0, settings.queue_limit_bytes()
+        rate, queue = float(settings.rate_bytes_per_s or 0), settings.queue_limit_bytes()
         self._lab._relay.ask([f"limiter {self._index} {rate!r} {queue}"])
 
 
@@ -550,7 +562,7 @@ class NetworkLab:
             index = len(self.networks)
             if name is None:
                 name = next(n for k in range(index + 1) if (n := f"eth{k}") not in self.networks)
-            self._check_name("network", name, self.networks)
+            self._check_name("network", name, {*self.networks, *_NAMES_TAKEN})
             first = LinkSettings(**settings)
             if len(hosts) < 2:
                 raise ValueError(f"network {name}: expected at least two hosts")
@@ -570,7 +582,7 @@ class NetworkLab:
                         pipe = network._pipes[source.index, target.index] = self._pipe_count
                         network._settings[pipe] = first
                         self._pipe_count += 1
-                        seed = (self.seed << 20) + pipe
+                        seed = ((self.seed << 20) + pipe) % 2**64
                         lines.append(f"pipe {pipe} {source.index} {target.index} {seed}")
             self._relay.ask(lines)
             network._send(network._pipes.values())
@@ -651,7 +663,7 @@ class NetworkLab:
         if self._closed:
             raise RuntimeError("this lab is closed")
 
-    def _check_name(self, what: str, name: str, used: Mapping[str, object]) -> None:
+    def _check_name(self, what: str, name: str, used: Container[str]) -> None:
         if not isinstance(name, str) or _NAME.fullmatch(name) is None:
             raise ValueError(
                 f"{what} name: expected up to 13 of a-z, 0-9, '_', '.', '-', got {name!r}"
@@ -707,5 +719,10 @@ class NetworkLab:
         for host in self.hosts.values():
             host._spaces.write_hosts_file("\n".join(lines) + "\n")
 
-    def _counters(self) -> list[Counters]:
-        return [Counters.parse(line) for line in self._relay.ask(["counters"]).splitlines()[1:]]
+    def _counters(self, pipes: Sequence[int]) -> list[Counters]:
+        found: list[Counters] = []
+        for begin in range(0, len(pipes), _PIPES_ASKED_MAX):
+            numbers = " ".join(map(str, pipes[begin : begin + _PIPES_ASKED_MAX]))
+            lines = self._relay.ask([f"counters {numbers}"]).splitlines()[1:]
+            found += map(Counters.parse, lines)
+        return found
