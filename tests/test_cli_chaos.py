@@ -6,9 +6,11 @@ import dataclasses
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
-from datetime import datetime
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,9 @@ def test_the_number_of_ranks_comes_from_torchrun(command: str, ranks: int | None
         (["--ranks", "2", "--links", "0-2", "--", "true"], "--links 0-2: expected"),
         (["--ranks", "2", "--links", "1-1", "--", "true"], "--links 1-1: expected"),
         (["--ranks", "2", "--paths", "0", "--", "true"], "--paths: expected 1 to 64, got 0"),
+        # The backend would not understand them.
+        (["--ranks", "2", "--seed", "-1", "--", "true"], "--seed: expected 0 to 2^64 - 1, got -1"),
+        (["--ranks", "2", "--seed", f"{2**64}", "--", "true"], "--seed: expected 0 to 2^64 - 1"),
         (["--ranks", "2", "--kinds", "cut,bang", "--", "true"], "--kinds: expected some of"),
         (["--ranks", "2", "--steps", "5:5", "--", "true"], "--steps 5:5: expected A:B"),
         (
@@ -168,7 +173,13 @@ def test_there_is_another_way_between_two_ranks(
         else:
             monkeypatch.setenv(name, given)
     cli.main(["chaos", "--ranks", "2", "--paths", "3", "--", "printenv", *names])
-    assert capfd.readouterr().out.split()[:2] == [given or "3"] * 2
+    output = capfd.readouterr().out
+    assert output.split()[:2] == [given or "3"] * 2
+    # Without those paths the same faults would find nothing to hit.
+    (again,) = re.findall(r"^the same faults again: (.*)$", output, re.MULTILINE)
+    assert again.startswith("TORCH_RESILIENT_FAULTS='")
+    for name in names:
+        assert (f"{name}=3" in again) == (given is None)
 
 
 def test_the_script_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,6 +226,21 @@ def test_lines_of_the_dump_are_read() -> None:
     assert late["began_s"] == datetime(2026, 11, 20, 23, 59, 0, 250000).timestamp()
 
 
+def test_the_hour_that_comes_twice_is_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    try:
+        line = LINES[0].format(id=1).replace("12:00", "02:30")
+        for utc_hour in (0, 1):  # 2:30 both times
+            end_s = datetime(2026, 10, 25, utc_hour, 30, 1, tzinfo=UTC).timestamp()
+            operation = _recorder.parse_operation(line, datetime.fromtimestamp(end_s))
+            assert operation is not None
+            assert operation["began_s"] == end_s - 0.75
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
 def test_every_operation_is_given_once() -> None:
     log = _recorder.OperationLog()
     done, pending = LINES[0], LINES[1]
@@ -231,6 +257,9 @@ def test_every_operation_is_given_once() -> None:
     assert take(dump_of(6, done, pending)) == [6]
     assert log.missed == 2
     assert take(dump_of(6, done, pending), last=True) == [7]
+    # Errors of devices have more lines.
+    failed = LINES[2].replace("why?", "CUDA error\nException raised from x:\n\n#0: y")
+    assert take(dump_of(8, failed, done)) == [8, 9]
     # Another engine in the same process counts from 1 again.
     assert take(dump_of(1, done)) == [1]
     assert log.missed == 2
@@ -414,6 +443,24 @@ def test_no_fault_counts_as_calm(tmp_path: Path) -> None:
     assert report.noise.extra_s == pytest.approx(0)
 
 
+def test_ranks_that_start_later_have_their_faults_later(tmp_path: Path) -> None:
+    operations = calm(14)
+    operations[115]["took_s"] = 0.4
+    write_record(tmp_path, 0, [row(1), row(8.1, times_suspect=1), *operations])
+    theirs = [row(7, peer=0), row(11.51, peer=0, reconnects=1), row(14, peer=0, reconnects=1)]
+    write_record(tmp_path, 1, theirs, start_s=[START + 6, START + 6])
+    script = [PlannedFault("cut", 1, 0, 0, 5.5, 0.0), drop(8.0)]
+    report = make_report(script, read_records(tmp_path))
+    cut, dropped = report.outcomes
+    assert (cut.at_s, dropped.at_s) == (pytest.approx(11.5), pytest.approx(8.0))
+    assert cut.pause is not None
+    assert cut.pause.took_s == 0.4
+    assert dropped.pause is not None
+    assert dropped.pause.extra_s == pytest.approx(0)
+    assert report.noise is not None
+    assert report.noise.extra_s == pytest.approx(0)
+
+
 def test_without_a_trace_nothing_is_claimed(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, drop(), [row(1), *calm(10)], [row(1, peer=0), *calm(10)])
     assert (outcome.state, outcome.noticed_s) == ("not seen", None)
@@ -429,6 +476,18 @@ def test_other_paths_and_ranks_are_not_counted(tmp_path: Path) -> None:
 def test_a_fault_after_the_end_was_not_reached(tmp_path: Path) -> None:
     outcome = outcome_of(tmp_path, drop(20), [row(1), *calm(10)], [row(1, peer=0)])
     assert outcome.state == "not reached"
+
+
+def test_a_fault_of_another_hosts_rank_is_that_hosts_to_tell(tmp_path: Path) -> None:
+    operations = calm(10)
+    operations[70]["took_s"] = 0.4  # by the other one's fault
+    write_record(tmp_path, 0, [row(1), row(5.05, reconnects=1), *operations])
+    report = make_report([drop(), PlannedFault("cut", 1, 0, 0, 7.0, 0.0)], read_records(tmp_path))
+    assert [outcome.state for outcome in report.outcomes] == ["seen", "no record"]
+    assert report.noise is None
+    text = chaos.report_text(report, 0, 12.0, "again")
+    assert "rank 1 has left no record here" in text
+    assert "1 of 1 faults left a trace" in text
 
 
 def test_a_fault_before_the_connection_hits_nothing(tmp_path: Path) -> None:
@@ -557,8 +616,18 @@ def test_a_job_gives_its_status_and_one_without_faults_is_no_proof(
     assert cli.main(["chaos", "--ranks", "2", "--", *job]) == 1
     output, errors = capfd.readouterr()
     assert "the job ended with status 0" in output
-    assert "the job was over" in output
+    assert "rank 0 has left no record here" in output
     assert "no fault left a trace, so this run proves nothing" in errors
+
+
+def test_the_same_faults_come_again_with_what_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    cli.main(["chaos", "--ranks", "2", "--", "sh", "-c", "env | grep ^TORCH_RESILIENT_"])
+    lines = capfd.readouterr().out.splitlines()
+    given = {line for line in lines if line.startswith("TORCH_RESILIENT_")}
+    (again,) = (line for line in lines if line.startswith("the same faults again: "))
+    said = set(shlex.split(again.partition(": ")[2]))
+    assert {each.partition("=")[0] for each in given - said} == {"TORCH_RESILIENT_RECORD_DIR"}
+    assert said < given
 
 
 def test_statuses_are_those_of_a_shell() -> None:

@@ -62,11 +62,15 @@ _OPERATION = re.compile(
     r"(?P<bytes>\d+) bytes: "
     r"(?:(?P<pending>pending)|(?:done in|failed after) (?P<took>[\d.]+) s)(?:: (?P<error>.*))?"
 )
+# Errors may have further lines: torch's hold stacks.
+_FIRST_LINE = re.compile(r"^#\d+ .*", re.MULTILINE)
 
 
 def _moment(at: str, now: datetime) -> float:
     """Seconds since the epoch of the time of day `at`, which is less than a day before `now`."""
-    moment = datetime.combine(now.date(), datetime.strptime(at, "%H:%M:%S.%f").time())
+    time_of_day = datetime.strptime(at, "%H:%M:%S.%f").time()
+    # When summer time ends an hour comes twice: `now` knows which one it is.
+    moment = datetime.combine(now.date(), time_of_day.replace(fold=now.fold))
     if moment > now + timedelta(minutes=1):
         moment -= timedelta(days=1)  # it began before midnight
     return moment.timestamp()
@@ -109,7 +113,7 @@ class OperationLog:
 
         `last`: those that have not, too.
         """
-        lines = dump.splitlines()
+        lines = _FIRST_LINE.findall(dump)
         if lines and int(lines[-1][1 : lines[-1].index(" ")]) < self._done_to:
             self._done_to, self._given = 0, set()  # a new engine counts from 1 again
         fresh = []

@@ -170,6 +170,8 @@ def settings_of(options: argparse.Namespace, command: Sequence[str]) -> ScriptSe
         seconds = getattr(options, name)
         if not 0.1 <= seconds <= 1e6:
             raise ValueError(f"--{name}: expected seconds from 0.1 to 1e6, got {seconds:g}")
+    if not 0 <= options.seed < 2**64:
+        raise ValueError(f"--seed: expected 0 to 2^64 - 1, got {options.seed}")
     if not 1 <= options.paths <= 64:
         raise ValueError(f"--paths: expected 1 to 64, got {options.paths}")
     steps, every_steps = None, 10
@@ -217,8 +219,12 @@ def _line(outcome: Outcome) -> list[str]:
     at = "-" if outcome.at_s is None else f"{outcome.at_s:.1f} s"
     if fault.step is not None:
         at += f", step {fault.step}"
-    if outcome.state in ("not reached", "no connection"):
-        why = "the job was over" if outcome.state == "not reached" else "no connection then"
+    why = {
+        "not reached": "the job was over",
+        "no connection": "no connection then",
+        "no record": f"rank {fault.rank} has left no record here",
+    }.get(outcome.state)
+    if why is not None:
         return [at, fault.what, "-", "-", "-", why]
     noticed = "no trace" if outcome.state == "not seen" else outcome.how or "-"
     if outcome.noticed_s is not None:
@@ -244,9 +250,10 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def report_text(report: Report, status: int, took_s: float, again: str) -> str:
-    """The report for people; `again` is the command line that repeats the script."""
+    """The report for people; `again`: the variables that repeat the script."""
     head = ["at", "fault", "noticed", "again", "reconnected", "longest operation at the time"]
     seen = sum(outcome.state == "seen" for outcome in report.outcomes)
+    known = sum(outcome.state != "no record" for outcome in report.outcomes)
     lines = [table([head, *map(_line, report.outcomes)]), ""]
     noise = report.noise
     if noise is not None:
@@ -255,7 +262,7 @@ def report_text(report: Report, status: int, took_s: float, again: str) -> str:
             f"{_milliseconds(noise.extra_s)} may have other reasons"
         )
     lines.append(
-        f"{seen} of {len(report.outcomes)} faults left a trace, {len(report.failed)} of "
+        f"{seen} of {known} faults left a trace, {len(report.failed)} of "
         f"{report.operations} operations failed; ranks "
         f"{', '.join(map(str, report.ranks)) or 'none'} on {', '.join(report.hosts) or 'no host'}, "
         f"looked at every {_milliseconds(report.resolution_s)}"
@@ -365,7 +372,7 @@ def run(options: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         return bad_input("chaos", error)
     sys.stdout.flush()
-    again = f"TORCH_RESILIENT_FAULTS={shlex.quote(variables['TORCH_RESILIENT_FAULTS'])}"
+    again = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     print(f"\n{report_text(report, status, took_s, again)}", flush=True)
     if status == 0 and not any(outcome.state == "seen" for outcome in report.outcomes):
         sys.stderr.write(

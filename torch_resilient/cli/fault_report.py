@@ -84,7 +84,8 @@ class Outcome:
 
     Attributes:
         state: "seen", "not seen" (nothing changed that was looked at), "not reached" (the job was
-            over) or "no connection".
+            over), "no connection" or "no record" (of the rank that applies it: it runs on another
+            host).
         at_s: seconds after the first rank's start.
         noticed_s: from the fault to the first look that showed it on the path; None: never.
         how: what that look showed.
@@ -105,7 +106,7 @@ class Outcome:
 @dataclass
 class Report:
     """Of a whole job. `noise`: the operation that took the most time more than usual away from
-    faults, to compare pauses with."""
+    faults, to compare pauses with; None where there are faults whose time is not known."""
 
     outcomes: list[Outcome]
     ranks: list[int]
@@ -217,7 +218,8 @@ def _windows(script: Sequence[PlannedFault], ranks: Mapping[int, RankRecord]) ->
         there = times is not None and record is not None and times[0] < record.last_s
         begin_s, end_s = times if times is not None and there else (0.0, 0.0)
         windows.append(_Window(fault, begin_s, end_s, end_s, there))
-    reached = [window for window in windows if window.reached]
+    # Not the script's order: each rank counts from its own start.
+    reached = sorted((each for each in windows if each.reached), key=lambda each: each.begin_s)
     for window, following in zip(reached, [*reached[1:], None], strict=False):
         limit_s = following.begin_s if following else float("inf")
         for record, peer in _ends(window.fault, ranks):
@@ -371,7 +373,8 @@ def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -
     first_s = min((record.start_s[0] for record in ranks.values()), default=0.0)
     outcomes = []
     for window in windows:
-        outcome = Outcome(window.fault, "not reached")
+        known_rank = window.fault.rank in ranks
+        outcome = Outcome(window.fault, "not reached" if known_rank else "no record")
         outcomes.append(outcome)
         if not window.reached:
             continue
@@ -409,7 +412,7 @@ def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -
             for operation in record.operations
             if operation["error"]
         ],
-        noise=operations.worst_calm(),
+        noise=operations.worst_calm() if all(fault.rank in ranks for fault in script) else None,
         resolution_s=max((record.period_s for record in records), default=0.0),
         killed=[record.rank for record in records if record.end_s is None],
         restarted=sorted(set(restarted)),
