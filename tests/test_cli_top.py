@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import json
 import os
 import re
 import socket
+import socketserver
 import stat
 import threading
+import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -234,6 +238,11 @@ def warned(rank: int) -> list[str]:
     return [str(each.message) for each in caught if "TORCH_RESILIENT" in str(each.message)]
 
 
+def test_a_port_beyond_the_last_is_named() -> None:
+    with pytest.raises(ValueError, match="METRICS=65530: local rank 6 would have port 65536"):
+        _endpoint.Endpoint("65530", rank=0, local_rank=6)
+
+
 def test_a_folder_that_cannot_be_made_does_not_end_the_job(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     folder = str(tmp_path / "file" / "job")
@@ -323,6 +332,55 @@ def test_clients_are_limited(tmp_path: Path) -> None:
     assert run_ranks(clients, world_size=1, env=env) == [(4, _endpoint._CLIENTS_MAX)]
 
 
+def test_a_client_gets_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_endpoint, "_CLIENT_MOST_S", 0.3, raising=False)
+    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(endpoint.address))
+            client.settimeout(0.02)
+
+            def sent_away() -> bool:
+                try:
+                    client.send(b"G")  # it is never silent for long
+                    return client.recv(1) == b""
+                except TimeoutError:
+                    return False
+                except BrokenPipeError:
+                    return True
+
+            wait_until(sent_away, "a client that takes for ever is sent away")
+    finally:
+        endpoint.close()
+
+
+def test_no_processor_is_taken_while_no_descriptor_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries, pauses = 0, 0
+
+    def no_descriptor(_: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    def sleep(_: float) -> None:
+        nonlocal pauses
+        pauses += 1
+
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", no_descriptor)
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
+    monkeypatch.setattr(_endpoint, "time", clock, raising=False)
+    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    try:
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(endpoint.address))
+            wait_until(lambda: tries > 2, "it is tried again")
+    finally:
+        endpoint.close()
+    assert pauses == tries
+
+
 def test_changes_are_told_once() -> None:
     before = told()
     assert top.changes(before, told(time_s=101)) == []
@@ -338,6 +396,9 @@ def test_changes_are_told_once() -> None:
         "rank 0: rank 1: up -> dead: its connections closed",
     ]
     assert top.changes(now, now) == []
+    # The clock has been set back.
+    later = {**now, "events": [*now["events"], {"time_s": 40.0, "kind": "plan", "text": "plan 3"}]}
+    assert top.changes(now, later) == ["rank 0: plan 3"]
 
 
 def test_the_table_has_rates_of_the_interval() -> None:
@@ -348,6 +409,42 @@ def test_the_table_has_rates_of_the_interval() -> None:
     assert cells[:7] == ["0", "1", "0", "up", "2.0", "0.0", "2.00"]
     # A process that was not there before has no rates yet.
     assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[3])[4:6] == ["-", "-"]
+
+
+def test_processes_in_containers_may_share_a_number() -> None:
+    def look(time_s: float, *sent: int) -> list[dict[str, Any]]:
+        return [{**told(time_s, bytes_sent=n), "rank": rank} for rank, n in enumerate(sent)]
+
+    before, now = look(100, 0, 50_000_000), look(101, 1_000_000, 52_000_000)
+    for looks in (now, now[::-1]):
+        rows = [re.split(r"\s{2,}", line) for line in top.frame(before, looks).splitlines()[3:5]]
+        assert sorted((row[0], row[4]) for row in rows) == [("0", "1.0"), ("1", "2.0")]
+    # Without a default group it is still the same process.
+    none = {**now[1], "rank": None}
+    assert top.earlier_looks(before[1:], [none]) == before[1:]
+    assert top.earlier_looks(before[:1], now) == [before[0], None]
+
+
+def test_a_process_that_does_not_answer_has_not_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = iter([[told()], [], [], [told(time_s=103)]])
+    with socket.socket(socket.AF_UNIX) as job:
+        job.bind(str(tmp_path / "rank00000.1.sock"))
+        job.listen()
+
+        def fetch_all(endpoints: Sequence[str]) -> list[dict[str, Any]]:
+            if (told := next(looks, None)) is not None:
+                return told
+            job.close()
+            return []
+
+        monkeypatch.setattr(top, "fetch_all", fetch_all)
+        assert cli.main(["top", str(tmp_path), "--interval", "0.05"]) == 0
+    assert next(looks, None) is None, "it did not watch on"
+    output = capsys.readouterr().out
+    assert "rank 0: no answer any more" in output
+    assert output.endswith("\nthe job has ended\n")
 
 
 def test_datagrams_have_a_table_of_their_own() -> None:
@@ -437,6 +534,12 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         gone.bind(str(tmp_path / "rank00000.1.sock"))
     assert cli.main(["top", str(tmp_path), "--once"]) == 1
     assert "no process answers" in capsys.readouterr().err
+
+
+def test_a_port_without_a_host_is_on_this_one() -> None:
+    assert top.find([":9400"]) == top.find(["9400"]) == ["127.0.0.1:9400"]
+    assert _endpoint.parse_tcp(":9400") == ("127.0.0.1", 9400)
+    assert top.find(["[::1]:9400", "node0:9400"]) == ["[::1]:9400", "node0:9400"]
 
 
 def test_json_is_what_the_processes_say(

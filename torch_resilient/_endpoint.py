@@ -13,6 +13,7 @@ import re
 import socket
 import socketserver
 import threading
+import time
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ VARIABLE = "TORCH_RESILIENT_METRICS"
 SUFFIX = ".sock"
 # A client that says or takes nothing for this long is sent away.
 _CLIENT_TIMEOUT_S = 5.0
+# The most that a client gets in all, however often it says a little.
+_CLIENT_MOST_S = 10.0
+# Until a caller is taken again who could not be.
+_PAUSE_S = 0.1
 # At a time; further ones are closed. Two scrapers and a few people.
 _CLIENTS_MAX = 8
 # Of sun_path, with the zero at its end.
@@ -67,7 +72,16 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, family: int, address: Any) -> None:
         self.address_family = family
         self._clients = threading.BoundedSemaphore(_CLIENTS_MAX)
+        self._limits_s: dict[Any, float] = {}  # by the connection
         super().__init__(address, _Handler, bind_and_activate=False)
+
+    def get_request(self) -> Any:
+        try:
+            return super().get_request()
+        except OSError:
+            # No descriptor is left, and the caller waits: to try at once would take a processor.
+            time.sleep(_PAUSE_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._clients.acquire(blocking=False):
@@ -80,10 +94,19 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        self._limits_s[request] = time.monotonic() + _CLIENT_MOST_S
         try:
             super().process_request_thread(request, client_address)
         finally:
+            del self._limits_s[request]
             self._clients.release()
+
+    def service_actions(self) -> None:
+        """Called by serve_forever() again and again."""
+        for request, limit_s in list(self._limits_s.items()):
+            if time.monotonic() > limit_s:
+                with contextlib.suppress(OSError):  # it has ended meanwhile
+                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that goes away is no news."""
@@ -131,6 +154,11 @@ class Endpoint:
             self._server = _Server(socket.AF_UNIX, str(self._path))
         else:
             host, port = parse_tcp(where)
+            if port + local_rank > 65535:
+                raise ValueError(
+                    f"{VARIABLE}={where}: local rank {local_rank} would have port "
+                    f"{port + local_rank}: choose a lower one"
+                )
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._server = _Server(family, (host, port + local_rank if port else 0))
         try:

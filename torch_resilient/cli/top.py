@@ -7,6 +7,7 @@ folder, in which each process makes a socket, or to a port.
 from __future__ import annotations
 
 import argparse
+import collections
 import http.client
 import json
 import os
@@ -91,7 +92,8 @@ def find(where: Sequence[str]) -> list[str]:
         elif "/" in each:
             raise ValueError(f"{each}: no such folder")
         elif each.rpartition(":")[2].isdecimal():
-            found.append(each if ":" in each else f"127.0.0.1:{each}")
+            host, _, port = each.rpartition(":")
+            found.append(f"{host or '127.0.0.1'}:{port}")
         else:
             raise ValueError(f"{each}: neither a folder nor host:port")
     return found
@@ -114,14 +116,31 @@ def find_all(where: str) -> list[str]:
     return found
 
 
+def _connection(endpoint: str) -> http.client.HTTPConnection:
+    if "/" in endpoint:
+        return _UnixConnection(endpoint)
+    host, _, port = endpoint.rpartition(":")
+    return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S)
+
+
+def is_there(endpoint: str) -> bool:
+    """Whether a process listens at `endpoint`. One that is stopped, or busy with one long call,
+    does not answer, but the kernel takes connections for it."""
+    connection = _connection(endpoint)
+    try:
+        connection.connect()
+    except TimeoutError:  # the kernel takes no more, or a host is silent: who knows
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.close()
+    return True
+
+
 def fetch(endpoint: str) -> dict[str, Any] | None:
     """The snapshot of the process at `endpoint`; None if it does not answer with one."""
-    connection: http.client.HTTPConnection
-    if "/" in endpoint:
-        connection = _UnixConnection(endpoint)
-    else:
-        host, _, port = endpoint.rpartition(":")
-        connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=_TIMEOUT_S)
+    connection = _connection(endpoint)
     try:
         connection.request("GET", "/stats")
         answer = connection.getresponse()
@@ -144,6 +163,29 @@ def fetch_all(endpoints: Sequence[str]) -> list[dict[str, Any]]:
 
 def _order(told: dict[str, Any]) -> tuple[float, int]:
     return (float("inf") if told["rank"] is None else told["rank"], told["pid"])
+
+
+def earlier_looks(
+    before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
+) -> list[dict[str, Any] | None]:
+    """For each process of `now` the look at the same one before.
+
+    Those in containers of one host may share a number; then their ranks tell them apart. A process
+    has no rank while it has no default group.
+    """
+    by_number = collections.defaultdict(list)
+    for told in before:
+        by_number[told["host"], told["pid"]].append(told)
+    found: list[dict[str, Any] | None] = []
+    for told in now:
+        same = [
+            each
+            for each in by_number[told["host"], told["pid"]]
+            if each["rank"] == told["rank"] or None in (each["rank"], told["rank"])
+        ]
+        exact = [each for each in same if each["rank"] == told["rank"]] or same
+        found.append(exact[0] if len(exact) == 1 else None)
+    return found
 
 
 def _paths(told: dict[str, Any]) -> dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]]:
@@ -178,8 +220,11 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What happened in one process between two snapshots, for people."""
     found = []
     old = _paths(before)
-    told_until = max((event["time_s"] for event in before["events"]), default=0.0)
-    found += [event["text"] for event in now["events"] if event["time_s"] > told_until]
+    # Not those later than the last: the clock may have been set back.
+    known = {(event["time_s"], event["text"]) for event in before["events"]}
+    found += [
+        event["text"] for event in now["events"] if (event["time_s"], event["text"]) not in known
+    ]
     peers = {peer["rank"]: peer["state"] for peer in before["peers"]}
     for peer in now["peers"]:
         was = peers.get(peer["rank"], "unconnected")
@@ -204,7 +249,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
     """The table of all processes; rates are those between the two looks."""
-    old = {(told["host"], told["pid"]): told for told in before}
+    old = earlier_looks(before, now)
     rows = [
         (
             "rank",
@@ -220,8 +265,7 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
             "interfaces",
         )
     ]
-    for told in now:
-        earlier = old.get((told["host"], told["pid"]))
+    for told, earlier in zip(now, old, strict=True):
         elapsed_s = told["time_s"] - earlier["time_s"] if earlier else 0.0
         old_paths = _paths(earlier) if earlier else {}
         name = "?" if told["rank"] is None else str(told["rank"])
@@ -249,10 +293,10 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
                     )
                 )
     pending = sum(group["operations_pending"] for told in now for group in told["groups"])
-    hosts = sorted({told["host"] for told in now})
+    hosts = ", ".join(sorted({told["host"] for told in now})) or "no host"
     size = max((told["world_size"] or 0 for told in now), default=0)
     head = (
-        f"{len(now)} of {size or '?'} ranks, on {', '.join(hosts)}; {pending} operations pending; "
+        f"{len(now)} of {size or '?'} ranks, on {hosts}; {pending} operations pending; "
         f"{time.strftime('%H:%M:%S')}"
     )
     datagrams = _datagrams(old, now)
@@ -260,13 +304,12 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
 
 
 def _datagrams(
-    old: dict[tuple[str, int], dict[str, Any]], now: Sequence[dict[str, Any]]
+    old: Sequence[dict[str, Any] | None], now: Sequence[dict[str, Any]]
 ) -> list[tuple[str, ...]]:
     """The rows of a table of the paths of datagrams; empty if there are none. Shares are of the
     packets sent since the `old` look of the same process."""
     rows = []
-    for told in now:
-        earlier = old.get((told["host"], told["pid"]))
+    for told, earlier in zip(now, old, strict=True):
         old_paths = _paths(earlier) if earlier else {}
         for (peer, slot), (_, path) in _paths(told).items():
             found = path.get("datagrams")
@@ -355,13 +398,17 @@ def _show(
         # Processes may come and go.
         now = fetch_all(look())
         clock = time.strftime("%H:%M:%S")
-        old = {(told["host"], told["pid"]): told for told in before}
-        for told in now:
-            earlier = old.pop((told["host"], told["pid"]), None)
+        old = earlier_looks(before, now)
+        for told, earlier in zip(now, old, strict=True):
             if earlier is not None:
                 events += [f"{clock} {text}" for text in changes(earlier, told)]
-        events += [f"{clock} rank {told['rank']}: no answer any more" for told in old.values()]
-        if not now and not options.once:
+        answer = set(map(id, old))
+        events += [
+            f"{clock} rank {told['rank']}: no answer any more"
+            for told in before
+            if id(told) not in answer
+        ]
+        if not now and not options.once and not any(map(is_there, look())):
             print("\n".join([*events[-_EVENTS_SHOWN:], "the job has ended"]))
             return
         text = frame(before, now)
