@@ -114,6 +114,9 @@ class BuildWithInfo(BuildExtension):
         # setuptools would use a new folder for each editable install.
         tag = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
         self.build_temp = str(ROOT / "build" / tag)
+        # What an earlier installation left in build/lib may be for another torch: without ninja,
+        # which looks for itself, setuptools would take whatever is newer than the sources.
+        self.force = True
 
     def run(self) -> None:
         super().run()

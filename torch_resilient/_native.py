@@ -42,8 +42,9 @@ def load() -> Any:
     except ModuleNotFoundError:
         raise ImportError(
             "torch_resilient._C is missing, since this copy of torch_resilient "
-            f"({__file__.rpartition('/')[0]}) has not been built: run `{_BUILD}` in its source, "
-            "or start Python from another directory if you have done so already"
+            f"({__file__.rpartition('/')[0]}) has not been built: run `{_BUILD}` in its source; "
+            "or, if you have done so already, keep your program out of it and start Python from "
+            "another directory, else this copy is found first"
         ) from None
     check_versions(built_for, str(torch.__version__))
     try:
