@@ -500,6 +500,28 @@ def test_a_time_out_says_who_has_not_called() -> None:
         assert took < 4 + LOAD
 
 
+def destroyed_too_early(rank: int) -> str:
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    dist.all_reduce(torch.ones(10), group=group)
+    dist.barrier()
+    store = make_store("test")
+    error = ""
+    if rank == 0:
+        dist.destroy_process_group(group)
+        store.set("destroyed", "")
+        store.wait(["failed"])
+    else:
+        store.wait(["destroyed"])
+        error = error_of(lambda: dist.all_reduce(torch.ones(10), group=group))
+        store.set("failed", "")
+    return error
+
+
+def test_a_time_out_says_who_has_destroyed_the_group() -> None:
+    error = run_ranks(destroyed_too_early)[1]
+    assert re.search(r"rank 0 \(host .*\) is alive, but does not answer for this group", error)
+
+
 def different_messages(rank: int, recv_first: bool) -> list[str]:
     peer = 1 - rank
     errors = []
@@ -587,6 +609,37 @@ def test_abort_from_another_thread_ends_all_waiting() -> None:
     for error, took in values:
         assert "rank 0 aborted the group" in error
         assert took < DEATH_S * LOAD
+
+
+def abort_in_a_group_apart(rank: int) -> str:
+    """Ranks 1 and 2 make a group that counts them 0 and 1, as jobs do that meet others."""
+    dist.barrier()
+    error = ""
+    if rank > 0:
+        store = make_store("apart")
+        group, _ = dist.distributed_c10d._new_process_group_helper(
+            2,
+            rank - 1,
+            [],
+            "resilient",
+            store,
+            group_name="apart",
+            timeout=timedelta(seconds=20),
+        )
+        group.barrier().wait()
+        if rank == 1:
+            store.wait(["pending"])
+            group._get_backend(torch.device("cpu")).abort()
+        else:
+            work = group.recv([torch.empty(10)], 0, 0)
+            store.set("pending", "")
+            error = error_of(work.wait)
+    dist.barrier()
+    return error
+
+
+def test_abort_reaches_ranks_that_other_groups_count_otherwise() -> None:
+    assert "rank 0 aborted the group" in run_ranks(abort_in_a_group_apart, world_size=3)[2]
 
 
 def destroy_with_pending(rank: int) -> tuple[str, float]:

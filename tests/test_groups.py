@@ -227,6 +227,61 @@ def test_the_same_store_again() -> None:
     run_ranks(same_prefix, world_size=3, init=False)
 
 
+def once_without_the_other(rank: int) -> None:
+    """As after a restart by torchrun: before it, rank 0 had joined and rank 1 had not."""
+    if rank == 0:
+        child = os.fork()
+        if child == 0:
+            init_group("restarted")
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        init_group("restarted")
+    store = make_store("between")
+    if rank == 0:
+        store.set("joined", "1")
+    else:
+        store.wait(["joined"])
+        init_group("restarted")
+    check()
+    check(dist.new_group())
+    dist.destroy_process_group()
+
+
+@not_gloo
+def test_the_same_store_after_a_restart() -> None:
+    run_ranks(once_without_the_other, init=False)
+
+
+def other_settings(rank: int) -> None:
+    """Every engine begins with the settings of now: the last one's do not stay."""
+
+    def connections(options: Any = None) -> int:
+        store = dist.HashStore()
+        dist.init_process_group("resilient", store=store, rank=0, world_size=1, pg_options=options)
+        from torch_resilient._stats import find_backend
+
+        found = find_backend().options.wan_connections
+        dist.destroy_process_group()
+        return int(found)
+
+    name = "TORCH_RESILIENT_INTERFACE"
+    os.environ[name] = "no-such-interface"
+    assert "no-such-interface" in error_of(connections)
+    del os.environ[name]
+    assert connections() == 0
+    os.environ["TORCH_RESILIENT_WAN_CONNECTIONS"] = "3"
+    assert connections() == 3
+    import torch_resilient
+
+    assert connections(torch_resilient.Options(wan_connections=7)) == 7
+    assert connections() == 3
+
+
+@not_gloo
+def test_a_new_engine_has_the_settings_of_its_first_group() -> None:
+    run_ranks(other_settings, world_size=1, init=False)
+
+
 def first_messages(rank: int, times: int) -> float:
     """Everybody connects to everybody at the same moment, some only to leave at once."""
     longest = 0.0
@@ -419,7 +474,7 @@ def forked_child(rank: int) -> None:
         code = 1
         try:
             text = error_of(lambda: dist.all_reduce(torch.ones(1)))
-            code = 0 if "fork" in text.lower() else 2
+            code = 0 if "fork before init_process_group" in text else 2
         finally:
             os._exit(code)
     # The parent goes on while the child lives, and after it has ended.
@@ -524,10 +579,31 @@ def test_ranks_leave_no_files() -> None:
     assert after <= before
 
 
+def torchrun(tmp_path: Path, *options: str) -> None:
+    """Runs tmp_path/script.py on two ranks, which must succeed."""
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node=2",
+            *options,
+            str(tmp_path / "script.py"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_torchrun_and_nothing_but_torch(tmp_path: Path) -> None:
     """A script that imports torch only, under torchrun with env://."""
-    script = tmp_path / "script.py"
-    script.write_text(
+    (tmp_path / "script.py").write_text(
         textwrap.dedent(
             f"""
             import torch
@@ -541,22 +617,40 @@ def test_torchrun_and_nothing_but_torch(tmp_path: Path) -> None:
             """
         )
     )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node=2",
-            str(script),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    torchrun(tmp_path)
     assert (tmp_path / "done0").exists()
     assert (tmp_path / "done1").exists()
+
+
+@not_gloo
+def test_torchrun_restarts_ranks_that_had_not_all_joined(tmp_path: Path) -> None:
+    """Whoever comes first: what rank 0 has left in the store is not taken for the new rank 0."""
+    (tmp_path / "script.py").write_text(
+        textwrap.dedent(
+            f"""
+            import os, pathlib, sys, time
+            import torch
+
+            def wait_for(name):
+                while not (here / name).exists():
+                    time.sleep(0.01)
+
+            here = pathlib.Path({str(tmp_path)!r})
+            rank, life = (int(os.environ[x]) for x in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+            if rank == 1 and life == 0:
+                wait_for("joined 0 0")
+                sys.exit(3)
+            if rank == 0 and life == 1:
+                wait_for("joined 1 1")
+            torch.distributed.init_process_group({backend_name()!r})
+            (here / f"joined {{rank}} {{life}}").touch()
+            if life == 0:
+                time.sleep(1000)  # until torchrun ends it
+            tensor = torch.tensor([float(rank + 1)])
+            torch.distributed.all_reduce(tensor)
+            assert tensor.item() == 3.0
+            torch.distributed.destroy_process_group()
+            """
+        )
+    )
+    torchrun(tmp_path, "--max-restarts=1")

@@ -8,9 +8,9 @@
 namespace resilient {
 
 // torch.distributed options of a group: c10d's own, and the settings of the
-// engine. The process has one engine, so the settings of the first group hold
-// for all; a later group takes them over whether it brings options or not
-// (new_group() cannot pass any).
+// engine. The process has one engine, so the settings of the group that starts
+// it hold for all; a later group takes them over whether it brings options or
+// not (new_group() cannot pass any).
 struct GroupOptions : c10d::Backend::Options {
   GroupOptions();
   explicit GroupOptions(const EngineOptions& engineOptions);
@@ -24,8 +24,8 @@ struct GroupOptions : c10d::Backend::Options {
   EngineOptions engine;
 };
 
-// The engine settings for a group made now: those of the process's first
-// group, else `given`, else the environment. Remembers them.
+// The engine settings for a group made now: those of the running engine, else
+// `given`, else the environment.
 EngineOptions processEngineOptions(const GroupOptions* given);
 
 } // namespace resilient

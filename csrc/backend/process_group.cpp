@@ -48,10 +48,7 @@ EngineOptions processEngineOptions(const GroupOptions* given) {
   if (process.first && engineRunning()) {
     return *process.first;
   }
-  if (given != nullptr) {
-    return given->engine;
-  }
-  return process.first ? *process.first : EngineOptions::fromEnvironment();
+  return given != nullptr ? given->engine : EngineOptions::fromEnvironment();
 }
 
 namespace {
@@ -115,7 +112,7 @@ void ProcessGroupResilient::checkUsable(const char* operation) const {
         std::string("resilient ") + operation +
             ": this process group was created before fork(): the threads that "
             "carry it are in the parent process. Use the spawn start method, "
-            "or call init_process_group() in the child");
+            "or fork before init_process_group()");
   }
 }
 

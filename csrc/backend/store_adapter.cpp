@@ -1,11 +1,36 @@
 #include "backend/store_adapter.h"
 
+#include <cstdlib>
+
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 namespace resilient {
 
 namespace {
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// torchrun's agent serves one store for all lives of its ranks. What a life
+// has left there would confuse the next one, if not all had come as far. The
+// number of restarts keeps them apart where one agent has all ranks; several
+// do not count alike. Empty: no need.
+std::string lifePrefix(c10d::Store* store) {
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) {
+    return lifePrefix(prefixed->getUnderlyingNonPrefixStore().get());
+  }
+  auto* tcp = dynamic_cast<c10d::TCPStore*>(store);
+  if (tcp == nullptr || variable("TORCHELASTIC_USE_AGENT_STORE") != "True" ||
+      variable("GROUP_WORLD_SIZE") != "1" ||
+      tcp->getHost() != variable("MASTER_ADDR") ||
+      std::to_string(tcp->getPort()) != variable("MASTER_PORT")) {
+    return "";
+  }
+  return "restart " + variable("TORCHELASTIC_RESTART_COUNT");
+}
 
 class StoreAdapter : public KeyValue {
  public:
@@ -72,6 +97,10 @@ class StoreAdapter : public KeyValue {
 
 std::unique_ptr<KeyValue> makeStoreAdapter(
     c10::intrusive_ptr<c10d::Store> store) {
+  const std::string prefix = lifePrefix(store.get());
+  if (!prefix.empty()) {
+    store = c10::make_intrusive<c10d::PrefixStore>(prefix, std::move(store));
+  }
   return std::make_unique<StoreAdapter>(std::move(store));
 }
 

@@ -69,6 +69,10 @@ std::string GroupImpl::silence(int rank) const {
     }
     return s;
   }
+  if (heard && *heard > m.askedAt) { // members answer at once
+    return describe(rank) +
+        " is alive, but does not answer for this group: has it destroyed it?";
+  }
   std::string s = describe(rank) + " does not respond: ";
   s += heard ? "last sign of life " + secondsText(now - *heard) + " ago"
              : std::string("never heard of it (") + m.link->pathSummary() + ')';

@@ -115,6 +115,9 @@ std::string GroupImpl::key(const char* what, int rank) const {
 //   resilient/generation/<rank>   how often this rank has joined this group;
 //                                 a group made again on the same store must
 //                                 not read what the last one left
+//   resilient/over/<generation>/0 a process of this generation has ended, and
+//                                 another one has its rank: whoever has not
+//                                 joined it belongs to a later one
 //   resilient/job/<generation>/0  a number for the group, the algorithms it
 //                                 uses, and the secret unless one is given by
 //                                 option
@@ -124,7 +127,7 @@ std::string GroupImpl::key(const char* what, int rank) const {
 //                                 the last of them
 // Paper: SHIFT §4.2, what it takes to connect goes through a key-value store.
 void GroupImpl::join() {
-  generation_ = store_->add("resilient/generation/" + std::to_string(rank_), 1);
+  countGeneration();
   const std::string& given = engine_->options().secret;
   const std::string& algorithm = engine_->options().collective_algorithm;
   std::string job = randomHex(8) + ' ' + algorithm;
@@ -191,6 +194,24 @@ void GroupImpl::join() {
         }
       }
     });
+  }
+}
+
+// When a job is restarted, not all ranks may have come as far before.
+void GroupImpl::countGeneration() {
+  const std::string count = "resilient/generation/" + std::to_string(rank_);
+  const PeerAddress& self = engine_->self();
+  generation_ = store_->add(count, 1) - 1;
+  std::string last, over;
+  PeerAddress before;
+  if (generation_ > 0 && store_->tryGet(key("at", rank_), last) &&
+      PeerAddress::parse(last, before).ok() &&
+      (before.hostId != self.hostId || before.pid != self.pid)) {
+    store_->set(key("over", 0), "1");
+  }
+  ++generation_;
+  while (store_->tryGet(key("over", 0), over)) {
+    generation_ = store_->add(count, 1);
   }
 }
 
@@ -764,9 +785,14 @@ void GroupImpl::tell(const Notice& notice) {
 }
 
 void GroupImpl::tell(const Notice& notice, PeerLink& link) {
-  // Not by members_: it may have connected to us before we looked for it.
-  // The culprit, too: it may be alive, and wait for us.
-  if (link.usable() && globalRanks_.contains(link.globalRank())) {
+  // Not by members_ alone: it may have connected to us before we looked for it.
+  // Nor by rank alone: another group may count ranks in its own way, and the
+  // link knows that of one group. The culprit, too: it may be alive, and wait
+  // for us.
+  const bool member = globalRanks_.contains(link.globalRank()) ||
+      std::ranges::any_of(members_,
+                          [&](const Member& m) { return m.link == &link; });
+  if (member && link.usable()) {
     link.channel().sendControl(encode(notice));
   }
 }
@@ -872,6 +898,7 @@ void GroupImpl::ask(Member& member) {
   if (!link.usable()) {
     return;
   }
+  member.askedAt = engine_->loop().now();
   Query query;
   query.group = id_;
   query.asker = rank_;

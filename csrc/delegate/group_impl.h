@@ -109,6 +109,7 @@ class GroupImpl final : public Group,
     int64_t globalRank = 0;
     std::vector<Record*> waiting; // for the link
     bool queryWaiting = false; // ask it as soon as the link is known
+    TimePoint askedAt = kNever; // for the last time
     bool eager = false; // holds interest in the link for eager connect
     std::optional<Report> report;
     TimePoint reportAt{};
@@ -125,6 +126,7 @@ class GroupImpl final : public Group,
   void resolved(int rank, const std::string& text);
   void learned(const std::string& text);
   void failWhole(const Status& status);
+  void countGeneration();
   void publishTopology();
   [[noreturn]] void refuseToJoin(const Status& status);
   void seek(int rank);
