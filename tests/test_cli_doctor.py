@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +100,24 @@ def test_this_machine_has_no_finding(capsys: pytest.CaptureFixture[str]) -> None
     assert "torch_resilient 0.1.0" in output
 
 
+def test_it_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ("TORCH_RESILIENT_METRICS", "TORCH_RESILIENT_RECORD_DIR")
+    for name in names:
+        monkeypatch.setenv(name, str(tmp_path / "job"))
+    done = run_job(**{name: str(tmp_path / "job") for name in names})
+    assert done.returncode == 0, done.stdout
+    assert cli.main(["doctor", "--json"]) == 0
+    (facts,) = json.loads(capsys.readouterr().out)["facts"]
+    assert set(names) <= set(facts["environment"])
+    assert list(tmp_path.iterdir()) == []
+    # What the job could not start with is told all the same.
+    monkeypatch.setenv(names[0], "job")
+    assert cli.main(["doctor"]) == 1
+    assert 'TORCH_RESILIENT_METRICS="job": expected a folder' in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -184,6 +204,15 @@ def test_the_list_of_inward_interfaces_is_that_of_the_backend() -> None:
     assert not doctor_checks.is_inward("eth0")
 
 
+def test_the_windows_asked_for_are_those_of_the_backend() -> None:
+    count = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
+    (assumed,) = re.findall(r"double assumedBytesPerS = 5e9 / (\d+);", count)
+    assert 5e9 / int(assumed) == doctor_checks._ASSUMED_BYTES_PER_S
+    roles = (ROOT / "csrc" / "delegate" / "peer_link_roles.cpp").read_text(encoding="utf-8")
+    (most,) = re.findall(r"kMostWindowBytes = (\d+)u << 20;", roles)
+    assert int(most) << 20 == doctor_checks._WINDOW_MOST_BYTES
+
+
 def test_the_limit_of_connections_is_that_of_the_backend() -> None:
     source = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
     assert re.findall(r"int most = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MOST)]
@@ -215,7 +244,19 @@ def test_the_wrong_torch() -> None:
 
 def test_a_backend_that_does_not_start() -> None:
     error = "listen on port 29600: Address already in use; another process has that port"
-    assert "LISTEN_PORT" in only(check_host(host(backend_error=error))).remedy
+    remedy = only(check_host(host(backend_error=error))).remedy
+    assert "`unset TORCH_RESILIENT_LISTEN_PORT`" in remedy
+    # The number of a process is known in it alone: the shell that says it must be its own.
+    (started,) = re.findall(r"sh -c '(.*) exec python train.py'", remedy)
+    for rank in ("0", "1"):
+        done = subprocess.run(
+            ["sh", "-c", f"{started} exec env"],
+            env={**os.environ, "LOCAL_RANK": rank},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert f"TORCH_RESILIENT_LISTEN_PORT=2960{rank}\n" in done.stdout
     error = 'TORCH_RESILIENT_CHUNK_BYTES="1": expected a whole number of bytes'
     assert (
         "`unset TORCH_RESILIENT_CHUNK_BYTES`" in only(check_host(host(backend_error=error))).remedy
@@ -266,6 +307,10 @@ def test_autotuning_that_is_off() -> None:
 def test_versions_that_differ() -> None:
     finding = only(job(versions={"torch": "2.13.0", "torch_resilient": "0.2.0"}))
     assert "0.2.0 on ranks [0], 0.1.0 on ranks [1]" in finding.seen
+    # Not by its name: no index has it, or somebody else's.
+    assert "pip install --no-build-isolation" in finding.remedy
+    finding = only(job(versions={"torch": "2.13.1", "torch_resilient": "0.1.0"}))
+    assert "`pip install torch==VERSION`" in finding.remedy
 
 
 def test_a_clock_that_is_off() -> None:
@@ -350,6 +395,33 @@ def test_windows_too_small_for_a_long_link() -> None:
     # Fewer connections, by the user's choice.
     finding = only(job(round_trips_s={1: 0.08}, wan_connections=2))
     assert "unset TORCH_RESILIENT_WAN_CONNECTIONS" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("send_most", "receive_most", "forced", "findings"),
+    [
+        ("16777216", "16777216", False, 0),
+        ("212992", "212992", True, 0),  # CAP_NET_ADMIN
+        ("16777216", "212992", False, 1),
+        ("212992", "16777216", False, 1),
+    ],
+)
+def test_windows_that_the_backend_raises(
+    send_most: str, receive_most: str, forced: bool, findings: int
+) -> None:
+    ranks = [host(0, round_trips_s={1: 0.08}), host(1)]
+    for facts in ranks:
+        facts.sysctl |= {"net.core.wmem_max": send_most, "net.core.rmem_max": receive_most}
+        facts.buffers_forced = forced
+    assert len(check_job(ranks)) == findings
+    # Where the user says how many connections, the buffers are the system's.
+    ranks[0].wan_connections = 2
+    assert "at most 0.63 Gbit/s" in only(check_job(ranks)).seen
+
+
+def test_datagrams_have_no_windows() -> None:
+    links = [Link(1, -2, "eth0", "eth0", "up"), Link(1, 0, "eth0", "eth0", "reserve")]
+    assert job(round_trips_s={1: 0.08}, links=links) == []
 
 
 def test_facts_survive_the_store() -> None:
@@ -450,6 +522,25 @@ def test_interfaces_and_addresses_of_this_machine() -> None:
     assert doctor_facts.addresses_of("localhost")
 
 
+def test_a_kernel_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Socket(socket.socket):
+        def __init__(self, family: int = -1, *rest: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+            super().__init__(family, *rest)
+
+    both = [
+        (socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("::1", 1, 0, 0)),
+        (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", 1)),
+    ]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
+    monkeypatch.setattr(socket, "socket", Socket)
+    assert doctor_facts.toward("localhost") == ("lo", "127.0.0.1")
+    first, second = doctor_facts.try_target("localhost", 1).tries
+    assert first == ("::1", os.strerror(errno.EAFNOSUPPORT))
+    assert second[0] == "127.0.0.1"
+
+
 def test_secrets_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_RESILIENT_SECRET", "swordfish-swordfish")
     assert "swordfish" not in json.dumps(doctor_facts.collect().as_json())
@@ -470,6 +561,20 @@ def test_bad_input_is_named_in_one_line(
     output, errors = capsys.readouterr()
     assert (output, errors.count("\n")) == ("", 1)
     assert errors.startswith(f"torch-resilient doctor: {text}")
+
+
+def test_a_job_without_a_store_is_bad_input(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for command in ("doctor", "bench"):
+        assert cli.main([command]) == 2
+        output, errors = capsys.readouterr()
+        assert (output, errors.count("\n")) == ("", 1)
+        assert errors.startswith(f"torch-resilient {command}: ")
+        assert "MASTER_ADDR expected, but not set" in errors
 
 
 def test_a_finding_is_told_with_its_command_unbroken() -> None:

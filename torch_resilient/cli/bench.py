@@ -201,9 +201,13 @@ def _paths_to(peer: int) -> dict[int, dict[str, Any]]:
 def _used(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
     """What a transfer has used, from the sender's paths before and after it."""
     nics: dict[tuple[str, str], dict[str, Any]] = {}
-    again = reconnects = 0
+    again = reconnects = packets = lost = 0
     for slot, path in after.items():
         old = before.get(slot)
+        if now := path.get("datagrams"):
+            was = (old or {}).get("datagrams") or {"packets": 0, "lost": 0}
+            packets += now["packets"] - was["packets"]
+            lost += now["lost"] - was["lost"]
 
         def more(key: str, old: Any = old, path: Any = path) -> int:
             return int(path[key]) - (int(old[key]) if old else 0)
@@ -223,6 +227,8 @@ def _used(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -
         "nics": list(nics.values()),
         "chunks_retransmitted": again,
         "reconnects": reconnects,
+        "packets": packets,  # datagrams; of connections only the kernel knows
+        "packets_lost": lost,
     }
 
 
@@ -331,6 +337,8 @@ def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
                 f"{where}: {link['reconnects']} connections made again, "
                 f"{link['chunks_retransmitted']} chunks sent again"
             )
+        if link["packets_lost"]:
+            notes.append(f"{where}: {link['packets_lost']} of {link['packets']} datagrams lost")
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -357,8 +365,8 @@ def run(options: argparse.Namespace) -> int:
     if size < 2:
         return bad_input("bench", ValueError("one rank has no links: start at least 2"))
     limit_s = 60 + size * (size - 1) * (options.seconds + 10)
-    dist.init_process_group("resilient", timeout=timedelta(seconds=limit_s))
     try:
+        dist.init_process_group("resilient", timeout=timedelta(seconds=limit_s))
         hosts: list[Any] = [None] * size
         dist.all_gather_object(hosts, socket.gethostname())
         links = measure_all(options.seconds)
@@ -368,9 +376,12 @@ def run(options: argparse.Namespace) -> int:
             told = {"hosts": hosts, "links": links}
             print(json.dumps(told) if options.json else text_of(hosts, links), flush=True)
         dist.barrier()
+    except ValueError as error:  # no MASTER_ADDR, or a setting out of range
+        return bad_input("bench", error)
     except RuntimeError as error:
         sys.stderr.write(f"torch-resilient bench: {error}\n")
         return 1
     finally:
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
     return 1 if failed[0] else 0

@@ -112,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
     if in_job and os.environ["WORLD_SIZE"] != "1":
         try:
             all_facts = doctor_peers.examine()
+        except ValueError as error:  # no MASTER_ADDR, for one
+            return bad_input("doctor", error)
         except RuntimeError as error:
             sys.stderr.write(f"torch-resilient doctor: {error}\n")
             return 1

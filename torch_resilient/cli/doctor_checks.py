@@ -42,6 +42,10 @@ _OTHER_FILES = 200
 _LOCAL_FILES = 4
 # wan_connections=auto opens up to so many between two NICs: as in csrc/path/connection_count.h.
 CONNECTIONS_MOST = 16
+# A connection over a long way gets buffers for so much, where that is allowed: as in
+# csrc/path/connection_count.h and csrc/delegate/peer_link_roles.cpp.
+_ASSUMED_BYTES_PER_S = 5e9 / 8
+_WINDOW_MOST_BYTES = 64 << 20
 # A shorter way is never limited by windows of the usual size.
 _LONG_WAY_S = 0.005
 _MIB = 1 << 20
@@ -110,6 +114,7 @@ class Facts:
         known_variables: of this package.
         backend_error: why the backend does not start; empty: it does.
         nofile: soft and hard limit on open files.
+        buffers_forced: net.core.rmem_max and wmem_max do not hold for this process.
         links: to other ranks; round_trips_s, clock_offsets_s: of peers, as far as they were tried;
             an offset is (theirs minus ours, its possible error).
         peer_errors: by rank, why a trial with it failed.
@@ -134,6 +139,7 @@ class Facts:
     sysctl: dict[str, str] = field(default_factory=dict)
     shm_bytes: int | None = None
     nofile: tuple[int, int] = (1 << 20, 1 << 20)
+    buffers_forced: bool = False
     socket_buffer_bytes: int = 0
     wan_connections: int = 0
     links: list[Link] = field(default_factory=list)
@@ -219,8 +225,9 @@ def check_torch(facts: Facts) -> Iterator[Finding]:
 def _remedy_of_start(error: str) -> str:
     if "Address already in use" in error:
         return (
-            "`unset TORCH_RESILIENT_LISTEN_PORT`, or give each process of a host its own: "
-            "`export TORCH_RESILIENT_LISTEN_PORT=$((29600 + LOCAL_RANK))`"
+            "`unset TORCH_RESILIENT_LISTEN_PORT`, or give each process of a host its own, which "
+            "torchrun numbers: `torchrun ... --no-python sh -c "
+            "'TORCH_RESILIENT_LISTEN_PORT=$((29600 + LOCAL_RANK)) exec python train.py'`"
         )
     if "choose the addresses to listen on" in error:
         return "`unset TORCH_RESILIENT_INTERFACE`, or name an interface of the list"
@@ -395,7 +402,13 @@ def check_host(facts: Facts, several_hosts: bool = False) -> list[Finding]:
 
 def check_versions(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     """The same software everywhere."""
-    for name in ("torch_resilient", "torch"):
+    remedies = {
+        "torch_resilient": "build the same source on all hosts: `pip install "
+        "--no-build-isolation --no-deps --force-reinstall .` in it",
+        "torch": "`pip install torch==VERSION`, the same on all hosts, and build torch_resilient "
+        "again where its minor version changes",
+    }
+    for name, remedy in remedies.items():
         found: dict[str, list[int]] = {}
         for facts in all_facts:
             found.setdefault(facts.versions.get(name, "none"), []).append(facts.rank or 0)
@@ -406,7 +419,7 @@ def check_versions(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                 "the job",
                 f"{name} differs: {text}",
                 "ranks of different versions may not understand each other",
-                f"`pip install {name}==VERSION`, the same on all hosts",
+                remedy,
             )
 
 
@@ -557,7 +570,12 @@ def check_windows(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             other = by_rank.get(peer)
             if other is None or other.host_key == facts.host_key or round_trip_s < _LONG_WAY_S:
                 continue
-            nics = {link.nic for link in facts.links if link.peer == peer and link.state == "up"}
+            # Datagrams, below path 0, have no windows.
+            nics = {
+                link.nic
+                for link in facts.links
+                if link.peer == peer and link.state == "up" and link.path >= 0
+            }
             for nic in sorted(nics):
                 finding = _window_finding(facts, other, nic, round_trip_s)
                 key = (facts.host_key, other.host_key, nic)
@@ -572,13 +590,42 @@ def _most(facts: Facts, name: str) -> int | None:
     return int(words[2]) if len(words) == 3 and words[2].isdecimal() else None
 
 
-def _window_finding(facts: Facts, other: Facts, nic: str, round_trip_s: float) -> Finding | None:
-    interface = facts.interface(nic)
+def _raised(facts: Facts, limit: str, tuned: int, wanted: int) -> int:
+    """The buffer of a connection for which the backend asks for `wanted` bytes."""
+    most = facts.sysctl.get(f"net.core.{limit}", "")
+    allowed = 2 * int(most) if most.isdecimal() else 0
+    return max(tuned, wanted if facts.buffers_forced else min(wanted, allowed))
+
+
+def _window_bytes(facts: Facts, other: Facts, round_trip_s: float) -> int | None:
+    """What a connection may have in flight; None if it cannot be said."""
     sends, receives = _most(facts, "tcp_wmem"), _most(other, "tcp_rmem")
-    if interface is None or interface.speed_bits_per_s is None or not sends or not receives:
+    if not sends or not receives:
         return None
     # Of a receive buffer about half is window; the rest holds the packets' heads.
     window = min(sends, receives // 2)
+    if facts.wan_connections:
+        return window  # asked for: then the buffers are the system's
+    wanted = min(_WINDOW_MOST_BYTES, int(_ASSUMED_BYTES_PER_S * round_trip_s))
+    # Fixed by the first packets.
+    rmem_max = other.sysctl.get("net.core.rmem_max", "")
+    scale = max(receives, int(rmem_max) if rmem_max.isdecimal() else 0).bit_length() - 16
+    announced = 0xFFFF << min(max(scale, 0), 14)
+    # As in csrc/transport/socket.cpp: of a send buffer a fifth holds the packets' heads.
+    return max(
+        window,
+        min(
+            _raised(facts, "wmem_max", sends, wanted + wanted // 4) // 5 * 4,
+            _raised(other, "rmem_max", receives, 2 * min(wanted, announced)) // 2,
+        ),
+    )
+
+
+def _window_finding(facts: Facts, other: Facts, nic: str, round_trip_s: float) -> Finding | None:
+    interface = facts.interface(nic)
+    window = _window_bytes(facts, other, round_trip_s)
+    if interface is None or interface.speed_bits_per_s is None or window is None:
+        return None
     connections = facts.wan_connections or CONNECTIONS_MOST
     possible = 8 * connections * window / round_trip_s
     if possible >= 0.8 * interface.speed_bits_per_s:

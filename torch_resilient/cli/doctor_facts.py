@@ -36,6 +36,7 @@ _VARIABLES = (
 )
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _SIOCGIFADDR = 0x8915
+_SO_SNDBUFFORCE = 32
 _TRIAL_S = 20.0
 
 
@@ -100,7 +101,8 @@ def toward(host: str) -> tuple[str, str] | None:
     """(interface, address) that packets to `host` leave from; sends nothing."""
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        # Also where the kernel has no such family.
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             local = str(probe.getsockname()[0])
             return interface_of(local), local
@@ -162,9 +164,20 @@ def collect(master: str = "") -> Facts:
         sysctl={key: value for key, value in sysctl.items() if value},
         shm_bytes=shm_bytes,
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
+        buffers_forced=_may_force_buffers(),
     )
     _look_at_build(facts)
     return facts
+
+
+def _may_force_buffers() -> bool:
+    """Whether buffers may be larger than net.core.rmem_max and wmem_max: with CAP_NET_ADMIN."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, 1 << 20)
+        except OSError:
+            return False
+    return True
 
 
 def _look_at_build(facts: Facts) -> None:
@@ -199,6 +212,18 @@ def _look_at_build(facts: Facts) -> None:
         facts.wan_connections = options.wan_connections
 
 
+def start_no_watchers() -> None:
+    """Lets trials leave no records and sockets where the job's will be.
+
+    Raises ValueError, as the job would, if the variables that ask for them cannot be understood.
+    """
+    from torch_resilient import _endpoint, _observers, _recorder
+
+    _observers.check()
+    for module in (_endpoint, _recorder):
+        os.environ.pop(module.VARIABLE, None)
+
+
 def try_backend(facts: Facts) -> None:
     """Starts the backend in this process alone, with the environment's settings, and ends it."""
     if facts.torch_error:
@@ -209,6 +234,7 @@ def try_backend(facts: Facts) -> None:
     import torch.distributed as dist
 
     try:
+        start_no_watchers()
         dist.init_process_group(
             "resilient",
             store=dist.HashStore(),  # type: ignore[attr-defined]
@@ -240,14 +266,14 @@ def try_target(host: str, port: int) -> Target:
         return target
     for family, kind, protocol, _, address in found:
         text = ""
-        with socket.socket(family, kind, protocol) as connection:
-            connection.settimeout(_CONNECT_TIMEOUT_S)
-            try:
+        try:
+            with socket.socket(family, kind, protocol) as connection:
+                connection.settimeout(_CONNECT_TIMEOUT_S)
                 connection.connect(address)
-            except TimeoutError:
-                text = f"no answer in {_CONNECT_TIMEOUT_S:g} s"
-            except OSError as error:
-                text = error.strerror or str(error)
+        except TimeoutError:
+            text = f"no answer in {_CONNECT_TIMEOUT_S:g} s"
+        except OSError as error:
+            text = error.strerror or str(error)
         target.tries.append((str(address[0]), text))
     target.took_s = time.monotonic() - began_s
     return target

@@ -83,6 +83,7 @@ def _start(facts: Facts, store: Store) -> None:
     from torch_resilient import _native
 
     try:
+        doctor_facts.start_no_watchers()
         options = _native.load().Options()
         options.eager_connect = True
         dist.init_process_group(
