@@ -42,8 +42,8 @@ a round trip on the wire.) All contenders are connected all the while and take t
   cubic, bbr connections with this congestion control, BBR where the kernel has it
 
 PP are activations, DP gradients: float32 in which 3 % of the packets hold nearly all of the energy.
-0.25 to 4 MiB are the messages of a model of 3 billion parameters: activations of 64 to 1024 tokens
-of 2048 values in 16 bits, and a bucket of 25 MiB cut into shards for 8 to 32 ranks.
+100 KiB to 4 MiB are the messages of a model of 3 billion parameters: activations of 25 to 1024
+tokens of 2048 values in 16 bits, and a bucket of 25 MiB cut into shards for 8 to 256 ranks.
 
 Mean and 99th percentile are in ms; `spent` is bytes on the wire per byte of the message, headers,
 parity and repeats included (0: not known). In brackets, the reduction of the 99th percentile by
@@ -220,7 +220,9 @@ def main() -> int:
         description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common_arguments(parser)
-    parser.add_argument("--sizes", default="", metavar="LIST", help="default 256K,1M,4M; quick 1M")
+    parser.add_argument(
+        "--sizes", default="", metavar="LIST", help="default 100K,256K,1M,4M; quick 1M"
+    )
     parser.add_argument(
         "--loss", default="", metavar="LIST", help="in percent; default 0,0.1,0.5,1,2,5; quick 0,2"
     )
@@ -239,7 +241,8 @@ def main() -> int:
         parser.error(reason)
     quick = arguments.quick
     sizes = [
-        parse_size(s) for s in (arguments.sizes or ("1M" if quick else "256K,1M,4M")).split(",")
+        parse_size(s)
+        for s in (arguments.sizes or ("1M" if quick else "100K,256K,1M,4M")).split(",")
     ]
     losses = [
         float(x) for x in (arguments.loss or ("0,2" if quick else "0,0.1,0.5,1,2,5")).split(",")
