@@ -150,4 +150,19 @@ uint8_t tensorCount(size_t tensors) {
   return tensors <= 255 ? static_cast<uint8_t>(tensors) : 0;
 }
 
+int32_t layoutOf(const std::vector<at::Tensor>& tensors) {
+  bool alike = tensorCount(tensors.size()) != 0;
+  uint64_t hash = 0xcbf29ce484222325U; // FNV-1a
+  const auto mix = [&hash](uint64_t value) {
+    hash = (hash ^ value) * 0x100000001b3U;
+  };
+  for (const at::Tensor& tensor : tensors) {
+    alike = alike && tensor.numel() == tensors[0].numel() &&
+        tensor.scalar_type() == tensors[0].scalar_type();
+    mix(static_cast<uint64_t>(tensor.numel()));
+    mix(static_cast<uint64_t>(dtypeOf(tensor)));
+  }
+  return alike ? -1 : -2 - static_cast<int32_t>(hash >> 34);
+}
+
 } // namespace resilient

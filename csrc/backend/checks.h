@@ -43,5 +43,9 @@ OpSignature signatureOf(
     int root = -1);
 // For coalesced calls.
 uint8_t tensorCount(size_t tensors);
+// For calls with a list of tensors, what OpSignature::root says of them. Their
+// number and total size alone would let two ranks take different tensors for
+// the same: pieces of large ones are alike.
+int32_t layoutOf(const std::vector<at::Tensor>& tensors);
 
 } // namespace resilient

@@ -144,7 +144,11 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather(
   auto body = allGatherPart(*work, outputs[0], inputs[0]);
   return launch(
       std::move(work),
-      signatureOf(OpKind::kAllGather, inputs[0], elements(outputs[0])),
+      signatureOf(
+          OpKind::kAllGather,
+          inputs[0],
+          elements(outputs[0]),
+          layoutOf(outputs[0])),
       opts.timeout,
       std::move(body));
 }
@@ -192,7 +196,8 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather_coalesced(
     }
     parts.push_back(allGatherPart(*work, own, inputs[i]));
   }
-  auto signature = signatureOf(OpKind::kAllGather, inputs[0], elements(flat));
+  auto signature = signatureOf(
+      OpKind::kAllGather, inputs[0], elements(flat), layoutOf(flat));
   signature.tensors = tensorCount(inputs.size());
   return launch(
       std::move(work), signature, opts.timeout, combine(std::move(parts)));
@@ -218,8 +223,8 @@ ProcessGroupResilient::allgather_into_tensor_coalesced(
   for (size_t i = 0; i < inputs.size(); ++i) {
     parts.push_back(allGatherPart(*work, outputs[i], inputs[i]));
   }
-  auto signature =
-      signatureOf(OpKind::kAllGather, inputs[0], elements(outputs));
+  auto signature = signatureOf(
+      OpKind::kAllGather, inputs[0], elements(outputs), layoutOf(outputs));
   signature.tensors = tensorCount(inputs.size());
   return launch(
       std::move(work), signature, opts.timeout, combine(std::move(parts)));

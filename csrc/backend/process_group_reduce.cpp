@@ -96,7 +96,8 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_coalesced(
     parts.push_back(allReducePart(*work, tensor, reduction));
     count += static_cast<uint64_t>(tensor.numel());
   }
-  auto signature = signatureOf(OpKind::kAllReduce, reduction, count);
+  auto signature =
+      signatureOf(OpKind::kAllReduce, reduction, count, layoutOf(tensors));
   signature.tensors = tensorCount(tensors.size());
   return launch(
       std::move(work), signature, opts.timeout, combine(std::move(parts)));
@@ -232,7 +233,8 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce_scatter(
   }
   return launch(
       std::move(work),
-      signatureOf(OpKind::kReduceScatter, reduction, count),
+      signatureOf(
+          OpKind::kReduceScatter, reduction, count, layoutOf(inputs[0])),
       opts.timeout,
       std::move(body));
 }
@@ -270,7 +272,8 @@ ProcessGroupResilient::reduce_scatter_tensor_coalesced(
     parts.push_back(reduceScatterPart(*work, outputs[i], inputs[i], reduction));
     count += static_cast<uint64_t>(inputs[i].numel());
   }
-  auto signature = signatureOf(OpKind::kReduceScatter, reduction, count);
+  auto signature =
+      signatureOf(OpKind::kReduceScatter, reduction, count, layoutOf(inputs));
   signature.tensors = tensorCount(inputs.size());
   return launch(
       std::move(work), signature, opts.timeout, combine(std::move(parts)));

@@ -69,6 +69,9 @@ std::string OpSignature::toString() const {
   if (tensors != 1) {
     s += ", tensors=" + std::to_string(tensors);
   }
+  if (root < -1) {
+    s += ", layout=" + std::to_string(-root);
+  }
   return s + ')';
 }
 

@@ -98,7 +98,9 @@ struct OpSignature {
   ReduceOp reduceOp = ReduceOp::kNone;
   // How many tensors one coalesced call holds, at most 255 (then 0).
   uint8_t tensors = 1;
-  int32_t root = -1; // the root rank, or -1
+  // The root rank, or -1. Operations on lists of tensors have no root: where
+  // these are not all alike, a digest of their sizes and types, below -1.
+  int32_t root = -1;
   uint64_t count = 0; // elements
 
   bool operator==(const OpSignature&) const = default;
