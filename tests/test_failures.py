@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from harness import (
     Outcome,
     RanksFailed,
     error_of,
+    init_group,
     make_store,
     on_gloo,
     run_outcomes,
@@ -302,6 +304,25 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
     return failed_at - first, error
 
 
+def in_a_slow_network(rank: int) -> str:
+    """One rank gives up in the middle, while each waits for the other; the other has time."""
+    from torch_resilient import faults
+
+    init_group(timeout_s=4 if rank == 0 else 60)
+    dist.barrier()
+    with faults.limit(4e6):  # 16 s
+        error = error_of(lambda: dist.broadcast(mebibytes(64, rank), 0))
+    dist.destroy_process_group()
+    return error
+
+
+def test_a_time_out_in_a_slow_network_says_whose_it_is() -> None:
+    own, others = run_ranks(in_a_slow_network, init=False)
+    assert "failed on rank 0: Timed out waiting 4000ms: waiting for each other" in own, own
+    assert re.search(r"rank 1: \d of \d paths up", own), own
+    assert re.search("failed on rank 1: rank 0 (gave up|reports)", others), others
+
+
 def others_go_on(rank: int) -> str:
     store = make_store("test")
     dist.barrier()
@@ -421,6 +442,20 @@ def call(name: str, rank: int, group: Any) -> None:
         dist.reduce(x, 0, group=group)
     elif name == "reduce to 1":
         dist.reduce(x, 1, group=group)
+    elif name == "reduce_scatter" or name == "reduce_scatter, other parts":
+        parts = [mebibytes(2, 1) for _ in range(world_size())]
+        parts[-1 if name == "reduce_scatter" else 0] = mebibytes(4, 1)
+        dist.reduce_scatter(torch.empty_like(parts[rank]), parts, group=group)
+    elif name == "all_reduce of two" or name == "all_reduce of two, swapped":
+        tensors = [mebibytes(2, 1), mebibytes(4, 1)]
+        with dist._coalescing_manager(group):
+            for tensor in tensors if name == "all_reduce of two" else reversed(tensors):
+                dist.all_reduce(tensor, group=group)
+    elif name == "all_gather of two" or name == "all_gather of two, one int":
+        with dist._coalescing_manager(group):
+            for dtype in [torch.float32, torch.int32 if "int" in name else torch.float32]:
+                gathered = torch.empty(4 * world_size(), dtype=dtype)
+                dist.all_gather_into_tensor(gathered, gathered[:4].clone(), group=group)
     elif name == "nothing":
         pass
     else:
@@ -439,11 +474,15 @@ PAIRS = [
     ("broadcast", "broadcast, shorter"),
     ("broadcast, large", "broadcast"),
     ("reduce to 0", "reduce to 1"),
+    # In total alike, and with pieces of equal sizes.
+    ("reduce_scatter", "reduce_scatter, other parts"),
+    ("all_reduce of two", "all_reduce of two, swapped"),
+    ("all_gather of two", "all_gather of two, one int"),
 ]
 
 
 def different_calls(rank: int) -> list[str]:
-    """Each pair in a group of its own, as the first mismatch ends a group."""
+    """Each pair in a group of its own, as a mismatch that one side missed ends a group."""
     errors = []
     odd = world_size() - 1
     for names in PAIRS:
@@ -475,6 +514,36 @@ def test_all_learn_who_called_something_else(size: int) -> None:
             ours = rf"rank \d called {kinds[0]}\("
             refused = rf"rank \d refused it: .*where the receiver called {kinds[0]}\("
             assert re.search(f"{ours}|{refused}", error), error
+            assert len(set(re.findall(r"called (\w+\([^)]*\))", error))) > 1, error
+
+
+def mismatch_after_mismatch(rank: int) -> None:
+    size, store = world_size(), make_store("test")
+    for i in range(10):
+        # Each needs something of each, so it fails on all.
+        name = "all_reduce, longer" if rank == i % size else "all_reduce"
+        error_of(partial(call, name, rank, None))
+        store.set(f"failed/{i}/{rank}", "")
+        store.wait([f"failed/{i}/{r}" for r in range(size)])
+        ones = torch.ones(1000)
+        dist.all_reduce(ones)
+        assert torch.equal(ones, torch.full((1000,), float(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_mismatch_that_fails_on_all_leaves_the_group_usable(size: int) -> None:
+    run_ranks(mismatch_after_mismatch, world_size=size)
+
+
+def barriers_after_a_mismatch(rank: int) -> str:
+    with contextlib.suppress(RuntimeError):  # ranks 0 and 1 have nothing to wait for
+        call("broadcast, shorter" if rank == 2 else "broadcast", rank, None)
+    return error_of(lambda: [dist.barrier() for _ in range(100)])
+
+
+def test_a_mismatch_that_some_missed_ends_the_group_on_all() -> None:
+    for error in run_ranks(barriers_after_a_mismatch, world_size=3, group_timeout_s=10):
+        assert "float32[999]" in error, error
 
 
 def one_call_fewer(rank: int) -> tuple[str, float]:

@@ -66,7 +66,8 @@ void CollectiveRun::onCheck() {
     return;
   }
   const auto [culprit, why] = group_.blame(sequence_, waitingFor());
-  failedPeer_ = culprit;
+  // Ranks that wait for each other: then the path to the one we wait for.
+  failedPeer_ = culprit == rank() ? waitingFor() : culprit;
   fail(
       Status(StatusCode::kTimeout, timedOutText(spec_.timeout) + why),
       /*tellOthers=*/true);
@@ -205,12 +206,15 @@ void CollectiveRun::cancel(Transfer& transfer) {
     *item.yielding = false;
   }
   if (Record* record = item.record()) {
-    const std::string cause = failure_.ok() ? cause_ : failure_.message();
-    record->withdraw(
-        "rank " + std::to_string(rank()) + " gave up " + describe() +
-        (cause.empty() ? "" : ": " + cause));
+    record->withdraw(givenUpText());
   }
   items_.erase(item.self);
+}
+
+std::string CollectiveRun::givenUpText() const {
+  const std::string cause = failure_.ok() ? cause_ : failure_.message();
+  return "rank " + std::to_string(rank()) + " gave up " + describe() +
+      (cause.empty() ? "" : ": " + cause);
 }
 
 void CollectiveRun::fail(const Status& status, bool tellOthers) {
@@ -229,7 +233,7 @@ void CollectiveRun::fail(const Status& status, bool tellOthers) {
       *item.yielding = false;
     }
     if (Record* record = item.record()) {
-      record->withdraw(failure_.message());
+      record->withdraw(givenUpText());
     }
     finish(item, failure_);
   }

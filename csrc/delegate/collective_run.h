@@ -92,6 +92,7 @@ class CollectiveRun final : public Communicator {
   void ended();
   Status outcome() const;
   std::string context() const;
+  std::string givenUpText() const; // for the peers of its transfers
 
   GroupImpl& group_;
   const uint64_t sequence_;

@@ -665,6 +665,10 @@ void GroupImpl::finished(
       status.message());
   if (!status.ok()) {
     engine_->onFirstFailure(status);
+    failedHere_.insert(run.sequence());
+    if (failedHere_.size() > kToldMax) {
+      failedHere_.erase(failedHere_.begin());
+    }
   }
   auto found = collectives_.find(run.sequence());
   if (found != collectives_.end()) {
@@ -834,13 +838,11 @@ void GroupImpl::act(const Notice& notice) {
     if (earlyFailures_.size() > kEarlyFailuresMax) {
       earlyFailures_.erase(earlyFailures_.begin());
     }
-  } else if (notice.code == StatusCode::kMismatch && failure_.ok()) {
-    // Our part ended well (the root of a small broadcast waits for nobody),
-    // but it was another operation than theirs: whatever comes next would mix
-    // data up.
-    logMessage(LogLevel::kError, "group " + name_ + ": " + status.message());
-    failure_ = status;
-    failAll(status);
+  } else if (notice.code == StatusCode::kMismatch) {
+    // Our part may have ended well (the root of a small broadcast waits for
+    // nobody), but it was another operation than theirs: whatever comes next
+    // would mix data up.
+    endByMismatch(notice.sequence, status.message());
   }
 }
 
@@ -861,20 +863,26 @@ void GroupImpl::onMismatch(
     run->fail(status, /*tellOthers=*/true);
     return;
   }
-  // It has ended here already, so the results of one of us are wrong.
-  logMessage(LogLevel::kError, "group " + name_ + ": " + status.message());
+  endByMismatch(
+      sequence,
+      "collective #" + std::to_string(sequence) + ": " + status.message());
+}
+
+// Unless it has failed here as well, the results of one side are wrong.
+void GroupImpl::endByMismatch(uint64_t sequence, const std::string& why) {
+  if (!failure_.ok() || failedHere_.contains(sequence)) {
+    return;
+  }
+  logMessage(LogLevel::kError, "group " + name_ + ": " + why);
   Notice notice;
   notice.group = id_;
   notice.sequence = Notice::kWholeGroup;
   notice.code = StatusCode::kMismatch;
   notice.reporter = rank_;
-  notice.text =
-      "collective #" + std::to_string(sequence) + ": " + status.message();
+  notice.text = why;
   tell(notice);
-  if (failure_.ok()) {
-    failure_ = Status(StatusCode::kMismatch, notice.text);
-    failAll(failure_);
-  }
+  failure_ = Status(StatusCode::kMismatch, why);
+  failAll(failure_);
 }
 
 void GroupImpl::query(int rank) {

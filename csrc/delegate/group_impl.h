@@ -126,6 +126,7 @@ class GroupImpl final : public Group,
   void resolved(int rank, const std::string& text);
   void learned(const std::string& text);
   void failWhole(const Status& status);
+  void endByMismatch(uint64_t sequence, const std::string& why);
   void countGeneration();
   void publishTopology();
   [[noreturn]] void refuseToJoin(const Status& status);
@@ -171,6 +172,7 @@ class GroupImpl final : public Group,
   std::map<uint64_t, Status> earlyFailures_; // by sequence
   std::map<uint64_t, Notice> told_; // by sequence: failures passed on,
   uint64_t toldUpTo_ = 0; // apart from those up to here
+  std::set<uint64_t> failedHere_; // collectives, the last kToldMax
   std::set<int64_t> globalRanks_; // of all members
 };
 
