@@ -2,6 +2,7 @@
 
 #include "backend/errors.h"
 #include "backend/host_tensors.h"
+#include "base/random.h"
 #include "collectives/reduce.h"
 
 namespace resilient {
@@ -152,15 +153,12 @@ uint8_t tensorCount(size_t tensors) {
 
 int32_t layoutOf(const std::vector<at::Tensor>& tensors) {
   bool alike = tensorCount(tensors.size()) != 0;
-  uint64_t hash = 0xcbf29ce484222325U; // FNV-1a
-  const auto mix = [&hash](uint64_t value) {
-    hash = (hash ^ value) * 0x100000001b3U;
-  };
+  uint64_t hash = 0;
   for (const at::Tensor& tensor : tensors) {
     alike = alike && tensor.numel() == tensors[0].numel() &&
         tensor.scalar_type() == tensors[0].scalar_type();
-    mix(static_cast<uint64_t>(tensor.numel()));
-    mix(static_cast<uint64_t>(dtypeOf(tensor)));
+    hash = mixBits(hash ^ static_cast<uint64_t>(tensor.numel()));
+    hash = mixBits(hash ^ static_cast<uint64_t>(dtypeOf(tensor)));
   }
   return alike ? -1 : -2 - static_cast<int32_t>(hash >> 34);
 }

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include "base/random.h"
 #include "base/status.h"
 
 namespace resilient {
@@ -10,9 +11,9 @@ namespace resilient {
 namespace {
 
 int64_t hashOf(at::IntArrayRef sizes) {
-  uint64_t hash = 0xcbf29ce484222325U; // FNV-1a
+  uint64_t hash = 0;
   for (const int64_t size : sizes) {
-    hash = (hash ^ static_cast<uint64_t>(size)) * 0x100000001b3U;
+    hash = mixBits(hash ^ static_cast<uint64_t>(size));
   }
   return static_cast<int64_t>(hash);
 }
