@@ -173,13 +173,7 @@ def test_there_is_another_way_between_two_ranks(
         else:
             monkeypatch.setenv(name, given)
     cli.main(["chaos", "--ranks", "2", "--paths", "3", "--", "printenv", *names])
-    output = capfd.readouterr().out
-    assert output.split()[:2] == [given or "3"] * 2
-    # Without those paths the same faults would find nothing to hit.
-    (again,) = re.findall(r"^the same faults again: (.*)$", output, re.MULTILINE)
-    assert again.startswith("TORCH_RESILIENT_FAULTS='")
-    for name in names:
-        assert (f"{name}=3" in again) == (given is None)
+    assert capfd.readouterr().out.split()[:2] == [given or "3"] * 2
 
 
 def test_the_script_can_be_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -621,6 +615,7 @@ def test_a_job_gives_its_status_and_one_without_faults_is_no_proof(
 
 
 def test_the_same_faults_come_again_with_what_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    """With its number of paths, too, or the same rules would find nothing to hit."""
     cli.main(["chaos", "--ranks", "2", "--", "sh", "-c", "env | grep ^TORCH_RESILIENT_"])
     lines = capfd.readouterr().out.splitlines()
     given = {line for line in lines if line.startswith("TORCH_RESILIENT_")}

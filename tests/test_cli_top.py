@@ -333,7 +333,7 @@ def test_clients_are_limited(tmp_path: Path) -> None:
 
 
 def test_a_client_gets_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_endpoint, "_CLIENT_MOST_S", 0.3, raising=False)
+    monkeypatch.setattr(_endpoint, "_CLIENT_MOST_S", 0.3)
     endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         with socket.socket(socket.AF_UNIX) as client:
@@ -370,7 +370,7 @@ def test_no_processor_is_taken_while_no_descriptor_is_left(
 
     monkeypatch.setattr(socketserver.TCPServer, "get_request", no_descriptor)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(_endpoint, "time", clock, raising=False)
+    monkeypatch.setattr(_endpoint, "time", clock)
     endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         with socket.socket(socket.AF_UNIX) as client:

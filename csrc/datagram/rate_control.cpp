@@ -46,8 +46,8 @@ constexpr double kSegmentBytes = 1448;
 // a thousand rounds in a minute, and a cut takes seconds to grow back.
 constexpr double kUnusual = 4;
 // The longer there has been a queue, the less is what was lost before it a
-// measure: half of it counts after so long. Long enough for a new
-// route to be believed.
+// measure: half of it counts after so long, which is enough for a new route to
+// be believed.
 constexpr Nanos kUsualFor = std::chrono::seconds(20);
 // A cut shows its effect only after a round trip, and the losses of one queue
 // are told over two.
