@@ -264,6 +264,36 @@ TEST(a_helper_learns_of_what_another_caller_leaves_behind) {
   r.sync([&] { r.loop.remove(pair.a.get()); });
 }
 
+// To set a timer costs more than all else that a small message needs.
+TEST(who_waits_again_and_again_seldom_sets_a_timer) {
+  Running r;
+  Pair pair;
+  Recorder handler;
+  std::atomic<int> arrived{0};
+  handler.run = [&](uint32_t) {
+    char sink[16];
+    arrived += static_cast<int>(::read(pair.a.get(), sink, sizeof(sink)));
+    r.loop.wakeHelper();
+  };
+  r.sync([&] { r.loop.add(pair.a.get(), EPOLLIN | EPOLLET, &handler); });
+  const TimePoint from = std::chrono::steady_clock::now();
+  const uint64_t before = r.loop.wakeTimersSet();
+  for (int i = 0; i < 4000; ++i) {
+    std::atomic<bool> done{false};
+    CHECK(r.loop.postQuietly([&] { done = true; }));
+    r.loop.runPosted(/*here=*/true);
+    if (i % 4 == 0) {
+      pair.poke(); // wakes both threads that sleep
+    }
+    r.loop.help([&] { return done && arrived > i / 4; }, kNever);
+    CHECK(done.load());
+  }
+  const auto took = std::chrono::steady_clock::now() - from;
+  const uint64_t sets = r.loop.wakeTimersSet() - before;
+  CHECK(sets * 25us <= took + 5ms); // each counts for 100 us or more
+  r.sync([&] { r.loop.remove(pair.a.get()); });
+}
+
 TEST(what_is_posted_quietly_runs_without_help) {
   Running r;
   std::promise<void> ran;

@@ -160,7 +160,7 @@ void EventLoop::runPosted(bool here) {
       // sees for itself what is due.
       wakeUp();
     } else {
-      wakeBy(wakeNeededBy());
+      leave();
     }
     return;
   }
@@ -178,33 +178,36 @@ void EventLoop::runPosted(bool here) {
   }
 }
 
-// When the thread in run() has to wake up at the latest, if it would not do so
-// by itself. In a turn, or rather just after it.
-TimePoint EventLoop::wakeNeededBy() {
+// The caller has taken turns and goes: sees to it that the thread in run()
+// wakes up in time for what is left. In a turn, or rather just after it.
+void EventLoop::leave() {
   const TimePoint now = std::chrono::steady_clock::now();
   const bool parked = parked_.load();
-  TimePoint by = timers_.next();
   if (parked) {
-    by = std::min(by, now + kParkLinger);
+    // Before we look: who posts something after that moves it forward again.
+    std::lock_guard lock(wakeTimerMutex_);
+    parkedUntil_ = socketsSeenAt_.load() + kParkLinger;
+    setWakeTimer(parkedUntil_);
   }
+  TimePoint by = timers_.next();
   {
     std::lock_guard lock(mutex_);
     if (!endOfTurn_.empty() || !posted_.empty() || stopping_) {
       by = std::min(by, now + kSoon);
     }
   }
-  if (anyNews()) {
+  if (!parked && anyNews()) { // parked, it does not hear of later ones either
     by = std::min(by, now + kSoon);
   }
-  return parked || by < sleepsUntil_ ? by : kNever;
+  if (parked || by < sleepsUntil_) { // else it wakes up by itself
+    wakeBy(by);
+  }
 }
 
 void EventLoop::wakeBy(TimePoint when) {
   std::lock_guard lock(wakeTimerMutex_);
-  if (when < wakeTimerAt_) {
-    wakeTimerAt_ = when;
-    setWakeTimer(when);
-  }
+  parkedUntil_ = std::min(parkedUntil_, when);
+  setWakeTimer(when);
 }
 
 // Whoever slept is awake: a timer that has gone off has served its purpose.
@@ -215,7 +218,17 @@ void EventLoop::wakeTimerNoticed() {
   }
 }
 
+// Only ever to an earlier time. To set it costs microseconds, above all on a
+// virtual machine: so it is not moved on with each operation.
 void EventLoop::setWakeTimer(TimePoint when) {
+  if (when < wakeTimerAt_) {
+    armWakeTimer(when);
+  }
+}
+
+void EventLoop::armWakeTimer(TimePoint when) {
+  wakeTimerAt_ = when;
+  wakeTimersSet_.fetch_add(1, std::memory_order_relaxed);
   // In the past: at once. 0 would disarm it.
   const int64_t ns = std::max<int64_t>(when.time_since_epoch().count(), 1);
   itimerspec value{};
@@ -236,11 +249,12 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   helperThread_.store(std::this_thread::get_id());
   helped_.store(true);
   {
-    // What it would wake somebody for is ours to do now.
+    // What it would wake somebody for is ours to do now. A parked thread goes
+    // on sleeping when it goes off.
     std::lock_guard lock(wakeTimerMutex_);
-    if (wakeTimerAt_ <= std::chrono::steady_clock::now() + kParkLinger) {
-      wakeTimerAt_ = kNever;
-      setWakeTimer(kNever);
+    if (!parked_.load() &&
+        wakeTimerAt_ <= std::chrono::steady_clock::now() + kParkLinger) {
+      armWakeTimer(kNever);
     }
   }
   epoll_event events[kEventsPerTurn];
@@ -265,7 +279,7 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   if (!parked_.load()) { // else it will look for itself, and soon
     putPollersToSleep();
   }
-  wakeBy(wakeNeededBy());
+  leave();
   return true;
 }
 
@@ -284,13 +298,27 @@ void EventLoop::parkWhileHelped() {
   }
   wakeUp();
   parked_.store(true);
-  while (helped_.load()) {
-    // If the helper goes before we sleep, it sees parked_ and sets the timer.
+  // If the helper goes now, it sees parked_ and sets the timer.
+  while (helped_.load() || !unparked()) {
     uint64_t expirations = 0;
     (void)!::read(wakeTimer_.get(), &expirations, sizeof(expirations));
   }
-  parked_.store(false);
   wakeTimerNoticed();
+}
+
+// Nobody helps: whether the parked thread is to look for itself from now on.
+bool EventLoop::unparked() {
+  std::lock_guard lock(wakeTimerMutex_);
+  const TimePoint now = std::chrono::steady_clock::now();
+  if (parkedUntil_ <= now) {
+    parked_.store(false);
+    return true;
+  }
+  if (wakeTimerAt_ <= now) { // it has gone off
+    wakeTimerAt_ = kNever;
+  }
+  setWakeTimer(parkedUntil_);
+  return false;
 }
 
 void EventLoop::stop() {

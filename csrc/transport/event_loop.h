@@ -122,6 +122,10 @@ class EventLoop {
   uint64_t turns() const {
     return turns_.load(std::memory_order_relaxed);
   }
+  // How often it has set the timer that wakes the thread in run(), likewise.
+  uint64_t wakeTimersSet() const {
+    return wakeTimersSet_.load(std::memory_order_relaxed);
+  }
 
  private:
   struct Registration {
@@ -156,10 +160,12 @@ class EventLoop {
       const std::function<bool()>* done);
   void takeTurn(const epoll_event* events, int count) noexcept;
   void parkWhileHelped();
-  TimePoint wakeNeededBy();
+  bool unparked();
+  void leave();
   void wakeBy(TimePoint when);
   void wakeTimerNoticed();
-  void setWakeTimer(TimePoint when);
+  void setWakeTimer(TimePoint when); // with wakeTimerMutex_ held
+  void armWakeTimer(TimePoint when); // the same
   int wait(epoll_event* events, int capacity, Nanos timeout);
   void dispatch(const epoll_event* events, int count);
   void runAll(std::vector<std::function<void()>>& functions);
@@ -167,7 +173,7 @@ class EventLoop {
 
   FileDescriptor epoll_, wake_;
   std::atomic<bool> finePrecision_{true}; // epoll_pwait2 works
-  std::atomic<uint64_t> turns_{0};
+  std::atomic<uint64_t> turns_{0}, wakeTimersSet_{0};
   std::atomic<TimePoint> socketsSeenAt_{TimePoint{}};
   std::atomic<bool> running_{false}; // a thread is in run()
 
@@ -189,7 +195,8 @@ class EventLoop {
   // epoll_wait too. The kernel wakes the last one that went to sleep first,
   // which is the helper. While the helper is in a turn it wakes the other one,
   // which is in the way then: it steps aside and sleeps on wakeTimer_, until
-  // kParkLinger after the last help: a caller that waits for one message after
+  // kParkLinger after a helper has last looked at the sockets, or until
+  // something is due: a caller that waits for one message after
   // the other has the loop to itself.
   // Invariant: parked_ implies helped_ or that wakeTimer_ is set.
   std::mutex helper_;
@@ -204,6 +211,9 @@ class EventLoop {
   std::mutex wakeTimerMutex_;
   // By wakeTimerMutex_. In the past: it may have gone off, unnoticed as yet.
   TimePoint wakeTimerAt_;
+  // By wakeTimerMutex_. How long a parked thread sleeps, if nobody helps: the
+  // timer may go off before that.
+  TimePoint parkedUntil_;
 
   std::mutex mutex_;
   // Guarded by mutex_.
