@@ -113,6 +113,14 @@ void* HostTensors::add(const at::Tensor& tensor, Use use, bool temporary) {
                             : host.mutable_data_ptr();
 }
 
+uint64_t HostTensors::bytes() const {
+  uint64_t sum = 0;
+  for (const Slot& slot : slots_) {
+    sum += slot.host.nbytes() * (slot.use == Use::kInputOutput ? 2 : 1);
+  }
+  return sum;
+}
+
 void HostTensors::copyIn() {
   at::AutoDispatchBelowADInplaceOrView below;
   bool issued = false;

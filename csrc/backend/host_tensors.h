@@ -29,6 +29,9 @@ class HostTensors {
   // itself would do (because it overlaps another operand).
   void* add(const at::Tensor& tensor, Use use, bool temporary = false);
 
+  // That the operation reads and writes.
+  uint64_t bytes() const;
+
   // Anything else that must live as long.
   void keep(std::shared_ptr<void> thing) {
     kept_.push_back(std::move(thing));

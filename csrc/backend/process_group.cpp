@@ -291,6 +291,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   work->tensors().copyIn();
   CollectiveSpec spec;
   spec.signature = signature;
+  spec.bytes = work->tensors().bytes();
   spec.trafficClass = chosenTrafficClass.value_or(TrafficClass::kGradient);
   spec.timeout = timeoutOr(timeout);
   spec.body = std::move(body);

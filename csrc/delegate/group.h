@@ -56,6 +56,7 @@ struct GroupConfig {
 // A collective as the backend hands it over.
 struct CollectiveSpec {
   OpSignature signature;
+  uint64_t bytes = 0; // that this rank reads and writes
   TrafficClass trafficClass = TrafficClass::kGradient;
   Nanos timeout{};
   // Makes the algorithm; called and run on the loop thread. What it captures

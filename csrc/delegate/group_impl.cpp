@@ -251,10 +251,7 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   uint64_t sequence = 0;
   bool posted = false;
-  const OpSignature& signature = shared->signature;
-  const bool small = signature.kind == OpKind::kBarrier ||
-      (signature.count != 0 &&
-       signature.count * dtypeBytes(signature.dtype) <= kSmallBytes);
+  const bool small = shared->bytes <= 2 * kSmallBytes; // it reads and writes
   {
     std::lock_guard lock(mutex_);
     sequence = ++sequence_;

@@ -164,17 +164,19 @@ void EventLoop::runPosted(bool here) {
     }
     return;
   }
-  bool wake;
+  Nanos delay;
   {
     std::lock_guard posted(mutex_);
-    wake = std::exchange(maySleep_, false);
-  }
-  if (wake) {
-    if (helped_.load()) {
-      wakeUp();
-    } else {
-      wakeBy(std::chrono::steady_clock::now() + kSoon);
+    left_ = true;
+    if (!std::exchange(maySleep_, false)) {
+      return;
     }
+    delay = leftInARow_ == kTrusted ? kLinger : kSoon;
+  }
+  if (helped_.load()) {
+    wakeUp();
+  } else {
+    wakeBy(std::chrono::steady_clock::now() + delay);
   }
 }
 
@@ -186,8 +188,10 @@ void EventLoop::leave() {
   if (parked) {
     // Before we look: who posts something after that moves it forward again.
     std::lock_guard lock(wakeTimerMutex_);
-    parkedUntil_ = socketsSeenAt_.load() + kParkLinger;
+    parkedUntil_ = socketsSeenAt_.load() + linger_;
     setWakeTimer(parkedUntil_);
+  } else if (!anyNews()) {
+    putPollersToSleep();
   }
   TimePoint by = timers_.next();
   {
@@ -196,8 +200,8 @@ void EventLoop::leave() {
       by = std::min(by, now + kSoon);
     }
   }
-  if (!parked && anyNews()) { // parked, it does not hear of later ones either
-    by = std::min(by, now + kSoon);
+  if (anyNews()) { // of which the other thread may not have been told
+    by = std::min(by, now + kLinger);
   }
   if (parked || by < sleepsUntil_) { // else it wakes up by itself
     wakeBy(by);
@@ -248,15 +252,6 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   std::lock_guard helper(helper_, std::adopt_lock);
   helperThread_.store(std::this_thread::get_id());
   helped_.store(true);
-  {
-    // What it would wake somebody for is ours to do now. A parked thread goes
-    // on sleeping when it goes off.
-    std::lock_guard lock(wakeTimerMutex_);
-    if (!parked_.load() &&
-        wakeTimerAt_ <= std::chrono::steady_clock::now() + kParkLinger) {
-      armWakeTimer(kNever);
-    }
-  }
   epoll_event events[kEventsPerTurn];
   while (!done() && std::chrono::steady_clock::now() < until) {
     {
@@ -275,9 +270,6 @@ bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   {
     std::lock_guard lock(mutex_);
     maySleep_ = true;
-  }
-  if (!parked_.load()) { // else it will look for itself, and soon
-    putPollersToSleep();
   }
   leave();
   return true;
@@ -299,25 +291,30 @@ void EventLoop::parkWhileHelped() {
   wakeUp();
   parked_.store(true);
   // If the helper goes now, it sees parked_ and sets the timer.
-  while (helped_.load() || !unparked()) {
+  while (!unparked()) {
     uint64_t expirations = 0;
     (void)!::read(wakeTimer_.get(), &expirations, sizeof(expirations));
   }
   wakeTimerNoticed();
 }
 
-// Nobody helps: whether the parked thread is to look for itself from now on.
+// Whether the parked thread is to look for itself from now on.
 bool EventLoop::unparked() {
   std::lock_guard lock(wakeTimerMutex_);
   const TimePoint now = std::chrono::steady_clock::now();
-  if (parkedUntil_ <= now) {
+  const bool helped = helped_.load();
+  if (!helped && parkedUntil_ <= now) {
+    linger_ = kLinger;
     parked_.store(false);
     return true;
   }
-  if (wakeTimerAt_ <= now) { // it has gone off
+  if (wakeTimerAt_ <= now) { // it has gone off, but callers keep coming
     wakeTimerAt_ = kNever;
+    linger_ = std::min(2 * linger_, kLingerMost);
   }
-  setWakeTimer(parkedUntil_);
+  if (!helped) { // else the helper sets it when it goes
+    setWakeTimer(parkedUntil_);
+  }
   return false;
 }
 
@@ -599,6 +596,12 @@ void EventLoop::sleepAndTakeTurn(
     socketsSeenAt_.store(std::chrono::steady_clock::now());
   }
   std::lock_guard turn(turn_);
+  if (!helper && !helped_.load()) {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(left_, false)) {
+      leftInARow_ = 0; // the caller has better things to do
+    }
+  }
   SpinTime& spinTime = helper ? helperSpin_ : runSpin_;
   if (anyNews()) {
     spinTime.onNews(std::chrono::steady_clock::now() - begunAt);
@@ -616,6 +619,9 @@ void EventLoop::takeTurn(const epoll_event* events, int count) noexcept {
   {
     std::lock_guard lock(mutex_);
     postedRunning_.swap(posted_);
+    if (std::exchange(left_, false)) {
+      leftInARow_ = std::min(leftInARow_ + 1, kTrusted);
+    }
   }
   uint64_t mark = timers_.added();
   dispatch(events, count);

@@ -138,9 +138,14 @@ class EventLoop {
   // What is posted without a turn in the caller's thread starts this much
   // later, unless the caller waits for it: it does so within that time.
   static constexpr Nanos kSoon = std::chrono::microseconds(30);
+  // Or kLinger later, if callers have come for it so many times in a row: they
+  // do so again, most likely.
+  static constexpr int kTrusted = 4;
   // What nobody waits for is delayed by this much at most. Shorter than what a
   // Python program needs between two operations, it would be of no use.
-  static constexpr Nanos kParkLinger = std::chrono::microseconds(200);
+  static constexpr Nanos kLinger = std::chrono::microseconds(200);
+  // By this much where callers have come back in time again and again.
+  static constexpr Nanos kLingerMost = std::chrono::milliseconds(1);
 
   // While news are found without sleeping, sockets are looked at this often.
   static constexpr Nanos kSocketsAtLeast = std::chrono::microseconds(100);
@@ -195,7 +200,7 @@ class EventLoop {
   // epoll_wait too. The kernel wakes the last one that went to sleep first,
   // which is the helper. While the helper is in a turn it wakes the other one,
   // which is in the way then: it steps aside and sleeps on wakeTimer_, until
-  // kParkLinger after a helper has last looked at the sockets, or until
+  // linger_ after a helper has last looked at the sockets, or until
   // something is due: a caller that waits for one message after
   // the other has the loop to itself.
   // Invariant: parked_ implies helped_ or that wakeTimer_ is set.
@@ -214,11 +219,14 @@ class EventLoop {
   // By wakeTimerMutex_. How long a parked thread sleeps, if nobody helps: the
   // timer may go off before that.
   TimePoint parkedUntil_;
+  Nanos linger_ = kLinger; // the same; from kLinger to kLingerMost
 
   std::mutex mutex_;
   // Guarded by mutex_.
   std::vector<std::function<void()>> posted_;
   bool maySleep_ = false; // the next poster must wake the loop
+  bool left_ = false; // something was posted without a turn, and not run yet
+  int leftInARow_ = 0; // so many times a caller has run it
   bool stopping_ = false;
   bool ended_ = false;
 };
