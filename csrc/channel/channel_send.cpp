@@ -93,7 +93,8 @@ void Channel::popWritten(PathId path) {
   p.written += f.reliable;
   p.unwritten.pop_front();
   if (const auto found = out_.find(number); found != out_.end() &&
-      found->second->copiedWhenWritten() && !stage(*found->second)) {
+      found->second->copiedWhenWritten(p.selfAcknowledging) &&
+      !stage(*found->second)) {
     ping(path); // no memory for a copy: the answer acknowledges
   }
 }
@@ -558,7 +559,8 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
     // Ask for an acknowledgement at once if the owner waits for its buffer, or
     // we for the window; to measure what a large message takes; and if the
     // round trip has not been measured lately.
-    const bool awaited = m->op != nullptr && !m->copiedWhenWritten();
+    const bool awaited =
+        m->op != nullptr && !m->copiedWhenWritten(p.selfAcknowledging);
     const bool large = m->pointToPoint && h.totalBytes > kCopyWrittenBytes;
     if ((opening && p.inFlightBytes + h.payloadBytes >= p.window) ||
         (m->allHandedOut() && (awaited || large)) ||

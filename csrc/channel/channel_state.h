@@ -47,6 +47,9 @@ inline constexpr uint64_t kMaxStagedBytes = 16u << 20;
 // it has been written, while the far end reads it: that takes less time than
 // an acknowledgement, which also would delay the far end.
 inline constexpr uint64_t kCopyWrittenBytes = 256u << 10;
+// In shared memory the far end has taken what is larger than this about as soon
+// as it is written.
+inline constexpr uint64_t kCopySharedBytes = 64u << 10;
 
 // A new connection carries this much before its first acknowledgement (and the
 // chunk that goes beyond it); each acknowledgement lets that much more out, so
@@ -107,9 +110,9 @@ struct Channel::OutMessage {
   bool allHandedOut() const {
     return nextChunk == chunks && again.empty();
   }
-  bool copiedWhenWritten() const {
+  bool copiedWhenWritten(bool shared) const {
     return op != nullptr && pointToPoint && !tolerant && chunks == 1 &&
-        header.totalBytes <= kCopyWrittenBytes;
+        header.totalBytes <= (shared ? kCopySharedBytes : kCopyWrittenBytes);
   }
   uint64_t unsentBytes() const {
     const uint64_t begun = uint64_t(nextChunk) * header.chunkBytes;
