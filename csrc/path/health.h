@@ -101,7 +101,10 @@ class PathHealth {
         e.kernelOwes || e.othersAt >= progressAt_ + suspectAfter / 2;
     // The first answer takes a round trip, however good the path.
     const bool due = now - owesSince_ >= suspectAfter + e.roundTrip;
-    if (!due || silent < suspectAfter || e.neighboursAt > progressAt_) {
+    // One that has fallen silent as well, and owes nothing, vouches no longer.
+    const bool vouched =
+        e.neighboursAt > progressAt_ && now - e.neighboursAt < suspectAfter;
+    if (!due || silent < suspectAfter || vouched) {
       return PathVerdict::kGood;
     }
     if (!pathAlone) {

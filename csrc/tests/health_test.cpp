@@ -140,10 +140,24 @@ TEST(health_does_not_blame_a_path_whose_neighbours_work) {
   Watched w;
   w.evidence.owes = w.evidence.kernelOwes = true;
   (void)w.after(milliseconds(1));
-  (void)w.after(milliseconds(10));
-  w.evidence.neighboursAt = w.now;
-  CHECK(w.after(milliseconds(300)) == PathVerdict::kGood);
+  for (int i = 0; i < 10; ++i) {
+    w.evidence.neighboursAt = w.now + milliseconds(15);
+    CHECK(w.after(milliseconds(30)) == PathVerdict::kGood);
+  }
+  w.evidence.neighboursAt = w.now + milliseconds(190);
   CHECK(w.after(milliseconds(200)) == PathVerdict::kStalled);
+}
+
+// Both have lost their way at the same time. The one that was heard a moment
+// later owes nothing, so nobody looks at it.
+TEST(health_believes_a_silent_neighbour_no_longer_than_the_path) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.progress = 7;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  w.evidence.neighboursAt = w.now + milliseconds(1);
+  CHECK(w.after(milliseconds(49)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(3)) == PathVerdict::kSuspect);
 }
 
 TEST(health_learns_patience_from_false_alarms) {
