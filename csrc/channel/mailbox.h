@@ -92,7 +92,7 @@ class Mailbox {
     }
   };
   struct Ordered {
-    std::deque<RecvOp*> posted;
+    std::vector<RecvOp*> posted; // empty, it costs nothing: tags may be many
     std::map<uint32_t, Source> sources; // by channel id
   };
   struct Exact {
