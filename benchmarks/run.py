@@ -38,8 +38,9 @@ Runs compare_gloo.py, local_copy.py, parity_codes.py, hol_blocking.py, idle_cpu.
 live_dispatch.py, dp_straggler.py, wan_collectives.py, smart_convergence.py; in the lab (root; else
 they are skipped, and it says so) failover_gap.py, wan_connections.py, wan_training.py, smart_fct.py
 and smart_training.py; and, with --full, stragglers.py: one after the other. Each explains itself
-with --help. compare_gloo.py, local_copy.py, wan_collectives.py and wan_training.py compare and have
-no limits of time; the others end with status 1 if they miss one, and then so does this.
+with --help. local_copy.py and wan_training.py compare and have no limits of time, nor has
+compare_gloo.py without --full; the others end with status 1 if they miss one, and then so does
+this.
 """
 
 
