@@ -89,6 +89,14 @@ COPIES = 5
 # From here on the bytes cost more than the operation.
 CPU_BY_BYTES = 64 * 1024
 
+# The limits: ratios.
+MEDIAN_LEAST = 3.0
+ROW_LEAST = 1.2
+SMALL_LEAST = 5.0  # the median of rows up to SMALL_BYTES
+SMALL_BYTES = 1024
+# Fewer rows have no median that says anything.
+ROWS_LEAST = 40
+
 Run = Callable[[dist.ProcessGroup, int], None]
 
 
@@ -379,14 +387,6 @@ def summary(rows: Sequence[Row]) -> str:
         f"worst  {show(timed[0])}\nmedian {show(timed[len(timed) // 2])}\n"
         f"{below} of {len(timed)} rows below 1.0, {surely} of them in nine of ten pairs"
     )
-
-
-MEDIAN_LEAST = 3.0
-ROW_LEAST = 1.2
-SMALL_LEAST = 5.0
-SMALL_BYTES = 1024
-# Fewer rows have no median that says anything.
-ROWS_LEAST = 40
 
 
 def missed(rows: Sequence[Row]) -> list[str]:

@@ -225,21 +225,16 @@ void EventLoop::wakeTimerNoticed() {
 // Only ever to an earlier time. To set it costs microseconds, above all on a
 // virtual machine: so it is not moved on with each operation.
 void EventLoop::setWakeTimer(TimePoint when) {
-  if (when < wakeTimerAt_) {
-    armWakeTimer(when);
+  if (when >= wakeTimerAt_) {
+    return;
   }
-}
-
-void EventLoop::armWakeTimer(TimePoint when) {
   wakeTimerAt_ = when;
   wakeTimersSet_.fetch_add(1, std::memory_order_relaxed);
   // In the past: at once. 0 would disarm it.
   const int64_t ns = std::max<int64_t>(when.time_since_epoch().count(), 1);
   itimerspec value{};
-  if (when != kNever) {
-    value.it_value.tv_sec = ns / 1000000000;
-    value.it_value.tv_nsec = ns % 1000000000;
-  }
+  value.it_value.tv_sec = ns / 1000000000;
+  value.it_value.tv_nsec = ns % 1000000000;
   checkSyscall(
       "timerfd_settime",
       ::timerfd_settime(wakeTimer_.get(), TFD_TIMER_ABSTIME, &value, nullptr));

@@ -170,7 +170,6 @@ class EventLoop {
   void wakeBy(TimePoint when);
   void wakeTimerNoticed();
   void setWakeTimer(TimePoint when); // with wakeTimerMutex_ held
-  void armWakeTimer(TimePoint when); // the same
   int wait(epoll_event* events, int capacity, Nanos timeout);
   void dispatch(const epoll_event* events, int count);
   void runAll(std::vector<std::function<void()>>& functions);
@@ -200,9 +199,9 @@ class EventLoop {
   // epoll_wait too. The kernel wakes the last one that went to sleep first,
   // which is the helper. While the helper is in a turn it wakes the other one,
   // which is in the way then: it steps aside and sleeps on wakeTimer_, until
-  // linger_ after a helper has last looked at the sockets, or until
-  // something is due: a caller that waits for one message after
-  // the other has the loop to itself.
+  // linger_ after a helper has last looked at the sockets, or until something
+  // is due: a caller that waits for one message after the other has the loop to
+  // itself.
   // Invariant: parked_ implies helped_ or that wakeTimer_ is set.
   std::mutex helper_;
   std::atomic<bool> helped_{false};
@@ -219,7 +218,7 @@ class EventLoop {
   // By wakeTimerMutex_. How long a parked thread sleeps, if nobody helps: the
   // timer may go off before that.
   TimePoint parkedUntil_;
-  Nanos linger_ = kLinger; // the same; from kLinger to kLingerMost
+  Nanos linger_ = kLinger; // by the same; from kLinger to kLingerMost
 
   std::mutex mutex_;
   // Guarded by mutex_.
