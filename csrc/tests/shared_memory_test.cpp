@@ -1,6 +1,7 @@
 #include "transport/shared_memory.h"
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -417,7 +418,11 @@ struct Counter final : Poller, Handler {
   std::atomic<uint64_t> given{0};
   std::atomic<bool> asleep{false};
   std::atomic<uint64_t> taken{0};
+  bool here = false; // the writer, wherever we are
+  mutable std::atomic<int> looks{0}; // since it is awake
+  std::atomic<int> nap{0}; // after so many looks
   bool hasNews() const override {
+    ++looks;
     return given.load(std::memory_order_relaxed) != taken.load();
   }
   void onNews() override {
@@ -426,7 +431,15 @@ struct Counter final : Poller, Handler {
   bool inMidst() const override {
     return false;
   }
+  bool writerIsOn(int) const override {
+    return here;
+  }
   void setAsleep(bool sleeps) override {
+    if (!sleeps) {
+      looks.store(0);
+    } else if (!asleep.load()) {
+      nap.store(looks.load());
+    }
     asleep.store(sleeps);
   }
   void onEvents(uint32_t) override {}
@@ -464,6 +477,46 @@ TEST(pollers_miss_no_news_whoever_waits) {
     running.loop.remove(&counter);
     running.loop.remove(wake.get());
   });
+}
+
+// It would not let the writer go on, and only who sleeps is put elsewhere.
+TEST(who_waits_on_the_processor_of_the_writer_sleeps_soon) {
+  Running running;
+  Counter counter;
+  counter.here = true;
+  running.sync([&] { running.loop.add(&counter); });
+  const auto deadline = std::chrono::steady_clock::now() + 10s;
+  CHECK(running.loop.help([&] { return counter.nap > 0; }, deadline));
+  CHECK(counter.nap > 0);
+  CHECK(counter.nap <= 16); // looks, where a whole spin has some hundred
+  running.sync([&] { running.loop.remove(&counter); });
+}
+
+TEST(shared_path_says_on_which_processor_it_is_while_awake) {
+  PathAndPeer p;
+  const auto said = [&] { return p.theirs.side(0).processor.load(); };
+  cpu_set_t before, one;
+  CHECK_EQ(::sched_getaffinity(0, sizeof(before), &before), 0);
+  for (int i = 0; i < CPU_SETSIZE; ++i) {
+    if (!CPU_ISSET(i, &before)) {
+      continue;
+    }
+    CPU_ZERO(&one);
+    CPU_SET(i, &one);
+    CHECK_EQ(::sched_setaffinity(0, sizeof(one), &one), 0);
+    const auto at = static_cast<uint32_t>(i + 1);
+    const auto deadline = std::chrono::steady_clock::now() + 10s;
+    CHECK(p.running.loop.help([&] { return said() == at; }, deadline));
+    p.theirs.side(1).processor.store(at);
+    bool shared = false, apart = true;
+    p.running.sync([&] {
+      shared = p.path->writerIsOn(i);
+      apart = !p.path->writerIsOn(i + 1);
+    });
+    CHECK(shared && apart);
+  }
+  CHECK_EQ(::sched_setaffinity(0, sizeof(before), &before), 0);
+  p.running.waitUntil([&] { return said() == 0; });
 }
 
 } // namespace

@@ -485,6 +485,17 @@ void EventLoop::putPollersToSleep() {
   }
 }
 
+// Whether a process we wait for wants this very processor. As long as none
+// sleeps the kernel leaves both here, even if another one is idle; who is woken
+// is put there.
+bool EventLoop::isInTheWay() {
+  const int here = ::sched_getcpu();
+  std::lock_guard turn(turn_);
+  return std::any_of(pollers_.begin(), pollers_.end(), [&](const Poller* p) {
+    return p != nullptr && p->writerIsOn(here);
+  });
+}
+
 // Looks for something to do without falling asleep; false: there is nothing,
 // and it is time to sleep.
 bool EventLoop::spin(
@@ -526,7 +537,9 @@ bool EventLoop::spin(
         now >= limit || (done == nullptr && helped_.load())) {
       return false;
     }
-    // Whoever we wait for may want this very processor.
+    if (!crowded && isInTheWay()) {
+      return false;
+    }
     if (crowded || ++looks % kLooksUntilYield == 0) {
       ::sched_yield();
     } else {

@@ -33,6 +33,8 @@ struct Poller {
   virtual void onNews() = 0;
   // Whether more is about to come, so that it is not worth falling asleep.
   virtual bool inMidst() const = 0;
+  // Whether whoever writes there was last seen awake on this processor.
+  virtual bool writerIsOn(int processor) const = 0;
   // true: nobody asks any more, so news have to come by a descriptor too. The
   // loop asks once more after this call, so none is lost in between.
   virtual void setAsleep(bool asleep) = 0;
@@ -155,6 +157,7 @@ class EventLoop {
   bool
   spin(TimePoint begunAt, TimePoint limit, const std::function<bool()>* done);
   bool anyNews() const;
+  bool isInTheWay();
   void wakePollers();
   void putPollersToSleep();
   bool prepareToSleep(TimePoint& until, bool helper);

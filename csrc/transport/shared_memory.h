@@ -36,6 +36,9 @@ class SharedMemory {
   struct Side {
     // It sleeps, and wants its eventfd written when there is something for it.
     alignas(64) std::atomic<uint32_t> asleep;
+    // On which processor it was when it last woke up or wrote something, plus
+    // 1; 0: nobody knows.
+    std::atomic<uint32_t> processor;
     // There is something for it as well when the other side has read, or has
     // done with, this much of what it wrote.
     std::atomic<uint64_t> wakeAtRead, wakeAtDone;

@@ -1,5 +1,6 @@
 #include "transport/shared_path.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <unistd.h>
 
@@ -84,7 +85,22 @@ void SharedPath::wakePeerForRoom() {
 }
 
 void SharedPath::setAsleep(bool asleep) {
+  if (asleep) {
+    mine_.processor.store(0, std::memory_order_relaxed);
+  } else {
+    sayWhere();
+  }
   mine_.asleep.store(asleep);
+}
+
+void SharedPath::sayWhere() {
+  mine_.processor.store(
+      static_cast<uint32_t>(::sched_getcpu() + 1), std::memory_order_relaxed);
+}
+
+bool SharedPath::writerIsOn(int processor) const {
+  const uint32_t at = theirs_.processor.load(std::memory_order_relaxed);
+  return at != 0 && at == static_cast<uint32_t>(processor + 1);
 }
 
 bool SharedPath::hasNews() const {
@@ -197,6 +213,7 @@ void SharedPath::writeOut() {
     return;
   }
   if (out_.written() != before) {
+    sayWhere();
     out_.publish();
     wakePeer();
   }

@@ -81,6 +81,7 @@ class SharedPath final : public Poller {
   bool hasNews() const override;
   void onNews() override;
   bool inMidst() const override;
+  bool writerIsOn(int processor) const override;
   void setAsleep(bool asleep) override;
 
  private:
@@ -115,6 +116,7 @@ class SharedPath final : public Poller {
   void finish();
   void wakePeer();
   void wakePeerForRoom();
+  void sayWhere();
   void lookAtAvoidance();
   void setWakeAt();
 
