@@ -57,11 +57,13 @@ def stream(messages: int, pause_s: float) -> dict[str, object]:
     return {"wrong": wrong}
 
 
-def exchange(rounds: int, pause_s: float) -> dict[str, object]:
+def exchange(
+    rounds: int, pause_s: float, first: int = 32768, rest: int = 32768
+) -> dict[str, object]:
     """Messages in both directions at a time; after each round, what each path has been given."""
     wrong = 0
     for number in range(rounds):
-        content = torch.full((32768,), number, dtype=torch.int32)
+        content = torch.full((rest if number else first,), number, dtype=torch.int32)
         message = torch.zeros_like(content)
         peer = 1 - dist.get_rank()
         works = [dist.isend(content, peer), dist.irecv(message, peer)]
@@ -74,6 +76,11 @@ def exchange(rounds: int, pause_s: float) -> dict[str, object]:
         say(kind="round", number=number, wrong=wrong, paths=shown)
         time.sleep(pause_s)
     return {"wrong": wrong}
+
+
+def burst(rounds: int, pause_s: float) -> dict[str, object]:
+    """As exchange, with 32 MiB first, which keep all links busy, and then 64 KiB at a time."""
+    return exchange(rounds, pause_s, first=1 << 23, rest=1 << 14)
 
 
 def flood(messages: int, pause_s: float) -> dict[str, object]:
@@ -109,10 +116,8 @@ def main() -> None:
     dist.barrier()
     say(kind="ready")
     try:
-        job = {"train": train, "stream": stream, "exchange": exchange, "flood": flood}[
-            settings["job"]
-        ]
-        result = job(settings["count"], settings["pause_s"])
+        jobs = {f.__name__: f for f in (train, stream, exchange, burst, flood)}
+        result = jobs[settings["job"]](settings["count"], settings["pause_s"])
         dist.barrier()
         paths = torch_resilient.stats()["peers"][0]["paths"]
         say(kind="result", paths=paths, **result)

@@ -330,6 +330,29 @@ def test_lost_connection_comes_back_over_a_long_way(bed: Bed) -> None:
     assert job.until(lambda row: told(row) and is_up(row), "eth0 carries again")["wrong"] == 0
 
 
+def test_healed_interface_has_its_share_of_what_the_other_could_do_alone(bed: Bed) -> None:
+    for link in bed.links:
+        link.set(delay_s=0.0025, rate_bytes_per_s=50e6)
+    job = bed.job("burst", ENDLESS, 0.005, TORCH_RESILIENT_WAN_CONNECTIONS="1")
+
+    def told(row: Row, *states: str) -> bool:
+        return (row["kind"], row["rank"]) == ("round", 0) and row["paths"][0]["state"] in states
+
+    job.until(lambda row: told(row, "up"), "the burst")
+    bed.links[0].down("blackhole")
+    job.until(lambda row: told(row, "down", "connecting"), "eth0 is given up")
+    bed.links[0].up()
+    back = job.until(lambda row: told(row, "up"), "eth0 is back")
+    later = job.until(
+        lambda row: told(row, "up") and row["number"] >= back["number"] + 100, "100 rounds"
+    )
+    sent = sum(path["bytes_sent"] for path in later["paths"])
+    sent -= sum(path["bytes_sent"] for path in back["paths"])
+    by_eth0 = later["paths"][0]["bytes_sent"] - back["paths"][0]["bytes_sent"]
+    assert later["paths"][0]["nic"] == "eth0"
+    assert by_eth0 > 0.1 * sent
+
+
 def test_both_interfaces_carry_and_no_path_is_lost_when_all_is_well(bed: Bed) -> None:
     job = bed.job("stream", 60, 0.0)
     sender = job.end()[0]

@@ -204,6 +204,10 @@ void Channel::setCapacity(PathId path, double bytesPerS) {
   state(path).knownBytesPerS = bytesPerS;
 }
 
+void Channel::expectCapacity(PathId path, double bytesPerS) {
+  state(path).statistics.expectCapacity(bytesPerS);
+}
+
 // Paper: SHIFT §4.3.3. A path that has come back must show that it works.
 void Channel::putOnProbation(PathId path) {
   PathState& p = state(path);

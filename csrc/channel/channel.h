@@ -187,6 +187,10 @@ class Channel {
   // What its transport knows the path to carry, bytes per second: better than
   // what single messages with rests between them show.
   void setCapacity(PathId path, double bytesPerS);
+  // What the path before it carried, bytes per second. Without that, a path
+  // that joins another one which can do the work alone would never be given
+  // enough at a time to show what it carries.
+  void expectCapacity(PathId path, double bytesPerS);
   // Something to pull for some path? (An approximation: may be true in vain.)
   bool hasFrames(PathId path) const;
 

@@ -448,6 +448,7 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
   slot.carried = byItsRoute(index);
   if (slot.carried) {
     refusals_.onCarried(routeOf(index), now);
+    channel_.expectCapacity(slot.path->id(), slot.pastBytesPerS);
   }
   if (logEnabled(LogLevel::kDebug) || slot.connections > 1) {
     logMessage(
@@ -517,8 +518,12 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
     refusals_.onCarried(
         routeOf(static_cast<size_t>(path.slot())), engine_.loop().now());
   }
-  if (const double s = channel_.pathStatistics(path.id()).roundTripS(); s > 0) {
-    slot.pastRoundTrip = fromSeconds(s);
+  const LinkStatistics& statistics = channel_.pathStatistics(path.id());
+  if (statistics.roundTripS() > 0) {
+    slot.pastRoundTrip = fromSeconds(statistics.roundTripS());
+  }
+  if (slot.carried && statistics.capacityBytesPerS() > 0) {
+    slot.pastBytesPerS = statistics.capacityBytesPerS();
   }
   addCounters(slot.past, channel_.pathCounters(path.id()));
   if (!channel_.isSuspect(path.id())) { // else it counts already

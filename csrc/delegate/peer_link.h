@@ -184,6 +184,7 @@ class PeerLink final : public ChannelHost,
     bool carried = false; // by its own route
     PathCounters past; // of connections that are closed
     Nanos pastRoundTrip{}; // of the last of these that was measured, or 0
+    double pastBytesPerS = 0; // likewise, what it carried by the slot's route
   };
 
   Slot& slotOf(const TcpPath& path);

@@ -13,11 +13,18 @@ namespace resilient {
 // Paper: PIPEMORPH §6, what the profiler knows of communication.
 class LinkStatistics {
  public:
+  // What a path before this one carried over the same link, 0 if unknown.
+  // Believed until more is seen, or less while the path is full or slow.
+  void expectCapacity(double bytesPerS) {
+    capacity_ = bytesPerS;
+    onlyExpected_ = bytesPerS > 0;
+  }
   void onRoundTrip(Nanos sample, TimePoint now) {
     const double s = toSeconds(sample);
     // RFC 6298's gain: one sample in eight.
     roundTripS_ = roundTripS_ == 0 ? s : roundTripS_ + (s - roundTripS_) / 8;
     recent_.add(s);
+    leastInWindow_ = leastInWindow_ == 0 ? s : std::min(leastInWindow_, s);
     if (now - leastSince_ >= kLeastWindow) {
       leastBefore_ = least_;
       least_ = 0;
@@ -86,6 +93,7 @@ class LinkStatistics {
       capacityStart_ = busySince;
       capacityBytes_ = 0;
       leastInFlight_ = UINT64_MAX;
+      leastInWindow_ = 0;
     }
     capacityBytes_ += bytes;
     leastInFlight_ = std::min(leastInFlight_, inFlight);
@@ -98,12 +106,21 @@ class LinkStatistics {
         static_cast<double>(capacityBytes_) / toSeconds(elapsed);
     const bool full =
         static_cast<double>(leastInFlight_) >= capacity_ * leastRoundTripS();
-    if (rate > capacity_ || full) {
+    // All answers were late, although the path should have had little to do:
+    // it has come back slower than it was.
+    const bool slow = onlyExpected_ &&
+        leastInWindow_ > kLate * leastRoundTripS() + toSeconds(kLateBy);
+    if (slow) {
+      capacity_ = rate;
+      onlyExpected_ = false;
+    } else if (rate > capacity_ || full) {
       capacity_ = capacity_ == 0 ? rate : capacity_ + (rate - capacity_) / 2;
+      onlyExpected_ = false;
     }
     capacityStart_ = now;
     capacityBytes_ = 0;
     leastInFlight_ = UINT64_MAX;
+    leastInWindow_ = 0;
   }
 
   // Long enough to hold several acknowledgements of a WAN path, short enough
@@ -123,10 +140,15 @@ class LinkStatistics {
   uint64_t windowBytes_ = 0;
   // A new path is believed something soon, so that it gets its share.
   static constexpr Nanos kFirstCapacityWindow = std::chrono::milliseconds(10);
+  // Later than a receiver that is busy makes an answer.
+  static constexpr double kLate = 3;
+  static constexpr Nanos kLateBy = std::chrono::milliseconds(20);
   double capacity_ = 0;
+  bool onlyExpected_ = false;
   TimePoint capacityStart_{};
   uint64_t capacityBytes_ = 0;
   uint64_t leastInFlight_ = UINT64_MAX;
+  double leastInWindow_ = 0; // round trip; 0: none
 };
 
 } // namespace resilient

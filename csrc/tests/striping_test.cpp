@@ -197,5 +197,42 @@ TEST(link_capacity_does_not_fall_with_use) {
   CHECK(s.capacityBytesPerS() > 15e6);
 }
 
+TEST(link_capacity_of_the_path_before_is_believed_until_it_shows_wrong) {
+  LinkStatistics s;
+  TimePoint t(std::chrono::seconds(1));
+  s.expectCapacity(10e6);
+  s.onRoundTrip(std::chrono::milliseconds(10), t);
+  const TimePoint busy = t;
+  for (int i = 0; i < 100; ++i) { // one small thing at a time
+    t += std::chrono::milliseconds(10);
+    s.onAcknowledged(1000, busy, t, 0);
+  }
+  CHECK_EQ(s.capacityBytesPerS(), 10e6);
+  for (int i = 0; i < 60; ++i) { // the pipe full, and slow
+    t += std::chrono::milliseconds(10);
+    s.onAcknowledged(20'000, busy, t, 300'000);
+  }
+  CHECK(s.capacityBytesPerS() < 3e6);
+}
+
+// The window of a path that is back holds little at first: never full, by what
+// it carried once.
+TEST(link_that_is_back_slower_than_it_was_is_soon_known) {
+  for (const bool late : {false, true}) {
+    LinkStatistics s;
+    TimePoint t(std::chrono::seconds(1));
+    s.expectCapacity(50e6);
+    s.onRoundTrip(std::chrono::milliseconds(5), t);
+    const TimePoint busy = t;
+    for (int i = 0; i < 15; ++i) {
+      t += std::chrono::milliseconds(10);
+      s.onRoundTrip(std::chrono::milliseconds(late ? 37 : 6), t);
+      s.onAcknowledged(20'000, busy, t, 44'000);
+    }
+    CHECK_EQ(s.capacityBytesPerS() < 3e6, late);
+    CHECK_EQ(s.capacityBytesPerS() == 50e6, !late);
+  }
+}
+
 } // namespace
 } // namespace resilient::test
