@@ -515,7 +515,8 @@ class PacedPart(nn.Module):
         return Paced.apply(x, self.weight)
 
 
-SLOW_FROM, HEALED_FROM, END = 14, 28, 44
+# After it has healed, longer than the detector needs on a busy machine.
+SLOW_FROM, HEALED_FROM, END = 14, 28, 68
 
 
 def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, Any]:
