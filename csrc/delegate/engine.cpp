@@ -601,8 +601,10 @@ void Engine::stop(Nanos linger) {
   });
   loop_.stop();
   thread_.join();
-  graveyard_.clear();
-  links_.clear();
+  loop_.afterEnd([this] {
+    graveyard_.clear();
+    links_.clear();
+  });
   // Not destroyed: a group may still call it. But what it seeks holds us.
   resolver_->stop();
 }

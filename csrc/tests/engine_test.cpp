@@ -400,6 +400,32 @@ std::string errorOf(Change change) {
 }
 
 // A typo would take the preference away without a word.
+// As at the end of a process that has threads which go on waiting.
+TEST(engineStopsWhileCallersComeToHelp) {
+  std::vector<Rank> ranks = startRanks(2, EngineOptions());
+  onEach(ranks, [&](int r) {
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    std::vector<float> data(100);
+    CHECK(rank.allReduce(data, kLong).ok());
+    std::latch helping(1);
+    std::atomic<bool> stopped{false};
+    std::thread caller([&] {
+      while (!stopped.load()) {
+        const auto soon =
+            std::chrono::steady_clock::now() + std::chrono::milliseconds(1);
+        rank.engine->loop().help([&] { return stopped.load(); }, soon);
+        if (!helping.try_wait()) {
+          helping.count_down();
+        }
+      }
+    });
+    helping.wait();
+    rank.engine->stop(Nanos(0));
+    stopped.store(true);
+    caller.join();
+  });
+}
+
 TEST(engineRefusesInterfacesForClassesThatItDoesNotUse) {
   const auto classes = [](const char* text) {
     return errorOf([&](EngineOptions& o) { o.nic_classes = text; });

@@ -325,6 +325,11 @@ void EventLoop::stop() {
   }
 }
 
+void EventLoop::afterEnd(const std::function<void()>& run) {
+  std::lock_guard turn(turn_);
+  run();
+}
+
 void EventLoop::wakeUp() {
   uint64_t one = 1;
   // Fails only with EAGAIN, at 2^64 - 2 unread wake-ups: awake anyway.

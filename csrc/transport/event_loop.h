@@ -67,6 +67,9 @@ class EventLoop {
   // run, timers and descriptors are left alone.
   void run();
   void stop();
+  // For who tears down what the loop watches, once run() has returned: calls
+  // `run` while no caller who was helping takes a turn, or ends one.
+  void afterEnd(const std::function<void()>& run);
   // True in the thread that is in a turn; in any thread while none is in run().
   bool inLoop() const;
 
