@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import re
+import resource
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -294,6 +295,25 @@ def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces:
     for rank in (0, 1):  # and nobody has stopped
         row = job.until(lambda row, rank=rank: row["rank"] == rank, "one more round")
         assert row["wrong"] == 0
+
+
+def test_address_that_changes_while_there_is_no_descriptor_to_look_with(bed: Bed) -> None:
+    job = bed.job("exchange", ENDLESS, 0.005, TORCH_RESILIENT_INTERFACE="eth0,eth1")
+    job.until(lambda row: row.get("number", -1) >= 20, "round 20")
+    pid = job.processes[0].pid
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    address = bed.links[0].readdress("a")
+    wait_until(lambda: "is looked at again" in job.words(0), "rank 0 says so")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+    def carries(row: Row) -> bool:
+        return row["rank"] == 0 and any(
+            path["state"] == "up" and path["local_address"].startswith(f"{address}:")
+            for path in row.get("paths", [])
+        )
+
+    assert job.until(carries, f"path from {address}")["wrong"] == 0
 
 
 def test_address_that_changes_before_anybody_has_asked_for_it(bed: Bed) -> None:

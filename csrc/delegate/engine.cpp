@@ -358,8 +358,13 @@ SocketOptions Engine::socketOptions(const std::string* site) const {
 }
 
 void Engine::startListening(const std::string& storeHost) {
+  std::vector<InterfaceAddress> interfaces;
+  const Status listed = enumerateInterfaces(interfaces);
+  if (!listed.ok()) {
+    throw StatusError(listed);
+  }
   const AddressChoice choice = chooseAddresses(
-      enumerateInterfaces(),
+      interfaces,
       options_.interface,
       storeHost.empty() ? std::nullopt : localAddressTowards(storeHost));
   ListenerConfig config;
@@ -410,8 +415,24 @@ std::string Engine::record() const {
 
 // Paper: SHIFT §4.3.3 takes it for granted that a NIC returns as it was.
 void Engine::onAddresses() {
+  std::vector<InterfaceAddress> interfaces;
+  const Status listed = enumerateInterfaces(interfaces);
+  if (!listed.ok()) { // no descriptor left, most likely
+    if (lookAgainTimer_ == 0) {
+      logMessage(
+          LogLevel::kWarning,
+          listed.message() +
+              ": whether our addresses have changed is looked at again "
+              "every second");
+    }
+    loop_.cancel(lookAgainTimer_);
+    lookAgainTimer_ =
+        loop_.after(std::chrono::seconds(1), [this] { onAddresses(); });
+    return;
+  }
+  loop_.cancel(std::exchange(lookAgainTimer_, 0));
   std::vector<NicAddress> now = self_.addresses;
-  if (!followAddresses(enumerateInterfaces(), now)) {
+  if (!followAddresses(interfaces, now)) {
     return;
   }
   {
@@ -596,6 +617,7 @@ void Engine::stop(Nanos linger) {
     completions_.drain();
     listener_.reset();
     linkWatch_.reset();
+    loop_.cancel(lookAgainTimer_);
     sharedDoor_.reset();
     signalDump_.reset();
   });

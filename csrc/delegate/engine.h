@@ -223,6 +223,7 @@ class Engine final : public MailboxListener {
   TimePoint startedAt_;
   std::unique_ptr<Listener> listener_;
   std::unique_ptr<LinkWatch> linkWatch_;
+  TimerId lookAgainTimer_ = 0; // what our addresses are
   std::unique_ptr<SharedDoor> sharedDoor_;
   bool noSharedDoor_ = false; // it cannot be made
   bool saidNoSharedMemory_ = false;

@@ -138,7 +138,9 @@ TEST(loopback_is_the_last_resort_and_says_so) {
 
 TEST(this_host_has_loopback_a_route_to_it_and_an_identity) {
   bool loopback = false;
-  for (const InterfaceAddress& i : enumerateInterfaces()) {
+  std::vector<InterfaceAddress> interfaces;
+  CHECK(enumerateInterfaces(interfaces).ok());
+  for (const InterfaceAddress& i : interfaces) {
     loopback = loopback || (i.loopback && i.address.ip() == "127.0.0.1");
   }
   CHECK(loopback);

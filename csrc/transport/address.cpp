@@ -153,11 +153,14 @@ void addOutward(
 
 } // namespace
 
-std::vector<InterfaceAddress> enumerateInterfaces() {
+Status enumerateInterfaces(std::vector<InterfaceAddress>& interfaces) {
   ifaddrs* raw = nullptr;
-  checkSyscall("list the network interfaces", ::getifaddrs(&raw));
+  if (::getifaddrs(&raw) != 0) {
+    return errnoStatus(
+        StatusCode::kNetwork, "list the network interfaces", errno);
+  }
   std::unique_ptr<ifaddrs, decltype(&::freeifaddrs)> list(raw, ::freeifaddrs);
-  std::vector<InterfaceAddress> result;
+  interfaces.clear();
   for (ifaddrs* i = raw; i != nullptr; i = i->ifa_next) {
     if (i->ifa_addr == nullptr ||
         (i->ifa_addr->sa_family != AF_INET &&
@@ -174,10 +177,10 @@ std::vector<InterfaceAddress> enumerateInterfaces() {
     a.loopback = (i->ifa_flags & IFF_LOOPBACK) != 0;
     a.prefixBits = prefixOf(i->ifa_netmask);
     if (!isLinkLocal(a.address)) {
-      result.push_back(std::move(a));
+      interfaces.push_back(std::move(a));
     }
   }
-  return result;
+  return Status();
 }
 
 std::optional<SocketAddress> localAddressTowards(const std::string& host) {

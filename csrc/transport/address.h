@@ -21,8 +21,8 @@ struct InterfaceAddress {
 };
 
 // In the kernel's order. Link-local addresses are left out: they mean nothing
-// on another host.
-std::vector<InterfaceAddress> enumerateInterfaces();
+// on another host. Fails if no descriptor is to be had, for example.
+Status enumerateInterfaces(std::vector<InterfaceAddress>& interfaces);
 
 // The local address that packets to `host` (a name or an address) leave from.
 // Sends nothing; a name is looked up, which may block. Nothing if there is no

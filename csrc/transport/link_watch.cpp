@@ -59,8 +59,12 @@ void LinkWatch::onEvents(uint32_t) {
         0,
         reinterpret_cast<sockaddr*>(&from),
         &fromBytes);
+    if (n < 0 && errno == ENOBUFS) { // some events are lost
+      onAddresses_();
+      continue;
+    }
     if (n <= 0) {
-      return; // ENOBUFS too: the next event tells the state again
+      return;
     }
     if (from.nl_pid != 0) {
       continue; // only the kernel is believed
