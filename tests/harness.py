@@ -129,6 +129,7 @@ class _Job:
 
 
 _current: _Job | None = None
+_kept: list[dist.ProcessGroup] = []
 
 
 def make_store(prefix: str = "") -> dist.Store:
@@ -396,6 +397,10 @@ def _rank_main(job: _Job, pipe: multiprocessing.connection.Connection) -> None:
             init_group()
         value = job.function(job.rank, *job.args)
         if job.init and dist.is_initialized():
+            if dist.get_backend() == "gloo":
+                # A thread of its own may otherwise be the last to let go of it: it would then wait
+                # for its own end, which ends the process ("Resource deadlock avoided").
+                _kept.extend(dist.distributed_c10d._pg_map)
             dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps((True, value)))
         code = 0
