@@ -154,6 +154,10 @@ def init_group(
 ) -> None:
     """In a rank: initialises the default group; `prefix` keeps several of them apart."""
     assert _current is not None, "only in a rank process"
+    if (backend or _current.backend) == "gloo":
+        # Else a rank may have made its group, and be gone, while another still connects to it,
+        # which then fails ("connectFullMesh failed").
+        os.environ["TORCH_DIST_INIT_BARRIER"] = "1"
     dist.init_process_group(
         backend or _current.backend,
         store=make_store(prefix),
