@@ -399,7 +399,6 @@ std::string errorOf(Change change) {
   return "";
 }
 
-// A typo would take the preference away without a word.
 // As at the end of a process that has threads which go on waiting.
 TEST(engineStopsWhileCallersComeToHelp) {
   std::vector<Rank> ranks = startRanks(2, EngineOptions());
@@ -426,6 +425,7 @@ TEST(engineStopsWhileCallersComeToHelp) {
   });
 }
 
+// A typo would take the preference away without a word.
 TEST(engineRefusesInterfacesForClassesThatItDoesNotUse) {
   const auto classes = [](const char* text) {
     return errorOf([&](EngineOptions& o) { o.nic_classes = text; });
