@@ -1,6 +1,8 @@
 #include "backend/store_adapter.h"
 
 #include <cstdlib>
+#include <map>
+#include <mutex>
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -32,6 +34,40 @@ std::string lifePrefix(c10d::Store* store) {
   return "restart " + variable("TORCHELASTIC_RESTART_COUNT");
 }
 
+// c10d gives out what a PrefixStore wraps, but not its prefix.
+struct PrefixOf : c10d::PrefixStore {
+  static const std::string& of(const c10d::PrefixStore& store) {
+    return store.*(&PrefixOf::prefix_);
+  }
+};
+
+// The same store over another connection. All groups whose stores share one
+// connection share the other one, too: at 1,024 ranks with six groups each, a
+// connection for each group would be 6,144 in the process that serves them.
+c10::intrusive_ptr<c10d::Store> secondConnection(
+    const c10::intrusive_ptr<c10d::Store>& store) {
+  if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
+    return c10::make_intrusive<c10d::PrefixStore>(
+        PrefixOf::of(*prefixed),
+        secondConnection(prefixed->getUnderlyingStore()));
+  }
+  static std::mutex mutex;
+  // Leaked: threads of the resolver may outlive static destruction.
+  static auto* made =
+      new std::map<c10d::Store*, c10::weak_intrusive_ptr<c10d::Store>>;
+  std::lock_guard lock(mutex);
+  std::erase_if(*made, [](const auto& one) { return one.second.expired(); });
+  if (const auto found = made->find(store.get()); found != made->end()) {
+    if (auto other = found->second.lock()) {
+      return other;
+    }
+  }
+  auto other = store->clone();
+  made->insert_or_assign(
+      store.get(), c10::weak_intrusive_ptr<c10d::Store>(other));
+  return other;
+}
+
 class StoreAdapter : public KeyValue {
  public:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store)
@@ -42,12 +78,12 @@ class StoreAdapter : public KeyValue {
   }
 
   bool tryGet(const std::string& key, std::string& value) override {
-    // get() alone would block until somebody sets the key.
-    if (!store_->check({key})) {
-      return false;
-    }
-    value = store_->get_to_str(key);
-    return true;
+    // get() would block until somebody sets the key, and check() with get()
+    // takes three round trips. Every c10d store compares an absent key as
+    // equal to "" only, and answers with the expected value otherwise.
+    static const std::string kAbsent = "absent";
+    value = store_->compareSet(key, kAbsent, kAbsent);
+    return value != kAbsent;
   }
 
   int64_t add(const std::string& key, int64_t delta) override {
@@ -73,7 +109,7 @@ class StoreAdapter : public KeyValue {
   }
 
   std::unique_ptr<KeyValue> clone() override {
-    return std::make_unique<StoreAdapter>(store_->clone());
+    return std::make_unique<StoreAdapter>(secondConnection(store_));
   }
 
   std::string serverHost() const override {

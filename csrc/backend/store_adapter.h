@@ -10,8 +10,7 @@
 namespace resilient {
 
 // A c10d store as the engine's KeyValue. One TCPStore client serialises its
-// callers (a waiting thread holds up all others), so each thread takes a
-// clone() of its own.
+// callers: a thread that waits for a key holds up all others.
 std::unique_ptr<KeyValue> makeStoreAdapter(
     c10::intrusive_ptr<c10d::Store> store);
 

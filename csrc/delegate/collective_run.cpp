@@ -135,7 +135,7 @@ void CollectiveRun::startSend(
   op.sourceRank = rank();
   op.data = static_cast<const std::byte*>(data);
   op.bytes = bytes;
-  group_.postWhenKnown(*item.send);
+  group_.postWhenKnown(*item.send, /*collective=*/true);
 }
 
 void CollectiveRun::startRecv(
@@ -159,7 +159,7 @@ void CollectiveRun::startRecv(
   op.signature = spec_.signature;
   op.data = static_cast<std::byte*>(data);
   op.bytes = bytes;
-  group_.postWhenKnown(*item.recv);
+  group_.postWhenKnown(*item.recv, /*collective=*/true);
 }
 
 void CollectiveRun::startYield(Transfer& transfer) {

@@ -31,7 +31,7 @@ Nanos askAhead(Nanos timeout) {
 std::string GroupImpl::silence(int rank) const {
   const Member& m = members_[static_cast<size_t>(rank)];
   if (m.link == nullptr) {
-    const std::string trouble = engine_->resolver().trouble(resolverStore_);
+    const std::string trouble = engine_->resolver().trouble(store_);
     if (!trouble.empty()) {
       return "the address of " + describe(rank) +
           " is not known, since the store fails (" + trouble +

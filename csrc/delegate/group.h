@@ -21,8 +21,8 @@
 namespace resilient {
 
 // The key-value store through which ranks find each other (c10d's Store, or a
-// map in tests). Calls may block for a network round trip, never for a key
-// that is missing.
+// map in tests). Calls may block for a network round trip and for other users
+// of the same connection, never for a key that is missing. Thread-safe.
 class KeyValue {
  public:
   virtual ~KeyValue() = default;
@@ -36,7 +36,8 @@ class KeyValue {
       const std::string& desired) = 0;
   // The values, of keys that all exist.
   virtual std::vector<std::string> getAll(const std::vector<std::string>& keys);
-  // A client of its own: a thread that waits must not hold up the others.
+  // The same store over a connection that the application does not use. All
+  // clones in a process share it.
   virtual std::unique_ptr<KeyValue> clone() = 0;
   // The address of the machine that serves the store, or empty: the route to
   // it picks the interface to listen on.

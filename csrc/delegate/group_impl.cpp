@@ -1,69 +1,25 @@
 #include "delegate/group_impl.h"
 
 #include <algorithm>
-#include <charconv>
-#include <cstring>
-#include <sstream>
+#include <utility>
 
 #include "base/log.h"
 #include "base/random.h"
 #include "delegate/collective_run.h"
 #include "delegate/diagnosis.h"
+#include "delegate/member_list.h"
 #include "delegate/point_to_point_run.h"
 #include "delegate/resolver.h"
-#include "delegate/topology_record.h"
 
 namespace resilient {
 namespace {
-
-constexpr size_t kSecretBytes = 32;
-
-// In place of the address of a rank that could not join, before the reason.
-const std::string kJoinFailed = "failed: ";
 
 // Operations up to this size are started in the caller's thread if the loop is
 // asleep: about 20 us of work, where waking the loop would take as long. What
 // is larger goes to the loop thread, so that isend returns at once.
 constexpr uint64_t kSmallBytes = 64u << 10;
 
-std::string toHex(const uint8_t* data, size_t n) {
-  static constexpr char kDigits[] = "0123456789abcdef";
-  std::string s;
-  for (size_t i = 0; i < n; ++i) {
-    s += kDigits[data[i] >> 4];
-    s += kDigits[data[i] & 15];
-  }
-  return s;
-}
-
-std::string randomHex(size_t bytes) {
-  std::vector<uint8_t> raw(bytes);
-  fillRandom(raw.data(), raw.size());
-  return toHex(raw.data(), raw.size());
-}
-
-std::vector<std::string> wordsOf(const std::string& text) {
-  std::vector<std::string> words;
-  std::istringstream stream(text);
-  for (std::string word; stream >> word;) {
-    words.push_back(std::move(word));
-  }
-  return words;
-}
-
 } // namespace
-
-std::vector<std::string> KeyValue::getAll(
-    const std::vector<std::string>& keys) {
-  std::vector<std::string> values(keys.size());
-  for (size_t i = 0; i < keys.size(); ++i) {
-    if (!tryGet(keys[i], values[i])) {
-      throw StatusError(Status(
-          StatusCode::kInternal, "the store has lost the key " + keys[i]));
-    }
-  }
-  return values;
-}
 
 std::shared_ptr<Group> joinGroup(GroupConfig config) {
   const int64_t global = config.globalRanks.empty()
@@ -91,6 +47,7 @@ GroupImpl::GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine)
       eagerConnect_(config.eagerConnect || engine_->options().eager_connect),
       wholeJob_(config.globalRanks.empty()),
       store_(std::move(config.store)),
+      membership_(store_, name_, rank_, config.size),
       members_(static_cast<size_t>(config.size)) {
   for (size_t r = 0; r < members_.size(); ++r) {
     members_[r].globalRank = config.globalRanks.empty()
@@ -106,63 +63,13 @@ GroupImpl::~GroupImpl() {
   }
 }
 
-std::string GroupImpl::key(const char* what, int rank) const {
-  return std::string("resilient/") + what + '/' + std::to_string(generation_) +
-      '/' + std::to_string(rank);
-}
-
-// What the ranks tell each other through the store:
-//   resilient/generation/<rank>   how often this rank has joined this group;
-//                                 a group made again on the same store must
-//                                 not read what the last one left
-//   resilient/over/<generation>/0 a process of this generation has ended, and
-//                                 another one has its rank: whoever has not
-//                                 joined it belongs to a later one
-//   resilient/job/<generation>/0  a number for the group, the algorithms it
-//                                 uses, and the secret unless one is given by
-//                                 option
-//   resilient/at/<generation>/<rank>  PeerAddress
-//   resilient/joined/<generation>/0   how many have written the latter
-//   resilient/topology/<generation>/0 where all are (topology_record.h), from
-//                                 the last of them
-// Paper: SHIFT §4.2, what it takes to connect goes through a key-value store.
+// Does not wait for the other ranks.
 void GroupImpl::join() {
-  countGeneration();
-  const std::string& given = engine_->options().secret;
-  const std::string& algorithm = engine_->options().collective_algorithm;
-  std::string job = randomHex(8) + ' ' + algorithm;
-  if (given.empty()) {
-    job += ' ' + randomHex(kSecretBytes);
-  }
-  const std::vector<std::string> agreed =
-      wordsOf(store_->setIfAbsent(key("job", 0), job));
-  const bool numbered = !agreed.empty() && agreed[0].size() == 16 &&
-      std::from_chars(agreed[0].data(), agreed[0].data() + 16, id_, 16).ptr ==
-          agreed[0].data() + 16;
-  if (!numbered || agreed.size() != (given.empty() ? 3 : 2) ||
-      (given.empty() && agreed[2].size() != 2 * kSecretBytes)) {
-    id_ = 0;
-    refuseToJoin(Status(
-        StatusCode::kInvalidArgument,
-        "group " + name_ +
-            ": the store holds a key of the group that this rank cannot use. "
-            "Either all ranks are given TORCH_RESILIENT_SECRET (or "
-            "_SECRET_FILE) or none, and all run the same version"));
-  }
-  if (agreed[1] != algorithm) {
-    id_ = 0;
-    refuseToJoin(Status(
-        StatusCode::kInvalidArgument,
-        "group " + name_ + ": collective_algorithm is \"" + algorithm +
-            "\" on rank " + std::to_string(rank_) + " (host " +
-            engine_->self().hostName + ") and \"" + agreed[1] +
-            "\" on the rank that came first. Set "
-            "TORCH_RESILIENT_COLLECTIVE_ALGORITHM alike on all ranks"));
-  }
-  secret_ = given.empty() ? agreed[2] : given;
+  const Membership::Terms terms =
+      membership_.agree(engine_->self(), engine_->options());
+  secret_ = terms.secret;
   engine_->addSecret(secret_);
-  resolverStore_ = store_->clone();
-  std::weak_ptr<GroupImpl> weak = weak_from_this();
+  id_ = terms.group;
   const bool there = engine_->callInLoop([this] {
     engine_->registerGroup(id_, this);
     for (const Notice& n : engine_->takeEarlyNotices(id_)) {
@@ -173,76 +80,16 @@ void GroupImpl::join() {
     throw StatusError(
         Status(StatusCode::kAborted, "the engine is being shut down"));
   }
-  store_->set(key("at", rank_), engine_->record());
-  if (size() == 1 || store_->add(key("joined", 0), 1) == size()) {
-    publishTopology();
-  }
-  if (wholeJob_ && engine_->namesSites()) {
-    engine_->loop().post([weak] {
-      if (auto self = weak.lock()) {
+  const std::string list = membership_.publish(engine_->record());
+  engine_->loop().post([weak = weak_from_this(), list] {
+    if (auto self = weak.lock()) {
+      if (list.empty()) {
         self->learn();
+      } else {
+        self->learned(list);
       }
-    });
-  }
-  if (eagerConnect_) {
-    engine_->loop().post([weak] {
-      if (auto self = weak.lock()) {
-        for (int r = 0; r < self->size(); ++r) {
-          if (r != self->rank_) {
-            self->seek(r);
-          }
-        }
-      }
-    });
-  }
-}
-
-// When a job is restarted, not all ranks may have come as far before.
-void GroupImpl::countGeneration() {
-  const std::string count = "resilient/generation/" + std::to_string(rank_);
-  const PeerAddress& self = engine_->self();
-  generation_ = store_->add(count, 1) - 1;
-  std::string last, over;
-  PeerAddress before;
-  if (generation_ > 0 && store_->tryGet(key("at", rank_), last) &&
-      PeerAddress::parse(last, before).ok() &&
-      (before.hostId != self.hostId || before.pid != self.pid)) {
-    store_->set(key("over", 0), "1");
-  }
-  ++generation_;
-  while (store_->tryGet(key("over", 0), over)) {
-    generation_ = store_->add(count, 1);
-  }
-}
-
-// Tells the others, so that they need not wait for their time-outs.
-void GroupImpl::refuseToJoin(const Status& status) {
-  const std::string text = kJoinFailed + status.message();
-  store_->set(key("at", rank_), text);
-  store_->set(key("topology", 0), text);
-  throw StatusError(status);
-}
-
-// By the last rank to join: all the addresses are there.
-void GroupImpl::publishTopology() {
-  std::vector<std::string> keys;
-  for (int r = 0; r < size(); ++r) {
-    keys.push_back(key("at", r));
-  }
-  std::vector<PeerAddress> members(keys.size());
-  size_t r = 0;
-  for (const std::string& text : store_->getAll(keys)) {
-    const Status status = PeerAddress::parse(text, members[r++]);
-    if (!status.ok()) {
-      refuseToJoin(status);
     }
-  }
-  std::string text;
-  const Status status = topologyText(members, text);
-  if (!status.ok()) {
-    refuseToJoin(status);
-  }
-  store_->set(key("topology", 0), text);
+  });
 }
 
 // --- any thread
@@ -368,8 +215,9 @@ void GroupImpl::shutdown(Nanos linger) {
       failAll(Status(StatusCode::kAborted, "the group was destroyed"));
       engine_->unregisterGroup(id_);
       engine_->loop().cancel(watchdog_);
+      engine_->loop().cancel(lookTimer_);
     });
-    engine_->resolver().forget(resolverStore_);
+    engine_->resolver().forget(store_);
   }
   Engine::release(
       engine_,
@@ -428,49 +276,31 @@ std::string GroupImpl::pathSummary(int rank) const {
       (m.link == nullptr ? "address unknown" : m.link->pathSummary());
 }
 
+// For members that have not connected to us yet: see onLook().
 void GroupImpl::onOurAddresses() {
-  engine_->resolver().tell(resolverStore_, key("at", rank_), engine_->record());
+  engine_->resolver().tell(
+      store_, membership_.addressKey(rank_), engine_->record());
 }
 
-void GroupImpl::seek(int rank) {
+// Some operation waits for this rank.
+void GroupImpl::need(int rank) {
   Member& m = members_[static_cast<size_t>(rank)];
-  if (m.seeking || m.link != nullptr) {
-    return;
+  m.needed = true;
+  if (m.address) {
+    const auto address = std::move(m.address);
+    reach(rank, *address);
   }
-  m.seeking = true;
-  std::weak_ptr<GroupImpl> weak = weak_from_this();
-  // The loop, not the group, must outlive the seeking.
-  std::shared_ptr<Engine> engine = engine_;
-  engine_->resolver().seek(
-      resolverStore_,
-      key("at", rank),
-      [weak, engine, rank](const std::string& text) {
-        engine->loop().post([weak, rank, text] {
-          if (auto self = weak.lock()) {
-            self->resolved(rank, text);
-          }
-        });
-      });
+  if (m.link == nullptr) {
+    learn();
+    engine_->resolver().hurry();
+  }
+  if (lookTimer_ == 0) {
+    lookIn(kFirstLook);
+  }
 }
 
-void GroupImpl::resolved(int rank, const std::string& text) {
+void GroupImpl::reach(int rank, const PeerAddress& address) {
   Member& m = members_[static_cast<size_t>(rank)];
-  if (text.starts_with(kJoinFailed)) {
-    failWhole(Status(
-        StatusCode::kInvalidArgument,
-        "rank " + std::to_string(rank) +
-            " could not join: " + text.substr(kJoinFailed.size())));
-    return;
-  }
-  PeerAddress address;
-  const Status status = PeerAddress::parse(text, address);
-  if (!status.ok() || address.uid == engine_->self().uid) {
-    logMessage(
-        LogLevel::kError,
-        "group " + name_ + ": the store gives no usable address for rank " +
-            std::to_string(rank) + ": " + status.message());
-    return; // operations with it end by their time-outs
-  }
   m.link = &engine_->link(address.uid);
   m.link->setAddress(address, secret_, static_cast<int32_t>(m.globalRank));
   if (eagerConnect_ && !m.eager) {
@@ -480,10 +310,99 @@ void GroupImpl::resolved(int rank, const std::string& text) {
   if (m.queryWaiting) {
     ask(m);
   }
-  const std::vector<Record*> waiting = std::move(m.waiting);
-  m.waiting.clear();
-  for (Record* record : waiting) {
+  for (Record* record : std::exchange(m.waiting, {})) {
     record->post(*m.link);
+  }
+}
+
+void GroupImpl::lookIn(Nanos pause) {
+  lookPause_ = pause;
+  lookTimer_ = engine_->loop().after(pause, [this] {
+    lookTimer_ = 0;
+    onLook();
+  });
+}
+
+// Operations have waited for ranks that are not connected yet. Either not all
+// members have joined: then a message between two that have may still pass,
+// and the store can tell who is missing. Or the address in the list is no
+// longer right: then the rank has set its own key anew.
+void GroupImpl::onLook() {
+  if (collectives_.empty() && pointToPoints_.empty()) {
+    return;
+  }
+  bool any = false;
+  for (int r = 0; r < size(); ++r) {
+    const Member& m = members_[static_cast<size_t>(r)];
+    const bool missing =
+        m.link == nullptr || m.link->state() == PeerLink::State::kUnconnected;
+    if (m.needed && missing) {
+      any = true;
+      askForAddress(r);
+    }
+  }
+  if (any) {
+    engine_->resolver().hurry();
+    lookIn(std::min(2 * lookPause_, kMaxLook));
+  }
+}
+
+void GroupImpl::askForAddress(int rank) {
+  Member& m = members_[static_cast<size_t>(rank)];
+  if (m.asking) {
+    return;
+  }
+  m.asking = true;
+  std::weak_ptr<GroupImpl> weak = weak_from_this();
+  // The loop, not the group, must outlive the seeking.
+  std::shared_ptr<Engine> engine = engine_;
+  const auto post = [weak, engine](auto call) {
+    engine->loop().post([weak, call] {
+      if (auto self = weak.lock()) {
+        call(*self);
+      }
+    });
+  };
+  Resolver::Callbacks callbacks;
+  callbacks.found = [post, rank](const std::string& text) {
+    post([rank, text](GroupImpl& self) { self.onAddressText(rank, text); });
+  };
+  callbacks.lost = [post, rank](const std::string&) {
+    post([rank](GroupImpl& self) {
+      self.members_[static_cast<size_t>(rank)].asking = false;
+    });
+  };
+  // Only those that wait for this rank ask for it.
+  engine_->resolver().seek(
+      store_, membership_.addressKey(rank), 1, std::move(callbacks));
+}
+
+void GroupImpl::onAddressText(int rank, const std::string& text) {
+  Member& m = members_[static_cast<size_t>(rank)];
+  m.asking = false;
+  if (const auto why = Membership::refusal(text)) {
+    failWhole(Status(
+        StatusCode::kInvalidArgument,
+        "rank " + std::to_string(rank) + " could not join: " + *why));
+    return;
+  }
+  PeerAddress address;
+  const Status status = PeerAddress::parse(text, address);
+  if (!status.ok()) {
+    logMessage(
+        LogLevel::kError,
+        "group " + name_ + ": the store gives no usable address for rank " +
+            std::to_string(rank) + ": " + status.message());
+    return; // operations with it end by their timeouts
+  }
+  if (address.uid == engine_->self().uid) {
+    failWhole(inOneProcess(rank_, rank, address));
+    return;
+  }
+  if (m.link == nullptr) {
+    reach(rank, address);
+  } else if (m.link->state() == PeerLink::State::kUnconnected) {
+    m.link->onPeerAddresses(text);
   }
 }
 
@@ -495,48 +414,96 @@ void GroupImpl::failWhole(const Status& status) {
 }
 
 void GroupImpl::learn() {
-  if (learning_ || topology_) {
+  if (learning_ || membersKnown_) {
     return;
   }
   learning_ = true;
   std::weak_ptr<GroupImpl> weak = weak_from_this();
-  std::shared_ptr<Engine> engine = engine_; // as in seek()
+  std::shared_ptr<Engine> engine = engine_; // as in askForAddress()
+  Resolver::Callbacks callbacks;
+  callbacks.found = [weak, engine](const std::string& list) {
+    engine->loop().post([weak, list] {
+      if (auto self = weak.lock()) {
+        self->learned(list);
+      }
+    });
+  };
+  callbacks.lost = [weak, engine](const std::string& error) {
+    engine->loop().post([weak, error] {
+      if (auto self = weak.lock()) {
+        self->onStoreLost(error);
+      }
+    });
+  };
   engine_->resolver().seek(
-      resolverStore_, key("topology", 0), [weak, engine](const auto& text) {
-        engine->loop().post([weak, text] {
-          if (auto self = weak.lock()) {
-            self->learned(text);
-          }
-        });
-      });
+      store_, membership_.listKey(), size(), std::move(callbacks));
 }
 
-void GroupImpl::learned(const std::string& text) {
-  if (text.starts_with(kJoinFailed)) {
-    failWhole(Status(
-        StatusCode::kInvalidArgument,
-        "a rank could not join: " + text.substr(kJoinFailed.size())));
+void GroupImpl::learned(const std::string& list) {
+  learning_ = false;
+  if (const auto why = Membership::refusal(list)) {
+    failWhole(
+        Status(StatusCode::kInvalidArgument, "a rank could not join: " + *why));
     return;
   }
-  std::vector<std::string> sites;
-  std::vector<int> hosts;
-  const Status status = parseTopology(text, size(), sites, hosts);
+  std::vector<PeerAddress> members;
+  const Status status = parseMemberList(list, size(), members);
   if (!status.ok()) {
     failWhole(status);
     return;
   }
+  membersKnown_ = true;
+  const std::vector<std::string> sites = sitesOf(members);
   if (wholeJob_) {
     engine_->checkSites(sites);
   }
   if (!topology_) {
     topology_ = std::make_shared<Topology>(
-        std::move(sites),
-        std::move(hosts),
+        sites,
+        hostsOf(members),
         algorithmChoiceFrom(engine_->options().collective_algorithm));
+  }
+  for (int r = 0; r < size(); ++r) {
+    Member& m = members_[static_cast<size_t>(r)];
+    if (r != rank_ && m.link == nullptr) {
+      m.address = std::make_unique<PeerAddress>(
+          std::move(members[static_cast<size_t>(r)]));
+      if (m.needed || eagerConnect_) {
+        need(r);
+      }
+    }
+    for (Record* record : std::exchange(m.waitingForAll, {})) {
+      record->post(*m.link);
+    }
   }
   const auto runs = collectives_; // they may end, and others begin
   for (const auto& [sequence, run] : runs) {
     run->onTopology();
+  }
+}
+
+// Operations that need an address that is still unknown can never go on.
+void GroupImpl::onStoreLost(const std::string& error) {
+  learning_ = false; // a later operation tries again
+  const auto unknown = [&](const std::string& what) {
+    return Status(
+        StatusCode::kNetwork,
+        what + " not known, since the store fails (" + error +
+            "): the process that serves it, usually that of rank 0, has most "
+            "likely ended. It must stay until all ranks have met; a barrier "
+            "before its end sees to that");
+  };
+  const auto collectives = collectives_; // fail() removes
+  for (const auto& [sequence, run] : collectives) {
+    run->fail(
+        unknown("the addresses of the other ranks are"), /*tellOthers=*/true);
+  }
+  const auto pointToPoints = pointToPoints_;
+  for (const auto& [id, run] : pointToPoints) {
+    const int peer = run->spec().peer;
+    if (peer >= 0 && members_[static_cast<size_t>(peer)].link == nullptr) {
+      run->fail(unknown("the address of rank " + std::to_string(peer) + " is"));
+    }
   }
 }
 
@@ -569,19 +536,26 @@ void GroupImpl::setTopology(std::shared_ptr<const Topology> topology) {
   engine_->callInLoop([&] { topology_ = std::move(topology); });
 }
 
-void GroupImpl::postWhenKnown(Record& record) {
+void GroupImpl::postWhenKnown(Record& record, bool collective) {
   Member& m = members_[static_cast<size_t>(record.peer())];
-  if (m.link != nullptr) {
-    record.post(*m.link);
-    return;
+  if (m.link == nullptr || m.link->state() == PeerLink::State::kUnconnected) {
+    need(record.peer());
   }
-  m.waiting.push_back(&record);
-  seek(record.peer());
+  if (collective && !membersKnown_) {
+    learn();
+    m.waitingForAll.push_back(&record);
+  } else if (m.link == nullptr) {
+    m.waiting.push_back(&record);
+  } else {
+    record.post(*m.link);
+  }
 }
 
 void GroupImpl::forgetWaiting(Record& record) {
   if (record.peer() >= 0) {
-    std::erase(members_[static_cast<size_t>(record.peer())].waiting, &record);
+    Member& m = members_[static_cast<size_t>(record.peer())];
+    std::erase(m.waiting, &record);
+    std::erase(m.waitingForAll, &record);
   }
 }
 
@@ -890,7 +864,7 @@ void GroupImpl::query(int rank) {
     Member& m = members_[static_cast<size_t>(r)];
     if (m.link == nullptr) {
       m.queryWaiting = true;
-      seek(r);
+      need(r);
     } else {
       ask(m);
     }

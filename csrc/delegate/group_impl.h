@@ -12,6 +12,7 @@
 
 #include "delegate/engine.h"
 #include "delegate/group.h"
+#include "delegate/membership.h"
 #include "delegate/record.h"
 
 namespace resilient {
@@ -60,14 +61,16 @@ class GroupImpl final : public Group,
   }
   // The operation wants its onCheck() called at `at`.
   void watch(TimePoint at);
-  // Where the members are, or null: then learn() asks the store, and every
-  // collective on its way is told.
+  // Where the members are, or null: then learn() reads the list of members,
+  // and every collective on its way is told.
   const std::shared_ptr<const Topology>& knownTopology() const {
     return topology_;
   }
   void learn();
-  // Calls record.post(link) as soon as the peer is known.
-  void postWhenKnown(Record& record);
+  // Calls record.post(link) as soon as the peer is known; for a collective, as
+  // soon as all members are. Otherwise a rank could end its part, and with it
+  // the process that serves the store, before the others have found each other.
+  void postWhenKnown(Record& record, bool collective);
   void forgetWaiting(Record& record);
   std::string describe(int rank) const; // "rank 2 (host node7, pid 42, ...)"
   std::string groupText() const; // "" for the default group, or " of group g"
@@ -104,10 +107,13 @@ class GroupImpl final : public Group,
 
  private:
   struct Member {
-    PeerLink* link = nullptr;
-    bool seeking = false;
+    PeerLink* link = nullptr; // made when it is needed first
+    std::unique_ptr<PeerAddress> address; // known, and no link yet
+    bool needed = false; // some operation waits or has waited for it
+    bool asking = false; // the store, for its own key
     int64_t globalRank = 0;
     std::vector<Record*> waiting; // for the link
+    std::vector<Record*> waitingForAll; // for the addresses of all members
     bool queryWaiting = false; // ask it as soon as the link is known
     TimePoint askedAt = kNever; // for the last time
     bool eager = false; // holds interest in the link for eager connect
@@ -116,6 +122,10 @@ class GroupImpl final : public Group,
   };
   // A report older than this says nothing about now.
   static constexpr Nanos kFreshReport = std::chrono::milliseconds(1500);
+  // When an operation that has not reached a rank looks at the store again,
+  // for the first time and at most.
+  static constexpr Nanos kFirstLook = std::chrono::milliseconds(500);
+  static constexpr Nanos kMaxLook = std::chrono::seconds(4);
   static constexpr size_t kEarlyFailuresMax = 256;
   // News of failures further back than this many are not passed on. It only
   // has to exceed the failures that ranks learn of in different orders; a
@@ -123,14 +133,16 @@ class GroupImpl final : public Group,
   static constexpr size_t kToldMax = 256;
   static constexpr size_t kListedInReport = 8;
 
-  void resolved(int rank, const std::string& text);
-  void learned(const std::string& text);
+  void learned(const std::string& list);
+  void onStoreLost(const std::string& error);
+  void need(int rank);
+  void reach(int rank, const PeerAddress& address);
+  void lookIn(Nanos pause);
+  void onLook();
+  void askForAddress(int rank);
+  void onAddressText(int rank, const std::string& text);
   void failWhole(const Status& status);
   void endByMismatch(uint64_t sequence, const std::string& why);
-  void countGeneration();
-  void publishTopology();
-  [[noreturn]] void refuseToJoin(const Status& status);
-  void seek(int rank);
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
   void onWatchdog();
@@ -138,7 +150,6 @@ class GroupImpl final : public Group,
   void ask(Member& member);
   void tell(const Notice& notice);
   void tell(const Notice& notice, PeerLink& link);
-  std::string key(const char* what, int rank) const;
   bool drained() const;
   bool allOthersGone() const;
 
@@ -147,10 +158,9 @@ class GroupImpl final : public Group,
   const std::shared_ptr<Engine> engine_;
   const bool eagerConnect_;
   const bool wholeJob_; // the default group
-  std::shared_ptr<KeyValue> store_; // for joinGroup's thread
-  std::shared_ptr<KeyValue> resolverStore_; // for the resolver's
+  const std::shared_ptr<KeyValue> store_;
+  Membership membership_; // by joinGroup's thread; then constant
   uint64_t id_ = 0;
-  int64_t generation_ = 0;
   std::string secret_;
 
   mutable std::mutex mutex_;
@@ -163,7 +173,10 @@ class GroupImpl final : public Group,
   std::map<uint64_t, std::shared_ptr<PointToPointRun>> pointToPoints_;
   uint64_t lastPointToPoint_ = 0;
   std::shared_ptr<const Topology> topology_;
+  bool membersKnown_ = false;
   bool learning_ = false;
+  TimerId lookTimer_ = 0;
+  Nanos lookPause_{};
   TimerId watchdog_ = 0;
   TimePoint watchdogAt_ = kNever;
   uint64_t lastStarted_ = 0;

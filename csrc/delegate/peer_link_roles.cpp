@@ -138,9 +138,23 @@ void PeerLink::onPeerAddresses(const std::string& record) {
   if (now.addresses.size() != address_->addresses.size()) {
     return; // it keeps their number and order
   }
+  if (std::ranges::equal(
+          now.addresses,
+          address_->addresses,
+          {},
+          &NicAddress::toString,
+          &NicAddress::toString)) {
+    return;
+  }
   address_->addresses = std::move(now.addresses);
   for (Slot& slot : slots_) {
     slot.failures = 0;
+    if (slot.attempt && state_ == State::kUnconnected) {
+      // To an address that is not the peer's any more: it may take as long as
+      // its timeout.
+      engine_.destroyLater(
+          std::shared_ptr<OutgoingHandshake>(std::move(slot.attempt)));
+    }
   }
   connectAll();
 }

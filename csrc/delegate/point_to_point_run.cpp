@@ -51,7 +51,7 @@ void PointToPointRun::start() {
     op.sourceRank = group_.rank();
     op.data = static_cast<const std::byte*>(spec_.data);
     op.bytes = spec_.bytes;
-    group_.postWhenKnown(*send_);
+    group_.postWhenKnown(*send_, /*collective=*/false);
     return;
   }
   recv_.emplace(group_, spec_.peer, [this](const Status& status) {
@@ -67,7 +67,7 @@ void PointToPointRun::start() {
   if (spec_.peer < 0) {
     recv_->postAny();
   } else {
-    group_.postWhenKnown(*recv_);
+    group_.postWhenKnown(*recv_, /*collective=*/false);
   }
 }
 

@@ -1,4 +1,6 @@
+#include <algorithm>
 #include <atomic>
+#include <climits>
 #include <condition_variable>
 #include <cstring>
 #include <latch>
@@ -25,6 +27,9 @@ namespace {
 struct MapStore {
   std::atomic<bool> gone{false}; // its server is
   std::mutex mutex;
+  // Guarded by mutex.
+  bool holdsLists = false; // lists of members cannot be read yet
+  int addressesRead = 0;
   std::map<std::string, std::string> values;
 };
 
@@ -41,9 +46,11 @@ class MapKeyValue final : public KeyValue {
     }
     std::lock_guard lock(map_->mutex);
     auto it = map_->values.find(key);
-    if (it == map_->values.end()) {
+    if (it == map_->values.end() ||
+        (map_->holdsLists && key.find("/members/") != std::string::npos)) {
       return false;
     }
+    map_->addressesRead += key.find("/at/") != std::string::npos;
     value = it->second;
     return true;
   }
@@ -157,9 +164,10 @@ constexpr Nanos kLong = std::chrono::seconds(60);
 std::vector<Rank> startRanks(
     int size,
     const EngineOptions& options,
-    const std::shared_ptr<MapStore>& map = std::make_shared<MapStore>()) {
-  std::vector<Rank> ranks(static_cast<size_t>(size));
-  for (int r = 0; r < size; ++r) {
+    const std::shared_ptr<MapStore>& map = std::make_shared<MapStore>(),
+    int joining = INT_MAX) {
+  std::vector<Rank> ranks(static_cast<size_t>(std::min(size, joining)));
+  for (int r = 0; r < std::min(size, joining); ++r) {
     GroupConfig config;
     config.name = "test";
     config.rank = r;
@@ -313,18 +321,93 @@ TEST(engineTimeOutNamesTheRankThatDidNotCall) {
   leave(ranks);
 }
 
-TEST(engineTimeOutTellsOfAStoreThatFails) {
+// The process that serves the store ends while a rank still waits for others.
+TEST(engineFailsAtOnceWhatNeedsAStoreThatIsGone) {
   const auto map = std::make_shared<MapStore>();
-  std::vector<Rank> ranks = startRanks(2, EngineOptions(), map);
+  std::vector<Rank> ranks = startRanks(3, EngineOptions(), map, /*joining=*/2);
   map->gone.store(true);
   std::vector<float> data(10);
+  const TimePoint begun = std::chrono::steady_clock::now();
+  std::thread other([&] {
+    std::vector<float> more(10);
+    const Status reduced = ranks[1].allReduce(more, kLong);
+    CHECK_CONTAINS(
+        reduced.message(),
+        "the addresses of the other ranks are not known, since the store "
+        "fails (Broken pipe): the process that serves it, usually that of "
+        "rank 0, has most likely ended");
+  });
+  const Status received = ranks[0].message(false, 2, 0, data, kLong);
+  CHECK_CONTAINS(
+      received.message(),
+      "the address of rank 2 is not known, since the store fails");
+  other.join();
+  CHECK(std::chrono::steady_clock::now() - begun < kLong / 2);
+  leave(ranks);
+}
+
+// Rank 0 serves the store, say, and leaves as soon as its part has ended: by
+// then, all must have found each other.
+TEST(engineEndsNoCollectiveBeforeAllRanksKnowAllMembers) {
+  const auto map = std::make_shared<MapStore>();
+  map->holdsLists = true;
+  std::vector<Rank> ranks = startRanks(3, EngineOptions(), map);
+  // Rank 2 joined last and wrote the list; the others cannot read it yet.
+  std::atomic<int> ended{0};
+  std::thread reducing([&] {
+    onEach(ranks, [&](int r) {
+      std::vector<float> data(4, 1);
+      CHECK_EQ(ranks[size_t(r)].allReduce(data, kLong).message(), "");
+      CHECK_EQ(data[0], 3.0f);
+      ++ended;
+    });
+  });
+  // Ranks 0 and 1 could go by each other's own key; see onLook().
+  const auto lookedUp = [&] {
+    std::lock_guard lock(map->mutex);
+    return map->addressesRead >= 2;
+  };
+  while (!lookedUp()) {
+    std::this_thread::yield();
+  }
+  CHECK_EQ(ended.load(), 0);
+  {
+    std::lock_guard lock(map->mutex);
+    map->holdsLists = false;
+  }
+  reducing.join();
+  map->gone.store(true); // nobody needs it any more
+  onEach(ranks, [&](int r) {
+    std::vector<float> data(4, 1);
+    CHECK_EQ(ranks[size_t(r)].allReduce(data, kLong).message(), "");
+    const int next = (r + 1) % 3, previous = (r + 2) % 3;
+    std::thread sender([&] {
+      CHECK_EQ(
+          ranks[size_t(r)].message(true, next, 1, data, kLong).message(), "");
+    });
+    std::vector<float> got(4);
+    CHECK_EQ(
+        ranks[size_t(r)].message(false, previous, 1, got, kLong).message(), "");
+    sender.join();
+  });
+  leave(ranks);
+}
+
+// Two of three are there: they need not wait for the third.
+TEST(engineDeliversMessagesBetweenRanksThatHaveJoined) {
+  const auto map = std::make_shared<MapStore>();
+  std::vector<Rank> ranks = startRanks(3, EngineOptions(), map, /*joining=*/2);
+  std::vector<Rank> two = {ranks[0], ranks[1]};
+  onEach(two, [&](int r) {
+    std::vector<float> data(4, 7);
+    CHECK_EQ(
+        two[size_t(r)].message(r == 0, 1 - r, 1, data, kLong).message(), "");
+    CHECK_EQ(data[3], 7.0f);
+  });
+  std::vector<float> data(4);
   const Status status =
-      ranks[0].message(false, 1, 0, data, std::chrono::seconds(1));
-  CHECK(
-      status.message().find(
-          "the address of rank 1 is not known, since the store fails (Broken "
-          "pipe): is the process that serves it still there?") !=
-      std::string::npos);
+      ranks[0].message(false, 2, 0, data, std::chrono::seconds(1));
+  CHECK_CONTAINS(status.message(), "rank 2 has not joined the group yet");
   leave(ranks);
 }
 

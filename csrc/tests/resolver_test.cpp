@@ -76,7 +76,7 @@ TEST(resolver_outlives_its_owner_in_a_call_that_hangs) {
   auto owner = std::make_shared<Owner>();
   const std::weak_ptr<int> left = owner->last;
   const auto store = std::make_shared<HangingStore>();
-  owner->resolver.seek(store, "key", [owner](const std::string&) {});
+  owner->resolver.seek(store, "key", 1, {[owner](const std::string&) {}, {}});
   waitUntil([&] { return store->asked.load(); });
   owner->resolver.forget(store);
   owner->resolver.stop();
@@ -114,10 +114,15 @@ TEST(resolver_is_patient_with_a_store_that_fails_and_says_why) {
   const auto other = std::make_shared<FailingStore>();
   CHECK_EQ(resolver.trouble(store), "");
   std::atomic<bool> found{false};
-  resolver.seek(store, "key", [&](const std::string& value) {
-    CHECK_EQ(value, "found");
-    found.store(true);
-  });
+  resolver.seek(
+      store,
+      "key",
+      1,
+      {[&](const std::string& value) {
+         CHECK_EQ(value, "found");
+         found.store(true);
+       },
+       {}});
   waitUntil([&] { return resolver.trouble(store) == "Broken pipe"; });
   CHECK_EQ(resolver.trouble(other), "");
   waitUntil([&] { return store->patient.load(); });
@@ -125,6 +130,88 @@ TEST(resolver_is_patient_with_a_store_that_fails_and_says_why) {
   store->fails.store(false);
   waitUntil([&] { return found.load(); });
   CHECK_EQ(resolver.trouble(store), "");
+}
+
+TEST(resolver_reports_a_store_that_keeps_failing_as_lost) {
+  Resolver resolver;
+  const auto store = std::make_shared<FailingStore>();
+  std::atomic<int> found{0}, lost{0};
+  const TimePoint begun = now();
+  const Resolver::Callbacks callbacks{
+      [&](const std::string&) { ++found; },
+      [&](const std::string& error) {
+        CHECK_EQ(error, "Broken pipe");
+        ++lost;
+      }};
+  resolver.seek(store, "key", 1, callbacks);
+  waitUntil([&] { return lost.load() == 1; });
+  CHECK(now() - begun >= Resolver::kLostAfter);
+  CHECK_EQ(resolver.trouble(store), ""); // it is no longer sought
+  store->fails.store(false);
+  resolver.seek(store, "key", 1, callbacks);
+  waitUntil([&] { return found.load() == 1; });
+  CHECK_EQ(lost.load(), 1);
+}
+
+// The application waits in the store, and so keeps its connection busy; its
+// clone answers.
+class BusyStore final : public OneKey {
+ public:
+  bool tryGet(const std::string&, std::string& value) override {
+    asked.store(true);
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return free_; });
+    value = "late";
+    return true;
+  }
+  std::unique_ptr<KeyValue> clone() override {
+    struct Clone final : OneKey {
+      bool tryGet(const std::string&, std::string& value) override {
+        value = "in time";
+        return true;
+      }
+    };
+    ++clones;
+    return std::make_unique<Clone>();
+  }
+  void release() {
+    std::lock_guard lock(mutex_);
+    free_ = true;
+    changed_.notify_all();
+  }
+  std::atomic<bool> asked{false};
+  std::atomic<int> clones{0};
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool free_ = false;
+};
+
+TEST(resolver_opens_a_connection_of_its_own_only_when_the_shared_one_is_busy) {
+  Resolver resolver;
+  const auto store = std::make_shared<BusyStore>();
+  std::atomic<int> found{0};
+  resolver.seek(
+      store,
+      "key",
+      1,
+      {[&](const std::string& value) {
+         CHECK_EQ(value, "in time");
+         ++found;
+       },
+       {}});
+  waitUntil([&] { return store->asked.load(); });
+  resolver.hurry();
+  CHECK_EQ(store->clones.load(), 0); // it has had no time to answer
+  waitUntil([&] {
+    resolver.hurry();
+    return found.load() == 1;
+  });
+  CHECK_EQ(store->clones.load(), 1);
+  store->release();
+  waitUntil([&] { return store.use_count() == 1; });
+  CHECK_EQ(found.load(), 1); // not once more by the late answer
 }
 
 } // namespace

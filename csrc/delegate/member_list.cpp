@@ -1,0 +1,129 @@
+#include "delegate/member_list.h"
+
+#include <map>
+#include <string_view>
+
+namespace resilient {
+namespace {
+
+std::string listOf(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size() && i < 8; ++i) {
+    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  return text + (ranks.size() > 8 ? ", ..." : "");
+}
+
+Status checkProcesses(const std::vector<PeerAddress>& members) {
+  std::map<Uid, size_t> first;
+  for (size_t r = 0; r < members.size(); ++r) {
+    const auto [found, isNew] = first.emplace(members[r].uid, r);
+    if (!isNew) {
+      return inOneProcess(
+          static_cast<int>(found->second), static_cast<int>(r), members[r]);
+    }
+  }
+  return Status();
+}
+
+Status checkSites(const std::vector<PeerAddress>& members) {
+  std::vector<int> with;
+  std::vector<int> without;
+  for (size_t r = 0; r < members.size(); ++r) {
+    (members[r].site.empty() ? without : with).push_back(static_cast<int>(r));
+  }
+  if (with.empty() || without.empty()) {
+    return Status();
+  }
+  const PeerAddress& first = members[static_cast<size_t>(with.front())];
+  const PeerAddress& other = members[static_cast<size_t>(without.front())];
+  return Status(
+      StatusCode::kInvalidArgument,
+      listOf(with) + " declared a site (rank " + std::to_string(with.front()) +
+          " on " + first.hostName + ": \"" + first.site + "\"), " +
+          listOf(without) + " did not (rank " +
+          std::to_string(without.front()) + " on " + other.hostName +
+          "): set TORCH_RESILIENT_SITE on all ranks or on none");
+}
+
+} // namespace
+
+Status inOneProcess(int rank, int otherRank, const PeerAddress& process) {
+  return Status(
+      StatusCode::kInvalidArgument,
+      "ranks " + std::to_string(rank) + " and " + std::to_string(otherRank) +
+          " are in one process (host " + process.hostName + ", pid " +
+          std::to_string(process.pid) +
+          "): the \"resilient\" backend needs a process for each rank. Start "
+          "them with torchrun or torch.multiprocessing, not as threads");
+}
+
+Status checkMembers(const std::vector<PeerAddress>& members) {
+  const Status processes = checkProcesses(members);
+  return processes.ok() ? checkSites(members) : processes;
+}
+
+std::string memberListText(const std::vector<PeerAddress>& members) {
+  std::string text;
+  for (const PeerAddress& member : members) {
+    text += member.toString() + '\n';
+  }
+  return text;
+}
+
+Status parseMemberList(
+    const std::string& text,
+    int ranks,
+    std::vector<PeerAddress>& members) {
+  const auto bad = [](const std::string& why) {
+    return Status(
+        StatusCode::kProtocol,
+        "read the members of the group from the store: " + why +
+            "; do all ranks run the same version of torch_resilient, and does "
+            "this store belong to this job alone?");
+  };
+  const size_t n = static_cast<size_t>(ranks);
+  std::vector<PeerAddress> parsed;
+  std::string_view rest(text);
+  while (!rest.empty()) {
+    const size_t end = rest.find('\n');
+    if (end == std::string_view::npos || parsed.size() == n) {
+      return bad("it does not end after " + std::to_string(n) + " ranks");
+    }
+    const Status status = PeerAddress::parse(
+        std::string(rest.substr(0, end)), parsed.emplace_back());
+    if (!status.ok()) {
+      return bad(
+          "rank " + std::to_string(parsed.size() - 1) + ": " +
+          status.message());
+    }
+    rest.remove_prefix(end + 1);
+  }
+  if (parsed.size() != n) {
+    return bad(
+        "it has " + std::to_string(parsed.size()) + " of " + std::to_string(n) +
+        " ranks");
+  }
+  members = std::move(parsed);
+  return Status();
+}
+
+std::vector<std::string> sitesOf(const std::vector<PeerAddress>& members) {
+  std::vector<std::string> sites;
+  for (const PeerAddress& member : members) {
+    sites.push_back(member.site);
+  }
+  return sites;
+}
+
+std::vector<int> hostsOf(const std::vector<PeerAddress>& members) {
+  std::map<std::string, int> numbers;
+  std::vector<int> hosts;
+  for (const PeerAddress& member : members) {
+    const int next = static_cast<int>(numbers.size());
+    hosts.push_back(numbers.emplace(member.hostId, next).first->second);
+  }
+  return hosts;
+}
+
+} // namespace resilient

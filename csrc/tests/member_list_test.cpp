@@ -1,0 +1,77 @@
+#include "delegate/member_list.h"
+
+#include "tests/check.h"
+
+namespace resilient {
+namespace {
+
+// By rank: its site and its host.
+std::vector<PeerAddress> members(
+    const std::vector<std::pair<std::string, std::string>>& siteAndHost) {
+  std::vector<PeerAddress> result;
+  for (const auto& [site, host] : siteAndHost) {
+    PeerAddress& member = result.emplace_back();
+    member.uid[0] = static_cast<uint8_t>(result.size());
+    member.site = site;
+    member.hostId = std::string(32, host[0]);
+    member.hostName = "node-" + host;
+    member.pid = 7;
+    NicAddress nic{"eth0", *SocketAddress::parse("10.0.0.1", 29511), 24};
+    member.addresses.push_back(nic);
+  }
+  return result;
+}
+
+TEST(member_list_survives_the_store) {
+  const auto sent =
+      members({{"east", "a"}, {"west", "b"}, {"east", "a"}, {"", "c"}});
+  std::vector<PeerAddress> read;
+  CHECK(parseMemberList(memberListText(sent), 4, read).ok());
+  CHECK_EQ(memberListText(read), memberListText(sent));
+  CHECK_EQ(
+      sitesOf(read), (std::vector<std::string>{"east", "west", "east", ""}));
+  CHECK_EQ(hostsOf(read), (std::vector<int>{0, 1, 0, 2}));
+}
+
+TEST(sites_of_some_ranks_only_are_refused) {
+  const Status status = checkMembers(
+      members({{"east", "a"}, {"", "b"}, {"", "c"}, {"east", "a"}}));
+  CHECK(status.code() == StatusCode::kInvalidArgument);
+  CHECK_CONTAINS(status.message(), "ranks 0, 3 declared a site (rank 0 on ");
+  CHECK_CONTAINS(status.message(), "ranks 1, 2 did not (rank 1 on node-b)");
+  CHECK_CONTAINS(status.message(), "TORCH_RESILIENT_SITE on all ranks");
+  CHECK(checkMembers(members({{"east", "a"}, {"west", "b"}})).ok());
+  CHECK(checkMembers(members({{"", "a"}, {"", "b"}})).ok());
+}
+
+TEST(two_ranks_in_one_process_are_refused) {
+  auto three = members({{"", "a"}, {"", "b"}, {"", "b"}});
+  three[2].uid = three[1].uid;
+  const Status status = checkMembers(three);
+  CHECK(status.code() == StatusCode::kInvalidArgument);
+  CHECK_CONTAINS(status.message(), "ranks 1 and 2 are in one process");
+  CHECK_CONTAINS(status.message(), "torchrun");
+}
+
+TEST(malformed_member_list_is_refused) {
+  const auto three = members({{"", "a"}, {"", "b"}, {"", "c"}});
+  const std::string text = memberListText(three);
+  const std::string line = three[0].toString() + '\n';
+  for (const std::string& bad :
+       {std::string(),
+        std::string("\n"),
+        text.substr(0, text.size() - 1),
+        text + line,
+        text.substr(line.size()),
+        text + "\n",
+        line + "resilient/2 nonsense\n" + line,
+        "x" + text}) {
+    std::vector<PeerAddress> read(7);
+    const Status status = parseMemberList(bad, 3, read);
+    CHECK(status.code() == StatusCode::kProtocol);
+    CHECK_EQ(read.size(), size_t(7)); // unchanged
+  }
+}
+
+} // namespace
+} // namespace resilient
