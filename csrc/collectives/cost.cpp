@@ -163,7 +163,7 @@ AllReduceAlgorithm chooseAllReduce(int ranks, size_t bytes, CostModel model) {
   using A = AllReduceAlgorithm;
   const auto costOf = [&](A a) { return allReduceCost(a, ranks, bytes); };
   const size_t peers = ranks > 1 ? static_cast<size_t>(ranks - 1) : 1;
-  if (bytes <= kUnsegmentedScratchBytesMax / peers) {
+  if (ranks <= kFlatRanksMax && bytes <= kUnsegmentedScratchBytesMax / peers) {
     return cheapest(
         {A::kFlat, A::kRecursiveDoubling, A::kDirect, A::kRing}, costOf, model);
   }
@@ -183,6 +183,9 @@ ReduceAlgorithm chooseReduce(int ranks, size_t bytes, CostModel model) {
 BroadcastAlgorithm chooseBroadcast(int ranks, size_t bytes, CostModel model) {
   using A = BroadcastAlgorithm;
   const auto costOf = [&](A a) { return broadcastCost(a, ranks, bytes); };
+  if (ranks > kFlatRanksMax) {
+    return cheapest({A::kTree, A::kSpread, A::kChain}, costOf, model);
+  }
   return cheapest({A::kFlat, A::kTree, A::kSpread, A::kChain}, costOf, model);
 }
 
@@ -195,6 +198,9 @@ AllGatherAlgorithm chooseAllGather(int ranks, size_t bytes, CostModel model) {
 BarrierAlgorithm chooseBarrier(int ranks, CostModel model) {
   using A = BarrierAlgorithm;
   const auto costOf = [&](A a) { return barrierCost(a, ranks); };
+  if (ranks > kFlatRanksMax) {
+    return A::kDissemination;
+  }
   return cheapest({A::kFlat, A::kDissemination}, costOf, model);
 }
 
@@ -287,8 +293,9 @@ chooseTopologyUse(const Topology& topology, CollectiveKind kind, size_t bytes) {
       levels * passes * (lower.latencyS + size * lower.secondsPerByte) +
       reduced * reduceSeconds +
       (levels * passes * (largest - 1) + places - 1) * kMessageSeconds;
-  const bool fits = kind != CollectiveKind::kAllReduce ||
-      (n - 1) * size <= static_cast<double>(kUnsegmentedScratchBytesMax);
+  const bool fits = n <= kFlatRanksMax &&
+      (kind != CollectiveKind::kAllReduce ||
+       (n - 1) * size <= static_cast<double>(kUnsegmentedScratchBytesMax));
   return fits && oneRound <= hierarchy ? TopologyUse::kOneRound
                                        : TopologyUse::kHierarchy;
 }

@@ -94,9 +94,7 @@ TEST(collectives_choice_follows_size_and_ranks) {
   const CostModel lan;
   using A = AllReduceAlgorithm;
   CHECK(chooseAllReduce(4, 64, lan) == A::kFlat);
-  CHECK(
-      chooseAllReduce(64, 64, lan) == A::kFlat ||
-      chooseAllReduce(64, 64, lan) == A::kRecursiveDoubling);
+  CHECK(chooseAllReduce(64, 64, lan) == A::kRecursiveDoubling);
   CHECK(chooseAllReduce(8, 64u << 20, lan) == A::kDirect);
   CHECK(chooseAllReduce(32, 256u << 20, lan) == A::kRing);
   // A slow, distant link: bytes and rounds weigh more, never the ring's
@@ -117,6 +115,43 @@ TEST(collectives_choice_follows_size_and_ranks) {
     CHECK(tuning.segmentBytes % 16 == 0);
     CHECK(tuning.segmentBytes >= kSegmentBytesMin);
     CHECK(tuning.segmentBytes <= kSegmentBytes);
+  }
+}
+
+// Its first use would open a connection for each pair of ranks.
+TEST(collectives_of_many_ranks_are_never_flat) {
+  for (int ranks : {kFlatRanksMax + 1, 96, 1000}) {
+    // Latency high enough to prefer one round at any price.
+    for (const double latencyS : {30e-6, 1.0}) {
+      const CostModel model{latencyS, 1 / 1e9, 1 / 8e9};
+      CHECK(chooseBarrier(ranks, model) != BarrierAlgorithm::kFlat);
+      for (size_t bytes = 1; bytes < (1u << 22); bytes *= 4) {
+        CHECK(
+            chooseAllReduce(ranks, bytes, model) != AllReduceAlgorithm::kFlat);
+        CHECK(
+            chooseBroadcast(ranks, bytes, model) != BroadcastAlgorithm::kFlat);
+      }
+    }
+  }
+  const auto topology = [](int ranks) {
+    std::vector<std::string> sites;
+    std::vector<int> hosts;
+    for (int r = 0; r < ranks; ++r) {
+      sites.push_back(r % 2 == 0 ? "east" : "west");
+      hosts.push_back(r);
+    }
+    return Topology(sites, hosts, AlgorithmChoice::kAuto);
+  };
+  for (const auto kind :
+       {CollectiveKind::kAllReduce,
+        CollectiveKind::kBroadcast,
+        CollectiveKind::kBarrier}) {
+    CHECK(
+        chooseTopologyUse(topology(kFlatRanksMax), kind, 8) ==
+        TopologyUse::kOneRound);
+    CHECK(
+        chooseTopologyUse(topology(kFlatRanksMax + 1), kind, 8) ==
+        TopologyUse::kHierarchy);
   }
 }
 
