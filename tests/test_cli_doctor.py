@@ -195,6 +195,28 @@ def test_packets_to_the_store_leave_by_docker0() -> None:
     assert "`export TORCH_RESILIENT_INTERFACE=eth0`" in finding.remedy
 
 
+def test_slow_name_servers_of_the_store_are_found() -> None:
+    finding = only(check_host(host(reverse_lookups_s={"10.0.0.1": 5.01, "fd00::1": 0.2})))
+    assert finding.check == "reverse-dns"
+    assert "10.0.0.1" in finding.seen
+    assert "5.0 s" in finding.seen
+    assert check_host(host(reverse_lookups_s={"10.0.0.1": 0.02})) == []
+
+
+def test_reverse_lookups_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def getnameinfo(address: tuple[str, int], flags: int) -> tuple[str, str]:
+        asked.append(address[0])
+        raise socket.gaierror("no name")
+
+    monkeypatch.setattr(socket, "getnameinfo", getnameinfo)
+    assert 0 <= doctor_facts.reverse_lookup_s("192.0.2.7") < 1
+    assert 0 <= doctor_facts.reverse_lookup_s("2001:db8::7") < 1
+    # As the store's socket has it, for which /etc/hosts does not answer.
+    assert asked == ["::ffff:192.0.2.7", "2001:db8::7"]
+
+
 def test_the_list_of_inward_interfaces_is_that_of_the_backend() -> None:
     source = (ROOT / "csrc" / "transport" / "address.cpp").read_text(encoding="utf-8")
     body = source[source.index("bool leadsInward") :]

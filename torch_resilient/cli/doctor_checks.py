@@ -36,6 +36,8 @@ INWARD = (
 _SHM_LEAST_BYTES = 512 << 20
 # Timelines and logs of several hosts are put side by side.
 _CLOCK_MOST_S = 0.5
+# A name server in the same network answers in a few milliseconds.
+_REVERSE_LOOKUP_MAX_S = 0.1
 # Files, sockets and libraries of a training, apart from connections.
 _OTHER_FILES = 200
 # A connection to a rank on this host, and the memory shared with it.
@@ -110,6 +112,7 @@ class Facts:
         hosts_line: the line of /etc/hosts that says so, if any.
         master: MASTER_ADDR; master_addresses: where it leads.
         toward_master: (interface, address) that packets to it leave from.
+        reverse_lookups_s: by address of the store's host, how long its name took to look up.
         environment: the variables that matter.
         known_variables: of this package.
         backend_error: why the backend does not start; empty: it does.
@@ -133,6 +136,7 @@ class Facts:
     master: str = ""
     master_addresses: list[str] = field(default_factory=list)
     toward_master: tuple[str, str] | None = None
+    reverse_lookups_s: dict[str, float] = field(default_factory=dict)
     interfaces: list[Interface] = field(default_factory=list)
     environment: dict[str, str] = field(default_factory=dict)
     known_variables: list[str] = field(default_factory=list)
@@ -384,12 +388,33 @@ def check_master(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
             )
 
 
+def check_reverse_dns(facts: Facts) -> Iterator[Finding]:
+    """torch looks up the name of every connection's other end, on both ends."""
+    slow = {
+        address: seconds
+        for address, seconds in facts.reverse_lookups_s.items()
+        if seconds > _REVERSE_LOOKUP_MAX_S
+    }
+    if slow:
+        address, seconds = max(slow.items(), key=lambda one: one[1])
+        yield Finding(
+            "reverse-dns",
+            facts.where,
+            f"looking up the name of {address}, the host of the store, took {seconds:.1f} s",
+            "torch does so for each connection to the store, one after another in the process "
+            "that serves it: a job starts in steps of that time",
+            "repair the reverse zone or the name servers in /etc/resolv.conf, or add `options "
+            "timeout:1 attempts:1` there on the host of the store",
+        )
+
+
 def check_host(facts: Facts, several_hosts: bool = False) -> list[Finding]:
     """All that one host's facts tell by themselves."""
     return [
         *check_torch(facts),
         *check_variables(facts),
         *check_master(facts, several_hosts),
+        *check_reverse_dns(facts),
         *check_files(facts),
         *check_buffer_option(facts),
         *check_autotuning(facts),

@@ -109,6 +109,17 @@ def toward(host: str) -> tuple[str, str] | None:
     return None
 
 
+def reverse_lookup_s(address: str) -> float:
+    """How long torch's store takes to look up the name of a peer at `address`, in seconds."""
+    with contextlib.suppress(ValueError):
+        if isinstance(ipaddress.ip_address(address), ipaddress.IPv4Address):
+            address = f"::ffff:{address}"  # as a dual-stack socket has it
+    begun = time.monotonic()
+    with contextlib.suppress(OSError):
+        socket.getnameinfo((address, 0), 0)
+    return time.monotonic() - begun
+
+
 def hosts_line(name: str) -> str:
     """The line of /etc/hosts that gives `name` an address of loopback, if any."""
     for line in _read("/etc/hosts").splitlines():
@@ -150,6 +161,7 @@ def collect(master: str = "") -> Facts:
         shm = os.statvfs("/dev/shm")
         shm_bytes = shm.f_frsize * shm.f_blocks
     sysctl = {each: _read("/proc/sys/" + each.replace(".", "/")) for each in _SYSCTL}
+    master_addresses = addresses_of(master) if master else []
     facts = Facts(
         host=name,
         host_key=host_key(),
@@ -157,7 +169,11 @@ def collect(master: str = "") -> Facts:
         name_addresses=addresses_of(name),
         hosts_line=hosts_line(master or name),
         master=master,
-        master_addresses=addresses_of(master) if master else [],
+        master_addresses=master_addresses,
+        # A job of one host looks nobody up but itself.
+        reverse_lookups_s={
+            each: reverse_lookup_s(each) for each in master_addresses if is_remote_name(each)
+        },
         toward_master=toward(master) if master else None,
         interfaces=interfaces(),
         environment=environment,
