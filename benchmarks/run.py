@@ -14,6 +14,7 @@ HERE = Path(__file__).resolve().parent
 SCRIPTS = (
     "compare_gloo.py",
     "local_copy.py",
+    "scale.py",
     "parity_codes.py",
     "hol_blocking.py",
     "idle_cpu.py",
@@ -34,7 +35,7 @@ LAB_SCRIPTS = (
 LONG_SCRIPTS = ("stragglers.py",)
 
 ABOUT = """\
-Runs compare_gloo.py, local_copy.py, parity_codes.py, hol_blocking.py, idle_cpu.py,
+Runs compare_gloo.py, local_copy.py, scale.py, parity_codes.py, hol_blocking.py, idle_cpu.py,
 live_dispatch.py, dp_straggler.py, wan_collectives.py, smart_convergence.py; in the lab (root; else
 they are skipped, and it says so) failover_gap.py, wan_connections.py, wan_training.py, smart_fct.py
 and smart_training.py; and, with --full, stragglers.py: one after the other. Each explains itself
