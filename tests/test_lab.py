@@ -33,7 +33,14 @@ from torch_resilient.testing import (
 )
 from torch_resilient.testing import job as lab_job
 from torch_resilient.testing import lab as lab_module
-from torch_resilient.testing.script import parse_quantity, parse_script, parse_settings
+from torch_resilient.testing.script import (
+    RATE,
+    SIZE,
+    TIME,
+    parse_quantity,
+    parse_script,
+    parse_settings,
+)
 
 pytestmark = pytest.mark.lab
 
@@ -913,7 +920,10 @@ def test_flapping_ends_up(pair: tuple[Host, Host, Network]) -> None:
     ("script", "text"),
     [
         ("1s eth0", r"line 1, '1s eth0': expected TIME NETWORK ACTION"),
-        ("\n1x eth0 down", r"line 2, .*'1x': expected a number with a unit, such as 20s"),
+        (
+            "\n1x eth0 down",
+            r"line 2, .*'1x': expected a time with its unit \(s, ms or us\), such as 20ms",
+        ),
         ("1s wan down", "no network wan; there are eth0"),
         ("1s eth0 explode", "no action explode; there are set, down, up, flap"),
         ("1s eth0 down a", "'a': expected one of blackhole, carrier, admin"),
@@ -924,7 +934,7 @@ def test_flapping_ends_up(pair: tuple[Host, Host, Network]) -> None:
         ("1s eth0 a->c set loss=1%", "c is not on eth0"),
         ("1s eth0 set", "expected settings such as delay=40ms"),
         ("1s eth0 set speed=3", "'speed=3': expected one of delay="),
-        ("1s eth0 set delay=none", "delay: 'none': expected a number with a unit"),
+        ("1s eth0 set delay=none", "delay: 'none': expected a time with its unit"),
         ("1s eth0 set loss=200%", "loss: expected a share of packets, 0 to 1"),
         ("1s eth0 flap carrier 1s", "flap: expected KIND PERIOD END_TIME"),
         ("5s eth0 flap carrier 1s 4s", "an end after its start"),
@@ -946,9 +956,12 @@ def test_quantities() -> None:
         "queue_bytes": None,
         "loss": pytest.approx(0.001),
     }
-    assert parse_quantity("3", {"s": 1.0}) == 3
-    with pytest.raises(ValueError, match="'3'"):
-        parse_quantity("3", {"mbit": 1.0})
+    assert parse_quantity("3s", TIME) == 3
+    for units, example in ((TIME, "20ms"), (RATE, "100mbit"), (SIZE, "512KiB")):
+        for number in ("3", "0", "20x", "20 ms", "-1ms", "fast"):
+            with pytest.raises(ValueError, match=f"^'{number}': expected a .* such as {example}$"):
+                parse_quantity(number, units)
+        assert parse_quantity(example, units) > 0
     assert parse_script(" # nothing\n\n", {}) == []
 
 
@@ -1068,7 +1081,8 @@ def test_the_backend_runs_in_a_lab(lab: NetworkLab, capfd: pytest.CaptureFixture
         (["--hosts", "1", "--", "true"], "--hosts: expected 2 to 26"),
         (["--hosts", "3", "--sites", "2", "--", "true"], "--sites: expected at least 2, and a div"),
         (["--uplink", "1gbit", "--", "true"], "--uplink: is for a site"),
-        (["--rate", "fast", "--", "true"], "rate: 'fast': expected a number with a unit"),
+        (["--rate", "20", "--", "true"], "rate: '20': expected a rate with its unit (kbit, mbit"),
+        (["--delay", "20", "--", "true"], "delay: '20': expected a time with its unit (s, ms"),
         (["--script", "1s eth5 up", "--", "true"], "no network eth5; there are eth0"),
         (["--sysctl", "x", "--", "true"], "--sysctl: expected NAME=VALUE, got 'x'"),
         (["--", "no-such-program"], "no-such-program"),

@@ -11,8 +11,9 @@ One event a line (or between semicolons); `#` begins a comment:
     7s    wan a,b<->c,d set rate=none
     8s    eth0 flap blackhole 200ms 38s     # down and up every 200 ms, until 38 s; then up
 
-Times count from the start of the script. Units: s, ms, us; kbit, mbit, gbit (bit/s) or kBps, MBps,
-GBps (bytes/s); kB, MB, GB, KiB, MiB; shares as numbers or with %. `none` stands for no limit.
+Times count from the start of the script. Every number has a unit: s, ms, us; kbit, mbit, gbit
+(bit/s) or kBps, MBps, GBps (bytes/s); kB, MB, GB, KiB, MiB; only shares are numbers or have a %.
+`none` stands for no limit.
 """
 
 from __future__ import annotations
@@ -22,36 +23,51 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch_resilient.testing.lab import Network
 
-_TIME = {"s": 1.0, "ms": 1e-3, "us": 1e-6}
-_RATE = {
-    "bit": 1 / 8,
-    "kbit": 1e3 / 8,
-    "mbit": 1e6 / 8,
-    "gbit": 1e9 / 8,
-    "Bps": 1.0,
-    "kBps": 1e3,
-    "MBps": 1e6,
-    "GBps": 1e9,
-}
-_SIZE = {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2}
-_SHARE = {"": 1.0, "%": 0.01}
+
+class Units(NamedTuple):
+    """Of a kind of quantity: the factor of each unit, and what an error says was expected."""
+
+    factors: Mapping[str, float]
+    expected: str
+
+
+TIME = Units({"s": 1.0, "ms": 1e-3, "us": 1e-6}, "a time with its unit (s, ms or us), such as 20ms")
+RATE = Units(
+    {
+        "bit": 1 / 8,
+        "kbit": 1e3 / 8,
+        "mbit": 1e6 / 8,
+        "gbit": 1e9 / 8,
+        "Bps": 1.0,
+        "kBps": 1e3,
+        "MBps": 1e6,
+        "GBps": 1e9,
+    },
+    "a rate with its unit (kbit, mbit, gbit, kBps, MBps or GBps), such as 100mbit",
+)
+SIZE = Units(
+    {"B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 1024.0, "MiB": 1024.0**2},
+    "a size with its unit (B, kB, MB, GB, KiB or MiB), such as 512KiB",
+)
+SHARE = Units({"": 1.0, "%": 0.01}, "a share of packets, such as 0.5%")
+COUNT = Units({"": 1.0}, "a number, such as 10")
 # Name in a script -> (field of LinkSettings, its units, whether "none" is a value).
-_FIELDS: dict[str, tuple[str, dict[str, float], bool]] = {
-    "delay": ("delay_s", _TIME, False),
-    "jitter": ("jitter_s", _TIME, False),
-    "rate": ("rate_bytes_per_s", _RATE, True),
-    "queue": ("queue_bytes", _SIZE, True),
-    "loss": ("loss", _SHARE, False),
-    "burst": ("burst_packets", {"": 1.0}, True),
-    "duplicate": ("duplicate", _SHARE, False),
-    "corrupt": ("corrupt", _SHARE, False),
-    "reorder": ("reorder", _SHARE, False),
-    "reorder-delay": ("reorder_delay_s", _TIME, False),
+_FIELDS: dict[str, tuple[str, Units, bool]] = {
+    "delay": ("delay_s", TIME, False),
+    "jitter": ("jitter_s", TIME, False),
+    "rate": ("rate_bytes_per_s", RATE, True),
+    "queue": ("queue_bytes", SIZE, True),
+    "loss": ("loss", SHARE, False),
+    "burst": ("burst_packets", COUNT, True),
+    "duplicate": ("duplicate", SHARE, False),
+    "corrupt": ("corrupt", SHARE, False),
+    "reorder": ("reorder", SHARE, False),
+    "reorder-delay": ("reorder_delay_s", TIME, False),
 }
 _KINDS = ("blackhole", "carrier", "admin")
 
@@ -69,20 +85,17 @@ class Event:
     do: Callable[[], object]
 
 
-def parse_quantity(text: str, units: Mapping[str, float]) -> float:
-    """`"40ms"` with the units of time is 0.04. Raises ValueError."""
+def parse_quantity(text: str, units: Units) -> float:
+    """`"40ms"` with TIME is 0.04. Raises ValueError, also where the unit is missing."""
     match = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)([A-Za-z%]*)", text)
-    # A time without a unit is in seconds.
-    factor = units.get(match[2] or ("s" if "s" in units else "")) if match else None
-    if match is None or factor is None:
-        example = next((f"20{unit}" for unit in units if unit), "20")
-        raise ValueError(f"{text!r}: expected a number with a unit, such as {example}")
-    return float(match[1]) * factor
+    if match is None or match[2] not in units.factors:
+        raise ValueError(f"{text!r}: expected {units.expected}")
+    return float(match[1]) * units.factors[match[2]]
 
 
 def parse_rate(text: str) -> float:
     """Bytes per second from `1gbit` and the like. Raises ValueError."""
-    return parse_quantity(text, _RATE)
+    return parse_quantity(text, RATE)
 
 
 def parse_settings(words: Sequence[str]) -> dict[str, float | None]:
@@ -122,7 +135,7 @@ def parse_script(text: str, networks: Mapping[str, Network]) -> list[Event]:
 def _events(words: list[str], networks: Mapping[str, Network]) -> list[Event]:
     if len(words) < 3:
         raise ValueError("expected TIME NETWORK ACTION")
-    at_s = parse_quantity(words[0], _TIME)
+    at_s = parse_quantity(words[0], TIME)
     network = networks.get(words[1])
     if network is None:
         raise ValueError(f"no network {words[1]}; there are {', '.join(networks) or 'none'}")
@@ -149,7 +162,7 @@ def _events(words: list[str], networks: Mapping[str, Network]) -> list[Event]:
         if len(arguments) < 3:
             raise ValueError("flap: expected KIND PERIOD END_TIME")
         kind, period, end, *others = arguments
-        period_s, end_s = parse_quantity(period, _TIME), parse_quantity(end, _TIME)
+        period_s, end_s = parse_quantity(period, TIME), parse_quantity(end, TIME)
         if period_s < 1e-3 or end_s <= at_s:
             raise ValueError("flap: expected a period of at least 1ms and an end after its start")
         down, up = _outage(network, kind, direction, others)
