@@ -8,9 +8,14 @@ import io
 import json
 import os
 import re
+import select
 import socket
 import socketserver
 import stat
+import subprocess
+import sys
+import tempfile
+import termios
 import threading
 import time
 import warnings
@@ -534,6 +539,81 @@ def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         gone.bind(str(tmp_path / "rank00000.1.sock"))
     assert cli.main(["top", str(tmp_path), "--once"]) == 1
     assert "no process answers" in capsys.readouterr().err
+
+
+# Permissions are checked for the effective user; what is imported later could not be read.
+AS_NOBODY = """
+import os, sys
+from torch_resilient import cli
+os.setegid(65534)
+os.seteuid(65534)
+sys.exit(cli.main(["top", "--once", "--interval", "0.05", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("closed", ["folder", "list", "parent", "socket"])
+def test_a_job_of_another_user_is_named_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    monkeypatch.setattr(_endpoint, "snapshot", lambda: told())
+    # Outside pytest's own folder, which is closed to others.
+    with tempfile.TemporaryDirectory(dir="/tmp") as top_folder:
+        folder = Path(top_folder) / "parent" / "job"
+        endpoint = _endpoint.Endpoint(f"{folder}/", rank=0)
+        try:
+            for each in (folder, *folder.parents):
+                if top_folder in str(each):
+                    each.chmod(0o755)
+            modes = {"folder": (folder, 0o700), "list": (folder, 0o711)}
+            modes |= {"parent": (folder.parent, 0o700)}
+            if closed in modes:
+                path, mode = modes[closed]
+                path.chmod(mode)
+            done = subprocess.run(
+                [sys.executable, "-c", AS_NOBODY, str(folder)],
+                capture_output=True,
+                text=True,
+                timeout=60,
+            )
+        finally:
+            endpoint.close()
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"torch-resilient top: {folder}")
+    who = "another user" if closed == "parent" else "root"
+    assert f"permission denied: only {who}, who runs the job, may watch it" in line
+
+
+def test_q_ends_it_and_leaves_the_terminal_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_endpoint, "snapshot", lambda: told(time_s=time.time()))
+    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    ours, its = os.openpty()
+    try:
+        before = termios.tcgetattr(its)
+        command = [sys.executable, "-m", "torch_resilient.cli", "top", str(tmp_path)]
+        with subprocess.Popen(
+            [*command, "--interval", "0.05"], stdin=its, stdout=its, start_new_session=True
+        ) as process:
+            try:
+                shown = b""
+                while b"1 of 2 ranks" not in shown:
+                    assert select.select([ours], [], [], 30)[0], shown
+                    shown += os.read(ours, 4096)
+                os.write(ours, b"xq")
+                while process.poll() is None:
+                    if select.select([ours], [], [], 0.05)[0]:  # else it could not write
+                        os.read(ours, 4096)
+            finally:
+                process.kill()
+        assert process.returncode == 0
+        assert termios.tcgetattr(its) == before
+    finally:
+        endpoint.close()
+        os.close(ours)
+        os.close(its)
 
 
 def test_a_port_without_a_host_is_on_this_one() -> None:

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import http.client
 import json
 import os
+import pwd
+import select
 import shutil
 import socket
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,9 +39,9 @@ examples:
 
 A line for each path (connection): rates of the last interval, chunks sent again, connections made
 again and times it was suspect since the job's start. For paths of datagrams, what was lost and what
-became of it. Below it what happened while you watched.
+became of it. Below it what happened while you watched. The key q ends it.
 
-exit status: 0; 1 if no process answers; 2 for bad input.
+exit status: 0; 1 if no process answers, or only those of another user; 2 for bad input.
 """
 
 _TIMEOUT_S = 3.0
@@ -82,13 +87,35 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock.connect(self._path)
 
 
+def _denied(path: str) -> PermissionError:
+    """The error of another user's folder or socket."""
+    owner = "another user"
+    with contextlib.suppress(OSError, KeyError):
+        owner = pwd.getpwuid(os.stat(path).st_uid).pw_name
+    return PermissionError(
+        f"{path}: permission denied: only {owner}, who runs the job, may watch it; run this "
+        "command as that user"
+    )
+
+
+def _sockets(folder: str) -> list[str] | None:
+    """Paths of the sockets in a folder; None if there is no such folder. Raises PermissionError."""
+    try:
+        return sorted(each.path for each in os.scandir(folder) if each.name.endswith(".sock"))
+    except PermissionError:
+        raise _denied(folder) from None
+    except OSError:
+        return None
+
+
 def find(where: Sequence[str]) -> list[str]:
-    """The endpoints: paths of sockets, and host:port as given. Raises ValueError."""
+    """The endpoints: paths of sockets, and host:port as given. Raises ValueError, and
+    PermissionError for a folder that this user may not read."""
     found = []
     for each in where:
-        path = Path(each)
-        if path.is_dir():
-            found += sorted(str(path) for path in path.glob("*.sock"))
+        sockets = _sockets(each)
+        if sockets is not None:
+            found += sockets
         elif "/" in each:
             raise ValueError(f"{each}: no such folder")
         elif each.rpartition(":")[2].isdecimal():
@@ -101,7 +128,8 @@ def find(where: Sequence[str]) -> list[str]:
 
 def find_all(where: str) -> list[str]:
     """The endpoints of what TORCH_RESILIENT_METRICS may name: find(), and of a port those after
-    it, too, up to one that is closed, since each rank of a host has the next. Raises ValueError.
+    it, too, up to one that is closed, since each rank of a host has the next. Raises what find()
+    raises.
     """
     found = find([where])
     if "/" in where or Path(where).is_dir():
@@ -370,8 +398,12 @@ def run(options: argparse.Namespace) -> int:
         if not 0.05 <= options.interval <= 3600:
             raise ValueError(f"--interval: expected 0.05 to 3600, got {options.interval:g}")
         look = partial(find, where) if options.where else partial(find_all, where[0])
-        before = fetch_all(look())
+        endpoints = look()
+        before = fetch_all(endpoints)
         if not before:
+            for path in endpoints:
+                if os.path.exists(path) and not os.access(path, os.W_OK, effective_ids=True):
+                    raise _denied(path)
             sys.stderr.write(
                 f"torch-resilient top: no process answers at {', '.join(where)}: was the job "
                 "started with TORCH_RESILIENT_METRICS set to it, and has it made its group yet?\n"
@@ -383,18 +415,80 @@ def run(options: argparse.Namespace) -> int:
         _show(options, look, before)
     except ValueError as error:
         return bad_input("top", error)
+    except PermissionError as error:
+        bad_input("top", error)
+        return 1
     except KeyboardInterrupt:
         pass
     return 0
 
 
+class _Keyboard:
+    """Keys without Enter, within a `with` block, if standard input is a terminal in whose
+    foreground this process runs."""
+
+    def __init__(self) -> None:
+        self._terminal: int | None = None
+        self._settings: list[Any] = []
+
+    def __enter__(self) -> _Keyboard:
+        with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):
+            terminal = sys.stdin.fileno()
+            self._settings = termios.tcgetattr(terminal)
+            # A process in the background would be stopped.
+            if self._is_background(terminal):
+                return self
+            tty.setcbreak(terminal, termios.TCSANOW)
+            self._terminal = terminal
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._terminal is not None:
+            with contextlib.suppress(termios.error):  # it is gone
+                termios.tcsetattr(self._terminal, termios.TCSANOW, self._settings)
+
+    @staticmethod
+    def _is_background(terminal: int) -> bool:
+        try:
+            return os.tcgetpgrp(terminal) != os.getpgrp()
+        except OSError:  # not the terminal that controls this process: it stops nobody
+            return False
+
+    def wait_for_q(self, seconds: float) -> bool:
+        """Waits that long, or until q is pressed; returns whether it was."""
+        end_s = time.monotonic() + seconds
+        while self._terminal is not None:
+            left_s = end_s - time.monotonic()
+            if not select.select([self._terminal], [], [], max(left_s, 0.0))[0]:
+                return False
+            try:
+                keys = os.read(self._terminal, 64)
+            except OSError:
+                keys = b""
+            if b"q" in keys.lower():
+                return True
+            if not keys:  # standard input has ended
+                self._terminal = None
+        time.sleep(max(end_s - time.monotonic(), 0.0))
+        return False
+
+
 def _show(
     options: argparse.Namespace, look: Callable[[], list[str]], before: list[dict[str, Any]]
 ) -> None:
+    with _Keyboard() as keyboard:
+        _watch(options, look, before, keyboard)
+
+
+def _watch(
+    options: argparse.Namespace,
+    look: Callable[[], list[str]],
+    before: list[dict[str, Any]],
+    keyboard: _Keyboard,
+) -> None:
     events: list[str] = []
     terminal = sys.stdout.isatty()
-    while True:
-        time.sleep(options.interval)
+    while not keyboard.wait_for_q(options.interval):
         # Processes may come and go.
         now = fetch_all(look())
         clock = time.strftime("%H:%M:%S")
