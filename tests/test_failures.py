@@ -249,7 +249,7 @@ def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
         assert limit_s * 0.9 < took < limit_s + LOAD, error
         assert f"Timed out waiting {int(limit_s * 1000)}ms" in error
         assert re.search(rf"rank {victim} \(host .*\) does not respond", error), error
-        assert re.search(r"last sign of life \d[\d.]* s ago", error), error
+        assert re.search(r"last sign of life \d[\d.]* (?:ms|s) ago", error), error
         # As far as this rank can know: the last thing that came from there.
         assert re.search(r"then in \w+\([a-z0-9]+.*\) #[23]", error), error
     if name == "broadcast":
@@ -567,6 +567,28 @@ def test_a_time_out_says_who_has_not_called() -> None:
         assert "not called by all: rank 1" in error
         assert "its last collective was #2, barrier" in error
         assert took < 4 + LOAD
+
+
+def called_too_late(rank: int) -> str:
+    store = make_store("test")
+    if rank == 2:
+        store.wait(["failed/0", "failed/1"])
+    error = error_of(lambda: dist.all_reduce(torch.ones(4000)))
+    store.set(f"failed/{rank}", "")
+    return error
+
+
+def test_an_error_has_the_facts_of_its_own_rank_once_and_says_what_they_count() -> None:
+    errors = run_ranks(called_too_late, world_size=3, group_timeout_s=4)
+    for rank, error in enumerate(errors):
+        (facts,) = re.findall(r"\[.*? elapsed", re.sub(r"\w+\[\d+\]", "", error))
+        count = "0 of 0" if rank == 2 else r"\d+ of \d+"
+        assert re.fullmatch(
+            rf"\[this rank: {count} bytes sent, {count} bytes received, \S+ (us|ms|s) elapsed",
+            facts,
+        ), error
+        assert len(re.findall("failed on rank", error)) == 1, error
+    assert re.search(r"failed on rank 2: rank [01] reports: Timed out waiting 4000ms", errors[2])
 
 
 def destroyed_too_early(rank: int) -> str:

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <chrono>
+#include <string>
 
 namespace resilient {
 
@@ -23,5 +24,8 @@ inline double toSeconds(Nanos d) {
 inline Nanos fromSeconds(double s) {
   return std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(s));
 }
+
+// For people, in the unit that suits: "98 us", "12.5 ms", "3.02 s", "25 min".
+std::string durationText(Nanos d);
 
 } // namespace resilient

@@ -103,7 +103,7 @@ CollectiveRun::Item& CollectiveRun::add(Transfer& transfer) {
 void CollectiveRun::finish(Item& item, Status status) {
   Transfer* transfer = item.transfer;
   if (status.ok()) {
-    bytesDone_ += item.bytes;
+    (item.recv ? received_ : sent_).done += item.bytes;
   } else if (failedPeer_ < 0 && item.record() != nullptr) {
     failedPeer_ = item.record()->peer();
     cause_ = status.message();
@@ -124,7 +124,7 @@ void CollectiveRun::startSend(
   }
   Item& item = add(transfer);
   item.bytes = bytes;
-  bytesStarted_ += bytes;
+  sent_.started += bytes;
   item.send.emplace(group_, peer, [this, &item](const Status& status) {
     finish(item, status);
   });
@@ -150,7 +150,7 @@ void CollectiveRun::startRecv(
   }
   Item& item = add(transfer);
   item.bytes = bytes;
-  bytesStarted_ += bytes;
+  received_.started += bytes;
   item.recv.emplace(group_, peer, [this, &item](const Status& status) {
     finish(item, status);
   });
@@ -241,33 +241,40 @@ void CollectiveRun::fail(const Status& status, bool tellOthers) {
 
 void CollectiveRun::ended() {
   over_ = true;
-  group_.finished(*this, outcome(), failedPeer_, tellOthers_);
+  const Status why = failure();
+  group_.finished(
+      *this,
+      why.ok() ? why
+               : Status(
+                     why.code(),
+                     describe() + " failed on rank " + std::to_string(rank()) +
+                         ": " + why.message() + context()),
+      failedPeer_,
+      tellOthers_);
 }
 
-Status CollectiveRun::outcome() const {
+Status CollectiveRun::failure() const {
   if (!task_.error()) {
     return Status();
   }
   try {
     std::rethrow_exception(task_.error());
   } catch (const StatusError& e) {
-    return Status(
-        e.status().code(),
-        describe() + " failed on rank " + std::to_string(rank()) + ": " +
-            e.status().message() + context());
+    return e.status();
   } catch (const std::exception& e) {
-    return Status(
-        StatusCode::kInternal,
-        describe() + " failed on rank " + std::to_string(rank()) + ": " +
-            e.what());
+    return Status(StatusCode::kInternal, e.what());
   }
 }
 
 // The facts of invariant 1 that the cause does not name.
 std::string CollectiveRun::context() const {
-  std::string s = " [" + std::to_string(bytesDone_) + " of " +
-      std::to_string(bytesStarted_) + " bytes done, " +
-      secondsText(group_.engine().loop().now() - startedAt_) + " elapsed";
+  const auto part = [](const Bytes& bytes) {
+    return std::to_string(bytes.done) + " of " + std::to_string(bytes.started) +
+        " bytes ";
+  };
+  std::string s = " [this rank: " + part(sent_) + "sent, " + part(received_) +
+      "received, " + durationText(group_.engine().loop().now() - startedAt_) +
+      " elapsed";
   if (failedPeer_ >= 0) {
     s += ", " + group_.pathSummary(failedPeer_);
   }

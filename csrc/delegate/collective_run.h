@@ -82,6 +82,10 @@ class CollectiveRun final : public Communicator {
   void startLearning(Transfer& transfer) override;
   void cancel(Transfer& transfer) override;
 
+  // Why the algorithm failed, without what this rank knows of the operation.
+  // Once it has ended.
+  Status failure() const;
+
  private:
   struct Item; // a transfer and its record
 
@@ -90,7 +94,6 @@ class CollectiveRun final : public Communicator {
   void failLater(Transfer& transfer);
   void armDeadline();
   void ended();
-  Status outcome() const;
   std::string context() const;
   std::string givenUpText() const; // for the peers of its transfers
 
@@ -107,8 +110,10 @@ class CollectiveRun final : public Communicator {
   bool tellOthers_ = true;
   int failedPeer_ = -1;
   std::string cause_; // why its transfer failed
-  uint64_t bytesDone_ = 0;
-  uint64_t bytesStarted_ = 0;
+  struct Bytes {
+    uint64_t done = 0, started = 0;
+  };
+  Bytes sent_, received_;
   std::shared_ptr<const Topology> topology_; // as the operation began
   std::list<Item> items_; // pending
 };

@@ -1,7 +1,6 @@
 #include "delegate/diagnosis.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <set>
 
 #include "delegate/collective_run.h"
@@ -12,12 +11,6 @@
 // is known here: reports of the others, and when each was last heard of.
 
 namespace resilient {
-
-std::string secondsText(Nanos d) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g s", toSeconds(d));
-  return text;
-}
 
 std::string timedOutText(Nanos timeout) {
   return "Timed out waiting " + std::to_string(timeout.count() / 1000000) +
@@ -56,7 +49,7 @@ std::string GroupImpl::silence(int rank) const {
         s += ", waiting for rank " + std::to_string(r.waitingFor) +
             (r.silentNanos < 0 ? std::string(", of which it has never heard")
                                : ", of which it heard " +
-                     secondsText(Nanos(r.silentNanos)) + " before");
+                     durationText(Nanos(r.silentNanos)) + " before");
       }
     } else if (r.lastSequence != 0) {
       s += ", its last collective was #" + std::to_string(r.lastSequence) +
@@ -74,7 +67,7 @@ std::string GroupImpl::silence(int rank) const {
         " is alive, but does not answer for this group: has it destroyed it?";
   }
   std::string s = describe(rank) + " does not respond: ";
-  s += heard ? "last sign of life " + secondsText(now - *heard) + " ago"
+  s += heard ? "last sign of life " + durationText(now - *heard) + " ago"
              : std::string("never heard of it (") + m.link->pathSummary() + ')';
   const FrameHeader& last = m.link->channel().lastCollective();
   if (last.group == id_ && last.stream != 0) {

@@ -6,9 +6,6 @@
 
 namespace resilient {
 
-// "0.25 s", "12.3 s"
-std::string secondsText(Nanos d);
-
 // "Timed out waiting 10000ms: ", as gloo begins.
 std::string timedOutText(Nanos timeout);
 

@@ -5,8 +5,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <condition_variable>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <set>
 #include <sstream>
@@ -720,14 +722,17 @@ void Engine::writeDump(const std::string& reason) {
   ::mkdir(options_.dump_dir.c_str(), 0777); // it mostly exists
   const std::string path =
       options_.dump_dir + "/rank" + std::to_string(globalRank_) + ".txt";
+  errno = 0;
   std::ofstream out(path, std::ios::app);
   out << text << std::flush;
-  logMessage(
-      out ? LogLevel::kInfo : LogLevel::kWarning,
-      (out ? "recent operations written to "
-           : "cannot write the recent operations (check "
-             "TORCH_RESILIENT_DUMP_DIR) to ") +
-          path);
+  if (out) {
+    logMessage(LogLevel::kInfo, "recent operations written to " + path);
+  } else {
+    logMessage(
+        LogLevel::kWarning,
+        "cannot write the recent operations to " + path + ": " +
+            std::strerror(errno) + " (TORCH_RESILIENT_DUMP_DIR)");
+  }
 }
 
 void Engine::onFirstFailure(const Status& status) {
@@ -774,7 +779,11 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
     logMessage(
         LogLevel::kWarning,
         "control frame from " + link.describe() +
-            " of an unknown kind: ignored");
+            " ignored: " + std::to_string(payload.size()) + " bytes" +
+            (payload.empty() ? std::string()
+                             : " of kind " +
+                     std::to_string(std::to_integer<int>(payload.front()))) +
+            ", which this version cannot read");
   }
 }
 

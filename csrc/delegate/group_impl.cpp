@@ -653,7 +653,8 @@ void GroupImpl::finished(
     notice.code = status.code();
     notice.reporter = rank_;
     notice.culprit = culprit;
-    notice.text = status.message();
+    // The others add the operation and what they know of it themselves.
+    notice.text = run.failure().message();
     tell(notice);
   }
   const auto done = std::move(run.spec().done);
@@ -834,16 +835,16 @@ void GroupImpl::onMismatch(
     run->fail(status, /*tellOthers=*/true);
     return;
   }
-  endByMismatch(
-      sequence,
-      "collective #" + std::to_string(sequence) + ": " + status.message());
+  endByMismatch(sequence, status.message());
 }
 
 // Unless it has failed here as well, the results of one side are wrong.
-void GroupImpl::endByMismatch(uint64_t sequence, const std::string& why) {
+void GroupImpl::endByMismatch(uint64_t sequence, const std::string& cause) {
   if (!failure_.ok() || failedHere_.contains(sequence)) {
     return;
   }
+  const std::string why =
+      "collective #" + std::to_string(sequence) + ": " + cause;
   logMessage(LogLevel::kError, "group " + name_ + ": " + why);
   Notice notice;
   notice.group = id_;

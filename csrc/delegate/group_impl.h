@@ -142,7 +142,7 @@ class GroupImpl final : public Group,
   void askForAddress(int rank);
   void onAddressText(int rank, const std::string& text);
   void failWhole(const Status& status);
-  void endByMismatch(uint64_t sequence, const std::string& why);
+  void endByMismatch(uint64_t sequence, const std::string& cause);
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
   void onWatchdog();

@@ -157,7 +157,8 @@ void PeerLink::onDatagramOffer(const DatagramOffer& offer) {
     engine_.loop().cancel(d.timer);
     d.timer = 0;
     if (offer.port == 0 || !slots_[slot].path) {
-      offerDatagramsLater(route, "the far end cannot take them");
+      offerDatagramsLater(
+          route, "the far end cannot take them; its log says why");
       return;
     }
     DatagramSocket socket = std::move(*d.offered);
@@ -288,7 +289,10 @@ void PeerLink::onDatagramUse(DatagramPath& path) {
       path.localAddress() + " -> " + path.remoteAddress();
   if (!path.usable()) {
     logMessage(
-        LogLevel::kWarning, where + " fell silent: connections take over");
+        LogLevel::kWarning,
+        where + " were last heard " +
+            durationText(engine_.loop().now() - path.heardAt()) +
+            " ago: connections take over");
   } else if (channel_.isSuspect(path.id())) {
     logMessage(LogLevel::kInfo, where + " are heard again");
   } else {

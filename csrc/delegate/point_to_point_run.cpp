@@ -114,7 +114,7 @@ void PointToPointRun::end(const Status& cause, int sourceRank) {
         cause.code(),
         describe() + " failed on rank " + std::to_string(group_.rank()) + ": " +
             cause.message() + " [" + std::to_string(spec_.bytes) + " bytes, " +
-            secondsText(group_.engine().loop().now() - startedAt_) +
+            durationText(group_.engine().loop().now() - startedAt_) +
             " elapsed" +
             (spec_.peer >= 0 ? ", " + group_.pathSummary(spec_.peer)
                              : std::string()) +

@@ -240,7 +240,7 @@ TEST(a_silent_address_is_not_a_dead_peer) {
   OutgoingResult result = world.connect(std::move(spec));
   CHECK(!result.failure.refusedEverywhere);
   CHECK(!result.status.ok());
-  CHECK_CONTAINS(result.status.message(), "no end of the handshake in 0.05 s");
+  CHECK_CONTAINS(result.status.message(), "no end of the handshake in 50 ms");
 }
 
 TEST(a_connection_closed_in_the_midst_is_not_a_dead_peer) {

@@ -3,17 +3,10 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
-#include <cstdio>
 
 namespace resilient {
 
 namespace {
-
-std::string secondsText(Nanos d) {
-  char text[32];
-  std::snprintf(text, sizeof(text), "%.3g s", toSeconds(d));
-  return text;
-}
 
 // Moves bytes between the socket and the handshake until the socket has no
 // more to give or take, or the handshake has ended. Never reads a byte that
@@ -139,7 +132,7 @@ void OutgoingHandshake::tryNext() {
     attemptFailed(
         Status(
             StatusCode::kTimeout,
-            what + " in " + secondsText(spec_.attemptTimeout)),
+            what + " in " + durationText(spec_.attemptTimeout)),
         false);
   });
 }
@@ -250,7 +243,7 @@ IncomingHandshake::IncomingHandshake(
   timer_ = loop_.after(timeout, [this, timeout] {
     finish(Status(
         StatusCode::kTimeout,
-        "no end of the handshake in " + secondsText(timeout)));
+        "no end of the handshake in " + durationText(timeout)));
   });
 }
 
