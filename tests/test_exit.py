@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from exit_program import process_state
-from harness import on_gloo, wait_until
+from harness import init_group, on_gloo, run_ranks, wait_until
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo promises none of this")
 
@@ -95,6 +96,37 @@ class Programs:
                 os.killpg(pid, signal.SIGKILL)
                 left.append(rank)
         return left
+
+
+def end_in_good_order(rank: int, folder: str) -> None:
+    """With its own standard error in a file."""
+    from torch_resilient import stats
+
+    log = os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 2)
+    os.close(log)
+    init_group()
+    dist.all_reduce(torch.ones(1000))
+    wait_until(
+        lambda: all(
+            {path["slot"] for path in peer["paths"]} == {-1, 0, 1, 2, 3}
+            for peer in stats()["peers"]
+        ),
+        "all paths are up",
+    )
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_a_clean_end_reports_no_lost_paths(tmp_path: Path) -> None:
+    env = {"TORCH_RESILIENT_LOG_LEVEL": "info", "TORCH_RESILIENT_PATHS_SAME_HOST": "4"}
+    run_ranks(end_in_good_order, str(tmp_path), world_size=3, init=False, env=env)
+    for rank in range(3):
+        text = (tmp_path / str(rank)).read_text()
+        assert "listening at" in text
+        assert "has left" in text
+        assert "reconnecting" not in text
+        assert "no more memory" not in text
 
 
 @pytest.fixture(scope="module")

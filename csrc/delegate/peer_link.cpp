@@ -1,7 +1,6 @@
 #include "delegate/peer_link.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "base/log.h"
 #include "base/random.h"
@@ -134,20 +133,22 @@ std::string PeerLink::pathSummary() const {
     faults += "; path " + std::to_string(i) +
         (nic.empty() ? "" : " (" + nic + ")") + ": ";
     if (slot.path) {
-      char seconds[32];
-      std::snprintf(
-          seconds,
-          sizeof(seconds),
-          "%.1f",
-          toSeconds(engine_.loop().now() - slot.path->heardAt()));
       faults += slot.nicDown ? std::string("its NIC is down")
-                             : std::string("silent for ") + seconds + " s";
+                             : "silent for " +
+              durationText(engine_.loop().now() - slot.path->heardAt());
     } else {
       faults += slot.lastError.message();
     }
   }
   return std::to_string(up) + " of " + std::to_string(count) + " paths up" +
       faults;
+}
+
+LogLevel PeerLink::levelOfLoss(const Status& why) const {
+  if (why.code() == StatusCode::kProtocol) {
+    return LogLevel::kWarning;
+  }
+  return leaving_ ? LogLevel::kDebug : LogLevel::kInfo;
 }
 
 bool PeerLink::answers(const Slot& slot) const {
@@ -540,13 +541,15 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
     // It has gone too, maybe before it could acknowledge our goodbye.
     engine_.loop().post([engine = &engine_, uid = uid_] {
       engine->link(uid).close(
-          State::kLeft, Status(StatusCode::kPeerLeft, "both have left"));
+          State::kLeft,
+          Status(
+              StatusCode::kPeerLeft,
+              engine->link(uid).describe() + " has left, as this rank has"));
     });
     return;
   }
   logMessage(
-      why.code() == StatusCode::kProtocol ? LogLevel::kWarning
-                                          : LogLevel::kInfo,
+      levelOfLoss(why),
       "path " + std::to_string(path.slot()) + " to " + describe() +
           " is down: " + why.message() + "; reconnecting");
   const size_t index = static_cast<size_t>(path.slot());

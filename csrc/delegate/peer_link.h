@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/log.h"
 #include "channel/channel.h"
 #include "delegate/group.h"
 #include "path/congestion_choice.h"
@@ -189,6 +190,9 @@ class PeerLink final : public ChannelHost,
 
   Slot& slotOf(const TcpPath& path);
   size_t livePaths() const;
+  // How much the loss of a connection or of shared memory matters: nothing
+  // once this process is leaving, since then its peers leave, too.
+  LogLevel levelOfLoss(const Status& why) const;
   // It is connected and not in doubt.
   bool answers(const Slot& slot) const;
   // Some path's way is neither silent for long nor by a NIC of ours that is

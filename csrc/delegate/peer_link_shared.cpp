@@ -80,8 +80,7 @@ void PeerLink::onSharedClosed(SharedPath& path, const Status& why) {
   engine_.markDirty(*this);
   if (usable()) {
     logMessage(
-        why.code() == StatusCode::kProtocol ? LogLevel::kWarning
-                                            : LogLevel::kInfo,
+        levelOfLoss(why),
         "no more memory shared with " + describe() + ": " + why.message());
   }
 }
