@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +23,14 @@ MARK = re.compile(r"\bPaper:(.*)")
 REFERENCE = re.compile(r"\s*([A-Z]+) (§\d+(?:\.\d+)*)")
 HEADING = re.compile(r"^## ([A-Z]+)$")
 ROW_SECTION = re.compile(r"§\d+(?:\.\d+)*")
+# A comment, a literal that is one character, or one that is a string.
+CPP_TOKEN = re.compile(
+    r"""//[^\n]*|/\*.*?\*/|'(?:\\.|[^'\\\n])'|"((?:\\.|[^"\\\n])*)\"""", re.DOTALL
+)
+# Files of the source tree that a wheel does not hold.
+OF_THE_SOURCE = re.compile(
+    r"\b(?:docs|csrc|tests|examples|benchmarks)/\w|\w\.md\b|\b(?:README|CONTRIBUTING|CHANGELOG)\b"
+)
 STATES = ("yes", "other", "idea", "no", "the user's")
 
 
@@ -132,6 +141,63 @@ def test_the_mark_check_finds() -> None:
     text = "// Paper: SHIFT §4.3.2, step 1\n// Paper: SHIFT §4.3\n# Paper: see there\n"
     faults = mark_faults("a.cpp", text, listed)
     assert [fault.split(":")[1] for fault in faults] == ["2", "3"]
+
+
+def strings_of_cpp(text: str) -> Iterator[tuple[int, str]]:
+    """(line, text) of each string literal; `#include` has none."""
+    text = re.sub(r"^#include.*$", "", text, flags=re.MULTILINE)
+    for token in CPP_TOKEN.finditer(text):
+        if token[1]:
+            yield text.count("\n", 0, token.start()) + 1, token[1]
+
+
+def strings_of_python(text: str, help_too: bool) -> Iterator[tuple[int, str]]:
+    """(line, text) of each string, of docstrings only if `help_too`."""
+    tree = ast.parse(text)
+    docstrings = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                docstrings.add(first.value)
+    for node in ast.walk(tree):
+        if node in docstrings and not help_too:
+            continue
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def test_texts_of_the_program_name_no_file_that_a_wheel_lacks() -> None:
+    """Errors, warnings and help; docstrings are help in the commands and in the public modules."""
+    found = []
+    for path in sources():
+        name = str(path.relative_to(ROOT))
+        text = path.read_text(encoding="utf-8")
+        if name.startswith("csrc/tests/"):
+            continue
+        if path.suffix == ".py":
+            public = name.startswith("torch_resilient/cli/") or name.count("/") == 1
+            strings = strings_of_python(text, public and not path.name.startswith("_"))
+        else:
+            strings = strings_of_cpp(text)
+        found += [f"{name}:{line}: {each}" for line, each in strings if OF_THE_SOURCE.search(each)]
+    table = ROOT / "csrc" / "base" / "options.def"
+    for line, each in strings_of_cpp(table.read_text(encoding="utf-8")):
+        if OF_THE_SOURCE.search(each):
+            found.append(f"options.def:{line}: {each}")
+    assert found == []
+
+
+def test_the_check_of_texts_finds() -> None:
+    cpp = """#include "docs/a.h"
+    // see "docs/b.md"
+    warn('"', "see docs/c.md", "a \\"docs/d.md\\"");
+    """
+    assert [line for line, each in strings_of_cpp(cpp) if OF_THE_SOURCE.search(each)] == [3, 3]
+    python = '''"""See docs/a.md."""\n# docs/b.md\nfail(f"{x}: see docs/c.md")\n'''
+    for help_too, lines in ((True, [1, 3]), (False, [3])):
+        strings = strings_of_python(python, help_too)
+        assert [line for line, each in strings if OF_THE_SOURCE.search(each)] == lines
 
 
 def test_variables_named_in_documents_exist() -> None:

@@ -3,7 +3,8 @@
     state = SmartState(model=model)            # every rank, at the same point of the program
     model.register_comm_hook(state, smart_hook)
 
-docs/lossy-links.md has the algorithm, why replicas stay identical, and the guard rails.
+The documentation of lossy links has the algorithm, why replicas stay identical, and the guard
+rails.
 
 Paper: SMART §3.3; the priority of packets is §3.1, and what is sent again is §3.2.
 """

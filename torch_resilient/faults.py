@@ -10,7 +10,18 @@ Each fault acts on the paths of the process that injects it, on real connections
     faults.cut(peer=1, path=0)  # break one connection now
 
 Ranks are those of the default group. Rules for all ranks can also be given before the start,
-as text, in the option `faults` (TORCH_RESILIENT_FAULTS); csrc/path/faults.h has the language.
+as text, in the option `faults` (TORCH_RESILIENT_FAULTS), separated by `;`. A rule is a kind with
+its own keys, and conditions, all of which must hold:
+
+    delay  ms, jitter_ms                bytes leave later; jitter is uniform, +-
+    rate   bytes_per_s                  bytes leave no faster
+    stall                               nothing is written
+    drop                                nothing is written or read
+    cut    after_bytes, times, every_s  the connection breaks; it may be made again
+
+    where: rank (who applies it), peer, path; without them, all
+    when:  from_s or at_s, until_s or for_s, counted from the start of the engine;
+           from_step, until_step, at_step, as step() counts
 """
 
 from __future__ import annotations

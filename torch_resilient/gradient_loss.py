@@ -1,7 +1,7 @@
 """Gradients that may be lost on the way: what counts as small, and the memory of what was lost.
 
-Pure: tensors in, tensors out. The DDP hook (`torch_resilient.ddp`) and the convergence study
-(`benchmarks/smart_convergence.py`) use the same code.
+Pure: tensors in, tensors out. The DDP hook (`torch_resilient.ddp`) and the convergence study use
+the same code.
 """
 
 from __future__ import annotations

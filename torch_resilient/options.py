@@ -1,6 +1,6 @@
 """The table of options, as text: `python -m torch_resilient.options --markdown`.
 
-The table itself is csrc/base/options.def, from which the C++ code is compiled as well.
+The table itself is options.def, from which the C++ code is compiled as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 PREFIX = "TORCH_RESILIENT_"
 
 _HEAD = """\
-<!-- Written by `python -m torch_resilient.options --markdown`; change csrc/base/options.def. -->
+<!-- Written by `python -m torch_resilient.options --markdown` from options.def: change that. -->
 # Options
 
 Each option is a field of `torch_resilient.Options`, given to one group as `pg_options`, and an
@@ -134,7 +134,7 @@ twentieth of a core and some MB a minute.
 
 
 def markdown() -> str:
-    """The text of docs/options.md."""
+    """The reference of all options."""
     lines = [_HEAD]
     for option in table():
         default = f"`{option.default_text}`" if option.default_text else "empty"
@@ -153,7 +153,7 @@ def markdown() -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Prints the options; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m torch_resilient.options")
-    parser.add_argument("--markdown", action="store_true", help="print docs/options.md")
+    parser.add_argument("--markdown", action="store_true", help="with what each is for")
     if parser.parse_args(arguments).markdown:
         sys.stdout.write(markdown())
     else:

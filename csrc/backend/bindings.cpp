@@ -357,8 +357,7 @@ void bindOptions(py::module_& m) {
     auto object = py::cast(made);
     for (const auto& [name, value] : values) {
       if (!py::hasattr(object, name)) {
-        throw py::type_error(
-            "there is no option \"" + name.cast<std::string>() + "\"");
+        throw py::type_error(noSuchOption(name.cast<std::string>()));
       }
       py::setattr(object, name, value);
     }

@@ -5,8 +5,10 @@
 #include <charconv>
 #include <cmath>
 #include <cstdlib>
+#include <numeric>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "base/log.h"
 #include "base/status.h"
@@ -18,6 +20,12 @@ namespace resilient {
 namespace {
 
 constexpr std::string_view kPrefix = "TORCH_RESILIENT_";
+
+// By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.
+constexpr std::array<std::string_view, 3> kReadByPython = {
+    "TORCH_RESILIENT_TIMELINE",
+    "TORCH_RESILIENT_METRICS",
+    "TORCH_RESILIENT_RECORD_DIR"};
 
 [[noreturn]] void invalid(const std::string& message) {
   throw StatusError(Status(StatusCode::kInvalidArgument, message));
@@ -262,9 +270,57 @@ const OptionInfo& find(std::string_view name) {
       return option;
     }
   }
-  invalid(
-      "there is no option \"" + std::string(name) +
-      "\"; docs/options.md lists them all");
+  invalid(noSuchOption(name));
+}
+
+// How many characters must be added, removed, replaced or swapped with the
+// next one to make `b` of `a`.
+size_t editDistance(std::string_view a, std::string_view b) {
+  // Rows of the table for the last two lengths of `a`, and for the present one.
+  std::vector<size_t> before, last(b.size() + 1), now(b.size() + 1);
+  std::iota(last.begin(), last.end(), size_t{0});
+  for (size_t i = 1; i <= a.size(); ++i) {
+    now[0] = i;
+    for (size_t j = 1; j <= b.size(); ++j) {
+      const size_t replaced = last[j - 1] + (a[i - 1] != b[j - 1] ? 1 : 0);
+      now[j] = std::min({last[j] + 1, now[j - 1] + 1, replaced});
+      if (i > 1 && j > 1 && a[i - 1] == b[j - 2] && a[i - 2] == b[j - 1]) {
+        now[j] = std::min(now[j], before[j - 2] + 1);
+      }
+    }
+    before = std::exchange(last, now);
+  }
+  return last[b.size()];
+}
+
+std::vector<std::string> knownVariables() {
+  std::vector<std::string> names(kReadByPython.begin(), kReadByPython.end());
+  for (const OptionInfo& option : optionTable()) {
+    names.push_back(option.variable);
+  }
+  return names;
+}
+
+// 'did you mean X? `...` lists all', or only the second part if none of the
+// `names` is similar. A name whose unit is missing counts as similar.
+std::string suggestion(
+    std::string_view name,
+    const std::vector<std::string>& names) {
+  const size_t ownPart =
+      name.size() - (name.starts_with(kPrefix) ? kPrefix.size() : 0);
+  size_t limit = 2 + ownPart / 8; // edits; as many make another word
+  const std::string* best = nullptr;
+  for (const std::string& each : names) {
+    const bool noUnit = !name.empty() && each.size() > name.size() &&
+        each.starts_with(name) && each[name.size()] == '_';
+    const size_t edits = noUnit ? 1 : editDistance(name, each);
+    if (edits < limit) {
+      limit = edits;
+      best = &each;
+    }
+  }
+  return (best == nullptr ? "" : "did you mean " + *best + "? ") +
+      "`python -m torch_resilient.options` lists all";
 }
 
 } // namespace
@@ -304,12 +360,12 @@ EngineOptions EngineOptions::fromEnvironment() {
     }
   }
   options.validate();
+  const std::vector<std::string> known = knownVariables();
   for (const std::string& variable : unknownVariables()) {
     logMessage(
         LogLevel::kWarning,
         "the environment sets " + variable +
-            ", which nothing reads: is it misspelled? docs/options.md lists "
-            "all variables");
+            ", which nothing reads: " + suggestion(variable, known));
   }
   return options;
 }
@@ -451,31 +507,28 @@ std::vector<std::string> SiteNumbers::sites() const {
   return names;
 }
 
-// By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.
-constexpr std::array<std::string_view, 3> kReadByPython = {
-    "TORCH_RESILIENT_TIMELINE",
-    "TORCH_RESILIENT_METRICS",
-    "TORCH_RESILIENT_RECORD_DIR"};
-
 std::vector<std::string> unknownVariables() {
+  const std::vector<std::string> known = knownVariables();
   std::vector<std::string> unknown;
   for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
     const std::string_view text(*entry);
     const std::string_view name = text.substr(0, text.find('='));
-    if (!name.starts_with(kPrefix)) {
-      continue;
-    }
-    const bool known =
-        std::ranges::find(kReadByPython, name) != kReadByPython.end() ||
-        std::ranges::any_of(optionTable(), [&](const OptionInfo& option) {
-          return option.variable == name;
-        });
-    if (!known) {
+    if (name.starts_with(kPrefix) &&
+        std::ranges::find(known, name) == known.end()) {
       unknown.emplace_back(name);
     }
   }
   std::ranges::sort(unknown);
   return unknown;
+}
+
+std::string noSuchOption(std::string_view name) {
+  std::vector<std::string> names;
+  for (const OptionInfo& option : optionTable()) {
+    names.push_back(option.name);
+  }
+  return "there is no option \"" + std::string(name) +
+      "\": " + suggestion(lower(name), names);
 }
 
 } // namespace resilient

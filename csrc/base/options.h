@@ -153,4 +153,8 @@ const std::vector<OptionInfo>& optionTable();
 // likely misspelled. fromEnvironment() logs them as a warning.
 std::vector<std::string> unknownVariables();
 
+// 'there is no option "linger": did you mean linger_s? ...', for a name that is
+// in no row of the table.
+std::string noSuchOption(std::string_view name);
+
 } // namespace resilient

@@ -301,7 +301,41 @@ TEST(options_warn_of_misspelled_variables) {
   setLogSink([&](std::string_view line) { logged += line; });
   EngineOptions::fromEnvironment();
   setLogSink({});
-  CHECK_CONTAINS(logged, "TORCH_RESILIENT_PATH_REMOTE");
+  CHECK_CONTAINS(logged, "TORCH_RESILIENT_PATH_REMOTE, which nothing reads");
+  CHECK_EQ(logged.find("did you mean"), std::string::npos);
+}
+
+TEST(options_propose_the_variable_that_was_meant) {
+  const auto warning = [](const char* suffix) {
+    Variable misspelled(suffix, "8");
+    std::string logged;
+    setLogSink([&](std::string_view line) { logged += line; });
+    EngineOptions::fromEnvironment();
+    setLogSink({});
+    return logged;
+  };
+  CHECK_CONTAINS(
+      warning("CHUNK_BITES"), "did you mean TORCH_RESILIENT_CHUNK_BYTES?");
+  CHECK_CONTAINS(
+      warning("WAN_CONECTIONS"),
+      "did you mean TORCH_RESILIENT_WAN_CONNECTIONS?");
+  CHECK_CONTAINS(warning("ISTE"), "did you mean TORCH_RESILIENT_SITE?");
+  CHECK_CONTAINS(
+      warning("SOCKET_BUFFER"),
+      "did you mean TORCH_RESILIENT_SOCKET_BUFFER_BYTES?");
+  CHECK_CONTAINS(warning("METRIC"), "did you mean TORCH_RESILIENT_METRICS?");
+}
+
+TEST(options_propose_the_field_that_was_meant) {
+  EngineOptions options;
+  CHECK_THROWS(
+      StatusError,
+      "there is no option \"wan_conections\": did you mean wan_connections?",
+      options.setFromString("wan_conections", "8"));
+  CHECK_THROWS(
+      StatusError,
+      "did you mean heartbeat_s?",
+      options.getAsString("Heartbeat"));
 }
 
 } // namespace resilient

@@ -6,6 +6,7 @@ unusual is none: a check that cannot be sure says nothing.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import math
 import re
@@ -238,17 +239,19 @@ def _remedy_of_start(error: str) -> str:
     match = re.search(r'(TORCH_RESILIENT_\w+)="', error)
     if match:
         return f"`unset {match[1]}`, or give it what is expected"
-    return "see docs/troubleshooting.md for this text"
+    return "the text names the cause; `python -m torch_resilient.options` lists all settings"
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
     """Settings that have no effect."""
     for name in sorted(facts.environment):
         if name.startswith("TORCH_RESILIENT_") and name not in facts.known_variables:
+            similar = difflib.get_close_matches(name, facts.known_variables, n=1, cutoff=0.85)
+            meant = f"; did you mean {similar[0]}?" if similar else ""
             yield Finding(
                 "variable",
                 facts.where,
-                f"the environment sets {name}, which nothing reads",
+                f"the environment sets {name}, which nothing reads{meant}",
                 "the setting that was meant is not in force",
                 f"`unset {name}`; `python -m torch_resilient.options` lists all names",
             )
@@ -499,7 +502,8 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                 f"{facts.where} - {where}",
                 error,
                 "operations between these two ranks fail",
-                f"look at the log of rank {peer}; then docs/troubleshooting.md for this text",
+                f"look at the log of rank {peer}; with `TORCH_RESILIENT_LOG_LEVEL=info` each end logs "
+                "what it sees",
             )
         for link in facts.links:
             other = by_rank.get(link.peer)
@@ -575,7 +579,7 @@ def _blocked_finding(where: str, facts: Facts, other: Facts, link: Link) -> Find
         )
     else:
         cause = "see the text"
-        remedy = "docs/troubleshooting.md, for this text"
+        remedy = "`TORCH_RESILIENT_LOG_LEVEL=info` on both: each end logs what it sees"
     if keep:
         remedy = (
             f"if it is not meant for this job: `export TORCH_RESILIENT_INTERFACE={keep}`; "

@@ -1,7 +1,7 @@
 """Networks to test on: hosts, links and faults on one machine. Imports no torch.
 
 `NetworkLab` makes them, `LabJob` runs ranks on their hosts; `torch-resilient lab` does both for a
-command. See docs/testing.md.
+command, and its --help has the language of scripts.
 """
 
 from __future__ import annotations
