@@ -170,7 +170,8 @@ def test_job_that_has_no_path_for_too_long_names_the_culprit(bed: Bed) -> None:
         assert f"rank {1 - rank}" in result["text"]
         # A connection that stands and is silent is not up.
         assert "0 of 2 paths up" in result["text"], result["text"]
-        assert re.search(r"path \d \(eth\d\): silent for [\d.]+ (?:ms|s)", result["text"]), result["text"]
+        silent = r"path \d \(eth\d\): silent for [\d.]+ (?:ms|s)"
+        assert re.search(silent, result["text"]), result["text"]
         assert result["peer"]["state"] == "suspect"
         assert "stalled" in {path["state"] for path in result["peer"]["paths"]}
 

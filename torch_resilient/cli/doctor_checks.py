@@ -502,8 +502,8 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                 f"{facts.where} - {where}",
                 error,
                 "operations between these two ranks fail",
-                f"look at the log of rank {peer}; with `TORCH_RESILIENT_LOG_LEVEL=info` each end logs "
-                "what it sees",
+                f"look at the log of rank {peer}; with `TORCH_RESILIENT_LOG_LEVEL=info` each end "
+                "logs what it sees",
             )
         for link in facts.links:
             other = by_rank.get(link.peer)
