@@ -625,6 +625,11 @@ def test_the_same_faults_come_again_with_what_is_printed(capfd: pytest.CaptureFi
     assert said < given
 
 
+def test_no_time_is_told_as_zero() -> None:
+    times = [chaos.duration_text(seconds) for seconds in (0.0, 2e-5, 1e-4, 0.0023, 0.32)]
+    assert times == ["0.0 ms", "20 us", "0.1 ms", "2.3 ms", "320 ms"]
+
+
 def test_statuses_are_those_of_a_shell() -> None:
     assert chaos.run_job(["sh", "-c", "exit 5"], {}) == 5
     assert chaos.run_job(["sh", "-c", "kill -9 $$"], {}) == 137

@@ -200,7 +200,10 @@ def settings_of(options: argparse.Namespace, command: Sequence[str]) -> ScriptSe
     )
 
 
-def _milliseconds(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
+    """In milliseconds, or in microseconds where those would be 0.0."""
+    if 0 < seconds < 1e-4:
+        return f"{seconds * 1e6:.0f} us"
     return f"{seconds * 1e3:.{0 if seconds >= 0.01 else 1}f} ms"
 
 
@@ -209,8 +212,8 @@ def _pause_text(pause: Pause | None) -> str:
         return "no operation at the time"
     usual = "nothing to compare with"
     if pause.usual_s is not None:
-        usual = f"usually {_milliseconds(pause.usual_s)}"
-    took = _milliseconds(pause.took_s)
+        usual = f"usually {duration_text(pause.usual_s)}"
+    took = duration_text(pause.took_s)
     return f"{took} ({usual}): rank {pause.rank}, {pause.operation}"
 
 
@@ -228,7 +231,7 @@ def _line(outcome: Outcome) -> list[str]:
         return [at, fault.what, "-", "-", "-", why]
     noticed = "no trace" if outcome.state == "not seen" else outcome.how or "-"
     if outcome.noticed_s is not None:
-        noticed = f"{_milliseconds(outcome.noticed_s)}, {outcome.how}"
+        noticed = f"{duration_text(outcome.noticed_s)}, {outcome.how}"
     return [
         at,
         fault.what,
@@ -259,13 +262,13 @@ def report_text(report: Report, status: int, took_s: float, again: str) -> str:
     if noise is not None:
         lines.append(
             f"away from faults, the slowest operation took {_pause_text(noise)}; pauses up to "
-            f"{_milliseconds(noise.extra_s)} may have other reasons"
+            f"{duration_text(noise.extra_s)} may have other reasons"
         )
     lines.append(
         f"{seen} of {known} faults left a trace, {len(report.failed)} of "
         f"{report.operations} operations failed; ranks "
         f"{', '.join(map(str, report.ranks)) or 'none'} on {', '.join(report.hosts) or 'no host'}, "
-        f"looked at every {_milliseconds(report.resolution_s)}"
+        f"looked at every {duration_text(report.resolution_s)}"
     )
     lines += [f"failed: {each}" for each in report.failed[:10]]
     if len(report.failed) > 10:
