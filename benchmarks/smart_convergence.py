@@ -46,6 +46,7 @@ Exit status 1 if with feedback the mean of the differences is above 0.02 nats (2
 at any rate; --quick, which ends before the model has learned much, does not judge.
 """
 
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 PACKET_ELEMENTS = 1376 // 4
 TOP_FRACTION = 0.01
 SAMPLES = 4096
@@ -197,25 +198,26 @@ def mean_and_deviation(values: Sequence[float]) -> tuple[float, float]:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """The mean curve of each setting, one panel for each rate."""
-    try:
-        from matplotlib import pyplot
-    except ImportError:
-        print(f"{path} is not drawn: matplotlib is not installed")
-        return
-    baseline = next(row for row in rows if row["setting"] == "baseline")
-    rates = sorted({row["rate"] for row in rows} - {0.0})
-    figure, panels = pyplot.subplots(1, len(rates), figsize=(4 * len(rates), 3.5), squeeze=False)
-    for panel, rate in zip(panels[0], rates, strict=True):
-        for row in [baseline, *(row for row in rows if row["rate"] == rate)]:
-            late = len(row["curve"]) // 2  # the early part is the same for all
-            panel.plot(row["curve_steps"][late:], row["curve"][late:], label=row["setting"])
-        panel.set_title(f"{rate:.1%} of low-priority packets lost")
-        panel.set_xlabel("step")
-        panel.legend()
-    panels[0][0].set_ylabel("validation loss, nats per token")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    """The mean curve of each setting, for the highest rate."""
+    sys.path.insert(0, str(EXAMPLES))
+    from curves_svg import Curve, render_curves
+
+    rate = max(row["rate"] for row in rows)
+    curves = []
+    for row in rows:
+        if row["rate"] in (0.0, rate):
+            steps, values = row["curve_steps"], row["curve"]
+            late = len(values) // 2  # the early part is the same for all
+            note = f"at the end {values[-1]:.4f}"
+            every = steps[1] - steps[0]
+            curves.append(Curve(row["setting"], values[late:], steps[late], every, note))
+    picture = render_curves(
+        "Training that loses gradients",
+        f"{100 * rate:g} % of the low-priority packets lost; the second half of the training",
+        "validation loss, nats per token",
+        curves,
+    )
+    path.write_text(picture, encoding="utf-8")
     print(f"curves: {path}")
 
 
@@ -230,7 +232,7 @@ def main() -> int:
     parser.add_argument("--rates", type=float, nargs="+", default=None, help="default: the paper's")
     parser.add_argument("--burst", type=int, default=1, help="packets lost in a row")
     parser.add_argument("--hold", type=int, default=1, help="steps for which a packet stays lost")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw curves (matplotlib)")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw curves")
     options = parser.parse_args()
     for name in ("seeds", "steps", "burst", "hold"):
         if (value := getattr(options, name)) is not None and value < 1:
@@ -302,8 +304,8 @@ def main() -> int:
             flush=True,
         )
     write_rows(options.json, rows)
-    if options.png:
-        draw(options.png, rows)
+    if options.svg:
+        draw(options.svg, rows)
     worst = max(row["difference_nats"] for row in rows if row["setting"] != "no feedback")
     if worst > LIMIT_NATS and not options.quick:
         print(f"with feedback up to {worst:+.4f} nats from the baseline: limit {LIMIT_NATS}")

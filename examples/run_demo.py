@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from console import Progress, sparkline
-from loss_svg import Curve, render_losses
+from curves_svg import Curve, render_curves
 from stage_placement import ADAPTIVE, stages_of_rank
 from timeline_svg import LinkFault, Panel, Section, panel_of, render
 
@@ -456,9 +456,12 @@ def plans_of(run: Run) -> list[str]:
 
 def losses_picture(runs: Sequence[Run]) -> str:
     """The loss curves of all runs, which lie on top of each other."""
-    return render_losses(
+    return render_curves(
         "Loss by step: one curve, however it travelled",
-        [Curve(f"{run.schedule}: {run.network.title}", run.summary["losses"]) for run in runs],
+        "Each curve is drawn thinner than the one below it: all can be seen.",
+        "loss, nats per byte",
+        [Curve(run.schedule, run.summary["losses"], note=run.network.title) for run in runs],
+        dots=False,
     )
 
 

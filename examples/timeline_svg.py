@@ -20,8 +20,10 @@ from xml.sax.saxutils import escape
 
 from op_recorder import WAIT, Span, iteration_times
 
+from torch_resilient.pipelining import picture
+
 # Lengths are in SVG user units, which are pixels at the natural size.
-WIDTH = 1280
+WIDTH = picture.WIDTH
 MARGIN = 36
 LABELS = 150  # left of the rows: link badges and rank names
 NOTES = 128  # right of the rows: how long it took
@@ -34,11 +36,11 @@ PLOT_WIDTH = WIDTH - 2 * MARGIN - LABELS - NOTES
 
 # For each kind, the colour of the rank's first stage, and of its second one.
 COLOURS = {
-    "F": ("#4f7be8", "#2f4fae"),
+    "F": (picture.PAINTS["F"].colour, "#2f4fae"),
     "B": ("#4c9f54", "#2f7038"),
-    "I": ("#1a9c8c", "#0f6b62"),
-    "W": ("#f0a92e", "#c47d12"),
-    "O": ("#8a93a8", "#8a93a8"),
+    "I": (picture.PAINTS["B"].colour, "#0f6b62"),
+    "W": (picture.PAINTS["W"].colour, "#c47d12"),
+    "O": (picture.PAINTS["overhead"].colour,) * 2,
 }
 MEANINGS = {
     "F": "forward",
@@ -48,23 +50,13 @@ MEANINGS = {
     "O": "optimizer",
 }
 
-STYLE = """
-text { font-family: Inter, "Segoe UI", "Helvetica Neue", Helvetica, Arial, sans-serif }
-.page { fill: #ffffff } .ink { fill: #1b2333 } .soft { fill: #667089 }
-.track { fill: #eff2f8 } .hatch { stroke: #d3dae8 } .grid { stroke: #e3e8f1 }
-.rule { stroke: #c9d1e0 } .end { stroke: #1b2333 }
-.fault { stroke: #d8453b } .badge { fill: #d8453b }
-.title { font-size: 23px; font-weight: 700 } .subtitle { font-size: 13px }
-.section { font-size: 17px; font-weight: 700 } .panel-title { font-size: 13.5px; font-weight: 600 }
-.small { font-size: 11px } .big { font-size: 15px; font-weight: 700 }
-.number { font-size: 10.5px; fill: #ffffff; text-anchor: middle; font-weight: 600 }
-.tight { font-size: 8.5px }
-@media (prefers-color-scheme: dark) {
-  .page { fill: #11151d } .ink { fill: #e8ecf5 } .soft { fill: #98a2b8 }
-  .track { fill: #1c2230 } .hatch { stroke: #2b3446 } .grid { stroke: #262e3e }
-  .rule { stroke: #3a455b } .end { stroke: #e8ecf5 }
-}
+STYLE = (
+    picture.STYLE
+    + """
+.hatch { stroke: #d3dae8 } .fault { stroke: #d8453b } .fault-badge { fill: #d8453b }
+@media (prefers-color-scheme: dark) { .hatch { stroke: #2b3446 } }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -170,9 +162,9 @@ def _operation(
         f'<g><title>{escape(tip)}</title><rect x="{left:.2f}" y="{y:.1f}" width="{width:.2f}" '
         f'height="{ROW}" rx="2" fill="{COLOURS[span.kind][second]}"/>'
     )
-    number = str(span.microbatch)
-    if span.microbatch >= 0 and width >= 6.5 * len(number):
-        classes = "number" if width >= 3 + 7 * len(number) else "number tight"
+    number = str(span.microbatch) if span.microbatch >= 0 else ""
+    classes = picture.number_classes(number, width)
+    if classes:
         canvas.add(
             f'<text x="{left + width / 2:.2f}" y="{y + ROW / 2 + 3.8:.1f}" '
             f'class="{classes}">{number}</text>'
@@ -193,7 +185,7 @@ def _fault_mark(canvas: _Canvas, fault: LinkFault, top: float) -> None:
     left = right - 14 - width
     canvas.add(
         f'<rect x="{left:.1f}" y="{middle - 9:.1f}" width="{width:.1f}" height="18" rx="9" '
-        'class="badge"/>'
+        'class="fault-badge"/>'
     )
     canvas.add(
         f'<text x="{left + width / 2:.1f}" y="{middle + 3.8:.1f}" class="number">'
@@ -204,7 +196,7 @@ def _fault_mark(canvas: _Canvas, fault: LinkFault, top: float) -> None:
 def _panel(canvas: _Canvas, panel: Panel, scale: _Scale) -> None:
     canvas.add('<g class="panel">')
     canvas.add(
-        f'<text x="{PLOT_LEFT}" y="{canvas.y + 19:.1f}" class="panel-title ink">'
+        f'<text x="{PLOT_LEFT}" y="{canvas.y + 19:.1f}" class="strong ink">'
         f"{escape(panel.title)}"
         f'<tspan class="small soft" font-weight="400" dx="10">{escape(panel.subtitle)}</tspan>'
         "</text>"
@@ -280,7 +272,7 @@ def render(title: str, subtitle: str, sections: Sequence[Section], footer: str =
     """The whole picture as SVG text."""
     canvas = _Canvas(y=MARGIN)
     canvas.text(MARGIN, canvas.y + 14, title, "title ink")
-    canvas.text(MARGIN, canvas.y + 38, subtitle, "subtitle soft")
+    canvas.text(MARGIN, canvas.y + 38, subtitle, "small soft")
     _legend(canvas, sections, canvas.y + 68)
     canvas.y += 84
     scale = _Scale(max(panel.length_s for section in sections for panel in section.panels))
@@ -289,7 +281,7 @@ def render(title: str, subtitle: str, sections: Sequence[Section], footer: str =
         canvas.add(
             f'<text x="{MARGIN}" y="{canvas.y + 16:.1f}" class="section ink">'
             f"{escape(section.title)}"
-            f'<tspan class="subtitle soft" font-weight="400" dx="12">{escape(section.subtitle)}'
+            f'<tspan class="small soft" font-weight="400" dx="12">{escape(section.subtitle)}'
             "</tspan></text>"
         )
         canvas.line(MARGIN, canvas.y + 27, WIDTH - MARGIN, canvas.y + 27, "rule")
@@ -386,12 +378,12 @@ def main() -> int:
         timeline = json.loads(path.read_text())
         panel = panel_of(timeline, f"{path.stem} over {timeline['backend']}", arguments.which)
         sections.setdefault(timeline["schedule"], []).append(panel)
-    picture = render(
+    text = render(
         "What each rank does in one training iteration",
         "numbers are microbatches",
         [Section(schedule, panels) for schedule, panels in sections.items()],
     )
-    arguments.out.write_text(picture)
+    arguments.out.write_text(text)
     print(f"wrote {arguments.out}")
     return 0
 

@@ -211,6 +211,7 @@ class Trainer:
         self.text = load_text(arguments.data) if self.has_first or self.has_last else None
         self.schedule = build_schedule(arguments, self.stages, self._loss)
         self.resilient = is_resilient(arguments.backend)
+        self.round_trips = RoundTrips()
         self.round_trips_s: list[dict[str, float]] = []
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -241,7 +242,7 @@ class Trainer:
                 optimizer.step()
                 optimizer.zero_grad()
         if self.resilient:
-            self.round_trips_s.append(round_trips_s())
+            self.round_trips_s.append(self.round_trips.look())
         if not self.has_last:
             return None
         return sum(float(loss.detach()) for loss in losses) / len(losses)
@@ -346,14 +347,29 @@ class Report(NamedTuple):
     round_trips_s: list[dict[str, float]]
 
 
-def round_trips_s() -> dict[str, float]:
-    """The smoothed round trip to each peer that this rank has talked to; of several paths, the
-    longest."""
-    longest = {
-        str(peer["rank"]): max((path["round_trip_s"] for path in peer["paths"]), default=0.0)
-        for peer in stats()["peers"]
-    }
-    return {peer: seconds for peer, seconds in longest.items() if seconds > 0}
+class RoundTrips:
+    """The round trips to all peers, look by look."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[int, int], int] = {}
+
+    def look(self) -> dict[str, float]:
+        """The smoothed round trip to each peer that this rank has talked to, in seconds.
+
+        Of several paths, the longest of those that were measured since the last look: one that is
+        not used keeps its last round trip, however long ago that was.
+        """
+        found = {}
+        for peer in stats()["peers"]:
+            fresh = []
+            for path in peer["paths"]:
+                key = peer["rank"], path["slot"]
+                if path["round_trips"] != self._counts.get(key):
+                    fresh.append(path["round_trip_s"])
+                self._counts[key] = path["round_trips"]
+            every = fresh or [path["round_trip_s"] for path in peer["paths"]]
+            found[str(peer["rank"])] = max(every, default=0.0)
+        return {peer: seconds for peer, seconds in found.items() if seconds > 0}
 
 
 def gather(report: Report) -> list[Report] | None:

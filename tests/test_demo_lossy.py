@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import demo_lossy  # noqa: E402
-from step_times_svg import Times, render_times  # noqa: E402
+from curves_svg import Curve, render_curves  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
 TCP, EXACT, SMART = demo_lossy.WAYS
@@ -85,20 +85,40 @@ def test_p99_is_the_nearest_rank() -> None:
     assert demo_lossy.p99([3, 1, 2]) == 3
 
 
-def test_the_picture_shows_every_step_of_every_run() -> None:
-    runs = [Times("<a>", [0.1, 0.9, 0.2], first=5), Times("b", [0.05, 0.06, 0.07], first=5)]
-    picture = ElementTree.fromstring(render_times("t", "s", runs))
+def test_the_curves_show_every_value_and_name_the_axes() -> None:
+    curves = [
+        Curve("<a>", [100, 900, 200], first=6, note="mean 400"),
+        Curve("b", [50, 60, 70], first=6),
+    ]
+    text = render_curves("t", "s", "time of a step, ms", curves, from_zero=True, footer=["why"])
+    picture = ElementTree.fromstring(text)
     assert len(picture.findall(f".//{SVG}polyline")) == 2
     tips = [title.text for title in picture.iter(f"{SVG}title")]
-    assert tips[1:3] == ["<a>, step 6: 100 ms", "<a>, step 7: 900 ms"]
+    assert tips[1:4] == ["<a>", "<a>, step 6: 100", "<a>, step 7: 900"]
     texts = ["".join(text.itertext()) for text in picture.iter(f"{SVG}text")]
-    assert "mean 400 ms, longest 900 ms" in texts
-    # Higher means longer; all of it is on the page.
+    assert {"t", "s", "time of a step, ms", "step", "<a>", "mean 400", "why"} <= set(texts)
+    # The vertical axis is linear and begins at 0.
     heights = [float(circle.attrib["cy"]) for circle in picture.iter(f"{SVG}circle")]
-    assert heights[1] < heights[2] < heights[0]
+    assert heights[0] - heights[1] == pytest.approx(8 * (heights[0] - heights[2]), rel=0.05)
+    (bottom,) = [
+        float(line.attrib["y1"]) for line in picture.findall(f".//{SVG}line[@class='rule']")
+    ]
+    assert bottom - heights[1] == pytest.approx(9 * (bottom - heights[0]), rel=0.05)
     for circle in picture.iter(f"{SVG}circle"):
         assert 0 < float(circle.attrib["cx"]) < 860
         assert 0 < float(circle.attrib["cy"]) < 440
+
+
+@pytest.mark.parametrize("slower", [True, False])
+def test_the_picture_says_why_smart_is_slower(slower: bool) -> None:
+    exact, smart = made_up(EXACT, lost=1000, retransmitted=4), made_up(SMART, lost=1000)
+    for row in [row for rank in (0, 1) for row in (smart if slower else exact).steps[rank]]:
+        row["taken_s"] += 0.02
+    picture = demo_lossy.picture([made_up(TCP), exact, smart], "somewhere")
+    why = (
+        "SMART is slower than exact datagrams here. Parity repairs nearly all losses: of 2,000 lost"
+    )
+    assert (why in picture) == slower
 
 
 def test_without_root_it_says_so(

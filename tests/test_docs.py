@@ -6,11 +6,15 @@ import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT
 
+from torch_resilient.pipelining import picture
+
 PAPERS = ROOT / "docs" / "papers.md"
+IMAGES = sorted((ROOT / "docs" / "images").iterdir())
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 # A fenced block, in which nothing is a link.
@@ -198,6 +202,14 @@ def test_the_check_of_texts_finds() -> None:
     for help_too, lines in ((True, [1, 3]), (False, [3])):
         strings = strings_of_python(python, help_too)
         assert [line for line, each in strings if OF_THE_SOURCE.search(each)] == lines
+
+
+@pytest.mark.parametrize("image", IMAGES, ids=lambda path: path.name)
+def test_pictures_have_one_style_and_fit_a_page(image: Path) -> None:
+    text = image.read_text(encoding="utf-8")
+    assert picture.STYLE in text
+    root = ElementTree.fromstring(text)
+    assert int(root.attrib["width"]) <= picture.WIDTH
 
 
 def test_variables_named_in_documents_exist() -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(EXAMPLES))
 import failover  # noqa: E402
 import run_demo  # noqa: E402
 import train_pipeline  # noqa: E402
-from loss_svg import Curve, render_losses  # noqa: E402
+from curves_svg import Curve, render_curves  # noqa: E402
 from op_recorder import Span, bubble_fraction, iteration_times  # noqa: E402
 from text_data import batch, load_text  # noqa: E402
 from timeline_svg import LinkFault, Section, panel_of, pick_iteration, render  # noqa: E402
@@ -314,8 +314,29 @@ def test_the_picture_shows_every_rank_and_operation() -> None:
 
 def test_the_loss_picture_has_a_line_for_each_run() -> None:
     curves = [Curve("a", [5.5, 4.0]), Curve("b", [5.5, 4.0]), Curve("c", [3.0])]
-    picture = ElementTree.fromstring(render_losses("t", curves))
+    picture = ElementTree.fromstring(render_curves("t", "s", "nats", curves, dots=False))
+    widths = [float(line.attrib["stroke-width"]) for line in picture.iter(f"{SVG}polyline")]
+    assert widths == sorted(set(widths), reverse=True)
     assert len(picture.findall(f".//{SVG}polyline")) == 3
+
+
+def test_the_round_trip_is_that_of_paths_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stats(*paths: tuple[float, int]) -> Any:
+        told = [
+            {"slot": slot, "round_trip_s": seconds, "round_trips": count}
+            for slot, (seconds, count) in enumerate(paths)
+        ]
+        return lambda: {"peers": [{"rank": 3, "paths": told}, {"rank": 2, "paths": []}]}
+
+    round_trips = train_pipeline.RoundTrips()
+    for paths, expected_s in (
+        (((0.1, 5), (0.2, 1)), 0.2),
+        (((0.1, 6), (0.2, 1)), 0.1),
+        (((0.1, 6), (0.2, 1)), 0.2),  # nothing new: whatever is known
+        (((0.1, 6), (0.05, 2)), 0.05),
+    ):
+        monkeypatch.setattr(train_pipeline, "stats", stats(*paths))
+        assert round_trips.look() == {"3": expected_s}
 
 
 def demo_run(losses: list[float], key: str = "gloo") -> run_demo.Run:

@@ -150,12 +150,13 @@ def slow(link: int, delay_s: float, orders: list[Order] | None = None) -> Replay
 
 
 def three_plans() -> list[Iteration]:
-    """A link gets slow in step 4; the plan changes in step 6 and, back, in step 10."""
+    """A link gets slow in step 4; the plan changes in step 6 and, back, in step 10. Before, there
+    was the first plan that follows from measurements."""
     fast, slowed = slow(1, 0.001), slow(1, 0.050)
     adapted = slow(1, 0.050, zb_h2(4, 6))
-    iterations = [Iteration(fast)] * 4 + [Iteration(slowed)] * 2
-    iterations += [Iteration(adapted, plan=1)] * 4 + [Iteration(fast, plan=2)] * 2
-    iterations[6] = Iteration(adapted, plan=1, events=["a new plan: link 1 to 2 is slow"])
+    iterations = [Iteration(fast, plan=1)] * 4 + [Iteration(slowed, plan=1)] * 2
+    iterations += [Iteration(adapted, plan=2)] * 4 + [Iteration(fast, plan=3)] * 2
+    iterations[6] = Iteration(adapted, plan=2, events=["a new plan: link 1 to 2 is slow"])
     return iterations
 
 
@@ -651,7 +652,7 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heading = "step plan ms idle % warm-up forward backward order overhead cool-down"
     assert rows[0] == heading.split()
     assert len(rows) == 1 + 12
-    assert [int(row[1]) for row in rows[1:]] == [0] * 6 + [1] * 4 + [2] * 2
+    assert [int(row[1]) for row in rows[1:]] == [1] * 6 + [2] * 4 + [3] * 2
     for row, iteration in zip(rows[1:12], iterations, strict=False):
         timed = iteration.timed
         assert float(row[2]) == pytest.approx((timed.iteration_s + OPTIMIZER_S) * 1e3, abs=0.06)
@@ -680,7 +681,7 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["stages"] == 4
     assert [rank["host"] for rank in told["ranks"]] == [f"host{i}" for i in range(4)]
-    assert [step["plans"] for step in told["steps"]] == [[0]] * 6 + [[1]]
+    assert [step["plans"] for step in told["steps"]] == [[1]] * 6 + [[2]]
     for step in told["steps"]:
         assert step["bubble"] == pytest.approx(sum(step["idle"].values()))
     assert {(link["from"], link["to"]) for link in told["links"]} >= {(1, 2), (2, 1)}
@@ -707,36 +708,37 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.main(["timeline", str(tmp_path), "--picture", str(picture)]) == 0
     # Of the two changes, the one that came after slow iterations.
     assert capsys.readouterr().out == (
-        f"{picture}: steps 3 to 8 of 0 to 11: around the change from plan 0 to 1 in step 6\n"
+        f"{picture}: steps 4 to 7 of 0 to 11: around the change from plan 1 to 2 in step 6\n"
     )
     text = picture.read_text()
     assert "prefers-color-scheme: dark" in text
+    assert 'width="1280"' in text
     texts = ["".join(each.itertext()) for each in elements(picture, "text")]
     assert [each for each in texts if each.startswith("stage ") and "wait" not in each] == [
         f"stage {i}" for i in range(4)
     ]
     assert [each for each in texts if each.startswith("step ") and len(each) < 8] == [
-        f"step {i}" for i in range(3, 9)
+        f"step {i}" for i in range(4, 8)
     ]
     # A thick line where the plan changes, thin ones where not.
     (change,) = elements(picture, "path", "change")
     others = elements(picture, "path", "step")
-    assert len(others) == 5
+    assert len(others) == 3
     # They go through all rows.
     assert {each.get("d", "").count("H") for each in [*others, change]} == {4}
-    assert texts.count("plan 1") == 1
+    assert texts.count("plan 2") == 1
     assert len(elements(picture, "rect", "badge")) == 1
-    shown = iterations[3:9]
+    shown = iterations[4:8]
     lengths_s = [each.timed.iteration_s + OPTIMIZER_S for each in shown]
     lefts = sorted(map(left_of, [*others, change]))
-    scale = (lefts[-1] - lefts[0]) / sum(lengths_s[:5])
-    assert left_of(change) == pytest.approx(lefts[0] + sum(lengths_s[:3]) * scale, abs=0.2)
+    scale = (lefts[-1] - lefts[0]) / sum(lengths_s[:3])
+    assert left_of(change) == pytest.approx(lefts[0] + sum(lengths_s[:2]) * scale, abs=0.2)
     # Every operation has its box, every message its line.
     tips = [str(each.text) for each in elements(picture, "title")]
     operations = [tip for tip in tips if " of microbatch " in tip]
-    assert len(operations) == 6 * 4 * 6 * 3
+    assert len(operations) == len(shown) * 4 * 6 * 3
     assert "stage 0: forward of microbatch 0, 0 to 10 ms" in operations
-    assert len(elements(picture, "line", "message")) == 6 * len(shown[0].timed.messages)
+    assert len(elements(picture, "line", "message")) == len(shown) * len(shown[0].timed.messages)
     assert any(
         re.fullmatch(r"stage \d: waits for a gradient, B\d over link 2 to 1; .* ms", tip)
         for tip in tips
@@ -758,7 +760,7 @@ def test_names_that_xml_cannot_hold(tmp_path: Path) -> None:
     write_run(folder, three_plans())
     picture = tmp_path / "run.svg"
     assert cli.main(["timeline", str(folder), "--picture", str(picture)]) == 0
-    assert any("l\ufffdufe\ufffd: steps 3" in str(each.text) for each in elements(picture, "text"))
+    assert any("l\ufffdufe\ufffd: steps 4" in str(each.text) for each in elements(picture, "text"))
 
 
 def test_the_picture_of_chosen_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -788,6 +790,20 @@ def test_which_steps_are_worth_a_picture(tmp_path: Path) -> None:
     assert chosen("slow", iterations) == (list(range(5, 11)), "around the slowest, step 8")
     late = [fast] * 11 + [Iteration(fast.timed, plan=1)]
     assert chosen("late", late)[0] == list(range(6, 12))
+    # The first plan is made from the first measurements, whatever they are.
+    first = [Iteration(slowed.timed, plan=0)] * 2 + [Iteration(fast.timed, plan=1)] * 6
+    assert chosen("first", first) == (
+        list(range(6)),
+        "around the change from plan 0 to 1 in step 2",
+    )
+    second = [*first, *[Iteration(fast.timed, plan=2)] * 6]
+    assert chosen("second", second) == (
+        list(range(5, 11)),
+        "around the change from plan 1 to 2 in step 8",
+    )
+    # So few that the microbatches' numbers can be read.
+    busy = Iteration(replay(zb_h1(4, 24), PAPER))
+    assert chosen("busy", [busy] * 4 + [Iteration(busy.timed, plan=2)] * 4)[0] == [3, 4]
     # With so many operations, one iteration is enough.
     many = Iteration(replay(zb_h1(4, 520), PAPER))
     assert chosen("many", [many] * 3) == ([1], "around the slowest, step 1")

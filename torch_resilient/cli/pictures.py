@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch_resilient.pipelining.picture import PAINTS, Picture, svg
+from torch_resilient.pipelining.picture import PAINTS, WIDTH, Picture, svg
 
 # What matplotlib draws for the lines of Paint.hatch, so dense that short boxes show them.
 _HATCHES = {"/": "////", "\\": "\\\\\\\\", "x": "xxxx", "|": "||||", "-": "----", ".": "...."}
@@ -40,7 +40,7 @@ def _png(path: Path, picture: Picture) -> None:
         ) from None
     inches = _HEAD_INCHES + _INCHES_PER_PIXEL * picture.row_height * len(picture.rows)
     with rc_context({"hatch.linewidth": 0.5, "font.size": 8}):
-        figure = Figure(figsize=(picture.width * _INCHES_PER_PIXEL, inches), layout="constrained")
+        figure = Figure(figsize=(WIDTH * _INCHES_PER_PIXEL, inches), layout="constrained")
         axes = figure.add_subplot()
         _draw_rows(axes, picture)
         _draw_lines(axes, picture)

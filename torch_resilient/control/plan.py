@@ -275,4 +275,5 @@ def _slowest(costs: PipelineCosts) -> str:
         return "none"
     link = max(range(len(links)), key=lambda i: sum(links[i]))
     forward_s, backward_s = links[link]
-    return f"{link}-{link + 1} ({1e3 * forward_s:.1f}/{1e3 * backward_s:.1f} ms)"
+    one, other = 1e3 * forward_s, 1e3 * backward_s
+    return f"{link}-{link + 1} ({one:.1f} ms forward, {other:.1f} ms backward)"

@@ -23,7 +23,6 @@ class Paint(NamedTuple):
     dark: str = ""
 
 
-# The colours of examples/timeline_svg.py, which has the same letters except for I, our B.
 PAINTS = {
     "F": Paint("#4f7be8"),
     "B": Paint("#1a9c8c"),
@@ -50,24 +49,30 @@ _CHARACTER = 6.0
 _TILE = 6
 _CROSS_TILE = 9
 
+# Of the axis, in a picture of the usual width without notes.
+PLOT_WIDTH = WIDTH - _LEFT - _MARGIN
+
 # Not allowed in XML; names of files and hosts may hold them.
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-_STYLE = """
+# Of all pictures, also of those that the examples draw; for light and dark pages.
+STYLE = """
 text { font-family: Inter, "Segoe UI", "Helvetica Neue", Helvetica, Arial, sans-serif }
 .page { fill: #ffffff } .ink { fill: #1b2333 } .soft { fill: #667089 }
-.track { fill: #eff2f8 } .grid { stroke: #c9d1e0 }
+.track { fill: #eff2f8 } .grid { stroke: #e3e8f1 } .rule { stroke: #c9d1e0 }
 .end { stroke: #1b2333 } .change { stroke: #1b2333; stroke-width: 2.5 }
 .step { stroke: #667089; stroke-width: 1 } .badge { fill: #1b2333 } .on-badge { fill: #ffffff }
-.title { font-size: 20px; font-weight: 700 } .small { font-size: 11px }
+.title { font-size: 20px; font-weight: 700 } .section { font-size: 17px; font-weight: 700 }
 .big { font-size: 15px; font-weight: 700 } .strong { font-size: 11.5px; font-weight: 700 }
+.small { font-size: 11px }
 .number { font-size: 10.5px; fill: #ffffff; text-anchor: middle; font-weight: 600 }
-"""
-_DARK_STYLE = """
+.tight { font-size: 8.5px }
+@media (prefers-color-scheme: dark) {
   .page { fill: #11151d } .ink { fill: #e8ecf5 } .soft { fill: #98a2b8 }
-  .track { fill: #1c2230 } .grid { stroke: #3a455b }
+  .track { fill: #1c2230 } .grid { stroke: #262e3e } .rule { stroke: #3a455b }
   .end { stroke: #e8ecf5 } .change { stroke: #e8ecf5 } .step { stroke: #98a2b8 }
   .badge { fill: #e8ecf5 } .on-badge { fill: #11151d }
+}
 """
 
 
@@ -136,7 +141,6 @@ class Picture:
         legend: (paint, what it means).
         notes: right of the rows, the first one large.
         footer: lines below the axis.
-        width: pixels at the natural size.
         row_gap: pixels between rows, where messages are drawn.
     """
 
@@ -150,13 +154,12 @@ class Picture:
     headings: Sequence[Heading] = ()
     flags: Sequence[Flag] = ()
     footer: Sequence[str] = ()
-    width: int = WIDTH
     row_gap: int = 4
 
     @property
     def right(self) -> int:
         """Where the axis ends."""
-        return self.width - (_NOTES if self.notes else _MARGIN)
+        return WIDTH - (_NOTES if self.notes else _MARGIN)
 
     @property
     def scale(self) -> float:
@@ -181,20 +184,21 @@ class Picture:
             yield begin_s, heading, heading.text if len(heading.text) <= room else ""
 
 
-def tick_s(length_s: float) -> float:
-    """1, 2 or 5 times a power of ten that parts the length into 5 to 12."""
-    tick = 1e-9
-    while True:
-        for factor in (1, 2, 5):
-            if length_s / (tick * factor) <= 12:
-                return tick * factor
-        tick *= 10
+def ticks(length: float) -> list[float]:
+    """Where an axis from 0 to `length` has its ticks: 5 to 12 parts, each 1, 2 or 5 times a power
+    of ten."""
+    power = 1e-9
+    while length / (5 * power) > 12:
+        power *= 10
+    tick = next(power * factor for factor in (1, 2, 5) if length / (power * factor) <= 12)
+    return [i * tick for i in range(int(length / tick + 1e-9) + 1)]
 
 
-def ticks_s(length_s: float) -> list[float]:
-    """Where the axis has its ticks."""
-    tick = tick_s(length_s)
-    return [i * tick for i in range(int(length_s / tick + 1e-9) + 1)]
+def number_classes(label: str, wide: float) -> str:
+    """The CSS classes of a number in a box so many pixels wide; empty if it does not fit."""
+    if not label or wide < 5.4 * len(label):
+        return ""
+    return "number" if wide >= 3 + 7 * len(label) else "number tight"
 
 
 def escape(text: str) -> str:
@@ -214,8 +218,8 @@ def _css() -> str:
         if p.dark
     ]
     return (
-        f"{_STYLE}{chr(10).join(light)}\n"
-        f"@media (prefers-color-scheme: dark) {{{_DARK_STYLE}{chr(10).join(dark)}\n}}\n"
+        f"{STYLE}{chr(10).join(light)}\n"
+        f"@media (prefers-color-scheme: dark) {{\n{chr(10).join(dark)}\n}}\n"
     )
 
 
@@ -272,7 +276,7 @@ class _Svg:
         x = float(_LEFT)
         for paint, meaning in picture.legend:
             wide = 37 + 6.2 * len(meaning)
-            if x > _LEFT and x + wide > picture.width:
+            if x > _LEFT and x + wide > WIDTH:
                 x, y = float(_LEFT), y + 20
             self._parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="13" height="13" rx="2" '
@@ -292,8 +296,9 @@ class _Svg:
             f'<g><title>{escape(box.tip)}</title><rect x="{left:.2f}" y="{y}" width="{wide:.2f}" '
             f'height="{_ROW}" rx="2" fill="{_fill(box.paint)}"/>'
         )
-        if box.label and wide >= 6.5 * len(box.label):
-            self._text(left + wide / 2, y + _ROW / 2 + 3.8, box.label, "number")
+        classes = number_classes(box.label, wide)
+        if classes:
+            self._text(left + wide / 2, y + _ROW / 2 + 3.8, box.label, classes)
         self._parts.append("</g>")
 
     def _rows(self) -> None:
@@ -358,10 +363,10 @@ class _Svg:
 
     def _axis(self, y: float) -> None:
         picture = self._picture
-        for time_s in ticks_s(picture.length_s or 1.0):
+        for time_s in ticks(picture.length_s or 1.0):
             x = self._x(time_s)
             self._parts.append(
-                f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" class="grid"/>'
+                f'<line x1="{x:.1f}" y1="{y}" x2="{x:.1f}" y2="{y + 5}" class="rule"/>'
             )
             self._text(x, y + 18, f"{time_s * 1e3:.6g}", "small soft", "middle")
         self._text(_LEFT - 10, y + 18, "ms", "small soft", "end")
@@ -393,12 +398,12 @@ class _Svg:
         ]
         return "\n".join(
             [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {picture.width} {height}" '
-                f'width="{picture.width}" height="{height}" role="img">',
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
+                f'width="{WIDTH}" height="{height}" role="img">',
                 f"<title>{escape(picture.title)}</title>",
                 f"<style>{_css()}</style>",
                 f"<defs>{''.join(patterns)}</defs>",
-                f'<rect class="page" width="{picture.width}" height="{height}" rx="10"/>',
+                f'<rect class="page" width="{WIDTH}" height="{height}" rx="10"/>',
                 *self._parts,
                 "</svg>\n",
             ]

@@ -20,7 +20,7 @@ from torch_resilient.pipelining.measured import (
     Waiting,
 )
 from torch_resilient.pipelining.picture import (
-    WIDTH,
+    PLOT_WIDTH,
     Arrow,
     Box,
     Flag,
@@ -33,10 +33,11 @@ from torch_resilient.pipelining.timeline import MEANINGS, operation_box
 # A picture of more iterations or operations is too dense to be read.
 _MOST_STEPS = 6
 _MOST_OPERATIONS = 12_000
-# So wide that a typical operation has room for the number of its microbatch, up to a limit.
-_OPERATION_PIXELS = 11
-_WIDEST = 2560
+# A typical operation has room for the number of its microbatch.
+_OPERATION_PIXELS = 8
 _ROW_GAP = 16
+# The epoch of the plan before anything has been measured.
+_INITIAL_PLAN = 0
 _MOST_EVENTS = 8
 # A cause that would be told as 0.0 % needs no legend.
 _LEAST_PART = 5e-4
@@ -45,17 +46,19 @@ _LEAST_PART = 5e-4
 def choose_steps(run: MeasuredRun) -> tuple[list[MeasuredStep], str]:
     """Consecutive steps that are worth a picture, and why; all, if they are few.
 
-    Those around a change of plan: the one before which an iteration took longest. Without a change,
-    those around the slowest iteration but the first, in which everything is new.
+    Those around a change of plan: the one before which an iteration took longest. The first plan
+    that follows from measurements counts only if it is the only change: it tells nothing about the
+    links. Without a change, those around the slowest iteration but the first, in which everything
+    is new.
     """
     steps = list(run.steps)
-    operations = max((sum(len(s.spans) for s in each.present) for each in steps), default=0)
-    count = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // max(operations, 1)))
+    count = _steps_that_fit(steps)
     if len(steps) <= count:
         return steps, "all"
     changes = run.changes()
     if changes:
-        change = max(changes, key=lambda i: steps[i - 1].iteration_s)
+        measured = [i for i in changes if _INITIAL_PLAN not in steps[i - 1].plans]
+        change = max(measured or changes, key=lambda i: steps[i - 1].iteration_s)
         first = change - count // 2
         before, after = (_plans(steps[i]) for i in (change - 1, change))
         why = f"around the change from plan {before} to {after} in step {steps[change].step}"
@@ -65,6 +68,22 @@ def choose_steps(run: MeasuredRun) -> tuple[list[MeasuredStep], str]:
         why = f"around the slowest, step {steps[slowest].step}"
     first = min(max(first, 0), len(steps) - count)
     return steps[first : first + count], why
+
+
+def _steps_that_fit(steps: Sequence[MeasuredStep]) -> int:
+    """How many steps a picture of the usual width shows legibly; at least one before and one after
+    a change, unless these are too many operations for any viewer."""
+    operations = max((sum(len(s.spans) for s in each.present) for each in steps), default=0)
+    most = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // max(operations, 1)))
+    times_s = [
+        span.end_s - span.start_s for step in steps for each in step.present for span in each.spans
+    ]
+    typical_s = statistics.median(times_s) if times_s else 0.0
+    if typical_s <= 0:
+        return most
+    step_s = statistics.median(step.iteration_s for step in steps)
+    fit = PLOT_WIDTH * typical_s / _OPERATION_PIXELS / step_s
+    return min(most, max(2, int(fit)))
 
 
 def _plans(step: MeasuredStep) -> str:
@@ -227,7 +246,6 @@ def picture_of(run: MeasuredRun, title: str) -> Picture:
         headings=headings,
         flags=[Flag(time_s, line) for time_s, line in shown],
         footer=[*footer, *warnings_of(run)],
-        width=_width(run.steps, length_s),
         row_gap=_ROW_GAP,
     )
 
@@ -284,21 +302,6 @@ def _subtitle(run: MeasuredRun) -> str:
         if each.transit_s > 0
     ]
     return f"stages waited most for messages on their way: {', '.join(told)}" if told else ""
-
-
-def _width(steps: Sequence[MeasuredStep], length_s: float) -> int:
-    times_s = [
-        span.end_s - span.start_s
-        for step in steps
-        for each in step.present
-        for span in each.spans
-        if span.end_s > span.start_s
-    ]
-    if not times_s:
-        return WIDTH
-    return min(
-        max(WIDTH, round(_OPERATION_PIXELS * length_s / statistics.median(times_s))), _WIDEST
-    )
 
 
 # Threads of each stage in a Chrome trace.
