@@ -356,8 +356,8 @@ class RoundTrips:
     def look(self) -> dict[str, float]:
         """The smoothed round trip to each peer that this rank has talked to, in seconds.
 
-        Of several paths, the longest of those that were measured since the last look: one that is
-        not used keeps its last round trip, however long ago that was.
+        A peer with several paths has the longest round trip of those that were measured since the
+        last look. A path that is not used keeps its last round trip, however old it is.
         """
         found = {}
         for peer in stats()["peers"]:

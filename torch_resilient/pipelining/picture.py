@@ -49,13 +49,13 @@ _CHARACTER = 6.0
 _TILE = 6
 _CROSS_TILE = 9
 
-# Of the axis, in a picture of the usual width without notes.
+# The width of the axis in a picture without notes.
 PLOT_WIDTH = WIDTH - _LEFT - _MARGIN
 
 # Not allowed in XML; names of files and hosts may hold them.
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
-# Of all pictures, also of those that the examples draw; for light and dark pages.
+# The style sheet of all pictures, also of those of the examples, for light and dark pages.
 STYLE = """
 text { font-family: Inter, "Segoe UI", "Helvetica Neue", Helvetica, Arial, sans-serif }
 .page { fill: #ffffff } .ink { fill: #1b2333 } .soft { fill: #667089 }
@@ -185,8 +185,8 @@ class Picture:
 
 
 def ticks(length: float) -> list[float]:
-    """Where an axis from 0 to `length` has its ticks: 5 to 12 parts, each 1, 2 or 5 times a power
-    of ten."""
+    """The ticks of an axis from 0 to `length`, which divide it into 5 to 12 parts; each part is 1,
+    2 or 5 times a power of ten."""
     power = 1e-9
     while length / (5 * power) > 12:
         power *= 10

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class Units(NamedTuple):
-    """Of a kind of quantity: the factor of each unit, and what an error says was expected."""
+    """The units of one kind of quantity with their factors, and the text of an error after
+    "expected"."""
 
     factors: Mapping[str, float]
     expected: str
