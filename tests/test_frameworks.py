@@ -317,6 +317,23 @@ def test_fsdp2_in_mixed_precision() -> None:
     compare(fsdp, "mixed")
 
 
+def gathered_shards(rank: int) -> Result:
+    from torch.distributed._shard import sharded_tensor
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
+
+    placements = [f"rank:{each}/cpu" for each in range(world_size())]
+    shards = sharded_tensor.rand(ChunkShardingSpec(0, placements), 8, 3)
+    shards.local_tensor().fill_(rank + 1)
+    whole = torch.zeros(8, 3)
+    shards.gather(out=whole if rank == 0 else None)
+    return {"whole": whole}
+
+
+def test_sharded_tensors_are_gathered() -> None:
+    """It takes a device of the backend that is not a CPU, if the backend declares one."""
+    compare(gathered_shards)
+
+
 def dtensors(rank: int) -> Result:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

@@ -69,7 +69,29 @@ assert not any(thread.is_alive() for thread in threads)
 
 def test_default_devices_keep_their_backends() -> None:
     assert dist.Backend.default_device_backend_map["cpu"] == "gloo"
-    assert dist.Backend.backend_capability["resilient"] == ["cpu", "cuda"]
+
+
+@pytest.mark.parametrize(("gpus", "devices"), [(0, ["cpu"]), (2, ["cpu", "cuda"])])
+def test_a_group_gets_the_devices_that_torch_has(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, devices: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    config = dist.BackendConfig(dist.Backend("resilient"))
+    assert config.get_device_backend_map() == dict.fromkeys(devices, "resilient")
+    declared = dist.Backend.backend_capability["resilient"]
+    assert [*declared] == devices
+    assert len(declared) == len(devices)
+    assert ("cuda" in declared) == bool(gpus)
+    assert repr(declared) == repr(devices)
+
+
+def test_importing_the_package_does_not_look_for_gpus(run_python: Callable[..., str]) -> None:
+    program = """
+import torch
+torch.cuda.device_count = lambda: exit("the package has asked for GPUs")
+"""
+    program += f"import torch_resilient\n{REPORT}"
+    assert run_python(program, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "True False\n"
 
 
 def test_entry_point() -> None:

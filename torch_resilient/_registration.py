@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from torch_resilient import _native, _observers
@@ -27,6 +28,30 @@ def create_backend(dist_opts: Any, options: Any = None) -> Any:
     return backend
 
 
+class _Devices(Sequence[str]):
+    """The types of devices that the backend can use with this torch, on this host.
+
+    They are determined when torch forms a group. Asking the driver while torch is imported would
+    ignore a program that sets CUDA_VISIBLE_DEVICES afterwards, and could break CUDA in processes
+    that it forks.
+    """
+
+    def _usable(self) -> list[str]:
+        import torch
+
+        # False in a CUDA build of torch without a GPU, too.
+        return ["cpu", "cuda"] if torch.cuda.device_count() > 0 else ["cpu"]
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._usable()[index]
+
+    def __len__(self) -> int:
+        return len(self._usable())
+
+    def __repr__(self) -> str:
+        return repr(self._usable())
+
+
 def register() -> None:
     """Registers the backend; a second call does nothing.
 
@@ -41,9 +66,8 @@ def register() -> None:
     # torch's own list, so that the answer is right after a reload of this module, too, and
     # when `import torch` above has already come back here through its autoload.
     if NAME not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            NAME, create_backend, extended_api=True, devices=["cpu", "cuda"]
-        )
+        dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=["cpu"])
+        dist.Backend.backend_capability[NAME] = _Devices()  # type: ignore[assignment]
 
 
 _warned = False
