@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
+ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # setuptools.build_meta does not
+import setup_support  # noqa: E402
+
+if (problem := setup_support.old_setuptools(setuptools.__version__)) is not None:
+    sys.exit(problem)
 try:
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension
+    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
 except ImportError as error:
-    sys.exit(
-        f"torch_resilient is built against an installed torch, and importing it failed ({error}): "
-        "install torch first, then run pip install --no-build-isolation ."
-    )
+    sys.exit(setup_support.without_torch(error, str(setuptools.__file__)))
+try:
+    CUDA_WANTED = setup_support.cuda_wanted(os.environ.get("TORCH_RESILIENT_CUDA", ""))
+except ValueError as error:
+    sys.exit(str(error))
 
-ROOT = Path(__file__).resolve().parent
 # One file needs up to 1 GB while it is compiled; two at a time fit everywhere.
 os.environ.setdefault("MAX_JOBS", "2")
 # A ninja that was installed beside this Python is found even if its environment is not active.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
-BUILD_INFO = '''"""Written by setup.py: what _C was compiled against."""
+BUILD_INFO = '''"""Written by setup.py: what was built."""
 
+# What _C was compiled against.
 TORCH_VERSION = {version!r}
+# Why there are no CUDA kernels; empty if there are.
+WITHOUT_CUDA = {without_cuda!r}
 '''
+CUDA_MODULE = "torch_resilient._cuda"
 
 
 def sources(*patterns: str) -> list[str]:
@@ -39,7 +52,7 @@ def sources(*patterns: str) -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """The modules; _cuda if there are kernels, torch has CUDA and its compiler is here."""
+    """The modules. BuildForTorch compiles the kernels of _cuda, or drops it."""
     plain_flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
     flags = [*plain_flags, f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"']
     headers = sources("**/*.h", "**/*.def")
@@ -51,7 +64,7 @@ def extensions() -> list[Extension]:
     below = ("random", "signature", "status", "syscall")
     loss = sources("loss/*.cpp", *(f"base/{name}.cpp" for name in below))
     loss.remove("csrc/loss/bindings.cpp")
-    result: list[Extension] = [
+    return [
         CppExtension(
             "torch_resilient._C",
             core,
@@ -87,27 +100,77 @@ def extensions() -> list[Extension]:
             language="c++",
             extra_compile_args={"cxx": plain_flags},
         ),
+        # The kernels see nothing of torch, and this sees only pybind11.
+        Extension(
+            CUDA_MODULE,
+            [*sources("cuda/*.cpp"), *loss],
+            include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
+            depends=headers,
+            language="c++",
+            extra_compile_args={"cxx": plain_flags},
+        ),
     ]
-    kernels = sources("cuda/*.cu")
-    if kernels and torch.version.cuda and shutil.which("nvcc"):
-        result.append(
-            CUDAExtension(
-                "torch_resilient._cuda",
-                [*kernels, *sources("cuda/*.cpp"), *loss],
-                include_dirs=include,
-                depends=headers,
-                # What is constexpr is for the device, too.
-                extra_compile_args={
-                    "cxx": plain_flags,
-                    "nvcc": ["-std=c++20", "-O3", "--expt-relaxed-constexpr"],
-                },
-            )
-        )
-    return result
 
 
-class BuildWithInfo(BuildExtension):
+def cuda_runtime() -> Path:
+    """The CUDA runtime that torch uses.
+
+    Raises setup_support.CudaUnavailableError if the kernels are not wanted or torch has none.
+    """
+    if CUDA_WANTED is False:
+        raise setup_support.CudaUnavailableError("TORCH_RESILIENT_CUDA=0")
+    if torch.version.cuda is None:
+        raise setup_support.CudaUnavailableError(f"torch {torch.__version__} is built without CUDA")
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        return setup_support.loaded_library("libcudart", maps)
+
+
+def compile_kernels(folder: Path) -> list[str]:
+    """Compiles csrc/cuda for torch's version of CUDA, with or without a GPU; returns the objects.
+
+    torch's BuildExtension would need a GPU, or TORCH_CUDA_ARCH_LIST, to choose architectures.
+    Raises setup_support.CudaUnavailableError.
+    """
+    nvcc = shutil.which("nvcc")
+    if nvcc is None and cpp_extension.CUDA_HOME:
+        nvcc = shutil.which(f"{cpp_extension.CUDA_HOME}/bin/nvcc")
+    if nvcc is None:
+        raise setup_support.CudaUnavailableError("nvcc is not in PATH")
+
+    def run(*arguments: str) -> str:
+        done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            reason = setup_support.first_error(done.stderr + done.stdout)
+            raise setup_support.CudaUnavailableError(f"nvcc failed: {reason}")
+        return done.stdout
+
+    setup_support.check_nvcc(run("--version"), torch.version.cuda)
+    if chosen := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        try:
+            architectures = cpp_extension._get_cuda_arch_flags()
+        except (ValueError, IndexError) as error:
+            raise setup_support.CudaUnavailableError(
+                f'TORCH_CUDA_ARCH_LIST="{chosen}": {error}'
+            ) from error
+    else:
+        architectures = setup_support.architecture_flags(run("--list-gpu-arch"))
+    objects = []
+    folder.mkdir(parents=True, exist_ok=True)
+    for source in sources("cuda/*.cu"):
+        target = folder / Path(source).with_suffix(".o").name
+        # Device code calls constexpr functions.
+        flags = ["-std=c++20", "-O3", "--expt-relaxed-constexpr"]
+        flags += ["-Xcompiler", "-fPIC,-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
+        run(*flags, *architectures, "-c", str(ROOT / source), "-o", str(target))
+        objects.append(str(target))
+    return objects
+
+
+class BuildForTorch(BuildExtension):
     """Compiles into build/, so that a second build is quick, and records torch's version."""
+
+    # Why there are no CUDA kernels; empty if there are.
+    without_cuda = ""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -121,8 +184,15 @@ class BuildWithInfo(BuildExtension):
     def run(self) -> None:
         super().run()
         package = Path(self.get_ext_fullpath("torch_resilient._C")).parent
-        text = BUILD_INFO.format(version=str(torch.__version__))
+        if self.without_cuda:  # an earlier build may have left some
+            name = Path(self.get_ext_filename(CUDA_MODULE)).name
+            (package / name).unlink(missing_ok=True)
+        text = BUILD_INFO.format(version=str(torch.__version__), without_cuda=self.without_cuda)
         (package / "_build_info.py").write_text(text, encoding="utf-8")
+
+    def build_extensions(self) -> None:
+        self.prepare_cuda()
+        super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
         # A source of two modules is compiled for each, with its flags: in folders of their own,
@@ -131,6 +201,22 @@ class BuildWithInfo(BuildExtension):
         self.build_temp = str(Path(common) / ext.name)
         super().build_extension(ext)
         self.build_temp = common
+
+    def prepare_cuda(self) -> None:
+        """Compiles the CUDA kernels; if it cannot, drops their module and says why in one line."""
+        (ext,) = (each for each in self.extensions if each.name == CUDA_MODULE)
+        try:
+            # At run time torch has loaded this library already, wherever it lies then.
+            ext.extra_link_args = [str(cuda_runtime())]
+            ext.extra_objects = compile_kernels(Path(self.build_temp) / CUDA_MODULE)
+        except setup_support.CudaUnavailableError as error:
+            self.without_cuda = str(error)
+            self.extensions.remove(ext)
+            text = f"torch_resilient has no CUDA kernels: {error}"
+            if CUDA_WANTED:
+                sys.exit(f"{text}; TORCH_RESILIENT_CUDA=1 requires them")
+            if torch.version.cuda is not None:
+                print(text, file=sys.stderr)
 
 
 class BuildWithOptions(build_py):
@@ -145,5 +231,8 @@ class BuildWithOptions(build_py):
 
 setup(
     ext_modules=extensions(),
-    cmdclass={"build_ext": BuildWithInfo, "build_py": BuildWithOptions},
+    # The binary fits one minor version of torch.
+    install_requires=[setup_support.torch_requirement(torch.__version__), "numpy"],
+    options={"bdist_wheel": {"build_number": setup_support.build_tag(torch.__version__)}},
+    cmdclass={"build_ext": BuildForTorch, "build_py": BuildWithOptions},
 )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -32,7 +33,7 @@ _SAMPLE = 4096
 
 @functools.cache
 def available() -> bool:
-    """Whether the kernels were built: where torch has CUDA and its compiler was there."""
+    """Whether the kernels were built: torch has CUDA, and nvcc could compile them."""
     try:
         _kernels()
     except RuntimeError:
@@ -142,9 +143,11 @@ def _kernels() -> ModuleType:
     try:
         from torch_resilient import _cuda
     except ImportError as error:
+        reason = importlib.import_module("torch_resilient._build_info").WITHOUT_CUDA or error
         raise RuntimeError(
-            "torch_resilient was built without its CUDA kernels: install it anew beside a torch "
-            f"with CUDA, with nvcc in PATH ({error})"
+            f"torch_resilient has no CUDA kernels ({reason}): run `TORCH_RESILIENT_CUDA=1 "
+            "pip install --no-build-isolation --no-deps --force-reinstall .` in its source, with a "
+            "CUDA build of torch and nvcc of the same major version in PATH"
         ) from error
     return _cuda
 

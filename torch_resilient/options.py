@@ -130,6 +130,11 @@ neither encryption nor a password: host names, addresses and rates are open to w
 Where each process writes how its paths and operations fare, 100 looks a second, in
 `rank<NNNNN>.<pid>.jsonl`. `torch-resilient chaos` sets it and reads it. It costs up to a
 twentieth of a core and some MB a minute.
+
+`TORCH_RESILIENT_CUDA`: default empty; 1 or 0
+
+Read when the package is built. With 1 the build fails if it cannot compile the CUDA kernels, with 0
+it leaves them out.
 """
 
 

@@ -21,11 +21,13 @@ namespace {
 
 constexpr std::string_view kPrefix = "TORCH_RESILIENT_";
 
-// By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient.
-constexpr std::array<std::string_view, 3> kReadByPython = {
+// By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient,
+// and setup.py.
+constexpr std::array<std::string_view, 4> kReadByPython = {
     "TORCH_RESILIENT_TIMELINE",
     "TORCH_RESILIENT_METRICS",
-    "TORCH_RESILIENT_RECORD_DIR"};
+    "TORCH_RESILIENT_RECORD_DIR",
+    "TORCH_RESILIENT_CUDA"};
 
 [[noreturn]] void invalid(const std::string& message) {
   throw StatusError(Status(StatusCode::kInvalidArgument, message));

@@ -221,6 +221,7 @@ def _look_at_build(facts: Facts) -> None:
     facts.known_variables = [
         *(row["variable"] for row in native.option_table()),
         *(module.VARIABLE for module in (_endpoint, _recorder, recording)),
+        "TORCH_RESILIENT_CUDA",  # setup.py
     ]
     with contextlib.suppress(ValueError):  # told by the trial
         options = native.Options()

@@ -1,0 +1,125 @@
+"""Decisions of setup.py, without torch or a compiler."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+# The oldest that reads a licence expression in pyproject.toml, which names the same version.
+SETUPTOOLS = (77, 0, 3)
+
+INSTALL = "pip install --no-build-isolation ."
+_TOOLS = "pip install torch 'setuptools>=77.0.3' wheel ninja"
+# Names of the folders that pip and build (build-env-), and uv (builds-v0) make for isolated builds.
+_ISOLATED = re.compile(r"/(?:pip-)?build-env-|/builds-v\d+/")
+
+
+class CudaUnavailableError(Exception):
+    """Why the CUDA kernels cannot be built, in one line."""
+
+
+def minor(version: str) -> tuple[int, int]:
+    """`(2, 13)` of `"2.13.0+cpu"`."""
+    first, second = version.split(".")[:2]
+    return int(first), int(second)
+
+
+def torch_requirement(version: str) -> str:
+    """The versions of torch for which a binary built for `version` can be loaded."""
+    return "torch=={}.{}.*".format(*minor(version))
+
+
+def build_tag(version: str) -> str:
+    """The wheel's build tag: `"213torch2.13"` for torch 2.13.
+
+    A tag begins with a number, and pip prefers the wheel with the largest one.
+    """
+    first, second = minor(version)
+    return f"{first}{second:02}torch{first}.{second}"
+
+
+def without_torch(error: ImportError, setuptools_file: str) -> str:
+    """The message for a build that cannot import torch.
+
+    `setuptools_file` is the path of setuptools, which an isolated build takes from a temporary
+    environment.
+    """
+    if _ISOLATED.search(setuptools_file):
+        return (
+            "torch_resilient must be compiled against the torch that you use, which this isolated "
+            f"build environment hides: run `{INSTALL}` instead, after `{_TOOLS}`"
+        )
+    return (
+        f"torch_resilient must be compiled against the installed torch, and importing torch failed "
+        f"({error}): run `{_TOOLS}`, then `{INSTALL}`"
+    )
+
+
+def old_setuptools(version: str) -> str | None:
+    """The message for a build with setuptools `version`; None if it is new enough."""
+    found = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    if found >= SETUPTOOLS or "unknown" in version:  # a copy without its metadata
+        return None
+    return (
+        f"setuptools {version} is too old to build torch_resilient: run "
+        f"`pip install --upgrade 'setuptools>={'.'.join(map(str, SETUPTOOLS))}'`, then `{INSTALL}`"
+    )
+
+
+def cuda_wanted(value: str) -> bool | None:
+    """Whether `value` of TORCH_RESILIENT_CUDA requires or forbids the kernels; None: neither.
+
+    Raises ValueError for anything but 1, 0 and nothing.
+    """
+    if value not in ("", "0", "1"):
+        raise ValueError(
+            f'TORCH_RESILIENT_CUDA="{value}": expected 1 (the CUDA kernels are required), 0 '
+            "(do not build them) or nothing (build them where possible)"
+        )
+    return None if value == "" else value == "1"
+
+
+def check_nvcc(version_output: str, torch_cuda: str) -> None:
+    """Raises CudaUnavailableError unless nvcc has the major version of torch's CUDA runtime.
+
+    `version_output` is what `nvcc --version` prints; `torch_cuda` is `torch.version.cuda`.
+    """
+    found = re.search(r"release (\d+)\.(\d+)", version_output)
+    if found is None:
+        raise CudaUnavailableError("nvcc --version names no release")
+    if found[1] != torch_cuda.split(".")[0]:
+        raise CudaUnavailableError(
+            f"nvcc is of CUDA {found[1]}.{found[2]}, and torch of CUDA {torch_cuda}"
+        )
+
+
+def architecture_flags(listing: str) -> list[str]:
+    """nvcc's flags for all GPUs that it knows, whatever GPUs this machine has.
+
+    `listing` is what `nvcc --list-gpu-arch` prints. The code of the first architecture of a major
+    version runs on the others of it. GPUs that are newer than nvcc translate the PTX.
+    """
+    known = sorted({int(number) for number in re.findall(r"\bcompute_(\d+)\b", listing)})
+    if not known:
+        raise CudaUnavailableError("nvcc --list-gpu-arch names no architecture")
+    first = {number // 10: number for number in reversed(known)}
+    flags = [f"-gencode=arch=compute_{n},code=sm_{n}" for n in sorted(first.values())]
+    newest = max(first.values())
+    return [*flags, f"-gencode=arch=compute_{newest},code=compute_{newest}"]
+
+
+def loaded_library(name: str, maps: Iterable[str]) -> Path:
+    """The file of the loaded library `name.so.*`; `maps` are the lines of /proc/self/maps."""
+    for line in maps:
+        path = Path(line.split(maxsplit=5)[-1].strip())
+        if path.name.startswith(f"{name}.so"):
+            return path
+    raise CudaUnavailableError(f"torch has not loaded {name}.so")
+
+
+def first_error(output: str) -> str:
+    """The first line with an error in a compiler's output, else the last line."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"\b(error|fatal)\b", line, re.IGNORECASE)]
+    return (errors or lines[-1:] or ["it printed nothing"])[0]
