@@ -1,9 +1,9 @@
 # `make help` lists what there is to do. Everything is put into .venv and build.
 
 PYTHON3 ?= python3
-# The torch that is installed and built against. Where its package index has
-# several builds, PIP_INDEX_URL and the other variables of pip choose one.
-TORCH ?= torch==2.13.0
+# The version of torch that is installed and built against. Where its package index
+# has several builds, PIP_INDEX_URL and the other variables of pip choose one.
+TORCH ?= 2.13.0
 JOBS ?= 2
 ARGS ?=
 CASES ?= 100000
@@ -11,12 +11,12 @@ FUZZ_SECONDS ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := "setuptools>=65" wheel ninja numpy pytest pytest-timeout \
+PACKAGES := "setuptools>=77.0.3" wheel ninja numpy pytest pytest-timeout \
   hypothesis expecttest matplotlib ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # What the installed package is made from; Python files are used in place.
-BUILT_FROM := setup.py pyproject.toml \
+BUILT_FROM := setup.py setup_support.py pyproject.toml \
   $(shell find csrc -path csrc/tests -prune -o -type f -print)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -24,8 +24,8 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-lossy test lint format cpp-test python-test slow-test asan tsan \
-  planted nightly fuzz bench options-doc clean
+.PHONY: help setup demo demo-lossy test lint format cpp-test python-test slow-test test-torch \
+  asan tsan planted nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -38,7 +38,7 @@ $(VENV)/pyvenv.cfg:
 
 # torch stands in the same command as everything else, so nothing replaces it.
 $(VENV)/tools: $(VENV)/pyvenv.cfg Makefile
-	$(BIN)/python -m pip install --quiet "$(TORCH)" $(PACKAGES)
+	$(BIN)/python -m pip install --quiet "torch==$(TORCH)" $(PACKAGES)
 	@touch $@
 
 # --no-deps: installing this package must never change torch.
@@ -83,6 +83,17 @@ python-test: setup ## tests of the package, ARGS="-k expression"
 slow-test: setup ## the tests that take long or much memory
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# A copy of the source has its own environment, so neither torch nor the extension of this one
+# changes. A second run compiles what has changed.
+TRIAL := build/$(notdir $(PYTHON3))-torch-$(TORCH)
+test-torch: ## tests of the package with TORCH=2.15.0, or PYTHON3=python3.13, in an environment apart
+	mkdir -p $(TRIAL)
+	find $(TRIAL) -mindepth 1 -maxdepth 1 ! -name build ! -name $(VENV) -exec rm -rf {} +
+	rm -f $(TRIAL)/build/installed
+	tar -c --exclude=./build --exclude=./$(VENV) --exclude=./.git --exclude='.*_cache' \
+	  --exclude=__pycache__ --exclude='*.so' --exclude=_build_info.py . | tar -x -C $(TRIAL)
+	$(MAKE) -C $(TRIAL) python-test TORCH=$(TORCH)
+
 asan: asan-built ## tests of the C++ core under the address and undefined sanitizers
 	$(MAKE) -C csrc VARIANT=asan JOBS=$(JOBS) test
 
@@ -112,6 +123,6 @@ options-doc: setup ## write docs/options.md anew from csrc/base/options.def
 	mv build/options.md docs/options.md
 
 clean: ## remove everything that was built; .venv stays
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist *.egg-info __pycache__ .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f torch_resilient/_build_info.py torch_resilient/*.so
 	find torch_resilient tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
