@@ -5,6 +5,7 @@ When one of these fails with a new torch, look at the code that it names before 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from typing import Any
 
@@ -162,12 +163,14 @@ def test_torchs_groups_of_parameters_may_overlap() -> None:
 
 
 def test_torchs_input_backward_misses_what_no_input_leads_to() -> None:
-    """weights_found_from: torch gives W no group for these parameters."""
+    """weights_found_from: torch gives W no group for these parameters, or refuses the input."""
     from torch.distributed.pipelining._backward import stage_backward_input
 
     module = nn.Linear(4, 4)
     x = torch.ones(2, 4)  # as from stages that are frozen
-    _, groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
+    groups: list[Any] = []
+    with contextlib.suppress(ValueError):  # torch 2.11: "grad requires non-empty inputs"
+        _, groups = stage_backward_input([module(x).sum()], None, [x], module.parameters())
     assert groups == []
 
 
@@ -190,7 +193,8 @@ def test_views_break_torchs_input_backward() -> None:
     module = nn.Linear(4, 4)
     x = torch.ones(2, 4, requires_grad=True)
     output = module(x).view(4, 2)
-    with pytest.raises(RuntimeError, match="backward input"):
+    # The second text is that of torch 2.11.
+    with pytest.raises(RuntimeError, match=r"backward input|Can't detach views"):
         stage_backward_input([output], [torch.ones(4, 2)], [x], module.parameters())
 
 
