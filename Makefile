@@ -14,6 +14,9 @@ BIN := $(VENV)/bin
 PACKAGES := "setuptools>=77.0.3" wheel ninja numpy pytest pytest-timeout \
   hypothesis expecttest matplotlib ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
 
+# What docs/works-with.md promises to work with.
+FRAMEWORKS := lightning transformers accelerate torchmetrics torchft
+
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # What the installed package is made from; Python files are used in place.
 BUILT_FROM := setup.py setup_support.py pyproject.toml \
@@ -24,11 +27,11 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-lossy test lint format cpp-test python-test slow-test test-torch \
-  asan tsan planted nightly fuzz bench options-doc clean
+.PHONY: help setup demo demo-lossy test lint format cpp-test python-test slow-test \
+  test-torch test-frameworks asan tsan planted nightly fuzz bench options-doc clean
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
 
 setup: build/installed ## .venv with torch, the tools and this package
 
@@ -93,6 +96,21 @@ test-torch: ## tests of the package with TORCH=2.15.0, or PYTHON3=python3.13, in
 	tar -c --exclude=./build --exclude=./$(VENV) --exclude=./.git --exclude='.*_cache' \
 	  --exclude=__pycache__ --exclude='*.so' --exclude=_build_info.py . | tar -x -C $(TRIAL)
 	$(MAKE) -C $(TRIAL) python-test TORCH=$(TORCH)
+
+# An environment on top of .venv: the same torch, and what the frameworks need.
+build/frameworks/tools: build/installed Makefile
+	$(BIN)/python -m venv --clear build/frameworks
+	build/frameworks/bin/python -c 'import sys, sysconfig; \
+	  own = sysconfig.get_path("purelib"); \
+	  print("import site; site.addsitedir(%r)" % sys.argv[1], file=open(own + "/base.pth", "w"))' \
+	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >build/frameworks/torch.txt
+	build/frameworks/bin/python -m pip install --quiet --constraint build/frameworks/torch.txt $(FRAMEWORKS)
+	@touch $@
+
+test-frameworks: build/frameworks/tools ## tests with Lightning, torchft and so on, ARGS="-k expression"
+	RESILIENT_TEST_FRAMEWORKS=required build/frameworks/bin/python -m pytest \
+	  tests/test_frameworks.py tests/test_torchft.py $(ARGS)
 
 asan: asan-built ## tests of the C++ core under the address and undefined sanitizers
 	$(MAKE) -C csrc VARIANT=asan JOBS=$(JOBS) test

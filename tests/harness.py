@@ -20,6 +20,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import faulthandler
+import importlib.util
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.forkserver
@@ -36,6 +37,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -72,6 +74,16 @@ def backend_name() -> str:
 def on_gloo() -> bool:
     """True if the tests are being checked against gloo itself, whose known limits they skip."""
     return backend_name() == "gloo"
+
+
+def needs(package: str) -> pytest.MarkDecorator:
+    """Marks a test that is skipped without an optional package.
+
+    With RESILIENT_TEST_FRAMEWORKS=required, as in `make test-frameworks`, it fails instead.
+    """
+    required = os.environ.get("RESILIENT_TEST_FRAMEWORKS") == "required"
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing and not required, reason=f"{package} is not installed")
 
 
 @dataclass
@@ -147,6 +159,35 @@ def make_store(prefix: str = "") -> dist.Store:
     else:
         store = dist.FileStore(_current.store_file, -1)
     return dist.PrefixStore(prefix, store) if prefix else store
+
+
+def store_port() -> int:
+    """In a rank of a run with store="tcp": the port of its store, which is on 127.0.0.1."""
+    assert _current is not None, "only in a rank process"
+    return _current.store_port
+
+
+def set_launcher_environment() -> str:
+    """In a rank of a run with store="tcp": sets the variables that torchrun sets.
+
+    For code that creates the default group itself. Returns the name of the run's backend.
+    """
+    assert _current is not None, "only in a rank process"
+    rank, size = str(_current.rank), str(_current.world_size)
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(_current.store_port),
+        RANK=rank,
+        LOCAL_RANK=rank,
+        GROUP_RANK="0",
+        WORLD_SIZE=size,
+        LOCAL_WORLD_SIZE=size,
+        GROUP_WORLD_SIZE="1",
+        TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_USE_AGENT_STORE="True",
+    )
+    return _current.backend
 
 
 def init_group(

@@ -222,3 +222,12 @@ def test_variables_named_in_documents_exist() -> None:
         if name not in options
     }
     assert unknown == set()
+
+
+def test_the_tests_of_works_with_exist() -> None:
+    text = (ROOT / "docs" / "works-with.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(test_\w+)`", text)
+    program = (ROOT / "tests" / "test_frameworks.py").read_text(encoding="utf-8")
+    missing = [name for name in named if f"\ndef {name}(" not in program]
+    assert named
+    assert missing == []

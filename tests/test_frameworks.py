@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import backend_name, run_ranks, scratch, world_size
+from harness import backend_name, needs, run_ranks, scratch, set_launcher_environment, world_size
 from torch import nn
 
 Result = dict[str, torch.Tensor]
@@ -334,6 +334,37 @@ def test_sharded_tensors_are_gathered() -> None:
     compare(gathered_shards)
 
 
+def fsdp1(rank: int) -> Result:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(
+        sharded_net(), device_id=torch.device("cpu"), use_orig_params=True
+    )
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    losses = []
+    for step in range(3):
+        inputs, targets = batch(rank, step)
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), targets)
+        loss.backward()
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        losses.append(loss.detach())
+    with FullyShardedDataParallel.summon_full_params(model):
+        named = {name: p.detach().clone() for name, p in model.module.named_parameters()}
+    return {"losses": torch.stack(losses), **named}
+
+
+def test_fsdp1_computes_what_ddp_computes() -> None:
+    got = run_ranks(as_lists, fsdp1, timeout_s=100)
+    want = run_ranks(as_lists, reference_fsdp, timeout_s=100)
+    for rank in range(2):
+        assert got[rank].keys() == want[rank].keys()
+        for name in want[rank]:
+            ours, theirs = torch.tensor(got[rank][name][2]), torch.tensor(want[rank][name][2])
+            assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-5), f"rank {rank} {name}"
+
+
 def dtensors(rank: int) -> Result:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -624,3 +655,154 @@ def compiled_eager(rank: int) -> Result:
 
 def test_collectives_captured_by_dynamo() -> None:
     compare(compiled_eager)
+
+
+# ---- packages on top of torch -------------------------------------------------------------------
+
+# These packages create the default group themselves, or look for the variables of a launcher.
+LAUNCHED: dict[str, Any] = {"init": False, "store": "tcp", "timeout_s": 180}
+
+
+def lightning_fit(rank: int) -> Result:
+    backend = set_launcher_environment()
+    import lightning
+    from lightning.pytorch.strategies import DDPStrategy
+    from torch.utils.data import DataLoader, TensorDataset
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def training_step(self, pair: Any, index: int) -> torch.Tensor:
+            inputs, targets = pair
+            loss = F.mse_loss(self.net(inputs), targets)
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.Adam(self.parameters(), 0.01)
+
+    rows = [batch(0, step) for step in range(6)]  # the sampler gives each rank its share
+    data = TensorDataset(torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows]))
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=world_size(),
+        strategy=DDPStrategy(process_group_backend=backend),
+        max_epochs=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=scratch(),
+    )
+    trainer.fit(module, DataLoader(data, batch_size=8))
+    assert dist.get_backend() == backend
+    result = {"loss": trainer.callback_metrics["loss"].clone(), **parameters_of(module)}
+    dist.destroy_process_group()
+    return result
+
+
+@needs("lightning")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_lightning() -> None:
+    compare(lightning_fit, **LAUNCHED)
+
+
+class Labelled(nn.Module):
+    """A model as transformers' Trainer wants it: it computes its own loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> Result:
+        return {"loss": F.mse_loss(self.net(inputs), labels)}
+
+
+def transformers_trainer(rank: int) -> Result:
+    backend = set_launcher_environment()
+    dist.init_process_group(backend)
+    from transformers import Trainer, TrainingArguments
+
+    inputs, targets = batch(0, 0)
+    arguments = TrainingArguments(
+        output_dir=scratch(),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        max_steps=4,
+        learning_rate=0.01,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=3,
+    )
+    model = Labelled()
+    data = [{"inputs": x, "labels": y} for x, y in zip(inputs, targets, strict=True)]
+    trained = Trainer(model=model, args=arguments, train_dataset=data).train()
+    assert dist.get_backend() == backend
+    result = {"loss": torch.tensor(trained.training_loss), **parameters_of(model)}
+    dist.destroy_process_group()
+    return result
+
+
+@needs("transformers")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_transformers_trainer() -> None:
+    compare(transformers_trainer, **LAUNCHED)
+
+
+def accelerated(rank: int) -> Result:
+    backend = set_launcher_environment()
+    dist.init_process_group(backend)
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader, TensorDataset
+
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    rows = [batch(0, step) for step in range(4)]
+    data = TensorDataset(torch.cat([x for x, _ in rows]), torch.cat([y for _, y in rows]))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    losses = []
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(inputs), targets)
+        accelerator.backward(loss)
+        optimizer.step()
+        losses.append(accelerator.gather(loss.detach()))
+    assert accelerator.num_processes == world_size()
+    assert dist.get_backend() == backend
+    result = {"losses": torch.cat(losses), **parameters_of(accelerator.unwrap_model(model))}
+    dist.destroy_process_group()
+    return result
+
+
+@needs("accelerate")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_accelerate() -> None:
+    compare(accelerated, **LAUNCHED)
+
+
+def metrics(rank: int) -> Result:
+    from torchmetrics import MeanMetric, SumMetric
+    from torchmetrics.aggregation import CatMetric
+
+    mean, total, rows = MeanMetric(), SumMetric(), CatMetric()
+    for step in range(3):
+        inputs, _ = batch(rank, step)
+        mean.update(inputs)
+        total.update(inputs)
+        rows.update(inputs[: 2 + rank, 0])  # sizes differ by rank
+    return {"mean": mean.compute(), "sum": total.compute(), "rows": rows.compute()}
+
+
+@needs("torchmetrics")
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_torchmetrics() -> None:
+    compare(metrics, timeout_s=180)

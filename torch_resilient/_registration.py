@@ -8,9 +8,14 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 from torch_resilient import _native, _observers
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
 
 NAME = "resilient"
 
@@ -50,6 +55,57 @@ class _Devices(Sequence[str]):
 
     def __repr__(self) -> str:
         return repr(self._usable())
+
+
+def create_group(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    name: str,
+    timeout: timedelta,
+    global_ranks: Sequence[int] = (),
+) -> ProcessGroup:
+    """Creates a group on this backend that `torch.distributed` does not list.
+
+    Frameworks use such groups when their members change: a failed group is aborted, and another
+    one is created from the ranks that are left. `store` must hold no key of another group.
+    `global_ranks` are the members' ranks in the whole job, for messages; empty: 0 to `size` - 1.
+
+    Raises what `init_process_group` raises.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import _DistributedBackendOptions
+
+    arguments = _DistributedBackendOptions()
+    arguments.store = store
+    arguments.group_rank = rank
+    arguments.group_size = size
+    arguments.group_id = name
+    arguments.timeout = timeout
+    arguments.global_ranks_in_group = list(global_ranks)
+    backend = create_backend(arguments)
+    kind = dist.ProcessGroup.BackendType.CUSTOM
+    group = dist.ProcessGroup(store, rank, size)
+    group._set_default_backend(kind)
+    for device in _Devices():
+        group._register_backend(torch.device(device), kind, backend)
+    return group
+
+
+def end_group(group: ProcessGroup) -> None:
+    """Ends a group of create_group() before another one with other members replaces it.
+
+    A peer may still be in an operation that has ended here, and abort() would fail that operation.
+    Only if an operation is pending here is the group aborted, and all its operations fail at once.
+    """
+    from torch_resilient._stats import stats
+
+    if stats(group)["operations_pending"]:
+        group.abort()
+    else:
+        group.shutdown()
 
 
 def register() -> None:
