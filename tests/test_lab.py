@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import signal
 import socket
 import struct
@@ -1072,6 +1073,40 @@ def test_the_backend_runs_in_a_lab(lab: NetworkLab, capfd: pytest.CaptureFixture
     assert "[a] sum 3\n" in out
     assert "[b] sum 3\n" in out
     assert "lab: eth0 a->b: " in err
+
+
+TWO_SITES = """
+import torch
+import torch.distributed as dist
+import torch_resilient
+dist.init_process_group("resilient")
+for _ in range(3):
+    dist.all_reduce(torch.ones(500_000))
+print("sites", torch_resilient.topology()["sites"])
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.timeout(300)
+def test_sites_are_set_inferred_and_turned_off(
+    lab: NetworkLab, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Undeclared sites cost as few bytes between sites as declared ones."""
+    border = {}
+    for site in (None, "auto", ""):
+        if site is not None:
+            monkeypatch.setenv("TORCH_RESILIENT_SITE", site)
+        network = ["--hosts", "4", "--sites", "2", "--delay", "20ms", "--rate", "100mbit"]
+        assert cli.main(["lab", *network, "--", sys.executable, "-c", TWO_SITES]) == 0
+        out, err = capfd.readouterr()
+        sent = re.findall(r"eth0 (\w)->(\w): ([\d.]+) MB", err)
+        border[site] = sum(float(mb) for a, b, mb in sent if (a in "ab") != (b in "ab"))
+        sites = ["", "", "", ""] if site == "" else ["site0", "site0", "site1", "site1"]
+        assert out.count(f"sites {sites}\n") == 4
+        said = re.findall(r"no rank declares a site.*: (.*) \(.*\); (.*) \(.*\)\. ", out)
+        assert said == ([("ranks 0, 1", "ranks 2, 3")] if site == "auto" else [])
+    assert border["auto"] < 1.1 * border[None]
+    assert border[""] > 1.5 * border[None]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ _TAG = 0x7E57  # of these messages
 def topology(group: ProcessGroup | None = None) -> dict[str, Any]:
     """Where the ranks of `group` (None: the default group) are, as all of them agree.
 
-    `sites`: by rank, the name of its site, or empty strings if none is known. `hosts`: by rank, a
+    `sites`: by rank, the name of its site, or empty strings if none is known. `declared`: whether
+    TORCH_RESILIENT_SITE names them; else they are inferred from round trips. `hosts`: by rank, a
     number; ranks with the same one share a host. `algorithm`: the option collective_algorithm.
 
     Waits, at most for the group's timeout, until all ranks have joined. Raises ValueError as
@@ -56,6 +57,7 @@ def group_by_round_trip(
     """Measures round trips and regroups: hosts less than `site_s` seconds apart are one site.
 
     For jobs whose ranks declare no site (TORCH_RESILIENT_SITE); if they do, nothing is changed.
+    Sites that were inferred at the start, from round trips to the store only, are replaced.
     All ranks of `group` (None: the default group) must call it at the same point of the program:
     it is a collective. The grouping is computed from all measurements, so it is the same on all
     ranks, and holds for the collectives of this group that are called later. Groups made from it
@@ -75,7 +77,7 @@ def group_by_round_trip(
         raise ValueError(f"group_by_round_trip: site_s={site_s}: expected a number above 0")
     backend, device = find_backend(group), carried_device(group)
     known = topology(group)
-    if any(known["sites"]):
+    if known["declared"]:
         return list(known["sites"])
     rank, size = backend.rank(), backend.size()
     places = list(range(size)) if every_rank else known["hosts"]
@@ -112,8 +114,9 @@ def group_by_round_trip(
                     "not be measured; set TORCH_RESILIENT_SITE on all ranks instead"
                 )
     labels = dict(zip(leaders, clusters(rows, site_s), strict=True))
-    if len(set(labels.values())) < 2:
-        return [""] * size
-    sites = [f"site{labels[first[place]]}" for place in places]
-    _native.load().set_topology(backend, sites, known["algorithm"])
+    sites = [""] * size
+    if len(set(labels.values())) > 1:
+        sites = [f"site{labels[first[place]]}" for place in places]
+    if sites != known["sites"]:
+        _native.load().set_topology(backend, sites, known["algorithm"])
     return sites

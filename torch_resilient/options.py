@@ -31,10 +31,11 @@ TORCH_RESILIENT_WAN_CONNECTIONS=8 torchrun train.py
 ```
 
 A process has one engine for all its groups, started with the first one: that group's options
-hold for it, until the last group is destroyed. An empty variable counts as not set. Sizes may be
-written with K, M or G (KiB, MiB, GiB). A value that is not understood, or out of its range, fails
-`init_process_group` with a sentence that says what was expected; a variable that begins with
-`TORCH_RESILIENT_` and is not listed here gives a warning.
+hold for it, until the last group is destroyed. An empty variable counts as not set, but an empty
+TORCH_RESILIENT_SITE turns sites off. Sizes may be written with K, M or G (KiB, MiB, GiB). A value
+that is not understood, or out of its range, fails `init_process_group` with a sentence that says
+what was expected; a variable that begins with `TORCH_RESILIENT_` and is not listed here gives a
+warning.
 """
 
 

@@ -436,6 +436,7 @@ void bindGroup(py::module_& m) {
         d["sites"] = topology->sites();
         d["hosts"] = topology->hosts();
         d["algorithm"] = nameOf(topology->choice());
+        d["declared"] = group.declaresSite();
         return d;
       },
       py::arg("group"));

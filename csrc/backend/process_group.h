@@ -62,6 +62,9 @@ class ProcessGroupResilient : public c10d::Backend {
   // Group::topology within the group's time-out, and Group::setTopology with
   // the site of each rank and the choice of algorithms.
   std::shared_ptr<const Topology> topology();
+  bool declaresSite() const {
+    return !options_->engine.declaredSite().empty();
+  }
   void setTopology(std::vector<std::string> sites, AlgorithmChoice choice);
 
   // process_group_reduce.cpp

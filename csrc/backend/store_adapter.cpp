@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
+#include "transport/socket.h"
+
 namespace resilient {
 
 namespace {
@@ -113,19 +115,26 @@ class StoreAdapter : public KeyValue {
   }
 
   std::string serverHost() const override {
-    c10d::Store* store = store_.get();
-    c10::intrusive_ptr<c10d::Store> inner;
-    if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) {
-      inner = prefixed->getUnderlyingNonPrefixStore();
-      store = inner.get();
-    }
-    if (auto* tcp = dynamic_cast<c10d::TCPStore*>(store)) {
-      return tcp->getHost();
-    }
-    return ""; // a file or a hash table has no server
+    const auto tcp = server();
+    return tcp ? tcp->getHost() : "";
+  }
+
+  // c10d does not hand out its socket, so the process's sockets are searched.
+  Nanos roundTrip() const override {
+    const auto tcp = server();
+    return tcp ? leastRoundTripTo(tcp->getPort()) : Nanos(0);
   }
 
  private:
+  // Null: a file or a hash table has no server.
+  c10::intrusive_ptr<c10d::TCPStore> server() const {
+    c10::intrusive_ptr<c10d::Store> store = store_;
+    if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
+      store = prefixed->getUnderlyingNonPrefixStore();
+    }
+    return c10::dynamic_intrusive_pointer_cast<c10d::TCPStore>(store);
+  }
+
   c10::intrusive_ptr<c10d::Store> store_;
 };
 

@@ -357,7 +357,10 @@ EngineOptions EngineOptions::fromEnvironment() {
   EngineOptions options;
   for (const OptionInfo& option : optionTable()) {
     const char* text = std::getenv(option.variable.c_str());
-    if (text != nullptr && *text != '\0' && !assign(option, options, text)) {
+    // An empty site is a value: no sites. The others count as not set.
+    const bool given = text != nullptr &&
+        (*text != '\0' || option.member == OptionMember(&EngineOptions::site));
+    if (given && !assign(option, options, text)) {
       reject(option, option.variable, text);
     }
   }
@@ -435,6 +438,10 @@ void EngineOptions::validate() const {
         "both secret and secret_file are set "
         "(TORCH_RESILIENT_SECRET, TORCH_RESILIENT_SECRET_FILE): unset one");
   }
+}
+
+std::string EngineOptions::declaredSite() const {
+  return site == kInferSite ? "" : site;
 }
 
 bool isSiteName(std::string_view text) {

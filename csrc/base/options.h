@@ -40,7 +40,8 @@ struct EngineOptions {
 #undef RESILIENT_FIELD_Secret
 
   // The defaults, changed by every TORCH_RESILIENT_* variable that is set and
-  // not empty. Throws StatusError(kInvalidArgument), which names the
+  // not empty (TORCH_RESILIENT_SITE: that is set). Throws
+  // StatusError(kInvalidArgument), which names the
   // variable, its value (not that of a secret) and what would be right.
   static EngineOptions fromEnvironment();
 
@@ -54,10 +55,16 @@ struct EngineOptions {
   // reads "(set)". Throws StatusError(kInvalidArgument) for an unknown field.
   std::string getAsString(std::string_view name) const;
 
+  // `site`, or empty if it is not declared.
+  std::string declaredSite() const;
+
   // Checks the bounds of all fields and the relations between them; throws
   // StatusError(kInvalidArgument). For options that were assigned directly.
   void validate() const;
 };
+
+// The value of `site` that leaves it to the group to find out.
+inline constexpr std::string_view kInferSite = "auto";
 
 // 1 to 64 letters, digits, '.', '_' and '-'.
 bool isSiteName(std::string_view text);

@@ -235,7 +235,7 @@ Engine::Engine(
   fillRandom(self_.uid.data(), self_.uid.size());
   self_.hostId = hostIdentity();
   self_.hostName = hostName();
-  self_.site = options_.site;
+  self_.site = options_.declaredSite();
   self_.pid = ::getpid();
   bufferLimits_ = systemBufferLimits();
   const auto rates = SiteNumbers::parse(
@@ -410,9 +410,12 @@ void Engine::startListening(const std::string& storeHost) {
   logMessage(LogLevel::kInfo, "listening at " + where + ": " + choice.reason);
 }
 
-std::string Engine::record() const {
-  std::lock_guard lock(addressesMutex_);
-  return self_.toString();
+std::string Engine::record(Nanos storeRoundTrip) const {
+  std::unique_lock lock(addressesMutex_);
+  PeerAddress self = self_;
+  lock.unlock();
+  self.storeRoundTrip = storeRoundTrip;
+  return self.toString();
 }
 
 // Paper: SHIFT §4.3.3 takes it for granted that a NIC returns as it was.
@@ -531,8 +534,12 @@ void Engine::checkSites(const std::vector<std::string>& sites) {
     return;
   }
   checkedSites_ = true;
+  std::set<std::string> declared{""}; // options cannot name inferred sites
+  if (!self_.site.empty()) {
+    declared = {sites.begin(), sites.end()};
+  }
   std::string known;
-  for (const std::string& site : std::set(sites.begin(), sites.end())) {
+  for (const std::string& site : declared) {
     known += (known.empty() ? "" : ", ") + (site.empty() ? "none" : site);
   }
   const std::pair<const char*, const SiteNumbers&> named[] = {
@@ -541,7 +548,7 @@ void Engine::checkSites(const std::vector<std::string>& sites) {
       {"WAN", datagramSites_}};
   for (const auto& [option, numbers] : named) {
     for (const std::string& site : numbers.sites()) {
-      if (std::ranges::find(sites, site) == sites.end()) {
+      if (!declared.contains(site)) {
         logMessage(
             LogLevel::kWarning,
             std::string("TORCH_RESILIENT_") + option + " names the site \"" +

@@ -71,8 +71,9 @@ class Engine final : public MailboxListener {
   const PeerAddress& self() const { // but for addresses: see record()
     return self_;
   }
-  // What the others have to know of us, as it is now.
-  std::string record() const;
+  // How other ranks reach this process, as it is now. `storeRoundTrip`: to the
+  // store of a group, as PeerAddress has it.
+  std::string record(Nanos storeRoundTrip = Nanos(0)) const;
   FlightRecorder& recorder() {
     return recorder_;
   }
@@ -125,7 +126,7 @@ class Engine final : public MailboxListener {
   SocketOptions socketOptions(const std::string* site) const;
   // Whether to offer datagrams to hosts there.
   bool datagramsTo(const std::string& site) const {
-    return datagramSites_.beyond(options_.site, site).value_or(0) != 0;
+    return datagramSites_.beyond(self_.site, site).value_or(0) != 0;
   }
   RecoverySchemes recoveryTo(const std::string& site) const {
     return recovery_.of(site);

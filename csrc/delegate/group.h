@@ -42,6 +42,10 @@ class KeyValue {
   // The address of the machine that serves the store, or empty: the route to
   // it picks the interface to listen on.
   virtual std::string serverHost() const = 0;
+  // The shortest one to that machine that has been measured; 0: unknown.
+  virtual Nanos roundTrip() const {
+    return Nanos(0);
+  }
 };
 
 struct GroupConfig {

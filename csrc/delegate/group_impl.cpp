@@ -10,6 +10,7 @@
 #include "delegate/member_list.h"
 #include "delegate/point_to_point_run.h"
 #include "delegate/resolver.h"
+#include "delegate/site_inference.h"
 
 namespace resilient {
 namespace {
@@ -80,7 +81,9 @@ void GroupImpl::join() {
     throw StatusError(
         Status(StatusCode::kAborted, "the engine is being shut down"));
   }
-  const std::string list = membership_.publish(engine_->record());
+  const bool infer = engine_->options().site == kInferSite;
+  const std::string list = membership_.publish(
+      engine_->record(infer ? store_->roundTrip() : Nanos(0)));
   engine_->loop().post([weak = weak_from_this(), list] {
     if (auto self = weak.lock()) {
       if (list.empty()) {
@@ -456,6 +459,10 @@ void GroupImpl::learned(const std::string& list) {
   const std::vector<std::string> sites = sitesOf(members);
   if (wholeJob_) {
     engine_->checkSites(sites);
+    if (const auto inferred = inferSites(members);
+        rank_ == 0 && !inferred.empty()) {
+      logMessage(LogLevel::kWarning, describeSites(inferred));
+    }
   }
   if (!topology_) {
     topology_ = std::make_shared<Topology>(

@@ -3,16 +3,10 @@
 #include <map>
 #include <string_view>
 
+#include "delegate/site_inference.h"
+
 namespace resilient {
 namespace {
-
-std::string listOf(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size() && i < 8; ++i) {
-    text += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
-  }
-  return text + (ranks.size() > 8 ? ", ..." : "");
-}
 
 Status checkProcesses(const std::vector<PeerAddress>& members) {
   std::map<Uid, size_t> first;
@@ -112,6 +106,11 @@ std::vector<std::string> sitesOf(const std::vector<PeerAddress>& members) {
   std::vector<std::string> sites;
   for (const PeerAddress& member : members) {
     sites.push_back(member.site);
+  }
+  for (const InferredSite& site : inferSites(members)) {
+    for (const int r : site.ranks) {
+      sites[static_cast<size_t>(r)] = site.name;
+    }
   }
   return sites;
 }

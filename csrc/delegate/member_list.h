@@ -29,8 +29,8 @@ Status parseMemberList(
     int ranks,
     std::vector<PeerAddress>& members);
 
-// For Topology, by rank: the declared sites, and a number for each host, in
-// order of first appearance.
+// For Topology, by rank: the sites, as declared or else as inferSites() finds
+// them, and a number for each host, in order of first appearance.
 std::vector<std::string> sitesOf(const std::vector<PeerAddress>& members);
 std::vector<int> hostsOf(const std::vector<PeerAddress>& members);
 

@@ -162,6 +162,7 @@ PeerAddress sample() {
   a.hostName = "node-3";
   a.site = "east-1";
   a.pid = 4711;
+  a.storeRoundTrip = std::chrono::microseconds(180);
   a.addresses = {
       {"eth0", *SocketAddress::parse("10.0.0.7", 29511), 24},
       {"eth0", *SocketAddress::parse("fd00::7", 29511), 64}};
@@ -169,9 +170,9 @@ PeerAddress sample() {
 }
 
 const char* const kSampleText =
-    "resilient/2 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
+    "resilient/3 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
     "host=0123456789abcdef0123456789abcdef name=node-3 site=east-1 "
-    "pid=4711 at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
+    "pid=4711 rtt=180 at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
 
 TEST(a_peer_address_survives_the_store) {
   CHECK_EQ(sample().toString(), std::string(kSampleText));
@@ -181,6 +182,7 @@ TEST(a_peer_address_survives_the_store) {
   CHECK_EQ(back.toString(), std::string(kSampleText));
   CHECK(back.uid == sample().uid);
   CHECK_EQ(back.site, std::string("east-1"));
+  CHECK(back.storeRoundTrip == std::chrono::microseconds(180));
   PeerAddress nowhere = sample();
   nowhere.site.clear();
   CHECK(PeerAddress::parse(nowhere.toString(), back).ok());
@@ -207,7 +209,7 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            " ",
            "hello",
            good + " more",
-           replaced("resilient/2", "resilient/1"),
+           replaced("resilient/3", "resilient/2"),
            replaced("uid=f0", "uid=f"),
            replaced("uid=f0", "uid=F0"),
            replaced(
@@ -222,6 +224,9 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            replaced("east-1", "east,1"),
            replaced("east-1", "\xc3\xa9"),
            replaced("east-1", std::string(65, 'a')),
+           replaced("rtt=180", "rtt="),
+           replaced("rtt=180", "rtt=-1"),
+           replaced("rtt=180", "rtt=3600000001"),
            replaced("site=", "place="),
            replaced("4711", "0"),
            replaced("4711", "-5"),

@@ -44,6 +44,17 @@ TEST(sites_of_some_ranks_only_are_refused) {
   CHECK(checkMembers(members({{"", "a"}, {"", "b"}})).ok());
 }
 
+TEST(members_without_declared_sites_are_at_the_inferred_ones) {
+  auto three = members({{"", "a"}, {"", "b"}, {"", "a"}});
+  three[0].storeRoundTrip = three[2].storeRoundTrip =
+      std::chrono::milliseconds(1);
+  three[1].storeRoundTrip = std::chrono::milliseconds(20);
+  std::vector<PeerAddress> read;
+  CHECK(parseMemberList(memberListText(three), 3, read).ok());
+  CHECK_EQ(
+      sitesOf(read), (std::vector<std::string>{"site0", "site1", "site0"}));
+}
+
 TEST(two_ranks_in_one_process_are_refused) {
   auto three = members({{"", "a"}, {"", "b"}, {"", "b"}});
   three[2].uid = three[1].uid;

@@ -51,7 +51,8 @@ TEST(options_have_their_defaults) {
   CHECK_EQ(options.log_level, "warning");
   CHECK_EQ(options.interface, "");
   CHECK_EQ(options.collective_algorithm, "auto");
-  CHECK_EQ(options.site, "");
+  CHECK_EQ(options.site, "auto");
+  CHECK_EQ(options.declaredSite(), "");
 }
 
 TEST(options_defaults_are_valid_and_read_back) {
@@ -90,6 +91,13 @@ TEST(options_come_from_the_environment) {
   CHECK_EQ(options.log_level, "debug");
   CHECK_EQ(options.interface, "eth1");
   CHECK_EQ(options.wan_connections, 0);
+}
+
+TEST(an_empty_site_in_the_environment_is_a_value) {
+  Variable site("SITE", "");
+  CHECK_EQ(EngineOptions::fromEnvironment().site, "");
+  Variable east("SITE", "east");
+  CHECK_EQ(EngineOptions::fromEnvironment().declaredSite(), "east");
 }
 
 TEST(options_number_that_finds_itself) {

@@ -57,6 +57,29 @@ TEST(socket_knows_which_congestion_control_it_may_use) {
   CHECK_CONTAINS(availableCongestionControls(), "reno");
 }
 
+TEST(the_kernel_knows_the_round_trip_to_a_port) {
+  uint16_t port = 0;
+  {
+    Connection c;
+    const SocketAddress server = remoteAddress(c.first.get());
+    port = server.port();
+    const Nanos found = leastRoundTripTo(port);
+    CHECK(found > Nanos(0));
+    CHECK(found < std::chrono::seconds(1));
+    // A second server with this port: which one is meant?
+    FileDescriptor listener(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    const SocketAddress other = *SocketAddress::parse("127.0.0.2", port);
+    CHECK_EQ(::bind(listener.get(), other.raw(), other.rawBytes()), 0);
+    CHECK_EQ(::listen(listener.get(), 1), 0);
+    FileDescriptor client(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    CHECK_EQ(::connect(client.get(), other.raw(), other.rawBytes()), 0);
+    CHECK(leastRoundTripTo(port) == Nanos(0));
+    client.reset();
+    CHECK(leastRoundTripTo(port) > Nanos(0));
+  }
+  CHECK(leastRoundTripTo(port) == Nanos(0));
+}
+
 TEST(socket_knows_when_bbr_starts_up) {
   Connection c;
   CHECK(setCongestionControl(c.first.get(), "reno"));

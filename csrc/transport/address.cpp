@@ -385,7 +385,9 @@ std::optional<NicAddress> parseAddress(const std::string& text) {
   return result;
 }
 
-constexpr const char* kFirstWord = "resilient/2";
+// One hour: far from overflow, and nothing waits that long for an answer.
+constexpr int64_t kRoundTripMaxMicroseconds = 3'600'000'000;
+constexpr const char* kFirstWord = "resilient/3";
 
 } // namespace
 
@@ -453,10 +455,14 @@ std::string NicAddress::toString() const {
 }
 
 std::string PeerAddress::toString() const {
-  std::string text = std::string(kFirstWord) +
-      " uid=" + toHex(uid.data(), uid.size()) + " host=" + hostId +
-      " name=" + printable(hostName) + " site=" + site +
-      " pid=" + std::to_string(pid) + " at=";
+  std::string text =
+      std::string(kFirstWord) + " uid=" + toHex(uid.data(), uid.size()) +
+      " host=" + hostId + " name=" + printable(hostName) + " site=" + site +
+      " pid=" + std::to_string(pid) + " rtt=" +
+      std::to_string(
+          std::chrono::duration_cast<std::chrono::microseconds>(storeRoundTrip)
+              .count()) +
+      " at=";
   for (size_t i = 0; i < addresses.size(); ++i) {
     text += (i == 0 ? "" : ",") + addresses[i].toString();
   }
@@ -476,12 +482,13 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
     return bad("longer than " + std::to_string(kTextBytesMax) + " bytes");
   }
   std::vector<std::string> words = split(text, ' ');
-  const char* keys[] = {"uid=", "host=", "name=", "site=", "pid=", "at="};
-  if (words.size() != 7 || words[0] != kFirstWord) {
-    return bad("not seven words of version 2");
+  const char* keys[] = {
+      "uid=", "host=", "name=", "site=", "pid=", "rtt=", "at="};
+  if (words.size() != std::size(keys) + 1 || words[0] != kFirstWord) {
+    return bad("not eight words of version 3");
   }
-  std::string values[6];
-  for (size_t i = 0; i < 6; ++i) {
+  std::string values[std::size(keys)];
+  for (size_t i = 0; i < std::size(keys); ++i) {
     std::string key = keys[i];
     if (words[i + 1].compare(0, key.size(), key) != 0) {
       return bad("no " + key);
@@ -515,7 +522,13 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
   if (!parseNumber(values[4], result.pid) || result.pid <= 0) {
     return bad("its pid is not a number above 0");
   }
-  for (const std::string& item : split(values[5], ',')) {
+  int64_t microseconds = 0;
+  if (!parseNumber(values[5], microseconds) || microseconds < 0 ||
+      microseconds > kRoundTripMaxMicroseconds) {
+    return bad("its round trip is not a number of microseconds");
+  }
+  result.storeRoundTrip = std::chrono::microseconds(microseconds);
+  for (const std::string& item : split(values[6], ',')) {
     auto a = parseAddress(item);
     if (!a) {
       return bad("\"" + printable(item) + "\" is not an address and port");

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "base/time.h"
 #include "transport/socket.h"
 #include "wire/hello.h"
 
@@ -79,10 +80,14 @@ struct PeerAddress {
   std::string hostName; // for people
   std::string site; // as declared (isSiteName), or empty
   int64_t pid = 0;
+  // The kernel's shortest one to the group's store; 0: unknown, or not to be
+  // used to infer sites.
+  Nanos storeRoundTrip{};
   std::vector<NicAddress> addresses;
 
-  // "resilient/2 uid=<32 hex> host=<hex> name=node-3 site=east pid=7
-  // at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line.
+  // "resilient/3 uid=<32 hex> host=<hex> name=node-3 site=east pid=7 rtt=180
+  // at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line; rtt
+  // is in microseconds.
   std::string toString() const;
   // kProtocol with the reason if `text` is not such a line. Bounded: what is
   // in the store may come from anybody.

@@ -11,7 +11,9 @@
 #include <cstddef>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
+#include <system_error>
 
 namespace resilient {
 
@@ -515,6 +517,32 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.sinceLastReceived = std::chrono::milliseconds(raw.tcpi_last_data_recv);
   info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   return info;
+}
+
+Nanos leastRoundTripTo(uint16_t port) {
+  std::string server;
+  Nanos least(0);
+  std::error_code ignored; // without /proc nothing is known
+  for (std::filesystem::directory_iterator entry("/proc/self/fd", ignored), end;
+       !ignored && entry != end;
+       entry.increment(ignored)) {
+    const int fd = std::atoi(entry->path().filename().c_str());
+    const SocketAddress remote = remoteAddress(fd);
+    if (remote.port() != port) {
+      continue;
+    }
+    const auto info = tcpInfo(fd);
+    if (!info || info->leastRoundTrip == Nanos(0)) {
+      continue;
+    }
+    if (least != Nanos(0) && remote.ip() != server) {
+      return Nanos(0);
+    }
+    server = remote.ip();
+    least = least == Nanos(0) ? info->leastRoundTrip
+                              : std::min(least, info->leastRoundTrip);
+  }
+  return least;
 }
 
 uint64_t bbrStartUpRate(int fd) {

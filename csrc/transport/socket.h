@@ -169,6 +169,12 @@ struct TcpInfo {
 // Nothing if the socket is not a TCP connection (any more).
 std::optional<TcpInfo> tcpInfo(int fd);
 
+// The shortest round trip of all TCP connections of this process to `port` of
+// another process, as the kernel has measured it: a busy process at either end
+// does not make it longer. 0 if there is none, or if they lead to several
+// addresses.
+Nanos leastRoundTripTo(uint16_t port);
+
 // Bytes per second at which BBR sends while it has not found the link's rate;
 // 0 if it has, or the connection has another congestion control.
 uint64_t bbrStartUpRate(int fd);

@@ -23,6 +23,7 @@ behind, however it ends.
 each COMMAND finds in its environment
   NODE_RANK, RANK  0 on a, 1 on b...       WORLD_SIZE, NNODES  number of hosts
   LOCAL_RANK       0                       LAB_HOST            a, b...
+  TORCH_RESILIENT_SITE  with --sites: site0, site1...; an existing value, even an empty one, stays
   MASTER_ADDR, MASTER_PORT                 an address of a, 29500
 and the same as PET_NNODES and so on, so that torchrun needs no arguments for them.
 
@@ -62,7 +63,7 @@ def add_parser(commands: Any) -> None:
         default=0,
         metavar="N",
         help="share the hosts among N sites: --delay, --rate, --loss and --set hold between sites "
-        "only; inside, the network is as fast as the machine",
+        "only; inside, the network is as fast as the machine. Sets TORCH_RESILIENT_SITE",
     )
     for name, what in (
         ("delay", "one way, such as 20ms"),
@@ -108,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError("expected a command after --, such as: -- python train.py")
         with NetworkLab(seed=options.seed) as lab:
             events = _build(lab, options)
-            return _run_job(lab, command, events)
+            return _run_job(lab, command, events, options.sites)
     except (LabUnavailable, ValueError, LookupError, OSError) as error:
         return bad_input("lab", error)
     except KeyboardInterrupt:
@@ -161,7 +162,7 @@ def _names(hosts: list[Host]) -> str:
     return ",".join(host.name for host in hosts)
 
 
-def _run_job(lab: NetworkLab, command: list[str], events: str) -> int:
+def _run_job(lab: NetworkLab, command: list[str], events: str, sites: int) -> int:
     first = next(iter(lab.hosts.values()))
     network = lab.networks.get("control") or next(iter(lab.networks.values()))
     common = {
@@ -182,6 +183,9 @@ def _run_job(lab: NetworkLab, command: list[str], events: str) -> int:
             "WORLD_SIZE": str(len(lab.hosts)),
             "LAB_HOST": host.name,
         }
+        if sites:
+            site = rank * sites // len(lab.hosts)  # as _build shares out the hosts
+            environment.setdefault("TORCH_RESILIENT_SITE", f"site{site}")
         job = host.popen(
             command,
             env=environment,
