@@ -204,7 +204,7 @@ def test_a_slow_link_is_worth_a_plan_and_noise_is_not(fixed: bool) -> None:
     assert opinions[-1] is not None
     assert opinions[-1].epoch == 2
     assert "faster" in opinions[-1].reason
-    assert "2-3 (30.0/30.0 ms)" in opinions[-1].reason
+    assert "2-3 (30.0 ms forward, 30.0 ms backward)" in opinions[-1].reason
     # A detector's finding makes one opinion enough.
     assert decider.consider(slow, first, True) is not None
     if not fixed:
