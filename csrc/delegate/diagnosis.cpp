@@ -35,7 +35,7 @@ std::string GroupImpl::silence(int rank) const {
         "it started?";
   }
   if (!m.link->usable()) {
-    return m.link->closedBecause().message();
+    return closedText(rank);
   }
   const TimePoint now = engine_->loop().now();
   const auto heard = m.link->heardAt();

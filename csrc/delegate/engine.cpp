@@ -154,6 +154,7 @@ std::shared_ptr<Engine> Engine::acquire(
   if (auto engine = p.engine.lock()) {
     if (!engine->ended_) {
       ++engine->groupsOpen_;
+      setLogRank(globalRank); // it may have changed with the new group
       return engine;
     }
   }
@@ -621,7 +622,8 @@ void Engine::stop(Nanos linger) {
     for (auto& [uid, link] : links_) {
       link->close(
           PeerLink::State::kLeft,
-          Status(StatusCode::kAborted, "the process group was destroyed"));
+          StatusCode::kAborted,
+          "is left: the process group was destroyed");
     }
     completions_.drain();
     listener_.reset();
@@ -837,7 +839,7 @@ void Engine::onLinkClosed(PeerLink& link, const Status& why) {
                                              : LogLevel::kInfo,
       why.message());
   for (auto& [id, group] : groups_) {
-    group->onLinkClosed(why);
+    group->onLinkClosed(link);
   }
 }
 

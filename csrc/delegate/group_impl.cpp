@@ -244,6 +244,9 @@ GroupStats GroupImpl::stats() {
       p.state = "unconnected";
       if (const PeerLink* link = members_[static_cast<size_t>(r)].link) {
         link->fillStats(p);
+        if (!link->usable()) {
+          p.lastError = closedText(r);
+        }
       }
     }
     stats.listener = engine_->listenerCounters();
@@ -271,6 +274,11 @@ std::string GroupImpl::describe(int rank) const {
         : ")";
   }
   return s;
+}
+
+std::string GroupImpl::closedText(int rank) const {
+  return describe(rank) + ' ' +
+      members_[static_cast<size_t>(rank)].link->closedBecause().message();
 }
 
 std::string GroupImpl::pathSummary(int rank) const {
@@ -586,15 +594,20 @@ bool GroupImpl::allOthersGone() const {
 
 // What waits for one rank fails with its channel. What waits for any rank
 // fails when there is none left.
-void GroupImpl::onLinkClosed(const Status& why) {
-  if (!allOthersGone()) {
+void GroupImpl::onLinkClosed(const PeerLink& link) {
+  const auto member = std::ranges::find(
+      members_, &link, [](const Member& m) { return m.link; });
+  if (member == members_.end() || !allOthersGone()) {
     return;
   }
+  const Status why(
+      link.closedBecause().code(),
+      "no rank is left to send: " +
+          closedText(static_cast<int>(member - members_.begin())));
   const auto runs = pointToPoints_; // fail() removes
   for (const auto& [id, run] : runs) {
     if (run->waitsForAnyRank()) {
-      run->fail(
-          Status(why.code(), "no rank is left to send: " + why.message()));
+      run->fail(why);
     }
   }
 }

@@ -73,6 +73,8 @@ class GroupImpl final : public Group,
   void postWhenKnown(Record& record, bool collective);
   void forgetWaiting(Record& record);
   std::string describe(int rank) const; // "rank 2 (host node7, pid 42, ...)"
+  // Why the link to `rank` was closed: "rank 2 (host node7, ...) died: ...".
+  std::string closedText(int rank) const;
   std::string groupText() const; // "" for the default group, or " of group g"
   // Asks `rank` (or all, -1) what they are doing, for a time-out to come.
   void query(int rank);
@@ -103,7 +105,7 @@ class GroupImpl final : public Group,
   Report report() const;
   // A first connection to this process: it may have missed some news.
   void onLinkUp(PeerLink& link);
-  void onLinkClosed(const Status& why);
+  void onLinkClosed(const PeerLink& link);
 
  private:
   struct Member {

@@ -88,8 +88,9 @@ PeerLink::~PeerLink() {
 }
 
 std::string PeerLink::describe() const {
-  std::string s = globalRank_ >= 0 ? "rank " + std::to_string(globalRank_)
-                                   : std::string("a peer");
+  const int32_t rank = newestRank_ >= 0 ? newestRank_ : globalRank_;
+  std::string s =
+      rank >= 0 ? "rank " + std::to_string(rank) : std::string("a peer");
   if (address_) {
     s += " (host " + address_->hostName + ", pid " +
         std::to_string(address_->pid);
@@ -178,6 +179,7 @@ void PeerLink::setAddress(
     const PeerAddress& address,
     const std::string& secret,
     int32_t globalRank) {
+  newestRank_ = globalRank;
   if (address_) {
     return;
   }
@@ -363,11 +365,9 @@ void PeerLink::countAttempt(size_t route, bool refused) {
   } else if (refusals_.onRefused(route, engine_.loop().now())) {
     close(
         State::kDead,
-        Status(
-            StatusCode::kPeerDied,
-            describe() +
-                " died: its connections closed and its host refuses new "
-                "ones. Look at that process's own log for the cause"));
+        StatusCode::kPeerDied,
+        "died: its connections closed and its host refuses new ones. Look at "
+        "that process's own log for the cause");
   }
 }
 
@@ -382,18 +382,17 @@ void PeerLink::checkNeverConnected() {
   }
   close(
       State::kDead,
-      Status(
-          StatusCode::kNetwork,
-          "cannot connect to " + describe() + " within " +
-              std::to_string(
-                  static_cast<int>(engine_.options().connect_timeout_s)) +
-              " s (TORCH_RESILIENT_CONNECT_TIMEOUT_S): " + pathSummary() +
-              (pathSummary().find("secret") != std::string::npos
-                   ? ". Give all ranks the same TORCH_RESILIENT_SECRET (or "
-                     "_SECRET_FILE)"
-                   : ". Check that its port is open and that "
-                     "TORCH_RESILIENT_INTERFACE names a network that both "
-                     "share")));
+      StatusCode::kNetwork,
+      "cannot be reached within " +
+          std::to_string(
+              static_cast<int>(engine_.options().connect_timeout_s)) +
+          " s (TORCH_RESILIENT_CONNECT_TIMEOUT_S): " + pathSummary() +
+          (pathSummary().find("secret") != std::string::npos
+               ? ". Give all ranks the same TORCH_RESILIENT_SECRET (or "
+                 "_SECRET_FILE)"
+               : ". Check that its port is open and that "
+                 "TORCH_RESILIENT_INTERFACE names a network that both "
+                 "share"));
 }
 
 void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
@@ -541,10 +540,7 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
     // It has gone too, maybe before it could acknowledge our goodbye.
     engine_.loop().post([engine = &engine_, uid = uid_] {
       engine->link(uid).close(
-          State::kLeft,
-          Status(
-              StatusCode::kPeerLeft,
-              engine->link(uid).describe() + " has left, as this rank has"));
+          State::kLeft, StatusCode::kPeerLeft, "has left, as this rank has");
     });
     return;
   }
@@ -556,13 +552,14 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
   retryLater(index, preferredInitiator() ? Nanos(0) : kSecondInitiatorDelay);
 }
 
-void PeerLink::close(State state, const Status& why) {
+void PeerLink::close(State state, StatusCode code, const std::string& how) {
   if (!usable()) {
     return;
   }
   heardAt_ = heardAt();
   state_ = state;
-  closedBecause_ = why;
+  closedBecause_ = Status(code, how);
+  const Status why(code, describe() + ' ' + how);
   EventLoop& loop = engine_.loop();
   for (Slot& slot : slots_) {
     loop.cancel(slot.retryTimer);
@@ -592,7 +589,7 @@ void PeerLink::close(State state, const Status& why) {
     engine_.waitForTurn(address_->site);
     limit_ = nullptr;
   }
-  channel_.fail(why);
+  channel_.fail(closedBecause_);
   engine_.onLinkClosed(*this, why);
 }
 
@@ -615,10 +612,8 @@ void PeerLink::onBye(Channel&) {
   engine_.loop().post([engine = &engine_, uid = uid_] {
     engine->link(uid).close(
         State::kLeft,
-        Status(
-            StatusCode::kPeerLeft,
-            engine->link(uid).describe() +
-                " has left: it destroyed its process group or ended"));
+        StatusCode::kPeerLeft,
+        "has left: it destroyed its process group or ended");
   });
 }
 
@@ -778,9 +773,6 @@ void PeerLink::fillStats(PeerStats& stats) const {
   stats.bytesReceived = c.bytesReceived;
   if (const auto at = heardAt()) {
     stats.lastHeardSecondsAgo = toSeconds(now - *at);
-  }
-  if (!usable()) {
-    stats.lastError = closedBecause_.message();
   }
   if (shared_ || pastShared_) {
     PathStats p;

@@ -70,16 +70,20 @@ class PeerLink final : public ChannelHost,
   bool usable() const {
     return state_ == State::kUnconnected || state_ == State::kUp;
   }
+  // The message lacks the subject, which is this peer: each group has a name
+  // of its own for it.
   const Status& closedBecause() const {
     return closedBecause_;
   }
   const std::optional<PeerAddress>& address() const {
     return address_;
   }
-  int32_t globalRank() const { // -1 if unknown
+  // By the first group, as in fault rules; -1 if unknown.
+  int32_t globalRank() const {
     return globalRank_;
   }
-  // "rank 3 (host node7, pid 4242, 10.0.0.7:29511)"
+  // "rank 3 (host node7, pid 4242, 10.0.0.7:29511)", by the rank in the newest
+  // group. For messages about a group, see GroupImpl::describe().
   std::string describe() const;
   // Last time that any byte came from it; nothing: never.
   std::optional<TimePoint> heardAt() const;
@@ -88,7 +92,9 @@ class PeerLink final : public ChannelHost,
   std::string pathSummary() const;
 
   // Where it is and how to prove that we belong to its job. `globalRank` may
-  // be -1 if unknown.
+  // be -1 if unknown. Each group calls it; the later ones change nothing but
+  // the rank in messages, since a job that forms its groups anew may give the
+  // process another one.
   void setAddress(
       const PeerAddress& address,
       const std::string& secret,
@@ -112,8 +118,9 @@ class PeerLink final : public ChannelHost,
   // turn for links that have something.
   void pump();
   void armChannelTimer();
-  // The peer is gone (or we are): everything pending fails with `why`.
-  void close(State state, const Status& why);
+  // The peer is gone (or we are): everything pending fails. `how` completes a
+  // sentence that begins with the peer: "has left: ...".
+  void close(State state, StatusCode code, const std::string& how);
   // Faults have changed: paths look again.
   void faultsChanged();
   // One of our interfaces has gone down or come back.
@@ -303,6 +310,7 @@ class PeerLink final : public ChannelHost,
   std::optional<PeerAddress> address_;
   std::string secret_;
   int32_t globalRank_ = -1;
+  int32_t newestRank_ = -1; // by the last group
   std::vector<NicAddress> ourNics_; // those that this peer may see
   std::vector<Route> routes_; // empty: the system chooses the way
   std::vector<ConnectionCount> counts_; // by route

@@ -13,6 +13,12 @@ void Record::withdraw(const std::string& reason) {
   over();
 }
 
+Status Record::named(const Status& status) const {
+  const bool closed = link_ != nullptr && !link_->usable() &&
+      status.message() == link_->closedBecause().message();
+  return closed ? Status(status.code(), group_.closedText(peer_)) : status;
+}
+
 void SendRecord::onPost(PeerLink& link) {
   link.channel().send(this, group_.engine().loop().now());
 }
@@ -22,6 +28,7 @@ void SendRecord::onWithdraw(const std::string& reason) {
 }
 
 void SendRecord::finished(const Status& status) {
+  const Status named = this->named(status);
   over();
   // `done` may destroy this record, and with it the function.
   const RecordDone done = std::move(done_);
@@ -32,7 +39,7 @@ void SendRecord::finished(const Status& status) {
         "rank " + std::to_string(peer()) + " refused it: " + status.message()));
     return;
   }
-  done(status);
+  done(named);
 }
 
 void RecvRecord::onPost(PeerLink& link) {
@@ -52,9 +59,10 @@ void RecvRecord::onWithdraw(const std::string& reason) {
 }
 
 void RecvRecord::finished(const Status& status) {
+  const Status named = this->named(status);
   over();
   const RecordDone done = std::move(done_);
-  done(status);
+  done(named);
 }
 
 } // namespace resilient

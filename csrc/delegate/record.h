@@ -42,6 +42,8 @@ class Record {
  protected:
   virtual void onPost(PeerLink& link) = 0;
   virtual void onWithdraw(const std::string& reason) = 0;
+  // With the peer as its subject, if the link was closed for this reason.
+  Status named(const Status& status) const;
   // The core is done with it.
   void over() {
     if (state_ == State::kPosted && link_ != nullptr) {
