@@ -16,6 +16,9 @@ class OptionRow(TypedDict):
     unit: str
     doc: str
 
+class CallError(ValueError, RuntimeError):
+    """The arguments of an operation cannot be used; nothing was sent."""
+
 class Options:
     """Settings of a group and, for the first one, of the process's engine."""
 

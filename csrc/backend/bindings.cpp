@@ -95,6 +95,32 @@ void atExit() {
   FutureThreads::stop(left());
 }
 
+// Not by py::register_exception(), whose types have one base.
+void bindCallError(py::module_& m) {
+  static PyObject* type = nullptr; // lives for ever
+  const auto bases = py::make_tuple(
+      py::handle(PyExc_ValueError), py::handle(PyExc_RuntimeError));
+  type = PyErr_NewExceptionWithDoc(
+      "torch_resilient._C.CallError",
+      "The arguments of an operation cannot be used; nothing was sent. A "
+      "RuntimeError as with gloo, and a ValueError as with NCCL.",
+      bases.ptr(),
+      nullptr);
+  if (type == nullptr) {
+    throw py::error_already_set();
+  }
+  m.add_object("CallError", py::reinterpret_borrow<py::object>(type));
+  py::register_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) {
+        std::rethrow_exception(std::move(error));
+      }
+    } catch (const CallError& e) {
+      PyErr_SetString(type, e.what_without_backtrace());
+    }
+  });
+}
+
 template <typename F>
 auto translated(F&& f) -> decltype(f()) {
   try {
@@ -578,6 +604,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::module_::import("torch.distributed");
   forkGeneration();
   setInterruptHook(&checkSignals);
+  bindCallError(m);
   bindOptions(m);
   bindGroup(m);
   bindControl(m);

@@ -8,7 +8,7 @@
 namespace resilient {
 
 void rejectCall(const char* operation, const std::string& why) {
-  throwInvalid(std::string("resilient ") + operation + ": " + why);
+  throwCallError(std::string("resilient ") + operation + ": " + why);
 }
 
 void checkTensor(const char* operation, const at::Tensor& tensor) {

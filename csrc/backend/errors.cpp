@@ -25,4 +25,9 @@ void throwInvalid(const std::string& message) {
   C10_THROW_ERROR(ValueError, message);
 }
 
+void throwCallError(const std::string& message) {
+  throw CallError(
+      {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, message);
+}
+
 } // namespace resilient

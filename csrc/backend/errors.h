@@ -15,7 +15,17 @@ std::exception_ptr exceptionFor(const Status& status);
 
 [[noreturn]] void throwStatus(const Status& status);
 
-// A caller's mistake, found before a byte was sent: ValueError in Python.
+// A setting that cannot be used: ValueError in Python.
 [[noreturn]] void throwInvalid(const std::string& message);
+
+// A mistake in the arguments of an operation. gloo raises RuntimeError for
+// these, NCCL mostly ValueError, and programs catch either. In Python it is
+// torch_resilient._C.CallError, a subclass of both; a caller that translates
+// C++ exceptions without our translator makes a ValueError of it.
+class CallError : public c10::ValueError {
+ public:
+  using c10::ValueError::ValueError;
+};
+[[noreturn]] void throwCallError(const std::string& message);
 
 } // namespace resilient

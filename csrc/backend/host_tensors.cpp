@@ -54,7 +54,7 @@ DType dtypeOf(const at::Tensor& tensor) {
     case at::kQUInt4x2:
     case at::kQUInt2x4:
       // Their storage is smaller than elements times element size.
-      throwInvalid(
+      throwCallError(
           std::string("tensors of type ") +
           c10::toString(tensor.scalar_type()) +
           " cannot be sent; send their underlying bytes (int_repr())");
@@ -73,7 +73,7 @@ DType dtypeOf(const at::Tensor& tensor) {
     case 16:
       return DType::kOpaque16;
     default:
-      throwInvalid(
+      throwCallError(
           std::string("tensors of type ") +
           c10::toString(tensor.scalar_type()) + " cannot be sent");
   }
