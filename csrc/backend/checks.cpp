@@ -1,5 +1,9 @@
 #include "backend/checks.h"
 
+#include <cctype>
+
+#include <c10/util/StringUtil.h>
+
 #include "backend/errors.h"
 #include "backend/host_tensors.h"
 #include "base/random.h"
@@ -16,7 +20,12 @@ void checkTensor(const char* operation, const at::Tensor& tensor) {
     rejectCall(operation, "a tensor is undefined");
   }
   if (tensor.layout() != at::kStrided) {
-    rejectCall(operation, "only supports dense tensors");
+    rejectCall(
+        operation,
+        c10::str(
+            "only supports dense tensors (unsupported layout ",
+            tensor.layout(),
+            ")"));
   }
   if (tensor.device().is_meta()) {
     rejectCall(operation, "a tensor on the meta device has no data");
@@ -24,38 +33,147 @@ void checkTensor(const char* operation, const at::Tensor& tensor) {
   dtypeOf(tensor); // throws for types that cannot be sent
 }
 
+namespace {
+
+// Layouts first: torch's tests expect the layout to be named where type and
+// layout differ.
+void checkMatch(
+    const char* operation,
+    const at::Tensor& expected,
+    const at::Tensor& tensor,
+    size_t index) {
+  if (!tensor.defined()) {
+    rejectCall(operation, "a tensor is undefined");
+  }
+  if (tensor.layout() != expected.layout()) {
+    rejectCall(
+        operation,
+        c10::str(
+            "invalid tensor layout at index ",
+            index,
+            " (expected ",
+            expected.layout(),
+            ", got ",
+            tensor.layout(),
+            ")"));
+  }
+  if (tensor.scalar_type() != expected.scalar_type()) {
+    rejectCall(
+        operation,
+        c10::str(
+            "tensors must all have the same type: invalid tensor type at "
+            "index ",
+            index,
+            " (expected ",
+            expected.scalar_type(),
+            ", got ",
+            tensor.scalar_type(),
+            ")"));
+  }
+  if (tensor.device() != expected.device()) {
+    rejectCall(
+        operation,
+        "tensors should be on the same device (" + expected.device().str() +
+            " and " + tensor.device().str() + ")");
+  }
+}
+
+} // namespace
+
 void checkAlike(const char* operation, const std::vector<at::Tensor>& tensors) {
   if (tensors.empty()) {
     rejectCall(operation, "requires non-empty tensor list");
   }
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    checkTensor(operation, tensors[i]);
-    if (tensors[i].scalar_type() != tensors[0].scalar_type()) {
-      rejectCall(
-          operation,
-          std::string("invalid tensor type at index ") + std::to_string(i) +
-              " (expected " + c10::toString(tensors[0].scalar_type()) +
-              ", got " + c10::toString(tensors[i].scalar_type()) + ")");
-    }
-    if (tensors[i].device() != tensors[0].device()) {
-      rejectCall(
-          operation,
-          "tensors should be on the same device (" + tensors[0].device().str() +
-              " and " + tensors[i].device().str() + ")");
-    }
+  if (!tensors[0].defined()) {
+    rejectCall(operation, "a tensor is undefined");
+  }
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    checkMatch(operation, tensors[0], tensors[i], i);
+  }
+  checkTensor(operation, tensors[0]);
+}
+
+void checkLike(
+    const char* operation,
+    const at::Tensor& expected,
+    const std::vector<at::Tensor>& tensors,
+    size_t firstIndex) {
+  checkTensor(operation, expected);
+  for (const at::Tensor& tensor : tensors) {
+    checkMatch(operation, expected, tensor, firstIndex++);
   }
 }
 
 void checkSingle(
     const char* operation,
-    const std::vector<at::Tensor>& tensors) {
-  if (tensors.size() != 1) {
+    const std::vector<at::Tensor>& tensors,
+    const char* which) {
+  const std::string list = std::string(which) + "tensor list";
+  if (tensors.size() == 1) {
+    checkTensor(operation, tensors[0]);
+    return;
+  }
+  if (tensors.empty()) {
     rejectCall(
         operation,
-        "requires a single-element tensor list (got " +
-            std::to_string(tensors.size()) + " tensors)");
+        "requires non-empty tensor list: requires a single-element " + list +
+            ", which is empty");
   }
-  checkTensor(operation, tensors[0]);
+  // gloo accepts several tensors in some calls, and checks these things first.
+  if (!tensors[0].defined()) {
+    rejectCall(operation, "a tensor is undefined");
+  }
+  for (size_t i = 1; i < tensors.size(); ++i) {
+    checkMatch(operation, tensors[0], tensors[i], i);
+    if (tensors[i].sizes() != tensors[0].sizes()) {
+      rejectCall(
+          operation,
+          c10::str(
+              "invalid tensor size at index ",
+              i,
+              " (expected ",
+              tensors[0].sizes(),
+              ", got ",
+              tensors[i].sizes(),
+              ")"));
+    }
+  }
+  rejectCall(
+      operation,
+      "requires a single-element " + list + " (got " +
+          std::to_string(tensors.size()) + " tensors)");
+}
+
+void checkParts(
+    const char* operation,
+    const char* which,
+    const std::vector<at::Tensor>& parts,
+    int size) {
+  if (parts.size() != static_cast<size_t>(size)) {
+    const std::string list = std::string(which) + " list size ";
+    std::string capital = list;
+    capital[0] = static_cast<char>(std::toupper(capital[0]));
+    rejectCall(
+        operation,
+        "Incorrect " + list + std::to_string(parts.size()) + ". " + capital +
+            "should be " + std::to_string(size) +
+            ", same as size of the process group.");
+  }
+}
+
+void checkSameNumel(
+    const char* operation,
+    const char* which,
+    int index,
+    const at::Tensor& part,
+    const at::Tensor& own) {
+  if (part.numel() != own.numel()) {
+    rejectCall(
+        operation,
+        "invalid tensor size at index " + std::to_string(index) + " of the " +
+            which + " list (expected " + std::to_string(own.numel()) +
+            " elements, got " + std::to_string(part.numel()) + ")");
+  }
 }
 
 void checkRoot(const char* operation, int64_t root, int size) {
@@ -67,9 +185,15 @@ void checkRoot(const char* operation, int64_t root, int size) {
   }
 }
 
-void checkRootTensor(const char* operation, int64_t tensor) {
-  if (tensor != 0) {
-    rejectCall(operation, "invalid root tensor: " + std::to_string(tensor));
+void checkRootTensor(
+    const char* operation,
+    int64_t index,
+    const std::vector<at::Tensor>& tensors) {
+  if (index < 0 || static_cast<size_t>(index) >= tensors.size()) {
+    rejectCall(
+        operation,
+        "invalid root tensor: " + std::to_string(index) + " (the call has " +
+            std::to_string(tensors.size()) + " tensors)");
   }
 }
 

@@ -10,20 +10,47 @@
 
 namespace resilient {
 
-// Checks of arguments, before anything is sent. `operation` is the name of
-// the method for the message: "allreduce: invalid root rank: 7". The texts
-// follow c10d's own (torch/csrc/distributed/c10d/Utils.hpp), which programs
-// and torch's tests match.
+// Checks of arguments, before anything is sent; they throw CallError.
+// `operation` is the name of the method for the message: "allreduce: invalid
+// root rank: 7". The texts follow c10d's own
+// (torch/csrc/distributed/c10d/Utils.hpp), which programs and torch's tests
+// match.
 
 [[noreturn]] void rejectCall(const char* operation, const std::string& why);
 
 // Dense (strided), of a type that can be sent.
 void checkTensor(const char* operation, const at::Tensor& tensor);
-// All of them dense, on one device and of one type.
+// At least one; all of them dense, on one device and of one type.
 void checkAlike(const char* operation, const std::vector<at::Tensor>& tensors);
-void checkSingle(const char* operation, const std::vector<at::Tensor>& tensors);
+// All of them as `expected`, which is dense. The error counts them from
+// `firstIndex`.
+void checkLike(
+    const char* operation,
+    const at::Tensor& expected,
+    const std::vector<at::Tensor>& tensors,
+    size_t firstIndex = 0);
+// `which`: "input " or "output " where the call has several lists.
+void checkSingle(
+    const char* operation,
+    const std::vector<at::Tensor>& tensors,
+    const char* which = "");
+// A list with one tensor for each rank; `which`: "input" or "output".
+void checkParts(
+    const char* operation,
+    const char* which,
+    const std::vector<at::Tensor>& parts,
+    int size);
+void checkSameNumel(
+    const char* operation,
+    const char* which,
+    int index,
+    const at::Tensor& part,
+    const at::Tensor& own);
 void checkRoot(const char* operation, int64_t root, int size);
-void checkRootTensor(const char* operation, int64_t tensor);
+void checkRootTensor(
+    const char* operation,
+    int64_t index,
+    const std::vector<at::Tensor>& tensors);
 
 // The reduction c10d asks for, of tensors like this one.
 Reduction reductionFor(

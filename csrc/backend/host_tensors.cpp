@@ -5,6 +5,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ParallelGuard.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "backend/errors.h"
 
 namespace resilient {
@@ -87,16 +90,68 @@ bool usableDirectly(const at::Tensor& t) {
       !t._is_zerotensor();
 }
 
+// The bytes from a tensor's first to just past its last element.
+std::pair<const char*, const char*> extent(const at::Tensor& t) {
+  const char* begin = static_cast<const char*>(t.const_data_ptr());
+  int64_t last = 0;
+  for (int64_t d = 0; d < t.dim(); ++d) {
+    last += (t.size(d) - 1) * t.stride(d); // strides are never negative
+  }
+  return {begin, begin + (last + 1) * t.element_size()};
+}
+
 } // namespace
 
-void* HostTensors::add(const at::Tensor& tensor, Use use, bool temporary) {
-  const bool direct = !temporary && usableDirectly(tensor);
-  if (use != Use::kInput && !direct) {
-    // An expanded tensor has several elements at one address; found here and
-    // not after the data have come.
-    at::assert_no_internal_overlap(tensor);
+bool HostTensors::Ranges::overlaps(const char* begin, const char* end) const {
+  const auto after = ends_.lower_bound(end);
+  return after != ends_.begin() && std::prev(after)->second > begin;
+}
+
+void HostTensors::Ranges::add(const char* begin, const char* end) {
+  auto at = ends_.lower_bound(end);
+  while (at != ends_.begin() && std::prev(at)->second > begin) {
+    --at;
+    begin = std::min(begin, at->first);
+    end = std::max(end, at->second);
+    at = ends_.erase(at);
   }
+  ends_.emplace(begin, end);
+}
+
+bool HostTensors::conflicts(const at::Tensor& tensor, Use use) {
+  if (tensor.numel() == 0 || tensor._is_zerotensor()) {
+    return false;
+  }
+  const auto [begin, end] = extent(tensor);
+  const bool conflict = written_.overlaps(begin, end) ||
+      (use != Use::kInput && read_.overlaps(begin, end));
+  if (use != Use::kOutput) {
+    read_.add(begin, end);
+  }
+  if (use != Use::kInput) {
+    written_.add(begin, end);
+  }
+  return conflict;
+}
+
+bool HostTensors::anyOverlap(const std::vector<at::Tensor>& tensors) {
+  HostTensors together;
+  return std::ranges::any_of(tensors, [&](const at::Tensor& tensor) {
+    return together.conflicts(tensor, Use::kOutput);
+  });
+}
+
+void* HostTensors::add(const at::Tensor& tensor, Use use) {
   const bool staged = onDevice(tensor);
+  const bool direct =
+      (staged || !conflicts(tensor, use)) && usableDirectly(tensor);
+  if (use != Use::kInput && !direct && refusal_.empty() &&
+      at::has_internal_overlap(tensor) == at::MemOverlap::Yes) {
+    refusal_ = "tensor " + std::to_string(slots_.size()) +
+        " cannot hold a result: several of its elements are at one address, "
+        "as in an expanded tensor. Pass a tensor made by clone() or "
+        "contiguous()";
+  }
   if (staged && !device_) {
     device_ = makeDeviceStaging(tensor);
   }
@@ -169,34 +224,10 @@ void HostTensors::copyBack() {
   }
 }
 
-namespace {
-
-// The bytes from a tensor's first to just past its last element.
-std::pair<const char*, const char*> extent(const at::Tensor& t) {
-  const char* begin = static_cast<const char*>(t.const_data_ptr());
-  int64_t last = 0;
-  for (int64_t d = 0; d < t.dim(); ++d) {
-    last += (t.size(d) - 1) * t.stride(d); // strides are never negative
-  }
-  return {begin, begin + (last + 1) * t.element_size()};
-}
-
-} // namespace
-
-bool mayOverlap(const at::Tensor& a, const at::Tensor& b) {
-  if (a.device() != b.device() || a.numel() == 0 || b.numel() == 0 ||
-      a._is_zerotensor() || b._is_zerotensor()) {
-    return false;
-  }
-  const auto [aBegin, aEnd] = extent(a);
-  const auto [bBegin, bEnd] = extent(b);
-  return aBegin < bEnd && bBegin < aEnd;
-}
-
-bool sameMemory(const at::Tensor& a, const at::Tensor& b) {
-  return a.device() == b.device() && !a._is_zerotensor() &&
-      !b._is_zerotensor() && a.const_data_ptr() == b.const_data_ptr() &&
-      a.is_contiguous() && b.is_contiguous();
+bool isInPlace(const at::Tensor& whole, size_t offset, const at::Tensor& part) {
+  return usableDirectly(whole) && usableDirectly(part) &&
+      static_cast<const char*>(whole.const_data_ptr()) + offset ==
+      part.const_data_ptr();
 }
 
 } // namespace resilient

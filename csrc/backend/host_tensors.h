@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -23,11 +24,23 @@ enum class Use { kInput, kOutput, kInputOutput };
 // The tensors of one operation and the contiguous host memory that stands for
 // each: its own if it lives there, else a temporary. Kept alive by the
 // operation's Work until the operation is done.
+//
+// Operands may share memory. All inputs are read before any output is written,
+// and outputs are written in the order of their add() calls, so the last one
+// determines shared elements. A tensor that shares memory with an earlier one
+// gets a temporary if either of them is written.
 class HostTensors {
  public:
-  // Returns the host address. `temporary`: use a temporary although the tensor
-  // itself would do (because it overlaps another operand).
-  void* add(const at::Tensor& tensor, Use use, bool temporary = false);
+  // Returns the host address.
+  void* add(const at::Tensor& tensor, Use use);
+
+  // Why an output cannot be written, or empty. The operation must not run then.
+  const std::string& refusal() const {
+    return refusal_;
+  }
+
+  // Whether two of the tensors share memory, as far as their ranges tell.
+  static bool anyOverlap(const std::vector<at::Tensor>& tensors);
 
   // That the operation reads and writes.
   uint64_t bytes() const;
@@ -62,16 +75,28 @@ class HostTensors {
     bool direct; // host is user
     bool staged; // user is on a device
   };
+  // Disjoint ranges of host memory.
+  class Ranges {
+   public:
+    bool overlaps(const char* begin, const char* end) const;
+    void add(const char* begin, const char* end);
+
+   private:
+    std::map<const char*, const char*> ends_; // by begin
+  };
+  // Records the memory of a host tensor; true if an earlier one conflicts.
+  bool conflicts(const at::Tensor& tensor, Use use);
+
   std::vector<Slot> slots_;
+  Ranges read_; // by the operands up to now
+  Ranges written_;
+  std::string refusal_;
   std::vector<std::shared_ptr<void>> kept_;
   std::unique_ptr<DeviceStaging> device_;
 };
 
-// True if the two tensors' elements may share memory. Storage ranges are
-// compared, so interleaved views count as overlapping.
-bool mayOverlap(const at::Tensor& a, const at::Tensor& b);
-
-// True if `a` begins at the same address and is laid out the same.
-bool sameMemory(const at::Tensor& a, const at::Tensor& b);
+// True if both are contiguous tensors in host memory that an operation can use
+// directly, and `part` begins `offset` bytes after the first byte of `whole`.
+bool isInPlace(const at::Tensor& whole, size_t offset, const at::Tensor& part);
 
 } // namespace resilient

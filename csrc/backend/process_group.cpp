@@ -286,14 +286,21 @@ std::optional<Status> deviceError(WorkResilient& work) {
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
     c10::intrusive_ptr<WorkResilient> work,
     const OpSignature& signature,
-    std::chrono::milliseconds timeout,
+    const CallOptions& opts,
     Body body) {
-  work->tensors().copyIn();
+  const std::string& refusal = work->tensors().refusal();
+  if (refusal.empty()) {
+    work->tensors().copyIn();
+  } else {
+    body = [refusal](Communicator&) {
+      return failWith(Status(StatusCode::kInvalidArgument, refusal));
+    };
+  }
   CollectiveSpec spec;
   spec.signature = signature;
   spec.bytes = work->tensors().bytes();
   spec.trafficClass = chosenTrafficClass.value_or(TrafficClass::kGradient);
-  spec.timeout = timeoutOr(timeout);
+  spec.timeout = timeoutOr(opts.timeout);
   spec.body = std::move(body);
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   queue_->push(
@@ -316,6 +323,10 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         };
         work->setSequence(group->submit(std::move(*shared)));
       });
+  if (!refusal.empty()) {
+    // The other ranks wait for this operation, so it has failed for them too.
+    throwCallError(std::string(work->title()) + ": " + refusal);
+  }
   return work;
 }
 
@@ -342,6 +353,10 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec->timeout = timeoutOr(c10d::kUnsetTimeout);
   spec->data = work->tensors().add(tensor, isSend ? Use::kInput : Use::kOutput);
   spec->bytes = tensor.nbytes();
+  if (!work->tensors().refusal().empty()) {
+    throwCallError(
+        std::string(work->title()) + ": " + work->tensors().refusal());
+  }
   work->tensors().copyIn();
   queue_->push(
       messageKey(isSend, peer, tag),

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -140,12 +141,21 @@ class ProcessGroupResilient : public c10d::Backend {
  private:
   using Body = std::function<Task(Communicator&)>;
 
+  // The members that the options of all collectives share.
+  struct CallOptions {
+    template <typename Options>
+    CallOptions(const Options& opts) // NOLINT: converts implicitly
+        : timeout(opts.timeout) {}
+    std::chrono::milliseconds timeout;
+  };
+
   // Starts a collective: from here on nothing throws, the Work tells. `body`
-  // may use host addresses that work->tensors() gave.
+  // may use host addresses that work->tensors() gave. If these refuse an
+  // output, the collective fails on all ranks, and this call throws.
   WorkPtr launch(
       c10::intrusive_ptr<WorkResilient> work,
       const OpSignature& signature,
-      std::chrono::milliseconds timeout,
+      const CallOptions& opts,
       Body body);
   WorkPtr launch(
       c10::intrusive_ptr<WorkResilient> work,
@@ -182,10 +192,11 @@ class ProcessGroupResilient : public c10d::Backend {
       const at::Tensor& output,
       const at::Tensor& input,
       const Reduction& reduction);
-  Body allGatherPart(
+  // outputs[rank][i] is for inputs[i].
+  std::vector<Body> allGatherParts(
       WorkResilient& work,
-      const Tensors& outputs,
-      const at::Tensor& input);
+      const TensorLists& outputs,
+      const Tensors& inputs);
   Body allGatherPart(
       WorkResilient& work,
       const at::Tensor& output,

@@ -1,5 +1,8 @@
 // Collectives that move data without reducing it.
 
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
 #include "backend/checks.h"
 #include "backend/process_group.h"
 
@@ -17,30 +20,13 @@ uint64_t elements(const Tensors& tensors) {
   return count;
 }
 
-// Lists of parts are as long as the group.
-void checkParts(const char* operation, const Tensors& parts, int size) {
-  if (parts.size() != static_cast<size_t>(size)) {
-    rejectCall(
-        operation,
-        "Incorrect list size " + std::to_string(parts.size()) +
-            ". The list should have one tensor for each of the " +
-            std::to_string(size) + " ranks");
+// The parts of a gathered tensor, by rank, as views of it.
+Tensors partsOf(const at::Tensor& tensor, int64_t size) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  if (tensor.dim() > 0 && tensor.size(0) % size == 0) {
+    return tensor.unflatten(0, {size, tensor.size(0) / size}).unbind();
   }
-}
-
-void checkSameNumel(
-    const char* operation,
-    const char* what,
-    int index,
-    const at::Tensor& part,
-    const at::Tensor& own) {
-  if (part.numel() != own.numel()) {
-    rejectCall(
-        operation,
-        "invalid tensor size at index " + std::to_string(index) + " of the " +
-            what + " list (expected " + std::to_string(own.numel()) +
-            " elements, got " + std::to_string(part.numel()) + ")");
-  }
+  return tensor.view({size, tensor.numel() / size}).unbind();
 }
 
 } // namespace
@@ -51,7 +37,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::broadcast(
   constexpr const char* kName = "broadcast";
   checkUsable(kName);
   checkRoot(kName, opts.rootRank, size_);
-  checkRootTensor(kName, opts.rootTensor);
+  checkRootTensor(kName, opts.rootTensor, tensors);
   checkSingle(kName, tensors);
   const int root = static_cast<int>(opts.rootRank);
   auto work = makeWork(
@@ -62,7 +48,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::broadcast(
   return launch(
       std::move(work),
       signatureOf(OpKind::kBroadcast, tensors[0], tensors[0].numel(), root),
-      opts.timeout,
+      opts,
       [data, bytes, root](Communicator& comm) {
         return resilient::broadcast(comm, data, bytes, root);
       });
@@ -70,61 +56,57 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::broadcast(
 
 ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
     WorkResilient& work,
-    const Tensors& outputs,
+    const at::Tensor& output,
     const at::Tensor& input) {
-  constexpr const char* kName = "allgather";
-  checkParts(kName, outputs, size_);
-  Tensors all = outputs;
-  all.push_back(input);
-  checkAlike(kName, all);
-  checkSameNumel(kName, "output", rank_, outputs[rank_], input);
-  bool temporary = false;
+  const bool inPlace = isInPlace(output, rank_ * input.nbytes(), input);
+  auto* out = static_cast<char*>(
+      work.tensors().add(output, inPlace ? Use::kInputOutput : Use::kOutput));
   std::vector<void*> pointers;
-  std::vector<size_t> bytes;
   for (int r = 0; r < size_; ++r) {
-    pointers.push_back(work.tensors().add(outputs[r], Use::kOutput));
-    bytes.push_back(outputs[r].nbytes());
-    const bool allowed = r == rank_ && sameMemory(outputs[r], input);
-    temporary = temporary || (!allowed && mayOverlap(outputs[r], input));
+    pointers.push_back(out + r * input.nbytes());
   }
-  const void* in = work.tensors().add(input, Use::kInput, temporary);
+  const void* in =
+      inPlace ? pointers[rank_] : work.tensors().add(input, Use::kInput);
+  std::vector<size_t> bytes(size_, input.nbytes());
   return
       [pointers = std::move(pointers), bytes = std::move(bytes), in](
           Communicator& comm) { return allGather(comm, in, pointers, bytes); };
 }
 
-ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
+std::vector<ProcessGroupResilient::Body> ProcessGroupResilient::allGatherParts(
     WorkResilient& work,
-    const at::Tensor& output,
-    const at::Tensor& input) {
-  constexpr const char* kName = "all_gather_into_tensor";
-  checkAlike(kName, {output, input});
-  if (output.numel() != input.numel() * size_) {
-    rejectCall(
-        kName,
-        "output tensor size must be equal to world_size times input tensor "
-        "size (" +
-            std::to_string(output.numel()) + " elements, input " +
-            std::to_string(input.numel()) + ", world size " +
-            std::to_string(size_) + ")");
+    const TensorLists& outputs,
+    const Tensors& inputs) {
+  struct Part {
+    const void* in = nullptr;
+    std::vector<void*> out;
+    std::vector<size_t> bytes;
+  };
+  std::vector<Part> parts(inputs.size());
+  for (int r = 0; r < size_; ++r) { // gloo copies the results in this order
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      const at::Tensor& output = outputs[r][i];
+      const bool inPlace = r == rank_ && isInPlace(output, 0, inputs[i]);
+      void* out = work.tensors().add(
+          output, inPlace ? Use::kInputOutput : Use::kOutput);
+      parts[i].out.push_back(out);
+      parts[i].bytes.push_back(output.nbytes());
+      if (inPlace) {
+        parts[i].in = out;
+      }
+    }
   }
-  auto* out = static_cast<char*>(work.tensors().add(output, Use::kOutput));
-  std::vector<void*> pointers;
-  for (int r = 0; r < size_; ++r) {
-    pointers.push_back(out + r * input.nbytes());
+  std::vector<Body> bodies;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    Part& part = parts[i];
+    if (part.in == nullptr) {
+      part.in = work.tensors().add(inputs[i], Use::kInput);
+    }
+    bodies.push_back([part = std::move(part)](Communicator& comm) {
+      return allGather(comm, part.in, part.out, part.bytes);
+    });
   }
-  const bool inPlace = output.device() == input.device() &&
-      output.is_contiguous() && input.is_contiguous() &&
-      !output._is_zerotensor() && !input._is_zerotensor() &&
-      static_cast<const char*>(output.const_data_ptr()) +
-              rank_ * input.nbytes() ==
-          input.const_data_ptr();
-  const void* in = work.tensors().add(
-      input, Use::kInput, !inPlace && mayOverlap(output, input));
-  std::vector<size_t> bytes(size_, input.nbytes());
-  return
-      [pointers = std::move(pointers), bytes = std::move(bytes), in](
-          Communicator& comm) { return allGather(comm, in, pointers, bytes); };
+  return bodies;
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather(
@@ -133,24 +115,43 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather(
     const c10d::AllgatherOptions& opts) {
   constexpr const char* kName = "allgather";
   checkUsable(kName);
-  if (inputs.size() != 1) {
-    rejectCall(kName, "requires a single-element input tensor list");
+  if (inputs.empty()) {
+    rejectCall(kName, "requires non-empty input tensor list");
   }
-  if (outputs.size() != 1) {
-    rejectCall(kName, "requires a single-element output tensor list");
+  if (outputs.size() != inputs.size()) {
+    rejectCall(
+        kName,
+        "requires input/output tensor lists to have the same length (" +
+            std::to_string(inputs.size()) + " and " +
+            std::to_string(outputs.size()) + ")");
   }
-  auto work = makeWork(
-      c10d::OpType::ALLGATHER, "resilient:all_gather", inputs, outputs[0]);
-  auto body = allGatherPart(*work, outputs[0], inputs[0]);
+  const size_t expected = inputs.size() * static_cast<size_t>(size_);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    if (outputs[i].size() != expected) {
+      rejectCall(
+          kName,
+          "invalid output tensor list at index " + std::to_string(i) +
+              " (expected length " + std::to_string(expected) + ", got " +
+              std::to_string(outputs[i].size()) + ")");
+    }
+  }
+  checkSingle(kName, inputs, "input ");
+  const Tensors& output = outputs[0];
+  checkLike(kName, inputs[0], output);
+  checkSameNumel(kName, "output", rank_, output[rank_], inputs[0]);
+  auto work =
+      makeWork(c10d::OpType::ALLGATHER, "resilient:all_gather", inputs, output);
+  TensorLists byRank;
+  for (const at::Tensor& tensor : output) {
+    byRank.push_back({tensor});
+  }
+  auto bodies = allGatherParts(*work, byRank, inputs);
   return launch(
       std::move(work),
       signatureOf(
-          OpKind::kAllGather,
-          inputs[0],
-          elements(outputs[0]),
-          layoutOf(outputs[0])),
-      opts.timeout,
-      std::move(body));
+          OpKind::kAllGather, inputs[0], elements(output), layoutOf(output)),
+      opts,
+      combine(std::move(bodies)));
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::_allgather_base(
@@ -184,23 +185,25 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allgather_coalesced(
               std::to_string(inputs.size()) + ", got " +
               std::to_string(list.size()) + ")");
     }
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      checkLike(kName, inputs[i], {list[i]}, i);
+      if (list[i].numel() != inputs[i].numel()) {
+        rejectCall(
+            kName,
+            "invalid size of output tensor at index " + std::to_string(i) +
+                " (expected " + std::to_string(inputs[i].numel()) +
+                " elements, got " + std::to_string(list[i].numel()) + ")");
+      }
+    }
     flat.insert(flat.end(), list.begin(), list.end());
   }
   auto work = makeWork(
       c10d::OpType::ALLGATHER_COALESCED, "resilient:all_gather", inputs, flat);
-  std::vector<Body> parts;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    Tensors own;
-    for (const Tensors& list : outputs) {
-      own.push_back(list[i]);
-    }
-    parts.push_back(allGatherPart(*work, own, inputs[i]));
-  }
+  auto bodies = allGatherParts(*work, outputs, inputs);
   auto signature = signatureOf(
       OpKind::kAllGather, inputs[0], elements(flat), layoutOf(flat));
   signature.tensors = tensorCount(inputs.size());
-  return launch(
-      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+  return launch(std::move(work), signature, opts, combine(std::move(bodies)));
 }
 
 ProcessGroupResilient::WorkPtr
@@ -217,17 +220,40 @@ ProcessGroupResilient::allgather_into_tensor_coalesced(
     rejectCall(
         kName, "requires input/output tensor lists to have the same length");
   }
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    checkLike(kName, outputs[i], {inputs[i]});
+    if (outputs[i].numel() != inputs[i].numel() * size_) {
+      rejectCall(
+          kName,
+          "output tensor size must be equal to world_size times input tensor "
+          "size (" +
+              std::to_string(outputs[i].numel()) + " elements, input " +
+              std::to_string(inputs[i].numel()) + ", world size " +
+              std::to_string(size_) + ")");
+    }
+  }
   auto work = makeWork(
       c10d::OpType::_ALLGATHER_BASE, "resilient:all_gather", inputs, outputs);
   std::vector<Body> parts;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    parts.push_back(allGatherPart(*work, outputs[i], inputs[i]));
+  if (outputs.size() > 1 && HostTensors::anyOverlap(outputs)) {
+    // As separate operands, since gloo copies the parts of rank 0 first.
+    TensorLists byRank(size_);
+    for (const at::Tensor& output : outputs) {
+      auto ofRanks = partsOf(output, size_);
+      for (int r = 0; r < size_; ++r) {
+        byRank[r].push_back(std::move(ofRanks[r]));
+      }
+    }
+    parts = allGatherParts(*work, byRank, inputs);
+  } else {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      parts.push_back(allGatherPart(*work, outputs[i], inputs[i]));
+    }
   }
   auto signature = signatureOf(
       OpKind::kAllGather, inputs[0], elements(outputs), layoutOf(outputs));
   signature.tensors = tensorCount(inputs.size());
-  return launch(
-      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+  return launch(std::move(work), signature, opts, combine(std::move(parts)));
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::gather(
@@ -237,10 +263,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::gather(
   constexpr const char* kName = "gather";
   checkUsable(kName);
   checkRoot(kName, opts.rootRank, size_);
-  if (inputs.size() != 1) {
-    rejectCall(kName, "requires a single-element input tensor list");
-  }
-  checkTensor(kName, inputs[0]);
+  checkSingle(kName, inputs, "input ");
   const at::Tensor& input = inputs[0];
   const int root = static_cast<int>(opts.rootRank);
   Tensors parts;
@@ -252,31 +275,27 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::gather(
               std::to_string(size_) + " tensors.");
     }
     parts = outputs[0];
-    checkParts(kName, parts, size_);
-    Tensors all = parts;
-    all.push_back(input);
-    checkAlike(kName, all);
+    checkParts(kName, "output", parts, size_);
+    checkLike(kName, input, parts);
     checkSameNumel(kName, "output", rank_, parts[rank_], input);
   } else if (!outputs.empty()) {
     rejectCall(kName, "requires empty output on non-root");
   }
   auto work = makeWork(c10d::OpType::GATHER, "resilient:gather", inputs, parts);
-  bool temporary = false;
   std::vector<void*> pointers;
   std::vector<size_t> outputBytes;
   for (const at::Tensor& part : parts) {
     pointers.push_back(work->tensors().add(part, Use::kOutput));
     outputBytes.push_back(part.nbytes());
-    temporary = temporary || mayOverlap(part, input);
   }
-  const void* in = work->tensors().add(input, Use::kInput, temporary);
+  const void* in = work->tensors().add(input, Use::kInput);
   const size_t bytes = input.nbytes();
   // The parts' sizes may differ by rank, so none is in the signature; sizes
   // that do not fit are found when the message comes.
   return launch(
       std::move(work),
       signatureOf(OpKind::kGather, input, 0, root),
-      opts.timeout,
+      opts,
       [pointers = std::move(pointers),
        outputBytes = std::move(outputBytes),
        in,
@@ -293,10 +312,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::scatter(
   constexpr const char* kName = "scatter";
   checkUsable(kName);
   checkRoot(kName, opts.rootRank, size_);
-  if (outputs.size() != 1) {
-    rejectCall(kName, "requires a single-element output tensor list");
-  }
-  checkTensor(kName, outputs[0]);
+  checkSingle(kName, outputs, "output ");
   const at::Tensor& output = outputs[0];
   const int root = static_cast<int>(opts.rootRank);
   Tensors parts;
@@ -308,30 +324,26 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::scatter(
               std::to_string(size_) + " tensors.");
     }
     parts = inputs[0];
-    checkParts(kName, parts, size_);
-    Tensors all = parts;
-    all.push_back(output);
-    checkAlike(kName, all);
+    checkParts(kName, "input", parts, size_);
+    checkLike(kName, output, parts);
     checkSameNumel(kName, "input", rank_, parts[rank_], output);
   } else if (!inputs.empty()) {
     rejectCall(kName, "requires empty input on non-root");
   }
   auto work =
       makeWork(c10d::OpType::SCATTER, "resilient:scatter", parts, outputs);
-  bool temporary = false;
   std::vector<const void*> pointers;
   std::vector<size_t> inputBytes;
   for (const at::Tensor& part : parts) {
     pointers.push_back(work->tensors().add(part, Use::kInput));
     inputBytes.push_back(part.nbytes());
-    temporary = temporary || mayOverlap(part, output);
   }
-  void* out = work->tensors().add(output, Use::kOutput, temporary);
+  void* out = work->tensors().add(output, Use::kOutput);
   const size_t bytes = output.nbytes();
   return launch(
       std::move(work),
       signatureOf(OpKind::kScatter, output, 0, root),
-      opts.timeout,
+      opts,
       [pointers = std::move(pointers),
        inputBytes = std::move(inputBytes),
        out,
@@ -408,7 +420,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall_base(
     const c10d::AllToAllOptions& opts) {
   constexpr const char* kName = "all_to_all_single";
   checkUsable(kName);
-  checkAlike(kName, {output, input});
+  checkLike(kName, output, {input});
   auto inputBytes = splitBytes(kName, input, inputSplitSizes, size_);
   auto outputBytes = splitBytes(kName, output, outputSplitSizes, size_);
   if (inputBytes[rank_] != outputBytes[rank_]) {
@@ -421,12 +433,12 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall_base(
   auto work = makeWork(
       c10d::OpType::ALLTOALL_BASE, "resilient:all_to_all", {input}, {output});
   void* out = work->tensors().add(output, Use::kOutput);
-  void* in = work->tensors().add(input, Use::kInput, mayOverlap(input, output));
+  void* in = work->tensors().add(input, Use::kInput);
   // Sizes differ by rank.
   return launch(
       std::move(work),
       signatureOf(OpKind::kAllToAll, input, 0),
-      opts.timeout,
+      opts,
       [inputs = offsets<const void*>(in, inputBytes),
        inputBytes,
        outputs = offsets<void*>(out, outputBytes),
@@ -441,11 +453,10 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall(
     const c10d::AllToAllOptions& opts) {
   constexpr const char* kName = "all_to_all";
   checkUsable(kName);
-  checkParts(kName, inputs, size_);
-  checkParts(kName, outputs, size_);
-  Tensors all = inputs;
-  all.insert(all.end(), outputs.begin(), outputs.end());
-  checkAlike(kName, all);
+  checkParts(kName, "input", inputs, size_);
+  checkParts(kName, "output", outputs, size_);
+  checkAlike(kName, inputs);
+  checkLike(kName, inputs[0], outputs);
   checkSameNumel(kName, "output", rank_, outputs[rank_], inputs[rank_]);
   auto work =
       makeWork(c10d::OpType::ALLTOALL, "resilient:all_to_all", inputs, outputs);
@@ -458,17 +469,13 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::alltoall(
     outputBytes.push_back(output.nbytes());
   }
   for (const at::Tensor& input : inputs) {
-    bool temporary = false;
-    for (const at::Tensor& output : outputs) {
-      temporary = temporary || mayOverlap(input, output);
-    }
-    in.push_back(work->tensors().add(input, Use::kInput, temporary));
+    in.push_back(work->tensors().add(input, Use::kInput));
     inputBytes.push_back(input.nbytes());
   }
   return launch(
       std::move(work),
       signatureOf(OpKind::kAllToAll, inputs[0], 0),
-      opts.timeout,
+      opts,
       [in = std::move(in),
        out = std::move(out),
        inputBytes = std::move(inputBytes),

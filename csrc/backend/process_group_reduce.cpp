@@ -1,6 +1,7 @@
 // Collectives that reduce.
 
-#include <ATen/MemoryOverlap.h>
+#include <ATen/ATen.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "backend/checks.h"
 #include "backend/process_group.h"
@@ -40,7 +41,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce(
           OpKind::kAllReduce,
           reduction,
           static_cast<uint64_t>(tensors[0].numel())),
-      opts.timeout,
+      opts,
       std::move(body));
 }
 
@@ -72,10 +73,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_sparse(
   // The number of stored elements differs by rank.
   OpSignature signature = signatureOf(OpKind::kAllReduceSparse, tensors[0], 0);
   signature.reduceOp = ReduceOp::kSum;
-  return launch(
-      std::move(work), signature, opts.timeout, [sparse](Communicator& comm) {
-        return sparse->run(comm);
-      });
+  return launch(std::move(work), signature, opts, [sparse](Communicator& comm) {
+    return sparse->run(comm);
+  });
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_coalesced(
@@ -99,8 +99,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_coalesced(
   auto signature =
       signatureOf(OpKind::kAllReduce, reduction, count, layoutOf(tensors));
   signature.tensors = tensorCount(tensors.size());
-  return launch(
-      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+  return launch(std::move(work), signature, opts, combine(std::move(parts)));
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce(
@@ -109,7 +108,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce(
   constexpr const char* kName = "reduce";
   checkUsable(kName);
   checkRoot(kName, opts.rootRank, size_);
-  checkRootTensor(kName, opts.rootTensor);
+  checkRootTensor(kName, opts.rootTensor, tensors);
   checkSingle(kName, tensors);
   const Reduction reduction = reductionFor(kName, opts.reduceOp, tensors[0]);
   const int root = static_cast<int>(opts.rootRank);
@@ -121,7 +120,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce(
   return launch(
       std::move(work),
       signatureOf(OpKind::kReduce, reduction, count, root),
-      opts.timeout,
+      opts,
       [data, count, reduction, root](Communicator& comm) {
         return resilient::reduce(
             comm, data, count, reduction, root, CostModel());
@@ -141,27 +140,24 @@ ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
             std::to_string(inputs.size()) + ", the group has " +
             std::to_string(size_) + " ranks)");
   }
-  Tensors all = inputs;
-  all.push_back(output);
-  checkAlike(kName, all);
-  if (inputs[rank_].numel() != output.numel()) {
-    rejectCall(
-        kName,
-        "invalid tensor size: the output has " +
-            std::to_string(output.numel()) + " elements, input " +
-            std::to_string(rank_) + " has " +
-            std::to_string(inputs[rank_].numel()));
-  }
-  bool temporary = false;
+  checkLike(kName, output, inputs);
+  checkSameNumel(kName, "input", rank_, inputs[rank_], output);
+  const bool inPlace = isInPlace(inputs[rank_], 0, output);
   std::vector<const void*> pointers;
   std::vector<size_t> counts;
+  void* out = nullptr;
   for (int r = 0; r < size_; ++r) {
-    pointers.push_back(work.tensors().add(inputs[r], Use::kInput));
+    if (r == rank_ && inPlace) {
+      out = work.tensors().add(output, Use::kInputOutput);
+      pointers.push_back(out);
+    } else {
+      pointers.push_back(work.tensors().add(inputs[r], Use::kInput));
+    }
     counts.push_back(static_cast<size_t>(inputs[r].numel()));
-    const bool allowed = r == rank_ && sameMemory(inputs[r], output);
-    temporary = temporary || (!allowed && mayOverlap(inputs[r], output));
   }
-  void* out = work.tensors().add(output, Use::kOutput, temporary);
+  if (!inPlace) {
+    out = work.tensors().add(output, Use::kOutput);
+  }
   return [pointers = std::move(pointers),
           counts = std::move(counts),
           out,
@@ -176,7 +172,7 @@ ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
     const at::Tensor& input,
     const Reduction& reduction) {
   constexpr const char* kName = "reduce_scatter_tensor";
-  checkAlike(kName, {output, input});
+  checkLike(kName, output, {input});
   if (input.numel() != output.numel() * size_) {
     rejectCall(
         kName,
@@ -185,23 +181,21 @@ ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
             std::to_string(output.numel()) + ", world size " +
             std::to_string(size_) + ")");
   }
+  // Only the exact place of our own part may be written while it is read. The
+  // parts are then separate operands.
+  if (isInPlace(input, rank_ * output.nbytes(), output)) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    return reduceScatterPart(
+        work, output, input.view(-1).chunk(size_), reduction);
+  }
   const auto* in =
       static_cast<const char*>(work.tensors().add(input, Use::kInput));
-  const auto count = static_cast<size_t>(output.numel());
+  void* out = work.tensors().add(output, Use::kOutput);
   std::vector<const void*> pointers;
   for (int r = 0; r < size_; ++r) {
     pointers.push_back(in + r * output.nbytes());
   }
-  // Only the exact place of our own part may be written while it is read.
-  const bool inPlace = output.device() == input.device() &&
-      input.is_contiguous() && output.is_contiguous() &&
-      !input._is_zerotensor() && !output._is_zerotensor() &&
-      static_cast<const char*>(input.const_data_ptr()) +
-              rank_ * output.nbytes() ==
-          output.const_data_ptr();
-  void* out = work.tensors().add(
-      output, Use::kOutput, !inPlace && mayOverlap(input, output));
-  std::vector<size_t> counts(size_, count);
+  std::vector<size_t> counts(size_, static_cast<size_t>(output.numel()));
   return [pointers = std::move(pointers),
           counts = std::move(counts),
           out,
@@ -235,7 +229,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce_scatter(
       std::move(work),
       signatureOf(
           OpKind::kReduceScatter, reduction, count, layoutOf(inputs[0])),
-      opts.timeout,
+      opts,
       std::move(body));
 }
 
@@ -275,8 +269,7 @@ ProcessGroupResilient::reduce_scatter_tensor_coalesced(
   auto signature =
       signatureOf(OpKind::kReduceScatter, reduction, count, layoutOf(inputs));
   signature.tensors = tensorCount(inputs.size());
-  return launch(
-      std::move(work), signature, opts.timeout, combine(std::move(parts)));
+  return launch(std::move(work), signature, opts, combine(std::move(parts)));
 }
 
 } // namespace resilient

@@ -11,10 +11,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::barrier(
   auto work = makeWork(c10d::OpType::BARRIER, "resilient:barrier", {}, {});
   OpSignature signature;
   signature.kind = OpKind::kBarrier;
-  return launch(
-      std::move(work), signature, opts.timeout, [](Communicator& comm) {
-        return resilient::barrier(comm);
-      });
+  return launch(std::move(work), signature, opts, [](Communicator& comm) {
+    return resilient::barrier(comm);
+  });
 }
 
 void ProcessGroupResilient::monitoredBarrier(
@@ -25,9 +24,10 @@ void ProcessGroupResilient::monitoredBarrier(
       makeWork(c10d::OpType::BARRIER, "resilient:monitored_barrier", {}, {});
   OpSignature signature;
   signature.kind = OpKind::kMonitoredBarrier;
-  launch(work, signature, opts.timeout, [waitAllRanks](Communicator& comm) {
+  launch(work, signature, opts, [waitAllRanks](Communicator& comm) {
     return resilient::monitoredBarrier(comm, waitAllRanks);
-  })->wait();
+  });
+  work->wait();
 }
 
 } // namespace resilient
