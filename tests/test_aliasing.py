@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_oracle import brief, same_bits, small
-from harness import on_gloo, run_ranks, world_size
+from harness import error_of, on_gloo, run_ranks, world_size
 
 ARENA = 256  # elements
 CASES = 150  # of one run
@@ -403,3 +403,74 @@ def test_an_output_that_one_rank_cannot_write_fails_on_all_ranks() -> None:
     reports = run_ranks(expanded_outputs, world_size=3, group_timeout_s=GROUP_TIMEOUT_S)
     for rank, wrong in enumerate(reports):
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+# ---- a block of operations, given a device ------------------------------------------------------
+
+
+def coalescing_with_device(rank: int) -> None:
+    """What torch itself makes one operation of, what it does not, and messages in any order."""
+    size, device = world_size(), torch.device("cpu")
+    x, y = torch.full((2,), float(rank + 1)), torch.arange(4.0) + rank
+    sums = torch.full((2,), size * (size + 1) / 2)
+    with dist._coalescing_manager(device=device):
+        dist.all_reduce(x)
+        dist.all_reduce(x)
+        dist.all_reduce(y)
+    assert torch.equal(x, sums), x
+    assert torch.equal(y, size * torch.arange(4.0) + size * (size - 1) / 2), y
+
+    received = torch.zeros(3)
+    outputs = [torch.zeros(2) for _ in range(size)]
+    with dist._coalescing_manager(device=device, async_ops=True) as block:
+        # Without waiting: each rank receives before it sends.
+        assert dist.recv(received, (rank - 1) % size) == -1
+        dist.send(torch.full((3,), float(rank)), (rank + 1) % size)
+        assert dist.broadcast(x, 0) is None
+        gathered = dist.all_gather(outputs, torch.full((2,), float(rank)), async_op=True)
+    (work,) = block.works
+    value = work.get_future().wait()
+    assert work.is_completed()
+    assert work.is_success()
+    assert work.wait()
+    assert gathered.is_completed()
+    assert torch.equal(received, torch.full((3,), float((rank - 1) % size)))
+    assert [o.tolist() for o in outputs] == [[r, r] for r in range(size)]
+    assert [t.data_ptr() for t in value] == [
+        t.data_ptr() for t in [received, value[1], x, *outputs]
+    ]
+
+    with dist._coalescing_manager(device=device, async_ops=True) as block:
+        pass
+    block.wait()
+    after = torch.ones(1)
+    assert dist.all_reduce(after, async_op=True) is not None  # the block is over
+    dist.barrier()
+    text = error_of(lambda: dist.group.WORLD._end_coalescing(device))
+    assert text.startswith("CallError"), text
+    assert "startCoalescing" in text, text
+
+
+@pytest.mark.skipif(on_gloo(), reason="gloo has no startCoalescing")
+@pytest.mark.parametrize("size", [2, 3])
+def test_coalescing_manager_with_a_device(size: int) -> None:
+    run_ranks(coalescing_with_device, world_size=size)
+
+
+def coalesced_failure(rank: int) -> str:
+    dist.barrier()
+    if rank == 1:
+        return ""
+    device = torch.device("cpu")
+    tensors = [torch.zeros(1), torch.zeros(1)]
+    with dist._coalescing_manager(device=device, async_ops=True) as block:
+        for tag, tensor in enumerate(tensors):
+            dist.irecv(tensor, 1, tag=tag)
+    return error_of(block.wait)
+
+
+@pytest.mark.skipif(on_gloo(), reason="gloo has no startCoalescing")
+def test_a_block_fails_with_the_first_of_its_operations() -> None:
+    text = run_ranks(coalesced_failure)[0]
+    assert text.startswith("DistBackendError: recv of float32[1] from rank 1, tag 0"), text
+    assert "has left" in text, text

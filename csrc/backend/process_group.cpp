@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <mutex>
 
+#include "backend/checks.h"
 #include "backend/errors.h"
 #include "backend/fork_check.h"
 #include "backend/process_end.h"
@@ -221,6 +222,44 @@ void ProcessGroupResilient::setTopology(
       std::make_shared<Topology>(std::move(sites), known->hosts(), choice));
 }
 
+// A block that was left by an exception has no end; the next one begins anew.
+void ProcessGroupResilient::startCoalescing() {
+  checkUsable("startCoalescing");
+  std::lock_guard<std::mutex> lock(coalescingMutex_);
+  coalesced_.clear();
+  coalescingThread_.store(std::this_thread::get_id());
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::endCoalescing() {
+  constexpr const char* kName = "endCoalescing";
+  checkUsable(kName);
+  std::vector<c10::intrusive_ptr<WorkResilient>> works;
+  {
+    std::lock_guard<std::mutex> lock(coalescingMutex_);
+    if (coalescingThread_.load() != std::this_thread::get_id()) {
+      rejectCall(kName, "this thread has not called startCoalescing");
+    }
+    coalescingThread_.store({});
+    works.swap(coalesced_);
+  }
+  return WorkResilient::all(rank_, std::move(works));
+}
+
+ProcessGroupResilient::WorkPtr ProcessGroupResilient::started(
+    c10::intrusive_ptr<WorkResilient> work,
+    bool wanted) {
+  const auto thisThread = std::this_thread::get_id();
+  if (coalescingThread_.load(std::memory_order_relaxed) != thisThread) {
+    return work;
+  }
+  std::lock_guard<std::mutex> lock(coalescingMutex_);
+  if (coalescingThread_.load() != thisThread) {
+    return work; // another thread has begun anew
+  }
+  coalesced_.push_back(work);
+  return wanted ? work : nullptr;
+}
+
 c10::intrusive_ptr<WorkResilient> ProcessGroupResilient::makeWork(
     c10d::OpType type,
     const char* title,
@@ -327,7 +366,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
     // The other ranks wait for this operation, so it has failed for them too.
     throwCallError(std::string(work->title()) + ": " + refusal);
   }
-  return work;
+  return started(std::move(work), opts.asyncOp);
 }
 
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
@@ -375,7 +414,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         };
         group->submit(std::move(*spec));
       });
-  return work;
+  return started(std::move(work), /*wanted=*/false);
 }
 
 } // namespace resilient

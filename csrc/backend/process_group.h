@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -47,6 +49,15 @@ class ProcessGroupResilient : public c10d::Backend {
   }
   void setTimeout(std::chrono::milliseconds timeout) override;
   void eagerConnectSingleDevice(at::Device) override {} // connects on use
+
+  // Operations that the calling thread starts between these two run at once
+  // and at the same time. endCoalescing() gives one Work for all. Until then,
+  // an operation gives a Work of its own only if it is a collective that was
+  // asked for as asynchronous; a synchronous call does not wait.
+  // supportsCoalescing() remains false: with it, batch_isend_irecv() would
+  // give one Work for all messages, and pipelines wait for single ones.
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
@@ -145,8 +156,9 @@ class ProcessGroupResilient : public c10d::Backend {
   struct CallOptions {
     template <typename Options>
     CallOptions(const Options& opts) // NOLINT: converts implicitly
-        : timeout(opts.timeout) {}
+        : timeout(opts.timeout), asyncOp(opts.asyncOp) {}
     std::chrono::milliseconds timeout;
+    bool asyncOp;
   };
 
   // Starts a collective: from here on nothing throws, the Work tells. `body`
@@ -163,6 +175,9 @@ class ProcessGroupResilient : public c10d::Backend {
       int tag,
       bool isSend,
       const at::Tensor& tensor);
+
+  // The return value of a call that has started `work`: see startCoalescing().
+  WorkPtr started(c10::intrusive_ptr<WorkResilient> work, bool wanted);
 
   // The parts of a coalesced call as one body.
   static Body combine(std::vector<Body> parts);
@@ -209,6 +224,12 @@ class ProcessGroupResilient : public c10d::Backend {
   std::shared_ptr<Group> group_;
   std::unique_ptr<SubmitQueue> queue_;
   std::atomic<bool> ended_{false}; // shut down or aborted
+
+  // The thread between startCoalescing() and endCoalescing(), and what it has
+  // started; changed under the mutex.
+  std::mutex coalescingMutex_;
+  std::atomic<std::thread::id> coalescingThread_{};
+  std::vector<c10::intrusive_ptr<WorkResilient>> coalesced_;
 };
 
 } // namespace resilient

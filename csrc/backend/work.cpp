@@ -4,6 +4,7 @@
 #include <ATen/core/jit_type.h>
 #include <c10/core/StreamGuard.h>
 
+#include <algorithm>
 #include <chrono>
 #include <sstream>
 
@@ -62,6 +63,11 @@ bool WorkResilient::isCompleted() {
     }
   }
   // Whoever sees true may read the results on any stream.
+  for (const auto& part : parts_) {
+    if (!part->isCompleted()) {
+      return false;
+    }
+  }
   return !tensors_.device() || tensors_.device()->copiesToDeviceDone();
 }
 
@@ -203,7 +209,55 @@ std::optional<size_t> WorkResilient::waitAny(
   return ended();
 }
 
+c10::intrusive_ptr<WorkResilient> WorkResilient::all(
+    int rank,
+    std::vector<c10::intrusive_ptr<WorkResilient>> parts) {
+  std::vector<at::Tensor> outputs;
+  for (const auto& part : parts) {
+    outputs.insert(outputs.end(), part->outputs_.begin(), part->outputs_.end());
+  }
+  auto whole = c10::make_intrusive<WorkResilient>(
+      rank,
+      c10d::OpType::COALESCED,
+      "resilient:coalesced",
+      std::vector<at::Tensor>{},
+      std::move(outputs));
+  whole->parts_ = std::move(parts);
+  whole->partsLeft_.store(whole->parts_.size() + 1);
+  for (const auto& part : whole->parts_) {
+    std::unique_lock<std::mutex> lock(part->mutex_);
+    if (part->completed_) {
+      lock.unlock();
+      whole->partEnded();
+    } else {
+      part->wholes_.push_back(whole);
+    }
+  }
+  if (!whole->parts_.empty()) {
+    whole->setSequence(whole->parts_.back()->getSequencenumber());
+  }
+  whole->partEnded(); // so it cannot end before all parts are known
+  return whole;
+}
+
+void WorkResilient::partEnded() {
+  if (partsLeft_.fetch_sub(1) != 1) {
+    return;
+  }
+  std::exception_ptr error;
+  for (const auto& part : parts_) {
+    std::lock_guard<std::mutex> lock(part->mutex_);
+    if (!error) {
+      error = part->exception_;
+    }
+  }
+  finishNow(error);
+}
+
 void WorkResilient::synchronize() {
+  for (const auto& part : parts_) {
+    part->synchronize();
+  }
   if (tensors_.device()) {
     tensors_.device()->blockCurrentStream();
   }
@@ -215,8 +269,16 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkResilient::getFuture() {
     return future_;
   }
   std::vector<c10::Device> devices;
-  if (tensors_.device() && tensors_.device()->stream()) {
-    devices.push_back(tensors_.device()->stream()->device());
+  const auto addDevice = [&devices](const WorkResilient& work) {
+    const auto* device = work.tensors_.device();
+    const auto stream = device ? device->stream() : std::nullopt;
+    if (stream && std::ranges::count(devices, stream->device()) == 0) {
+      devices.push_back(stream->device());
+    }
+  };
+  addDevice(*this);
+  for (const auto& part : parts_) {
+    addDevice(*part);
   }
   future_ = c10::make_intrusive<c10::ivalue::Future>(
       c10::ListType::create(c10::TensorType::get()), std::move(devices));
@@ -307,9 +369,11 @@ void WorkResilient::finishNow(std::exception_ptr error) {
     finish(std::move(error));
   }
   std::vector<std::shared_ptr<Waiter>> waiters;
+  std::vector<c10::intrusive_ptr<WorkResilient>> wholes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     waiters.swap(waiters_);
+    wholes.swap(wholes_);
   }
   for (const auto& waiter : waiters) {
     std::lock_guard<std::mutex> lock(waiter->mutex);
@@ -330,6 +394,10 @@ void WorkResilient::finishNow(std::exception_ptr error) {
     auto self = c10::intrusive_ptr<WorkResilient>::reclaim_copy(this);
     FutureThreads::post(futureLevel_, [self] { self->completeFuture(); });
   }
+  for (auto& whole : wholes) {
+    whole->partEnded();
+    release(std::move(whole));
+  }
 }
 
 void WorkResilient::completeFuture() {
@@ -346,6 +414,9 @@ void WorkResilient::completeFuture() {
     }
     // The future records an event on the current stream, behind which users
     // read the results.
+    for (const auto& part : parts_) {
+      part->synchronize();
+    }
     std::optional<c10::StreamGuard> guard;
     if (auto* device = tensors_.device()) {
       if (const auto stream = device->stream()) {

@@ -83,6 +83,12 @@ class WorkResilient : public c10d::Work {
   // When it ended, by the steady clock; none before.
   std::optional<TimePoint> endedAt() const;
 
+  // Ends when all of `parts` have ended, with the error of the first one, in
+  // their order, that failed. Its results are theirs, one after the other.
+  static c10::intrusive_ptr<WorkResilient> all(
+      int rank,
+      std::vector<c10::intrusive_ptr<WorkResilient>> parts);
+
   // The operation has ended: copies results to where they belong if need be,
   // then ends the Work. Exactly once, from any thread; never blocks, runs no
   // user code.
@@ -101,6 +107,7 @@ class WorkResilient : public c10d::Work {
 
   void finishNow(std::exception_ptr error);
   void completeFuture();
+  void partEnded();
   // Gives away a reference that may be the last one: see the .cpp.
   static void release(c10::intrusive_ptr<WorkResilient> work);
 
@@ -113,12 +120,15 @@ class WorkResilient : public c10d::Work {
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int> sourceRank_{-1};
   std::atomic<bool> helped_{false}; // a thread waits inside the engine
+  std::vector<c10::intrusive_ptr<WorkResilient>> parts_; // see all()
+  std::atomic<size_t> partsLeft_{0}; // that have not ended
 
   // The base class guards completed_ and exception_ with mutex_; these too.
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   int futureLevel_ = 0;
   bool futureClaimed_ = false; // getFuture() completes it itself
   std::vector<std::shared_ptr<Waiter>> waiters_;
+  std::vector<c10::intrusive_ptr<WorkResilient>> wholes_; // it is a part of
   TimePoint endedAt_{};
   std::vector<std::pair<int64_t, int64_t>> zeroFilled_;
 };
