@@ -479,6 +479,21 @@ PeerLink& Engine::link(const Uid& uid) {
   return *link;
 }
 
+bool Engine::mayBeAt(const Uid& process, const SocketAddress& at) const {
+  if (process == self_.uid) {
+    return false;
+  }
+  const auto found = links_.find(process);
+  if (found == links_.end() || !found->second->usable() ||
+      !found->second->address()) {
+    return true;
+  }
+  const auto& known = found->second->address()->addresses;
+  return std::ranges::any_of(known, [&](const NicAddress& nic) {
+    return nic.address.toString() == at.toString();
+  });
+}
+
 SharedDoor* Engine::sharedDoor() {
   if (!sharedDoor_ && !noSharedDoor_) {
     try {
@@ -758,9 +773,9 @@ void Engine::onFirstFailure(const Status& status) {
 void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
   if (const auto notice = decodeNotice(payload)) {
     if (auto g = groups_.find(notice->group); g != groups_.end()) {
-      g->second->onNotice(*notice);
+      g->second->onNotice(link.uid(), *notice);
     } else {
-      earlyNotices_.emplace(notice->group, *notice);
+      earlyNotices_.emplace(notice->group, EarlyNotice{link.uid(), *notice});
       if (earlyNotices_.size() > kEarlyNoticesMax) {
         earlyNotices_.erase(earlyNotices_.begin());
       }
@@ -782,7 +797,7 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
     link.onPeerAddresses(addresses->record);
   } else if (const auto report = decodeReport(payload)) {
     if (auto g = groups_.find(report->group); g != groups_.end()) {
-      g->second->onReport(*report);
+      g->second->onReport(link, *report);
     }
   } else {
     logMessage(
@@ -796,8 +811,8 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
   }
 }
 
-std::vector<Notice> Engine::takeEarlyNotices(uint64_t group) {
-  std::vector<Notice> notices;
+std::vector<Engine::EarlyNotice> Engine::takeEarlyNotices(uint64_t group) {
+  std::vector<EarlyNotice> notices;
   const auto [first, last] = earlyNotices_.equal_range(group);
   for (auto it = first; it != last; ++it) {
     notices.push_back(it->second);

@@ -99,7 +99,11 @@ class Engine final : public MailboxListener {
   static bool inForkedChild();
   void closeDescriptorsInChild();
   // Notices for a group that does not exist here yet.
-  std::vector<Notice> takeEarlyNotices(uint64_t group);
+  struct EarlyNotice {
+    Uid sender;
+    Notice notice;
+  };
+  std::vector<EarlyNotice> takeEarlyNotices(uint64_t group);
 
   // --- loop thread
   Mailbox& mailbox() {
@@ -118,6 +122,9 @@ class Engine final : public MailboxListener {
     return globalRank_;
   }
   PeerLink& link(const Uid& uid); // made if need be
+  // Whether this process of the job can have that address now: it is not this
+  // process, nor one that is known to be elsewhere.
+  bool mayBeAt(const Uid& process, const SocketAddress& at) const;
   PathId nextPathId() {
     return ++lastPathId_;
   }
@@ -246,7 +253,7 @@ class Engine final : public MailboxListener {
   std::map<Uid, std::unique_ptr<PeerLink>> links_;
   std::map<uint64_t, GroupImpl*> groups_;
   static constexpr size_t kEarlyNoticesMax = 256;
-  std::multimap<uint64_t, Notice> earlyNotices_; // by group
+  std::multimap<uint64_t, EarlyNotice> earlyNotices_; // by group
   std::vector<PeerLink*> dirty_;
   std::vector<std::shared_ptr<void>> graveyard_;
   bool turnScheduled_ = false;

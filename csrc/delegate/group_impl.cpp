@@ -73,8 +73,8 @@ void GroupImpl::join() {
   id_ = terms.group;
   const bool there = engine_->callInLoop([this] {
     engine_->registerGroup(id_, this);
-    for (const Notice& n : engine_->takeEarlyNotices(id_)) {
-      onNotice(n);
+    for (const auto& early : engine_->takeEarlyNotices(id_)) {
+      onNotice(early.sender, early.notice);
     }
   });
   if (!there) {
@@ -191,7 +191,7 @@ void GroupImpl::abort(const std::string& reason) {
     notice.group = id_;
     notice.sequence = Notice::kWholeGroup;
     notice.code = StatusCode::kAborted;
-    notice.reporter = rank_;
+    notice.reporter = notice.origin = rank_;
     notice.culprit = rank_;
     notice.text = status.message();
     failure_ = status;
@@ -320,6 +320,9 @@ void GroupImpl::reach(int rank, const PeerAddress& address) {
   }
   if (m.queryWaiting) {
     ask(m);
+  }
+  for (const auto& heard : std::exchange(m.unproven, {})) {
+    hear(heard);
   }
   for (Record* record : std::exchange(m.waiting, {})) {
     record->post(*m.link);
@@ -486,6 +489,9 @@ void GroupImpl::learned(const std::string& list) {
       if (m.needed || eagerConnect_) {
         need(r);
       }
+    }
+    for (const auto& heard : std::exchange(m.unproven, {})) {
+      hear(heard);
     }
     for (Record* record : std::exchange(m.waitingForAll, {})) {
       record->post(*m.link);
@@ -671,7 +677,7 @@ void GroupImpl::finished(
     notice.group = id_;
     notice.sequence = run.sequence();
     notice.code = status.code();
-    notice.reporter = rank_;
+    notice.reporter = notice.origin = rank_;
     notice.culprit = culprit;
     // The others add the operation and what they know of it themselves.
     notice.text = run.failure().message();
@@ -799,20 +805,53 @@ void GroupImpl::onLinkUp(PeerLink& link) {
   }
 }
 
-void GroupImpl::onNotice(const Notice& notice) {
+void GroupImpl::onNotice(const Uid& sender, const Notice& notice) {
+  const auto isMember = [&](int32_t rank) {
+    return rank >= 0 && rank < size();
+  };
+  if (!isMember(notice.reporter) || !isMember(notice.origin) ||
+      notice.reporter == rank_) {
+    return;
+  }
   // A path is in the middle of reading: act from the top of the loop.
-  engine_->loop().post([weak = weak_from_this(), notice] {
+  engine_->loop().post([weak = weak_from_this(), sender, notice] {
     if (auto self = weak.lock()) {
-      self->act(notice);
+      self->hear({sender, notice});
     }
   });
 }
 
+// Whoever knows the secret can call itself any rank, but only the store says
+// which process a rank is.
+void GroupImpl::hear(const Engine::EarlyNotice& heard) {
+  Member& m = members_[static_cast<size_t>(heard.notice.reporter)];
+  const Uid* uid = m.link != nullptr ? &m.link->uid()
+      : m.address                    ? &m.address->uid
+                                     : nullptr;
+  if (uid == nullptr) {
+    m.unproven.push_back(heard);
+    if (m.unproven.size() > kUnprovenMax) {
+      m.unproven.pop_front();
+    }
+    learn();
+  } else if (*uid == heard.sender) {
+    act(heard.notice);
+  } else {
+    logMessage(
+        LogLevel::kDebug,
+        "group " + name_ + ": a process that is not rank " +
+            std::to_string(heard.notice.reporter) +
+            " reports a failure in its name: ignored");
+  }
+}
+
 void GroupImpl::act(const Notice& notice) {
-  tell(notice);
+  Notice ours = notice;
+  ours.reporter = rank_; // for us it has failed, too
+  tell(ours);
   const Status status(
       notice.code,
-      "rank " + std::to_string(notice.reporter) + " reports: " + notice.text);
+      "rank " + std::to_string(notice.origin) + " reports: " + notice.text);
   if (notice.sequence == Notice::kWholeGroup) {
     if (failure_.ok()) {
       failure_ = status;
@@ -870,7 +909,7 @@ void GroupImpl::endByMismatch(uint64_t sequence, const std::string& cause) {
   notice.group = id_;
   notice.sequence = Notice::kWholeGroup;
   notice.code = StatusCode::kMismatch;
-  notice.reporter = rank_;
+  notice.reporter = notice.origin = rank_;
   notice.text = why;
   tell(notice);
   failure_ = Status(StatusCode::kMismatch, why);
@@ -942,11 +981,14 @@ Report GroupImpl::report() const {
   return r;
 }
 
-void GroupImpl::onReport(const Report& report) {
+void GroupImpl::onReport(const PeerLink& sender, const Report& report) {
   if (report.reporter < 0 || report.reporter >= size()) {
     return;
   }
   Member& m = members_[static_cast<size_t>(report.reporter)];
+  if (m.link != &sender) {
+    return; // it was not asked
+  }
   m.report = report;
   m.reportAt = engine_->loop().now();
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -94,13 +95,14 @@ class GroupImpl final : public Group,
   std::optional<Status> earlyFailure(uint64_t sequence);
 
   // --- from the engine
-  void onNotice(const Notice& notice);
+  // Counts if it comes from the member that it names as its reporter.
+  void onNotice(const Uid& sender, const Notice& notice);
   void onOurAddresses();
   void onMismatch(
       uint64_t sequence,
       const OpSignature& local,
       const FrameHeader& remote);
-  void onReport(const Report& report);
+  void onReport(const PeerLink& sender, const Report& report);
   void failAll(const Status& status);
   Report report() const;
   // A first connection to this process: it may have missed some news.
@@ -121,7 +123,12 @@ class GroupImpl final : public Group,
     bool eager = false; // holds interest in the link for eager connect
     std::optional<Report> report;
     TimePoint reportAt{};
+    // Sent in its name before we knew its uid; the last kUnprovenMax.
+    std::deque<Engine::EarlyNotice> unproven;
   };
+  // A member says so much at most before its first look-up ends; a process
+  // that only pretends to be it costs no more memory than that.
+  static constexpr size_t kUnprovenMax = 16;
   // A report older than this says nothing about now.
   static constexpr Nanos kFreshReport = std::chrono::milliseconds(1500);
   // When an operation that has not reached a rank looks at the store again,
@@ -148,6 +155,7 @@ class GroupImpl final : public Group,
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
   void onWatchdog();
+  void hear(const Engine::EarlyNotice& heard);
   void act(const Notice& notice);
   void ask(Member& member);
   void tell(const Notice& notice);

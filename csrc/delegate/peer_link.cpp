@@ -275,6 +275,9 @@ void PeerLink::connect(size_t index) {
     return nonce;
   };
   spec.secret = secret_;
+  spec.mayBeAt = [this](const Uid& process, const SocketAddress& at) {
+    return engine_.mayBeAt(process, at);
+  };
   spec.attemptTimeout = fromSeconds(engine_.options().handshake_timeout_s);
   if (slot.connections > 0 && anyOtherGood(index)) {
     spec.attemptTimeout = std::min(
@@ -318,7 +321,7 @@ void PeerLink::onAttempt(size_t index, OutgoingResult result) {
   slot.lastError = result.status;
   ++slot.failures;
   if (!slot.triesAstray && livePaths() == 0) {
-    countAttempt(routeOf(index), result.failure.refusedEverywhere);
+    countAttempt(routeOf(index), result.failure);
     if (!usable()) {
       return;
     }
@@ -359,15 +362,19 @@ void PeerLink::retryLater(size_t index, Nanos delay) {
 }
 
 // An attempt of a route has failed while no path is up.
-void PeerLink::countAttempt(size_t route, bool refused) {
-  if (!refused) {
+void PeerLink::countAttempt(size_t route, const ConnectFailure& failure) {
+  if (!failure.refusedEverywhere) {
     refusals_.onOther(route);
   } else if (refusals_.onRefused(route, engine_.loop().now())) {
     close(
         State::kDead,
         StatusCode::kPeerDied,
-        "died: its connections closed and its host refuses new ones. Look at "
-        "that process's own log for the cause");
+        std::string("died: its connections closed and ") +
+            (failure.verdict == HelloCode::kWrongPeer
+                 ? "another process has its address now, or it has given "
+                   "this rank up"
+                 : "its host refuses new ones") +
+            ". Look at that process's own log for the cause");
   }
 }
 

@@ -230,7 +230,7 @@ class PeerLink final : public ChannelHost,
   void retryLater(size_t slot, Nanos delay);
   void install(size_t slot, FileDescriptor fd, uint64_t eagerBudget);
   Nanos longestRoundTrip(size_t slot) const;
-  void countAttempt(size_t route, bool refused);
+  void countAttempt(size_t route, const ConnectFailure& failure);
   void checkNeverConnected();
   void bindToNic(int fd) const;
 

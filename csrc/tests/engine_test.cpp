@@ -1,4 +1,8 @@
+#include <poll.h>
+#include <sys/socket.h>
+
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <climits>
 #include <condition_variable>
@@ -31,6 +35,8 @@ struct MapStore {
   bool holdsLists = false; // lists of members cannot be read yet
   int addressesRead = 0;
   std::map<std::string, std::string> values;
+  // Who can write to the store can move ranks: this is read as that.
+  std::string moved, to;
 };
 
 class MapKeyValue final : public KeyValue {
@@ -52,6 +58,11 @@ class MapKeyValue final : public KeyValue {
     }
     map_->addressesRead += key.find("/at/") != std::string::npos;
     value = it->second;
+    if (size_t at =
+            map_->moved.empty() ? std::string::npos : value.find(map_->moved);
+        at != std::string::npos) {
+      value.replace(at, map_->moved.size(), map_->to);
+    }
     return true;
   }
   int64_t add(const std::string& key, int64_t delta) override {
@@ -165,8 +176,16 @@ std::vector<Rank> startRanks(
     int size,
     const EngineOptions& options,
     const std::shared_ptr<MapStore>& map = std::make_shared<MapStore>(),
-    int joining = INT_MAX) {
+    int joining = INT_MAX,
+    const std::function<void(std::vector<Rank>&)>& beforeJoining = {}) {
   std::vector<Rank> ranks(static_cast<size_t>(std::min(size, joining)));
+  for (int r = 0; r < std::min(size, joining); ++r) {
+    ranks[static_cast<size_t>(r)].engine =
+        Engine::start(options, "127.0.0.1", r);
+  }
+  if (beforeJoining) {
+    beforeJoining(ranks);
+  }
   for (int r = 0; r < std::min(size, joining); ++r) {
     GroupConfig config;
     config.name = "test";
@@ -174,7 +193,6 @@ std::vector<Rank> startRanks(
     config.size = size;
     config.store = std::make_unique<MapKeyValue>(map);
     Rank& rank = ranks[static_cast<size_t>(r)];
-    rank.engine = Engine::start(options, "127.0.0.1", r);
     rank.group = std::make_shared<GroupImpl>(std::move(config), rank.engine);
     rank.group->join();
   }
@@ -464,6 +482,193 @@ TEST(engineAbortReachesTheOthers) {
     CHECK_EQ(status.code(), StatusCode::kAborted);
     CHECK(status.message().find("the test says so") != std::string::npos);
   });
+  leave(ranks);
+}
+
+// "@127.0.0.1/8:4711", as in the record of a rank.
+std::string placeIn(const Engine& engine) {
+  const std::string& record = engine.record();
+  return record.substr(record.find('@', record.find(" at=")));
+}
+
+uint16_t portOf(const Engine& engine) {
+  return engine.self().addresses.front().address.port();
+}
+
+// Takes connections and leads the nth to a port of this host that `target`
+// names. Knows no secret, reads nothing.
+class BlindRelay {
+ public:
+  explicit BlindRelay(std::function<uint16_t(int)> target)
+      : target_(std::move(target)),
+        listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
+    const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
+    CHECK_EQ(::bind(listener_.get(), any.raw(), any.rawBytes()), 0);
+    CHECK_EQ(::listen(listener_.get(), 64), 0);
+    thread_ = std::thread([this] { run(); });
+  }
+  ~BlindRelay() {
+    ending_.store(true);
+    thread_.join();
+  }
+  uint16_t port() const {
+    return localAddress(listener_.get()).port();
+  }
+  int connections() const {
+    return connections_.load();
+  }
+
+ private:
+  void run() {
+    std::vector<std::pair<FileDescriptor, FileDescriptor>> pairs;
+    while (!ending_.load()) {
+      std::vector<pollfd> polled{{listener_.get(), POLLIN, 0}};
+      for (const auto& [in, out] : pairs) {
+        polled.push_back({in.get(), POLLIN, 0});
+        polled.push_back({out.get(), POLLIN, 0});
+      }
+      if (::poll(polled.data(), polled.size(), 10) <= 0) {
+        continue;
+      }
+      for (size_t i = pairs.size(); i-- > 0;) {
+        const bool open = (polled[1 + 2 * i].revents == 0 ||
+                           copy(pairs[i].first, pairs[i].second)) &&
+            (polled[2 + 2 * i].revents == 0 ||
+             copy(pairs[i].second, pairs[i].first));
+        if (!open) {
+          pairs.erase(pairs.begin() + static_cast<ptrdiff_t>(i));
+        }
+      }
+      if (polled[0].revents != 0) {
+        FileDescriptor in(::accept(listener_.get(), nullptr, nullptr));
+        FileDescriptor out(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+        const SocketAddress to =
+            *SocketAddress::parse("127.0.0.1", target_(connections_.load()));
+        if (::connect(out.get(), to.raw(), to.rawBytes()) == 0) {
+          pairs.emplace_back(std::move(in), std::move(out));
+        }
+        connections_.fetch_add(1);
+      }
+    }
+  }
+  static bool copy(const FileDescriptor& from, const FileDescriptor& to) {
+    char buffer[4096];
+    const ssize_t n = ::recv(from.get(), buffer, sizeof(buffer), 0);
+    return n > 0 && ::send(to.get(), buffer, size_t(n), MSG_NOSIGNAL) == n;
+  }
+
+  const std::function<uint16_t(int)> target_;
+  FileDescriptor listener_;
+  std::atomic<int> connections_{0};
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+// Whoever can redirect connections makes members of the job sign that they are
+// not the one that was called.
+TEST(engineTakesNoRelayedRefusalForADeath) {
+  constexpr int kMisled = 16; // four in a row are a death
+  const auto map = std::make_shared<MapStore>();
+  EngineOptions options;
+  options.interface = "lo"; // one address for each
+  options.reconnect_max_s = options.reconnect_min_s;
+  std::array<std::atomic<uint16_t>, 3> ports;
+  BlindRelay relay([&](int nth) -> uint16_t {
+    return nth < kMisled / 2 ? ports[0] : nth < kMisled ? ports[2] : ports[1];
+  });
+  std::vector<Rank> ranks =
+      startRanks(3, options, map, 3, [&](std::vector<Rank>& started) {
+        for (size_t r = 0; r < 3; ++r) {
+          ports[r] = portOf(*started[r].engine);
+        }
+        map->moved = placeIn(*started[1].engine);
+        map->to = map->moved.substr(0, map->moved.rfind(':') + 1) +
+            std::to_string(relay.port());
+      });
+  std::vector<float> data(10, 7), received(10);
+  std::atomic<bool> ended{false};
+  Status status;
+  std::thread receiver([&] {
+    status = ranks[0].message(false, 1, 5, received, kLong);
+    ended.store(true);
+  });
+  const auto limit = std::chrono::steady_clock::now() + kLong;
+  while (!ended.load() && relay.connections() <= kMisled &&
+         std::chrono::steady_clock::now() < limit) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK_EQ(ranks[1].message(true, 0, 5, data, kLong).message(), "");
+  receiver.join();
+  CHECK_EQ(status.message(), "");
+  CHECK(received == data);
+  CHECK(relay.connections() > kMisled);
+  leave(ranks);
+}
+
+TEST(engineTakesAnotherProcessAtThePeersAddressForItsDeath) {
+  const auto map = std::make_shared<MapStore>();
+  EngineOptions options;
+  options.interface = "lo";
+  std::vector<Rank> ranks =
+      startRanks(3, options, map, 3, [&](std::vector<Rank>& started) {
+        map->moved = placeIn(*started[1].engine);
+        map->to = placeIn(*started[2].engine);
+      });
+  std::vector<float> data(10);
+  const Status status = ranks[0].message(false, 1, 5, data, kLong);
+  CHECK(status.code() == StatusCode::kPeerDied);
+  CHECK_CONTAINS(status.message(), "another process has its address now");
+  leave(ranks);
+}
+
+// Failures are news of those that they happened to.
+TEST(engineHearsNoNoticeInTheNameOfAnother) {
+  const auto map = std::make_shared<MapStore>();
+  std::vector<Rank> ranks = startRanks(3, EngineOptions(), map);
+  // With the job's secret, which whoever reads the store has.
+  const auto impostor = Engine::start(EngineOptions(), "127.0.0.1", 1);
+  PeerAddress target;
+  CHECK(PeerAddress::parse(ranks[0].engine->record(), target).ok());
+  std::string secret;
+  for (const auto& [key, value] : map->values) {
+    if (key.starts_with("resilient/job/")) {
+      secret = value.substr(value.rfind(' ') + 1);
+    }
+  }
+  Notice notice;
+  notice.group = ranks[0].group->id();
+  notice.sequence = Notice::kWholeGroup;
+  notice.code = StatusCode::kAborted;
+  notice.reporter = notice.origin = 1;
+  notice.text = "hello from the neighbour";
+  const auto tell = [&](const std::shared_ptr<Engine>& from) {
+    const auto link = [&]() -> PeerLink& { return from->link(target.uid); };
+    from->callInLoop([&] {
+      link().setAddress(target, secret, 0);
+      link().addInterest();
+      link().channel().sendControl(encode(notice));
+    });
+    const auto limit = std::chrono::steady_clock::now() + kLong;
+    CHECK(from->waitUntil(limit, [&] {
+      return link().state() == PeerLink::State::kUp &&
+          link().channel().drained();
+    }));
+    from->callInLoop([&] { link().dropInterest(); });
+  };
+  for (int round = 0; round < 2; ++round) {
+    tell(impostor); // before rank 0 knows where rank 1 is, and after that
+    onEach(ranks, [&](int r) {
+      std::vector<float> data(10, 1);
+      CHECK_EQ(ranks[size_t(r)].allReduce(data, kLong).message(), "");
+      CHECK_EQ(data[0], 3.0f);
+    });
+  }
+  tell(ranks[2].engine); // a member, but another one
+  onEach(ranks, [&](int r) {
+    std::vector<float> data(10, 1);
+    CHECK_EQ(ranks[size_t(r)].allReduce(data, kLong).message(), "");
+  });
+  Engine::release(impostor, std::chrono::seconds(1));
   leave(ranks);
 }
 

@@ -299,6 +299,30 @@ TEST(refusals_name_their_reason) {
   }
 }
 
+// A process that is known to live elsewhere was reached by way of a relay.
+TEST(another_process_proves_a_death_only_where_it_may_be) {
+  for (bool mayBeThere : {false, true}) {
+    World world;
+    world.listen();
+    OutgoingSpec spec = world.spec({world.address()});
+    spec.hello.acceptor.fill(0x33);
+    int asked = 0;
+    spec.mayBeAt = [&](const Uid& process, const SocketAddress& at) {
+      ++asked;
+      CHECK(process == world.config.identity.uid);
+      CHECK_EQ(at.toString(), world.address().toString());
+      return mayBeThere;
+    };
+    OutgoingResult result = world.connect(std::move(spec));
+    CHECK_EQ(asked, 1);
+    CHECK(result.failure.verdict == HelloCode::kWrongPeer);
+    CHECK_EQ(result.failure.refusedEverywhere, mayBeThere);
+    CHECK(
+        result.status.code() ==
+        (mayBeThere ? StatusCode::kPeerDied : StatusCode::kNetwork));
+  }
+}
+
 TEST(giving_up_early_calls_nobody) {
   World world;
   world.listen();

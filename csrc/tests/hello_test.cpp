@@ -66,7 +66,8 @@ struct World {
     return ClientHandshake(info, secret);
   }
   ServerHandshake server(uint8_t nonce = 0xa0) const {
-    return ServerHandshake(identity, counting<32>(nonce));
+    return ServerHandshake(
+        identity, counting<32>(nonce), {counting<16>(0xc0), 0x7348});
   }
 };
 
@@ -108,6 +109,9 @@ TEST(a_handshake_ends_with_both_sides_knowing_the_other) {
   CHECK(server.info() == expected);
   CHECK(client.accepted().code == HelloCode::kOk);
   CHECK_EQ(client.accepted().eagerBudgetBytes, world.identity.eagerBudgetBytes);
+  CHECK(client.accepted().signer == world.identity.uid);
+  CHECK(
+      client.accepted().reachedAt == HelloEndpoint{counting<16>(0xc0), 0x7348});
   CHECK_EQ(e.hello.size(), kHelloBytes);
   CHECK_EQ(e.challenge.size(), kChallengeBytes);
   CHECK_EQ(e.proof.size(), kProofBytes);
@@ -141,8 +145,9 @@ TEST(the_bytes_on_the_wire_are_the_documented_ones) {
   CHECK_EQ(
       hex(e.accept),
       std::string(
-          "52534c410100300000000000000000009b967e42598429789f2bc7983fb11cc8"
-          "6371ed10849dd99307b387ac75c56647"));
+          "52534c41010050000000487300000000404142434445464748494a4b4c4d4e4f"
+          "c0c1c2c3c4c5c6c7c8c9cacbcccdcecf3fe8d21c06c17e29697e7b72ba925911"
+          "9a9c8da73e3c388ec27939588cd7b554"));
 }
 
 TEST(torn_input_makes_no_difference) {
@@ -310,8 +315,53 @@ TEST(every_verdict_reaches_the_client) {
   auto server = world.server();
   talk(client, server);
   CHECK(client.accepted().code == HelloCode::kWrongPeer);
-  CHECK(client.status().code() == StatusCode::kPeerDied);
+  CHECK(client.status().code() == StatusCode::kNetwork);
+  CHECK(client.accepted().signer == world.identity.uid);
+  CHECK_EQ(client.accepted().reachedAt.port, 0x7348);
   CHECK_EQ(world.decisions, 0);
+}
+
+// Only an ACCEPT is signed.
+TEST(a_challenge_says_nothing_about_processes) {
+  for (HelloCode code :
+       {HelloCode::kDuplicateSlot, HelloCode::kWrongPeer, HelloCode::kBusy}) {
+    World world;
+    auto client = world.client();
+    auto server = world.server();
+    pass(client, server);
+    Bytes challenge = take(server);
+    challenge[8] = static_cast<uint8_t>(code);
+    client.receive(challenge.data(), challenge.size());
+    CHECK(client.state() == State::kFailed);
+    CHECK(client.status().code() == StatusCode::kProtocol);
+    CHECK(client.accepted().code == HelloCode::kOk);
+  }
+}
+
+// A member that answers in the name of another has the job's secret, too.
+TEST(only_the_process_that_was_asked_for_can_accept) {
+  World world, other;
+  other.identity.uid = counting<16>(0x41);
+  auto client = world.client();
+  auto server = world.server();
+  Bytes hello = pass(client, server);
+  Bytes challenge = pass(server, client);
+  Bytes proof = pass(client, server);
+  Bytes accept = take(server);
+  accept.resize(kAcceptBytes - sizeof(Digest));
+  std::copy_n(other.identity.uid.begin(), 16, accept.begin() + 16);
+  const Digest signature = HmacSha256(kSecret)
+                               .update(std::string_view("resilient accept"))
+                               .update(hello.data(), hello.size())
+                               .update(challenge.data(), challenge.size())
+                               .update(proof.data(), proof.size())
+                               .update(accept.data(), accept.size())
+                               .finish();
+  accept.insert(accept.end(), signature.begin(), signature.end());
+  client.receive(accept.data(), accept.size());
+  CHECK(client.state() == State::kFailed);
+  CHECK(client.status().code() == StatusCode::kProtocol);
+  CHECK_CONTAINS(client.status().message(), "was not asked for");
 }
 
 TEST(another_version_is_named_on_both_sides) {

@@ -1,8 +1,11 @@
 #include "transport/handshake.h"
 
+#include <netinet/in.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <cstdio>
+#include <cstring>
 
 namespace resilient {
 
@@ -56,6 +59,31 @@ void dropUnread(int fd) {
       return;
     }
   }
+}
+
+HelloEndpoint endpointOf(const SocketAddress& address) {
+  HelloEndpoint end;
+  end.port = address.port();
+  if (address.family() == AF_INET) {
+    sockaddr_in v4;
+    std::memcpy(&v4, address.raw(), sizeof(v4));
+    end.ip[10] = end.ip[11] = 0xff;
+    std::memcpy(end.ip.data() + 12, &v4.sin_addr, 4);
+  } else {
+    sockaddr_in6 v6;
+    std::memcpy(&v6, address.raw(), sizeof(v6));
+    std::memcpy(end.ip.data(), &v6.sin6_addr, 16);
+  }
+  return end;
+}
+
+std::string endpointText(const HelloEndpoint& end) {
+  sockaddr_in6 v6{};
+  v6.sin6_family = AF_INET6;
+  v6.sin6_port = htons(end.port);
+  std::memcpy(&v6.sin6_addr, end.ip.data(), 16);
+  return SocketAddress::from(reinterpret_cast<sockaddr*>(&v6), sizeof(v6))
+      .toString();
 }
 
 uint32_t eventsFor(Handshake& handshake) {
@@ -172,19 +200,9 @@ void OutgoingHandshake::pump() {
     case Handshake::State::kRunning:
       loop_.modify(fd_.get(), eventsFor(*handshake_));
       return;
-    case Handshake::State::kFailed: {
-      if (handshake_->accepted().code != HelloCode::kOk) {
-        failure_.verdict = handshake_->accepted().code;
-      }
-      if (failure_.verdict == HelloCode::kDuplicateSlot ||
-          failure_.verdict == HelloCode::kBusy) {
-        // The peer itself has spoken; it would say the same elsewhere.
-        next_ = spec_.candidates.size();
-      }
-      Status why = handshake_->status();
-      attemptFailed(why, why.code() == StatusCode::kPeerDied);
+    case Handshake::State::kFailed:
+      onRefused();
       return;
-    }
     case Handshake::State::kDone: {
       OutgoingResult result;
       result.accept = handshake_->accepted();
@@ -196,6 +214,34 @@ void OutgoingHandshake::pump() {
       return;
     }
   }
+}
+
+// A refusal is signed, but a signature does not say that nothing stands between
+// us: a relay, or a forwarded port, may have led us to any member of the job.
+void OutgoingHandshake::onRefused() {
+  const AcceptInfo& said = handshake_->accepted();
+  Status why = handshake_->status();
+  if (said.code != HelloCode::kOk) {
+    failure_.verdict = said.code;
+  }
+  bool gone = false;
+  if (said.code == HelloCode::kWrongPeer) {
+    const bool there = said.reachedAt == endpointOf(remote_);
+    gone = said.signer == spec_.hello.acceptor || // it has given us up
+        (there && (!spec_.mayBeAt || spec_.mayBeAt(said.signer, remote_)));
+    if (!there) {
+      why = Status(
+          why.code(),
+          why.message() + ", which was reached at " +
+              endpointText(said.reachedAt) +
+              ": something in between leads there");
+    }
+  }
+  if (said.code == HelloCode::kDuplicateSlot || said.code == HelloCode::kBusy) {
+    // The peer itself has spoken; it would say the same elsewhere.
+    next_ = spec_.candidates.size();
+  }
+  attemptFailed(why, gone);
 }
 
 void OutgoingHandshake::attemptFailed(Status status, bool refused) {
@@ -235,7 +281,7 @@ IncomingHandshake::IncomingHandshake(
     : loop_(loop),
       fd_(std::move(fd)),
       remote_(remote),
-      handshake_(identity, nonce),
+      handshake_(identity, nonce, endpointOf(localAddress(fd_.get()))),
       callback_(std::move(callback)) {
   RESILIENT_IN_LOOP(loop);
   loop_.add(fd_.get(), EPOLLIN, this);

@@ -16,8 +16,8 @@ namespace resilient {
 // Why no connection came about.
 struct ConnectFailure {
   // Every address answered that the peer is not there: connection refused, or
-  // another process of this job that said so with proof. Then the peer's
-  // process is gone, not only the way to it.
+  // another process of this job that has the address now and said so with
+  // proof. Then the peer's process is gone, not only the way to it.
   bool refusedEverywhere = false;
   // The last verdict of a server, if one spoke.
   std::optional<HelloCode> verdict;
@@ -44,6 +44,9 @@ struct OutgoingSpec {
   // A fresh nonce for each attempt: a nonce must not serve twice.
   std::function<HelloNonce()> nonce;
   std::string secret;
+  // Whether this process of the job can have that address now, as far as the
+  // caller knows. Not set: yes.
+  std::function<bool(const Uid& process, const SocketAddress& at)> mayBeAt;
   // For connecting and the handshake, at each address. A blackholed address
   // costs this much before the next one is tried.
   Nanos attemptTimeout = std::chrono::seconds(5);
@@ -66,6 +69,7 @@ class OutgoingHandshake final : private Handler {
   void onEvents(uint32_t events) override;
   void tryNext();
   void pump();
+  void onRefused();
   void attemptFailed(Status status, bool refused);
   void closeAttempt();
   void finish(OutgoingResult result);

@@ -136,6 +136,7 @@ std::vector<std::byte> encode(const Notice& n) {
       .put(n.sequence)
       .put(static_cast<uint8_t>(n.code))
       .put(n.reporter)
+      .put(n.origin)
       .put(n.culprit)
       .put(n.text)
       .take();
@@ -208,6 +209,7 @@ std::optional<Notice> decodeNotice(std::span<const std::byte> payload) {
   in.get(n.sequence);
   in.get(n.code);
   in.get(n.reporter);
+  in.get(n.origin);
   in.get(n.culprit);
   in.get(n.text);
   return in.complete() ? std::optional(n) : std::nullopt;

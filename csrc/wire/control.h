@@ -55,7 +55,10 @@ struct Notice {
   uint64_t group = 0;
   uint64_t sequence = 0;
   StatusCode code = StatusCode::kInternal;
-  int32_t reporter = -1; // group rank that tells
+  int32_t reporter = -1; // group rank of the sender, where it has failed
+  // Group rank where it failed first, from which the others heard it and the
+  // text comes.
+  int32_t origin = -1;
   int32_t culprit = -1; // group rank that caused it, or -1
   std::string text;
 };

@@ -167,11 +167,6 @@ std::optional<HelloCode> helloCodeOf(uint16_t value) {
   return std::nullopt;
 }
 
-StatusCode statusCodeOf(HelloCode code) {
-  return code == HelloCode::kWrongPeer ? StatusCode::kPeerDied
-                                       : StatusCode::kNetwork;
-}
-
 std::string refusalText(HelloCode code) {
   return std::string("the peer refused the connection: ") + helloCodeText(code);
 }
@@ -262,7 +257,10 @@ void ClientHandshake::onChallenge() {
   Reader in(input_);
   auto code = helloCodeOf(in.number<uint16_t>());
   bool reserved = in.zeros(6);
-  if (!code || !reserved) {
+  // The other codes say something of a process, and only an ACCEPT is signed.
+  const bool here = code == HelloCode::kOk || code == HelloCode::kUnknownKey ||
+      code == HelloCode::kVersion;
+  if (!here || !reserved) {
     fail(StatusCode::kProtocol, "the server's challenge is malformed");
     return;
   }
@@ -294,7 +292,8 @@ void ClientHandshake::onAccept() {
   auto error = headerError(input_, kAcceptKind, kAcceptBytes);
   Reader in(input_);
   auto code = helloCodeOf(in.number<uint16_t>());
-  bool reserved = in.zeros(6);
+  const auto port = in.number<uint16_t>();
+  bool reserved = in.zeros(4);
   if (!error.empty() || versionOf(input_) != kWireVersion || !code ||
       !reserved || !proves(secret_, kAcceptLabel, transcript_, input_)) {
     fail(
@@ -303,8 +302,17 @@ void ClientHandshake::onAccept() {
     return;
   }
   accepted_.code = *code;
+  accepted_.signer = in.bytes<sizeof(Uid)>();
+  accepted_.reachedAt.ip = in.bytes<sizeof(HelloEndpoint::ip)>();
+  accepted_.reachedAt.port = port;
   if (*code != HelloCode::kOk) {
-    fail(statusCodeOf(*code), refusalText(*code));
+    fail(StatusCode::kNetwork, refusalText(*code));
+    return;
+  }
+  if (accepted_.signer != info_.acceptor) {
+    fail(
+        StatusCode::kProtocol,
+        "a process that was not asked for accepts the connection");
     return;
   }
   finish();
@@ -312,8 +320,12 @@ void ClientHandshake::onAccept() {
 
 ServerHandshake::ServerHandshake(
     const ServerIdentity& identity,
-    HelloNonce nonce)
-    : Handshake(kHelloHeaderBytes), identity_(identity), nonce_(nonce) {}
+    HelloNonce nonce,
+    HelloEndpoint reachedAt)
+    : Handshake(kHelloHeaderBytes),
+      identity_(identity),
+      nonce_(nonce),
+      reachedAt_(reachedAt) {}
 
 void ServerHandshake::onInput() {
   switch (stage_) {
@@ -396,7 +408,10 @@ void ServerHandshake::onProof() {
                                              : HelloCode::kWrongPeer;
   Writer accept(kAcceptKind, kAcceptBytes);
   accept.number(static_cast<uint16_t>(*verdict_));
-  accept.zeros(6);
+  accept.number(reachedAt_.port);
+  accept.zeros(4);
+  accept.bytes(identity_.uid);
+  accept.bytes(reachedAt_.ip);
   sign(accept, secret_, kAcceptLabel, transcript_);
   append(output_, accept.out());
   if (*verdict_ == HelloCode::kOk) {

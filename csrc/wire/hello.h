@@ -34,11 +34,19 @@ inline constexpr size_t kHelloHeaderBytes = 8;
 inline constexpr size_t kHelloBytes = 96;
 inline constexpr size_t kChallengeBytes = 88;
 inline constexpr size_t kProofBytes = 40;
-inline constexpr size_t kAcceptBytes = 48;
+inline constexpr size_t kAcceptBytes = 80;
 
 using Uid = std::array<uint8_t, 16>; // of a process's engine, random
 using KeyId = std::array<uint8_t, 8>;
 using HelloNonce = std::array<uint8_t, 32>; // never used twice
+// An end of a connection: an IPv6 address (an IPv4 one as ::ffff:a.b.c.d) in
+// network order, then a port.
+struct HelloEndpoint {
+  std::array<uint8_t, 16> ip{};
+  uint16_t port = 0;
+
+  bool operator==(const HelloEndpoint&) const = default;
+};
 
 // The server's verdict, by wire value.
 #define RESILIENT_HELLO_CODES(X)                           \
@@ -81,6 +89,11 @@ struct HelloInfo {
 struct AcceptInfo {
   HelloCode code = HelloCode::kOk;
   uint64_t eagerBudgetBytes = 0;
+  // Who signed the verdict, and the address at which the connection reached
+  // it. A verdict without them would say nothing: whoever connects the caller
+  // to another member, in the middle, gets one that is signed.
+  Uid signer{};
+  HelloEndpoint reachedAt;
 };
 
 // A side of the handshake: bytes in, bytes out, no I/O. Give it exactly what
@@ -93,7 +106,7 @@ class Handshake {
     return state_;
   }
   // Why, once it has failed. A peer's malformed or unproven bytes are
-  // kProtocol; a verdict of kWrongPeer is kPeerDied, other verdicts kNetwork.
+  // kProtocol; a verdict against us is kNetwork.
   const Status& status() const {
     return status_;
   }
@@ -145,7 +158,8 @@ class ClientHandshake final : public Handshake {
  public:
   // info.keyId is filled in from the secret.
   ClientHandshake(HelloInfo info, std::string secret);
-  // Valid if kDone; `code` also after a refusal.
+  // Valid if kDone; `code` also after a refusal, and with kWrongPeer, which is
+  // always signed, all of it.
   const AcceptInfo& accepted() const {
     return accepted_;
   }
@@ -176,8 +190,12 @@ struct ServerIdentity {
 
 class ServerHandshake final : public Handshake {
  public:
-  // `identity` must outlive the handshake.
-  ServerHandshake(const ServerIdentity& identity, HelloNonce nonce);
+  // `identity` must outlive the handshake. `reachedAt` is the local end of the
+  // connection.
+  ServerHandshake(
+      const ServerIdentity& identity,
+      HelloNonce nonce,
+      HelloEndpoint reachedAt);
   // What the client said. Unproven unless authenticated().
   const HelloInfo& info() const {
     return info_;
@@ -198,6 +216,7 @@ class ServerHandshake final : public Handshake {
 
   const ServerIdentity& identity_;
   HelloNonce nonce_;
+  HelloEndpoint reachedAt_;
   HelloInfo info_;
   std::string secret_;
   bool authenticated_ = false;
