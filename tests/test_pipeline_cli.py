@@ -165,6 +165,7 @@ def without(name: str) -> dict[str, Any]:
         ([1], "input: expected a JSON object, got list"),
         (without("tB"), "tB: missing"),
         ({**INPUT, "tb": 1}, "tb: no such field"),
+        ({**INPUT, "\x1b[2J\x9b\u202ea\n": 1}, "\\x1b[2J\\x9b\\u202ea : no such field"),
         ({**INPUT, "stages": 0}, "stages: expected at least 1, got 0"),
         ({**INPUT, "stages": 4.0}, "stages: expected an integer, got 4.0"),
         ({**INPUT, "microbatches": True}, "microbatches: expected an integer, got True"),

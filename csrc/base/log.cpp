@@ -7,6 +7,8 @@
 #include <ctime>
 #include <utility>
 
+#include "base/text.h"
+
 namespace resilient {
 
 namespace {
@@ -88,12 +90,7 @@ void logMessage(LogLevel level, std::string_view text) {
   line += ' ';
   line += timeOfDay();
   line += "] ";
-  // A peer's text may be in a message: keep it on one line and off the
-  // terminal's control characters.
-  for (const char c : text) {
-    const auto byte = static_cast<unsigned char>(c);
-    line += byte < 0x20 || byte == 0x7f ? ' ' : c;
-  }
+  line += withoutControls(text); // a peer's may be in it
   std::lock_guard lock(log().mutex);
   if (log().sink) {
     log().sink(line);

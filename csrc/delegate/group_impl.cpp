@@ -821,7 +821,7 @@ void GroupImpl::onNotice(const Uid& sender, const Notice& notice) {
   });
 }
 
-// Whoever knows the secret can call itself any rank, but only the store says
+// Every process with the secret can call itself any rank; only the store says
 // which process a rank is.
 void GroupImpl::hear(const Engine::EarlyNotice& heard) {
   Member& m = members_[static_cast<size_t>(heard.notice.reporter)];

@@ -4,6 +4,7 @@
 #include <sstream>
 
 #include "base/random.h"
+#include "base/text.h"
 #include "delegate/member_list.h"
 
 namespace resilient {
@@ -77,7 +78,7 @@ std::optional<std::string> Membership::refusal(const std::string& text) {
   if (!text.starts_with(kRefused)) {
     return std::nullopt;
   }
-  return text.substr(kRefused.size());
+  return withoutControls(text.substr(kRefused.size()));
 }
 
 Membership::Terms Membership::agree(
@@ -116,7 +117,7 @@ Membership::Terms Membership::agree(
         StatusCode::kInvalidArgument,
         "group " + groupName_ + ": collective_algorithm is \"" + algorithm +
             "\" on rank " + std::to_string(rank_) + " (host " + self.hostName +
-            ") and \"" + words[1] +
+            ") and \"" + withoutControls(words[1]) +
             "\" on the rank that came first. Set "
             "TORCH_RESILIENT_COLLECTIVE_ALGORITHM alike on all ranks"));
   }

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "base/text.h"
 #include "wire/frame.h"
 
 namespace resilient {
@@ -94,6 +95,11 @@ class Reader {
     s.dtype = static_cast<DType>(dtype);
     s.reduceOp = static_cast<ReduceOp>(reduce);
   }
+  // For people.
+  void getText(std::string& text) {
+    get(text);
+    text = withoutControls(text);
+  }
   bool complete() const {
     return !broken_ && rest_.empty();
   }
@@ -125,9 +131,9 @@ Status decodeReason(std::span<const std::byte> payload) {
   }
   return Status(
       static_cast<StatusCode>(payload[0]),
-      std::string(
-          reinterpret_cast<const char*>(payload.data()) + 1,
-          payload.size() - 1));
+      withoutControls(
+          {reinterpret_cast<const char*>(payload.data()) + 1,
+           payload.size() - 1}));
 }
 
 std::vector<std::byte> encode(const Notice& n) {
@@ -211,7 +217,7 @@ std::optional<Notice> decodeNotice(std::span<const std::byte> payload) {
   in.get(n.reporter);
   in.get(n.origin);
   in.get(n.culprit);
-  in.get(n.text);
+  in.getText(n.text);
   return in.complete() ? std::optional(n) : std::nullopt;
 }
 
@@ -241,7 +247,7 @@ std::optional<Report> decodeReport(std::span<const std::byte> payload) {
   in.get(r.waitingFor);
   in.get(r.silentNanos);
   in.get(r.signature);
-  in.get(r.pending);
+  in.getText(r.pending);
   r.running = running != 0;
   return in.complete() ? std::optional(r) : std::nullopt;
 }
@@ -253,7 +259,7 @@ std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload) {
   PathsLost lost;
   uint16_t n = 0;
   Reader in(payload);
-  in.get(lost.reason);
+  in.getText(lost.reason);
   in.get(n);
   for (size_t i = 0; i < n && i < PathsLost::kMost; ++i) {
     in.get(lost.slots.emplace_back());

@@ -13,7 +13,8 @@
 namespace resilient {
 
 // Payload of kReject and kCancel: a status code and a sentence for people.
-// Longer sentences are cut.
+// Longer sentences are cut. All texts for people that are decoded here are free
+// of control characters, whatever the peer has sent.
 std::vector<std::byte> encodeReason(StatusCode code, const std::string& text);
 // Never fails: what cannot be read becomes kProtocol.
 Status decodeReason(std::span<const std::byte> payload);

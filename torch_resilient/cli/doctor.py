@@ -16,7 +16,7 @@ from typing import Any
 
 from torch_resilient.cli import doctor_facts, doctor_peers
 from torch_resilient.cli.doctor_checks import Facts, Finding, check_host, check_job, check_target
-from torch_resilient.cli.errors import bad_input
+from torch_resilient.cli.errors import bad_input, printable
 
 ABOUT = """\
 examples:
@@ -92,10 +92,10 @@ def _print(all_facts: Sequence[Facts], findings: Sequence[Finding], as_json: boo
         print(json.dumps(told))
         return
     for facts in all_facts:
-        print(about_text(facts))
+        print(printable(about_text(facts)))  # of other hosts, by way of the store
     print()
     for finding in findings:
-        print(f"{finding_text(finding)}\n")
+        print(f"{printable(finding_text(finding))}\n")
     number = len(findings)
     print("nothing to mend" if not number else f"{number} to mend" if number > 1 else "1 to mend")
 
