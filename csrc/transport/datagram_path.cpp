@@ -284,8 +284,8 @@ void DatagramPath::onDatagram(
     ++forged_;
     return;
   }
-  heardAt_ = loop_.now();
   if (receiver_.onNumber(number, datagram.size() + kIpBytes, now)) {
+    heardAt_ = loop_.now(); // not by a copy, which anybody can send again
     Status status = onPacket(packet, number, now);
     if (!status.ok() && failure_.ok()) {
       failure_ = status;

@@ -1,0 +1,79 @@
+#include "transport/datagram_path.h"
+
+#include <cstdio>
+#include <functional>
+
+#include "tests/channel_pair.h"
+#include "transport/packet_seal.h"
+
+namespace resilient::test {
+namespace {
+
+struct Owner final : DatagramPathOwner {
+  void onDatagramClosed(DatagramPath&, const Status&) override {}
+  void onDatagramReady(DatagramPath&) override {}
+  void onDatagramUse(DatagramPath&) override {}
+};
+
+// A recorded datagram can be sent again and again. It is no sign of life.
+TEST(datagram_path_is_not_heard_by_a_copy) {
+  std::string why;
+  if (!PacketSeal::available(why)) {
+    std::printf("skipped: %s\n", why.c_str());
+    return;
+  }
+  const SealKey key{};
+  const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
+  DatagramSocket mine, far;
+  CHECK(DatagramSocket::open(any, "", mine).ok());
+  CHECK(DatagramSocket::open(any, "", far).ok());
+  SocketAddress address = any;
+  address.setPort(far.port());
+  CHECK(mine.connect(address).ok());
+  address.setPort(mine.port());
+  CHECK(far.connect(address).ok());
+
+  ChannelPair pair;
+  EventLoop loop;
+  Owner owner;
+  DatagramPathConfig config;
+  config.ours = PacketSeal::make(key, why);
+  config.theirs = PacketSeal::make(key, why);
+  config.proveWithin = std::chrono::seconds(60);
+  DatagramPath path(
+      loop, pair.a.channel, 1, std::move(mine), std::move(config), owner);
+
+  PacketProbe probe;
+  probe.bytes = 100;
+  std::vector<std::byte> packet(probe.bytes - kSealOverheadBytes);
+  encodeProbe(probe, packet.data());
+  std::vector<std::byte> datagram(probe.bytes);
+  PacketSeal::make(key, why)->seal(1, packet, datagram.data());
+  const auto send = [&] {
+    size_t sent = 0;
+    CHECK(far.send(datagram, datagram.size(), sent));
+  };
+  const TimePoint begin = path.heardAt();
+  TimePoint heard = begin;
+  std::function<void()> look = [&] {
+    const auto copies = path.receiver().counters().duplicates;
+    if (copies == 1 || loop.now() - begin > std::chrono::seconds(60)) {
+      loop.stop();
+      return;
+    }
+    if (heard == begin && path.heardAt() > begin) {
+      heard = path.heardAt();
+      loop.after(std::chrono::milliseconds(5), send); // a later time
+    }
+    loop.after(std::chrono::milliseconds(1), look);
+  };
+  loop.after(std::chrono::milliseconds(1), send);
+  loop.after(std::chrono::milliseconds(1), look);
+  loop.run();
+  CHECK(heard > begin);
+  CHECK_EQ(path.receiver().counters().duplicates, 1u);
+  CHECK(path.heardAt() == heard);
+}
+
+} // namespace
+} // namespace resilient::test
