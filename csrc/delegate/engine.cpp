@@ -371,9 +371,11 @@ void Engine::startListening(const std::string& storeHost) {
       options_.interface,
       storeHost.empty() ? std::nullopt : localAddressTowards(storeHost));
   ListenerConfig config;
-  // An interface asked for by option is also the only one that is open.
-  if (!options_.interface.empty() && choice.addresses.size() == 1) {
-    config.bindIp = choice.addresses.front().address.ip();
+  // Interfaces asked for by option are also the only ones that are open.
+  if (!options_.interface.empty()) {
+    for (const InterfaceAddress& a : choice.addresses) {
+      config.bindIps.push_back(a.address.ip());
+    }
   }
   config.port = static_cast<uint16_t>(options_.listen_port);
   config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
@@ -446,13 +448,17 @@ void Engine::onAddresses() {
     self_.addresses = std::move(now);
   }
   logMessage(LogLevel::kInfo, "our addresses have changed: " + record());
-  const Status moved = listener_->moveTo(self_.addresses.front().address.ip());
+  std::vector<std::string> ips;
+  for (const NicAddress& nic : self_.addresses) {
+    ips.push_back(nic.address.ip());
+  }
+  const Status moved = listener_->moveTo(ips);
   if (!moved.ok()) {
     logMessage(
         LogLevel::kWarning,
         moved.message() +
             ": until it can (it goes on trying), no rank can connect to this "
-            "one");
+            "one there");
   }
   eachLink([](PeerLink& link) { link.onOurAddresses(); });
   for (auto& [id, group] : groups_) {

@@ -501,15 +501,15 @@ TEST(running_out_of_descriptors_neither_spins_nor_lasts) {
 
 TEST(a_listener_moves_when_it_can) {
   World world;
-  world.config.bindIp = "127.0.0.1";
+  world.config.bindIps = {"127.0.0.1"};
   world.listen();
   const uint16_t port = world.listener->port();
   const SocketAddress there = *SocketAddress::parse("127.0.0.2", port);
   ListenerConfig config = world.config;
-  config.bindIp = "127.0.0.2";
+  config.bindIps = {"127.0.0.2"};
   config.port = port;
   auto occupant = std::make_unique<Listener>(world.loop, config);
-  const Status refused = world.listener->moveTo("127.0.0.2");
+  const Status refused = world.listener->moveTo({"127.0.0.2"});
   CHECK_CONTAINS(refused.message(), "Address already in use");
   occupant.reset();
   CHECK_EQ(world.listener->port(), port);
@@ -523,6 +523,27 @@ TEST(a_listener_moves_when_it_can) {
   };
   look();
   runUntilStopped(world.loop);
+}
+
+// Not at all others as well.
+TEST(a_listener_of_several_addresses_has_one_port_at_these_only) {
+  World world;
+  world.config.bindIps = {"127.0.0.2", "127.0.0.3"};
+  world.listen();
+  const auto connects = [&](const char* ip) {
+    const SocketAddress at = world.address(ip);
+    FileDescriptor fd(::socket(AF_INET, SOCK_STREAM, 0));
+    return ::connect(fd.get(), at.raw(), at.rawBytes()) == 0;
+  };
+  CHECK(connects("127.0.0.2") && connects("127.0.0.3"));
+  CHECK(!connects("127.0.0.1") && !connects("127.0.0.4"));
+  OutgoingResult result = world.connect(
+      world.spec({world.address("127.0.0.4"), world.address("127.0.0.3")}));
+  CHECK(result.status.ok());
+  // The second interface has got another address.
+  CHECK(world.listener->moveTo({"127.0.0.2", "127.0.0.4"}).ok());
+  CHECK(connects("127.0.0.2") && connects("127.0.0.4"));
+  CHECK(!connects("127.0.0.3"));
 }
 
 TEST(a_busy_port_is_named_with_a_remedy) {
@@ -539,10 +560,10 @@ TEST(a_busy_port_is_named_with_a_remedy) {
     CHECK_CONTAINS(e.what(), "another process has that port");
   }
   second.port = 0;
-  second.bindIp = "192.0.2.1"; // reserved for documentation
+  second.bindIps = {"192.0.2.1"}; // reserved for documentation
   CHECK_THROWS(
       StatusError, "no interface of this host", Listener(world.loop, second));
-  second.bindIp = "nonsense";
+  second.bindIps = {"nonsense"};
   CHECK_THROWS(StatusError, "not an IP address", Listener(world.loop, second));
 }
 

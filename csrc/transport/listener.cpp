@@ -23,6 +23,10 @@ constexpr Nanos kPause = std::chrono::milliseconds(100);
 // Until the next try to listen at a new address. The kernel needs about 1 s to
 // look whether others have it; meanwhile nobody can connect.
 constexpr Nanos kMoveAgain = std::chrono::milliseconds(200);
+// Ports tried until one is free at each of several addresses. The kernel gives
+// one that is free at the first; with half of all ports taken at another one,
+// not all of 64 are in use in any practical case.
+constexpr int kPortTries = 64;
 
 } // namespace
 
@@ -31,64 +35,96 @@ Listener::Listener(EventLoop& loop, ListenerConfig config)
       config_(std::move(config)),
       logLimit_(kLogBurst, kLogInterval) {
   RESILIENT_IN_LOOP(loop);
-  if (config_.bindIp.empty()) {
-    fd_ = open(*SocketAddress::parse("::", config_.port));
-    if (!fd_) { // there is no IPv6 on this machine
-      fd_ = open(*SocketAddress::parse("0.0.0.0", config_.port));
-    }
-  } else {
-    auto at = SocketAddress::parse(config_.bindIp, config_.port);
-    if (!at) {
-      throw StatusError(Status(
-          StatusCode::kInvalidArgument,
-          "listen on \"" + config_.bindIp + "\": not an IP address"));
-    }
-    fd_ = open(*at);
-    if (!fd_) {
-      throw StatusError(errnoStatus(
-          StatusCode::kInvalidArgument,
-          "listen on " + at->toString(),
-          EAFNOSUPPORT));
+  for (int tries = kPortTries;; --tries) {
+    try {
+      openDoors();
+      break;
+    } catch (const StatusError&) {
+      if (config_.port != 0 || doors_.size() < 2 || tries == 1) {
+        throw;
+      }
     }
   }
-  port_ = localAddress(fd_.get()).port();
   openReserve();
-  loop_.add(fd_.get(), EPOLLIN, this);
+  for (const auto& door : doors_) {
+    loop_.add(door->fd.get(), EPOLLIN, door.get());
+  }
+}
+
+void Listener::openDoors() {
+  doors_.clear();
+  const size_t count = std::max<size_t>(config_.bindIps.size(), 1);
+  port_ = config_.port;
+  for (size_t i = 0; i < count; ++i) {
+    Door& door = *doors_.emplace_back(std::make_unique<Door>(*this));
+    if (config_.bindIps.empty()) {
+      door.fd = open(*SocketAddress::parse("::", port_));
+      if (!door.fd) { // there is no IPv6 on this machine
+        door.fd = open(*SocketAddress::parse("0.0.0.0", port_));
+      }
+    } else {
+      door.ip = config_.bindIps[i];
+      auto at = SocketAddress::parse(door.ip, port_);
+      if (!at) {
+        throw StatusError(Status(
+            StatusCode::kInvalidArgument,
+            "listen on \"" + door.ip + "\": not an IP address"));
+      }
+      door.fd = open(*at);
+      if (!door.fd) {
+        throw StatusError(errnoStatus(
+            StatusCode::kInvalidArgument,
+            "listen on " + at->toString(),
+            EAFNOSUPPORT));
+      }
+    }
+    port_ = localAddress(door.fd.get()).port();
+  }
 }
 
 Listener::~Listener() {
   loop_.cancel(resume_);
-  loop_.cancel(move_);
-  if (fd_) {
-    loop_.remove(fd_.get());
+  for (const auto& door : doors_) {
+    loop_.cancel(door->move);
+    loop_.remove(door->fd.get());
   }
 }
 
-Status Listener::moveTo(const std::string& ip) {
+Status Listener::moveTo(const std::vector<std::string>& ips) {
   RESILIENT_IN_LOOP(loop_);
-  loop_.cancel(move_);
-  move_ = 0;
+  Status status;
+  for (size_t i = 0; i < doors_.size() && i < ips.size(); ++i) {
+    if (const Status moved = moveTo(*doors_[i], ips[i]); !moved.ok()) {
+      status = moved;
+    }
+  }
+  return status;
+}
+
+Status Listener::moveTo(Door& door, const std::string& ip) {
+  loop_.cancel(door.move);
+  door.move = 0;
   const auto at = SocketAddress::parse(ip, port_);
-  if (config_.bindIp.empty() || config_.bindIp == ip || !at) {
+  if (door.ip.empty() || door.ip == ip || !at) {
     return Status();
   }
   FileDescriptor moved;
   try {
     moved = open(*at);
   } catch (const StatusError& error) {
-    move_ = loop_.after(kMoveAgain, [this, ip] {
-      move_ = 0;
-      (void)moveTo(ip);
+    door.move = loop_.after(kMoveAgain, [this, &door, ip] {
+      door.move = 0;
+      (void)moveTo(door, ip);
     });
     return error.status();
   }
   if (!moved) {
     return Status();
   }
-  loop_.remove(fd_.get());
-  fd_ = std::move(moved);
-  loop_.add(fd_.get(), EPOLLIN, this);
-  config_.bindIp = ip;
+  loop_.remove(door.fd.get());
+  door.fd = std::move(moved);
+  loop_.add(door.fd.get(), EPOLLIN, &door);
+  door.ip = ip;
   return Status();
 }
 
@@ -126,10 +162,10 @@ FileDescriptor Listener::open(const SocketAddress& at) {
       ::listen(fd.get(), SOMAXCONN) != 0) {
     int error = errno;
     if (v6 && (error == EADDRNOTAVAIL || error == EAFNOSUPPORT) &&
-        config_.bindIp.empty()) {
+        config_.bindIps.empty()) {
       return FileDescriptor(); // IPv6 is compiled in but switched off
     }
-    std::string attempt = config_.bindIp.empty()
+    std::string attempt = config_.bindIps.empty()
         ? "listen on port " + std::to_string(config_.port)
         : "listen on " + at.toString();
     Status status = errnoStatus(
@@ -162,11 +198,11 @@ ListenerStats Listener::stats() const {
   return s;
 }
 
-void Listener::onEvents(uint32_t) {
+void Listener::onCallers(const Door& door) {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     FileDescriptor fd;
     SocketAddress remote;
-    int error = acceptConnection(fd_.get(), fd, remote);
+    int error = acceptConnection(door.fd.get(), fd, remote);
     switch (error) {
       case 0:
         ++stats_.accepted;
@@ -179,7 +215,7 @@ void Listener::onEvents(uint32_t) {
       case ENOBUFS:
       case ENOMEM:
         ++stats_.outOfDescriptors;
-        onDescriptorsExhausted();
+        onDescriptorsExhausted(door);
         return;
       default:
         // The caller has gone again (ECONNABORTED), or a network error that
@@ -189,7 +225,7 @@ void Listener::onEvents(uint32_t) {
   }
 }
 
-void Listener::onDescriptorsExhausted() {
+void Listener::onDescriptorsExhausted(const Door& door) {
   logRejected(
       "no descriptor is left for new connections: raise the limit on open "
       "files (ulimit -n)");
@@ -200,7 +236,7 @@ void Listener::onDescriptorsExhausted() {
     reserve_.reset();
     FileDescriptor fd;
     SocketAddress remote;
-    if (acceptConnection(fd_.get(), fd, remote) == 0) {
+    if (acceptConnection(door.fd.get(), fd, remote) == 0) {
       resetOnClose(fd.get());
     }
     fd.reset();
@@ -208,13 +244,18 @@ void Listener::onDescriptorsExhausted() {
   }
   // Callers are told to go away at this pace instead of at full speed: peers
   // try again, and the loop has other things to do.
-  loop_.modify(fd_.get(), 0);
+  for (const auto& each : doors_) {
+    loop_.modify(each->fd.get(), 0);
+  }
+  loop_.cancel(resume_);
   resume_ = loop_.after(kPause, [this] {
     resume_ = 0;
     if (!reserve_) {
       openReserve();
     }
-    loop_.modify(fd_.get(), EPOLLIN);
+    for (const auto& each : doors_) {
+      loop_.modify(each->fd.get(), EPOLLIN);
+    }
   });
 }
 

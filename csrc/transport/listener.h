@@ -4,6 +4,7 @@
 #include <list>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/log.h"
 #include "transport/event_loop.h"
@@ -13,15 +14,15 @@
 namespace resilient {
 
 struct ListenerConfig {
-  // An address to listen on, or empty for all.
-  std::string bindIp;
+  // Addresses to listen on, or empty for all.
+  std::vector<std::string> bindIps;
   uint16_t port = 0; // 0: any free one
   SocketOptions options;
   Nanos handshakeTimeout = std::chrono::seconds(10);
-  // Callers that have not proved themselves yet. With more, the one that has
-  // waited longest is dropped: a flood of strangers then costs a member of the
-  // job a retry at worst. Must exceed the number of peers that call at once
-  // within a round trip; each costs a descriptor and about 1 KiB.
+  // Callers that have not proved themselves yet. With more, one of them is
+  // dropped, which may be a member of the job: it calls again. Must exceed the
+  // number of peers that call at once within a round trip; each costs a
+  // descriptor and about 1 KiB.
   size_t maxPendingHandshakes = 256;
   ServerIdentity identity;
   std::function<HelloNonce()> nonce;
@@ -46,20 +47,21 @@ struct ListenerStats {
 // The process's one listening port, for IPv6 and IPv4 where there are both.
 // Thread: the loop's. The callbacks may not destroy it. Destroying it drops the
 // callers at its door without onPeerLost.
-class Listener final : private Handler {
+class Listener final {
  public:
   // Throws StatusError; a busy port is named, with what to do.
   Listener(EventLoop& loop, ListenerConfig config);
-  ~Listener() override;
+  ~Listener();
 
   uint16_t port() const {
     return port_;
   }
-  // The interface has got another address: listens there, on the same port, if
-  // it was bound to one at all. If it cannot, says why, all is as before, and
-  // it tries again until it can or is to move elsewhere: an IPv6 address is
-  // not to be had while the kernel looks whether others have it too.
-  Status moveTo(const std::string& ip);
+  // Interfaces have got other addresses, in the order of bindIps: listens
+  // there, on the same port, if it was bound to any at all. The status names
+  // one that it cannot have; there all is as before, and it tries again until
+  // it can or is to move elsewhere: an IPv6 address is not to be had while the
+  // kernel looks whether others have it too.
+  Status moveTo(const std::vector<std::string>& ips);
   // False if only IPv4 callers can reach it.
   bool dualStack() const {
     return dualStack_;
@@ -69,24 +71,38 @@ class Listener final : private Handler {
  private:
   using Pending = std::list<std::unique_ptr<IncomingHandshake>>;
 
-  void onEvents(uint32_t events) override;
+  // One listening socket.
+  struct Door final : Handler {
+    explicit Door(Listener& l) : listener(l) {}
+    void onEvents(uint32_t) override {
+      listener.onCallers(*this);
+    }
+    Listener& listener;
+    FileDescriptor fd;
+    std::string ip; // empty: all
+    TimerId move = 0; // the next try to
+  };
+
+  void onCallers(const Door& door);
+  void openDoors();
+  Status moveTo(Door& door, const std::string& ip);
   FileDescriptor open(const SocketAddress& at);
   void openReserve();
   void admit(FileDescriptor fd, SocketAddress remote);
   void onResult(Pending::iterator which, IncomingHandshake::Result result);
   bool dropOldest();
-  void onDescriptorsExhausted();
+  void onDescriptorsExhausted(const Door& door);
   void logRejected(const std::string& line);
 
   EventLoop& loop_;
   ListenerConfig config_;
-  FileDescriptor fd_, reserve_;
+  std::vector<std::unique_ptr<Door>> doors_;
+  FileDescriptor reserve_;
   uint16_t port_ = 0;
   bool dualStack_ = false;
   Pending pending_; // oldest first
   ListenerStats stats_;
   TimerId resume_ = 0; // while paused
-  TimerId move_ = 0; // the next try to
   LogRateLimit logLimit_;
 };
 
