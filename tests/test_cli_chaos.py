@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import stat
 import subprocess
 import sys
 import time
@@ -257,6 +258,19 @@ def test_every_operation_is_given_once() -> None:
     # Another engine in the same process counts from 1 again.
     assert take(dump_of(1, done)) == [1]
     assert log.missed == 2
+
+
+def test_a_record_is_for_its_owner_only(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    path = tmp_path / "records" / f"rank00003.{os.getpid()}.jsonl"
+    path.parent.mkdir()
+    path.symlink_to(victim)  # by somebody who may write there
+    for _ in range(2):  # also in place of its own last one
+        _recorder.Recorder(str(path.parent), 3, (0.0, 0.0)).close()
+        assert victim.read_text() == "mine"
+        assert stat.S_IMODE(path.lstat().st_mode) == 0o600
+        assert '"rank": 3' in path.read_text()
 
 
 def test_what_tells_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,6 +337,14 @@ def test_clients_are_limited(tmp_path: Path) -> None:
     assert run_ranks(clients, world_size=1, env=env) == [(4, _endpoint._CLIENTS_MAX)]
 
 
+def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(PermissionError, match=r"METRICS=.*mode 0777.*chmod 700"):
+        _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    tmp_path.chmod(0o1777)  # as /tmp: names stay with their owners
+    _endpoint.Endpoint(f"{tmp_path}/", rank=0).close()
+
+
 def test_a_client_gets_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_endpoint, "_CLIENT_MOST_S", 0.3)
     endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)

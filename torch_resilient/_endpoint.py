@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import socketserver
+import stat
 import threading
 import time
 from http.server import BaseHTTPRequestHandler
@@ -128,6 +129,19 @@ def parse_tcp(text: str) -> tuple[str, int]:
     return (match["host"] or "127.0.0.1").strip("[]"), port
 
 
+def _check_owner(folder: Path) -> None:
+    """Raises PermissionError if another user can take the folder's sockets away or put others in
+    their place."""
+    about = folder.stat()
+    others_write = about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX
+    if about.st_uid not in (os.geteuid(), 0) or others_write:
+        raise PermissionError(
+            f"{VARIABLE}={folder}: user {about.st_uid} owns this folder (mode "
+            f"{stat.S_IMODE(about.st_mode):04o}), and other users may write to it: choose one of "
+            "your own (chmod 700)"
+        )
+
+
 class Endpoint:
     """Listens and answers, in threads of its own, until close().
 
@@ -150,6 +164,7 @@ class Endpoint:
                     f"most {_SOCKET_NAME_BYTES_MAX - 1} bytes): choose a shorter folder"
                 )
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(folder)
             self._path.unlink(missing_ok=True)
             self._server = _Server(socket.AF_UNIX, str(self._path))
         else:
@@ -162,10 +177,11 @@ class Endpoint:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._server = _Server(family, (host, port + local_rank if port else 0))
         try:
-            self._server.server_bind()
             if self._path is not None:
-                # For the owner only, before anybody can connect.
-                os.chmod(self._path, 0o600)
+                # For the owner only: Linux gives the file the mode of the socket. A change of
+                # the file's mode would follow a link that somebody has put there meanwhile.
+                os.fchmod(self._server.fileno(), 0o600)
+            self._server.server_bind()
             self._server.server_activate()
         except BaseException:
             self._server.server_close()

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torch_resilient import _native
+from torch_resilient._files import create_private
 from torch_resilient._snapshot import snapshot
 
 VARIABLE = "TORCH_RESILIENT_RECORD_DIR"
@@ -161,7 +162,7 @@ class Recorder:
     def __init__(self, folder: str, rank: int, start_s: tuple[float, float]) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / f"rank{rank:05}.{os.getpid()}.jsonl"
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._file: TextIO = os.fdopen(create_private(path), "w", encoding="utf-8")
         self._lock = threading.Lock()  # of the file
         self._stop = threading.Event()
         self._operations = OperationLog()

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from torch_resilient._files import create_private
 from torch_resilient.pipelining.measured import (
     MeasuredRun,
     MeasuredStep,
@@ -90,7 +91,7 @@ class TimelineWriter:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # Without a buffer: a line that could not be written must not follow later.
-            self._file = self.path.open("wb", buffering=0)
+            self._file = os.fdopen(create_private(self.path), "wb", buffering=0)
         except OSError as error:
             raise self._named(error) from error
         self._write(
