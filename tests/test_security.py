@@ -375,7 +375,9 @@ def with_option(rank: int, name: str, value: str) -> str:
         ("PATHS_SAME_HOST", "0", "PATHS_SAME_HOST"),
         ("LOG_LEVEL", "loud", "debug, info, warning or error"),
         ("EAGER_CONNECT", "perhaps", "EAGER_CONNECT"),
+        ("SECRET", "swordfish", "at least 16 random ones"),
         ("SECRET_FILE", "/nowhere/secret", "/nowhere/secret"),
+        ("SECRET_FILE", "/dev/zero", "not a regular file"),
     ],
 )
 def test_a_wrong_setting_fails_the_start_and_says_what_is_right(

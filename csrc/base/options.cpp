@@ -433,6 +433,12 @@ void EngineOptions::validate() const {
         "\" (TORCH_RESILIENT_WAN): expected tcp or udp, or a list such as "
         "eu-west=udp,*=tcp with each site once");
   }
+  if (!secret.empty() && secret.size() < kSecretBytesMin) {
+    invalid(
+        "secret (TORCH_RESILIENT_SECRET) has " + std::to_string(secret.size()) +
+        " characters: expected at least " + std::to_string(kSecretBytesMin) +
+        " random ones, such as \"openssl rand -hex 32\" prints");
+  }
   if (!secret.empty() && !secret_file.empty()) {
     invalid(
         "both secret and secret_file are set "

@@ -14,6 +14,11 @@
 
 namespace resilient {
 
+// Anyone who hears a handshake can try guesses at the secret. The least length
+// keeps short passwords out. It does not make a longer one random, which the
+// user has to see to.
+inline constexpr size_t kSecretBytesMin = 16;
+
 // Every setting of the engine, with its default. The fields, their meaning
 // and their bounds are in options.def. A field bears the same name here, in
 // Python, in docs/options.md and (in capitals) in the environment.

@@ -1,5 +1,6 @@
 #include "delegate/engine.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -8,13 +9,12 @@
 #include <cerrno>
 #include <condition_variable>
 #include <cstdio>
-#include <cstring>
-#include <fstream>
 #include <set>
 #include <sstream>
 
 #include "base/log.h"
 #include "base/random.h"
+#include "base/syscall.h"
 #include "delegate/engine_control.h"
 #include "delegate/group_impl.h"
 #include "delegate/resolver.h"
@@ -64,21 +64,95 @@ Process& process() {
   return *p;
 }
 
+constexpr size_t kSecretFileBytesMax = 4096;
+
 std::string readSecretFile(const std::string& path) {
-  std::ifstream in(path);
-  std::stringstream text;
-  text << in.rdbuf();
-  std::string secret = text.str();
+  const auto fail = [&](const std::string& why) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_SECRET_FILE=" + path + ": " + why));
+  };
+  // Without O_NONBLOCK a FIFO would wait for a writer. Links are followed:
+  // Kubernetes makes secrets available by them; what counts is the file.
+  FileDescriptor file(
+      ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+  struct stat about{};
+  if (!file || ::fstat(file.get(), &about) != 0) {
+    fail("cannot read it: " + errnoText(errno));
+  }
+  if (!S_ISREG(about.st_mode)) {
+    fail("not a regular file");
+  }
+  // The group may: Kubernetes lets a process that is not root read a secret by
+  // its group (fsGroup).
+  if ((about.st_mode & S_IRWXO) != 0) {
+    char mode[8];
+    std::snprintf(mode, sizeof(mode), "%04o", about.st_mode & 07777u);
+    fail(
+        std::string("its mode ") + mode +
+        " lets other users in: chmod 600 it (in Kubernetes: defaultMode: "
+        "0400)");
+  }
+  std::string secret(kSecretFileBytesMax + 1, '\0');
+  size_t bytes = 0;
+  for (ssize_t n = 1; n > 0 && bytes < secret.size();) {
+    n = retryInterrupted([&] {
+      return ::read(file.get(), secret.data() + bytes, secret.size() - bytes);
+    });
+    if (n < 0) {
+      fail("cannot read it: " + errnoText(errno));
+    }
+    bytes += static_cast<size_t>(n);
+  }
+  if (bytes > kSecretFileBytesMax) {
+    fail(
+        "longer than " + std::to_string(kSecretFileBytesMax) +
+        " bytes: is it the right file?");
+  }
+  secret.resize(bytes);
   while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) {
     secret.pop_back();
   }
-  if (!in || secret.size() < 16) {
-    throw StatusError(Status(
-        StatusCode::kInvalidArgument,
-        "TORCH_RESILIENT_SECRET_FILE=" + path +
-            ": cannot read a secret of at least 16 characters from it"));
+  if (secret.size() < kSecretBytesMin) {
+    fail(
+        "expected a secret of at least " + std::to_string(kSecretBytesMin) +
+        " characters, such as \"openssl rand -hex 32\" prints");
   }
   return secret;
+}
+
+// A file of ours to append to, for nobody else to read, new or from before. In
+// a folder where others may write, its name may be a link to any file, or a
+// pipe: that is refused.
+FileDescriptor openOwnFile(const std::string& path) {
+  constexpr int kFlags =
+      O_WRONLY | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
+  FileDescriptor file(
+      ::open(path.c_str(), kFlags | O_CREAT | O_EXCL, S_IRUSR | S_IWUSR));
+  if (file || errno != EEXIST) {
+    return file;
+  }
+  file.reset(::open(path.c_str(), kFlags));
+  struct stat about{};
+  if (file && ::fstat(file.get(), &about) == 0 &&
+      (!S_ISREG(about.st_mode) || about.st_uid != ::geteuid() ||
+       about.st_nlink != 1)) {
+    file.reset();
+    errno = EEXIST; // and is no file of ours alone
+  }
+  return file;
+}
+
+bool writeAll(int fd, std::string_view text) {
+  while (!text.empty()) {
+    const ssize_t n =
+        retryInterrupted([&] { return ::write(fd, text.data(), text.size()); });
+    if (n < 0) {
+      return false;
+    }
+    text.remove_prefix(static_cast<size_t>(n));
+  }
+  return true;
 }
 
 // "activation=eth0, gradient=eth1", of the NICs that have these addresses.
@@ -752,17 +826,19 @@ void Engine::writeDump(const std::string& reason) {
   ::mkdir(options_.dump_dir.c_str(), 0777); // it mostly exists
   const std::string path =
       options_.dump_dir + "/rank" + std::to_string(globalRank_) + ".txt";
-  errno = 0;
-  std::ofstream out(path, std::ios::app);
-  out << text << std::flush;
-  if (out) {
+  const FileDescriptor out = openOwnFile(path);
+  if (out && writeAll(out.get(), text)) {
     logMessage(LogLevel::kInfo, "recent operations written to " + path);
-  } else {
-    logMessage(
-        LogLevel::kWarning,
-        "cannot write the recent operations to " + path + ": " +
-            std::strerror(errno) + " (TORCH_RESILIENT_DUMP_DIR)");
+    return;
   }
+  const std::string why = errno == EEXIST
+      ? "something that is no plain file of this user alone has the name"
+      : errnoText(errno);
+  logMessage(
+      LogLevel::kWarning,
+      "cannot write the recent operations (check TORCH_RESILIENT_DUMP_DIR) "
+      "to " +
+          path + ": " + why);
 }
 
 void Engine::onFirstFailure(const Status& status) {

@@ -1,15 +1,22 @@
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
 #include <climits>
 #include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
+#include <fstream>
 #include <latch>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -35,7 +42,7 @@ struct MapStore {
   bool holdsLists = false; // lists of members cannot be read yet
   int addressesRead = 0;
   std::map<std::string, std::string> values;
-  // Who can write to the store can move ranks: this is read as that.
+  // A writer to the store can move ranks: `moved` is read as `to`.
   std::string moved, to;
 };
 
@@ -564,8 +571,8 @@ class BlindRelay {
   std::thread thread_;
 };
 
-// Whoever can redirect connections makes members of the job sign that they are
-// not the one that was called.
+// A relay makes members of the job sign that they are not the one that was
+// called.
 TEST(engineTakesNoRelayedRefusalForADeath) {
   constexpr int kMisled = 16; // four in a row are a death
   const auto map = std::make_shared<MapStore>();
@@ -685,6 +692,126 @@ std::string errorOf(Change change) {
     return error.what();
   }
   return "";
+}
+
+// A folder of its own, gone with all that is in it.
+class Folder {
+ public:
+  Folder() {
+    char name[] = "/tmp/resilient-test-XXXXXX";
+    CHECK(::mkdtemp(name) != nullptr);
+    path_ = name;
+  }
+  ~Folder() {
+    std::filesystem::remove_all(path_);
+  }
+  std::string operator/(const std::string& name) const {
+    return path_ + '/' + name;
+  }
+  const std::string& path() const {
+    return path_;
+  }
+
+ private:
+  std::string path_;
+};
+
+std::string contentOf(const std::string& path) {
+  std::ifstream in(path);
+  std::stringstream text;
+  text << in.rdbuf();
+  return text.str();
+}
+
+TEST(engineTakesASecretFromAFileThatOnlyItsUserReads) {
+  const Folder folder;
+  const auto refusal = [](const std::string& path) {
+    return errorOf([&](EngineOptions& o) { o.secret_file = path; });
+  };
+  const auto file = [&](const std::string& text, mode_t mode) {
+    const std::string path = folder / "secret";
+    std::ofstream(path) << text;
+    CHECK_EQ(::chmod(path.c_str(), mode), 0);
+    return path;
+  };
+  const std::string good = "0123456789abcdef\n";
+  CHECK_EQ(refusal(file(good, 0600)), "");
+  CHECK_EQ(refusal(file(good, 0440)), ""); // by its group, in Kubernetes
+  CHECK_EQ(::symlink("secret", (folder / "link").c_str()), 0);
+  CHECK_EQ(refusal(folder / "link"), ""); // likewise
+  for (mode_t mode : {0644, 0604, 0602}) {
+    const std::string error = refusal(file(good, mode));
+    CHECK_CONTAINS(error, "TORCH_RESILIENT_SECRET_FILE=" + folder.path());
+    CHECK_CONTAINS(error, "chmod 600");
+    CHECK_CONTAINS(error, "defaultMode: 0400");
+    CHECK_CONTAINS(refusal(folder / "link"), "chmod 600");
+  }
+  CHECK_CONTAINS(refusal(file("0123456789abcde\n", 0600)), "at least 16");
+  CHECK_EQ(refusal(file(std::string(4096, 'x'), 0600)), "");
+  CHECK_CONTAINS(
+      refusal(file(std::string(4097, 'x'), 0600)), "longer than 4096 bytes");
+  // These give bytes without end, or none before somebody comes.
+  CHECK_CONTAINS(refusal("/dev/zero"), "not a regular file");
+  CHECK_EQ(::mkfifo((folder / "pipe").c_str(), 0600), 0);
+  CHECK_CONTAINS(refusal(folder / "pipe"), "not a regular file");
+  CHECK_CONTAINS(refusal(folder.path()), "not a regular file");
+  CHECK_CONTAINS(refusal(folder / "none"), "No such file");
+}
+
+TEST(engineWritesDumpsToFilesOfItsOwnOnly) {
+  const Folder folder;
+  EngineOptions options;
+  options.dump_dir = folder / "dumps";
+  const std::string path = folder / "dumps/rank0.txt";
+  const auto dump = [&](const std::string& reason) {
+    const auto engine = Engine::start(options, "127.0.0.1", 0);
+    engine->callInLoop([&] { engine->writeDump(reason); });
+    engine->callInLoop([&] { engine->writeDump(reason + " again"); });
+    Engine::release(engine, std::chrono::seconds(1));
+  };
+  dump("first");
+  dump("second"); // another process may have had the rank
+  const std::string text = contentOf(path);
+  for (const char* reason : {"(first)", "(first again)", "(second)"}) {
+    CHECK_CONTAINS(text, reason);
+  }
+  struct stat about{};
+  CHECK_EQ(::stat(path.c_str(), &about), 0);
+  CHECK_EQ(about.st_mode & 0777u, 0600u);
+  // Somebody else makes the name lead to what is ours.
+  const std::string victim = folder / "victim";
+  std::ofstream(victim) << "mine";
+  for (const auto& plant : {&::symlink, &::link}) {
+    CHECK_EQ(::unlink(path.c_str()), 0);
+    CHECK_EQ(plant(victim.c_str(), path.c_str()), 0);
+    dump("third");
+    CHECK_EQ(contentOf(victim), "mine");
+  }
+  CHECK_EQ(::unlink(path.c_str()), 0);
+  CHECK_EQ(::mkfifo(path.c_str(), 0600), 0);
+  dump("fourth"); // and does not wait for a reader
+}
+
+TEST(engineListensOnTheInterfacesOfItsOptionOnly) {
+  EngineOptions options;
+  options.interface = "127.0.0.1,::1";
+  std::vector<InterfaceAddress> interfaces;
+  CHECK(enumerateInterfaces(interfaces).ok());
+  if (std::ranges::none_of(interfaces, [](const InterfaceAddress& i) {
+        return i.address.ip() == "::1";
+      })) {
+    std::printf("skipped: no IPv6 on this machine\n");
+    return;
+  }
+  const auto engine = Engine::start(options, "127.0.0.1", 0);
+  const auto connects = [&](const char* ip) {
+    const SocketAddress at = *SocketAddress::parse(ip, portOf(*engine));
+    FileDescriptor fd(::socket(at.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
+    return ::connect(fd.get(), at.raw(), at.rawBytes()) == 0;
+  };
+  CHECK(connects("127.0.0.1") && connects("::1"));
+  CHECK(!connects("127.0.0.2")); // an address of this host as well
+  Engine::release(engine, std::chrono::seconds(1));
 }
 
 // As at the end of a process that has threads which go on waiting.

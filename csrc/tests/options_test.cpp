@@ -281,8 +281,8 @@ TEST(options_a_failed_assignment_changes_nothing) {
 TEST(options_never_show_a_secret) {
   EngineOptions options;
   CHECK_EQ(options.getAsString("secret"), "");
-  options.setFromString("secret", "swordfish");
-  CHECK_EQ(options.secret, "swordfish");
+  options.setFromString("secret", "swordfish-swordfish");
+  CHECK_EQ(options.secret, "swordfish-swordfish");
   CHECK_EQ(options.getAsString("secret"), "(set)");
   options.secret_file = "key.txt";
   try {
@@ -292,6 +292,14 @@ TEST(options_never_show_a_secret) {
     CHECK_CONTAINS(error.what(), "secret_file");
     CHECK_EQ(std::string(error.what()).find("swordfish"), std::string::npos);
   }
+}
+
+TEST(options_refuse_a_secret_that_can_be_guessed) {
+  CHECK_EQ(errorOf("SECRET", "0123456789abcdef"), "");
+  const std::string error = errorOf("SECRET", "0123456789abcde");
+  CHECK_CONTAINS(error, "TORCH_RESILIENT_SECRET");
+  CHECK_CONTAINS(error, "at least 16 random ones");
+  CHECK_EQ(error.find("0123"), std::string::npos);
 }
 
 TEST(options_know_what_python_reads) {
