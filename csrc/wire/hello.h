@@ -25,7 +25,8 @@ namespace resilient {
 //
 // Both proofs cover all bytes said before, so nothing said can be changed or
 // replayed. What follows on the connection is not protected: the handshake
-// keeps strangers and mix-ups out, it does not encrypt.
+// keeps out who does not know the secret, it does not encrypt. By default the
+// secret lies in torch's store, for whoever can connect to it.
 
 // Raise it when any byte of the wire changes, here or in a frame.
 inline constexpr uint16_t kWireVersion = 1;
@@ -89,9 +90,9 @@ struct HelloInfo {
 struct AcceptInfo {
   HelloCode code = HelloCode::kOk;
   uint64_t eagerBudgetBytes = 0;
-  // Who signed the verdict, and the address at which the connection reached
-  // it. A verdict without them would say nothing: whoever connects the caller
-  // to another member, in the middle, gets one that is signed.
+  // The process that signed the verdict, and the address at which the
+  // connection reached it. Without them a verdict would prove nothing: a relay
+  // that connects the caller to any member gets one that is signed.
   Uid signer{};
   HelloEndpoint reachedAt;
 };
