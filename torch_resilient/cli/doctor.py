@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         except ValueError as error:  # no MASTER_ADDR, for one
             return bad_input("doctor", error)
         except RuntimeError as error:
-            sys.stderr.write(f"torch-resilient doctor: {error}\n")
+            sys.stderr.write(f"torch-resilient doctor: {printable(str(error))}\n")
             return 1
         if all_facts is None:
             return 0  # rank 0 tells
