@@ -243,6 +243,35 @@ TEST(a_silent_address_is_not_a_dead_peer) {
   CHECK_CONTAINS(result.status.message(), "no end of the handshake in 50 ms");
 }
 
+// A server whose queue is full: the kernel drops further SYNs.
+TEST(a_lost_syn_fails_the_attempt_early) {
+  World world;
+  FileDescriptor server(
+      checkSyscall("socket", ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)));
+  auto at = *SocketAddress::parse("127.0.0.1", 0);
+  checkSyscall("bind", ::bind(server.get(), at.raw(), at.rawBytes()));
+  checkSyscall("listen", ::listen(server.get(), 0));
+  at = localAddress(server.get());
+  FileDescriptor first = rawConnection(at);
+  OutgoingSpec spec = world.spec({at});
+  spec.synTimeout = 20ms;
+  OutgoingResult result = world.connect(std::move(spec));
+  CHECK(!result.failure.refusedEverywhere);
+  CHECK_CONTAINS(result.status.message(), "no answer in 0.02 s");
+}
+
+// Once it is answered, the handshake has its own time.
+TEST(the_timeout_of_the_syn_does_not_limit_the_handshake) {
+  World world;
+  SocketAddress at;
+  FileDescriptor silent = silentServer(at);
+  OutgoingSpec spec = world.spec({at});
+  spec.synTimeout = 20ms;
+  spec.attemptTimeout = 60ms;
+  OutgoingResult result = world.connect(std::move(spec));
+  CHECK_CONTAINS(result.status.message(), "no end of the handshake in 0.06 s");
+}
+
 TEST(a_connection_closed_in_the_midst_is_not_a_dead_peer) {
   World world;
   SocketAddress at;

@@ -117,6 +117,7 @@ void OutgoingHandshake::closeAttempt() {
   loop_.cancel(timer_);
   timer_ = 0;
   handshake_.reset();
+  connectedAt_.reset();
   if (fd_) {
     loop_.remove(fd_.get());
     fd_.reset();
@@ -155,12 +156,16 @@ void OutgoingHandshake::tryNext() {
   fd_ = std::move(fd);
   connecting_ = true;
   loop_.add(fd_.get(), EPOLLOUT, this);
-  timer_ = loop_.after(spec_.attemptTimeout, [this] {
+  limitTo(std::min(spec_.synTimeout, spec_.attemptTimeout));
+}
+
+// The present step of the attempt fails after this.
+void OutgoingHandshake::limitTo(Nanos timeout) {
+  loop_.cancel(timer_);
+  timer_ = loop_.after(timeout, [this, timeout] {
     std::string what = connecting_ ? "no answer" : "no end of the handshake";
     attemptFailed(
-        Status(
-            StatusCode::kTimeout,
-            what + " in " + durationText(spec_.attemptTimeout)),
+        Status(StatusCode::kTimeout, what + " in " + durationText(timeout)),
         false);
   });
 }
@@ -178,6 +183,10 @@ void OutgoingHandshake::onEvents(uint32_t events) {
       return;
     }
     connecting_ = false;
+    connectedAt_ = loop_.now();
+    if (spec_.synTimeout < spec_.attemptTimeout) {
+      limitTo(spec_.attemptTimeout);
+    }
     HelloInfo hello = spec_.hello;
     hello.nonce = spec_.nonce();
     handshake_.emplace(hello, spec_.secret);

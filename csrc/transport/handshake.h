@@ -50,6 +50,8 @@ struct OutgoingSpec {
   // For connecting and the handshake, at each address. A blackholed address
   // costs this much before the next one is tried.
   Nanos attemptTimeout = std::chrono::seconds(5);
+  // For the answer to the SYN alone, if shorter.
+  Nanos synTimeout = Nanos::max();
 };
 
 // Connects to a peer and proves who we are. The callback comes exactly once,
@@ -64,6 +66,11 @@ class OutgoingHandshake final : private Handler {
   start(EventLoop& loop, OutgoingSpec spec, Callback callback);
   ~OutgoingHandshake() override;
 
+  // When the TCP connection came to stand; empty while it does not.
+  std::optional<TimePoint> connectedAt() const {
+    return connectedAt_;
+  }
+
  private:
   OutgoingHandshake(EventLoop& loop, OutgoingSpec spec, Callback callback);
   void onEvents(uint32_t events) override;
@@ -71,6 +78,7 @@ class OutgoingHandshake final : private Handler {
   void pump();
   void onRefused();
   void attemptFailed(Status status, bool refused);
+  void limitTo(Nanos timeout);
   void closeAttempt();
   void finish(OutgoingResult result);
 
@@ -81,6 +89,7 @@ class OutgoingHandshake final : private Handler {
   SocketAddress remote_;
   FileDescriptor fd_; // watched while open
   bool connecting_ = false;
+  std::optional<TimePoint> connectedAt_;
   std::optional<ClientHandshake> handshake_;
   TimerId timer_ = 0; // the next attempt, or the limit of this one
   bool refusedEverywhere_ = true;

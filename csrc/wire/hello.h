@@ -50,12 +50,12 @@ struct HelloEndpoint {
 };
 
 // The server's verdict, by wire value.
-#define RESILIENT_HELLO_CODES(X)                           \
-  X(kOk, "ok")                                             \
-  X(kDuplicateSlot, "that path exists already")            \
-  X(kWrongPeer, "another process answers at that address") \
-  X(kUnknownKey, "it does not know this job's secret")     \
-  X(kVersion, "it speaks another version of the protocol") \
+#define RESILIENT_HELLO_CODES(X)                                    \
+  X(kOk, "ok")                                                      \
+  X(kDuplicateSlot, "another attempt to connect that path goes on") \
+  X(kWrongPeer, "another process answers at that address")          \
+  X(kUnknownKey, "it does not know this job's secret")              \
+  X(kVersion, "it speaks another version of the protocol")          \
   X(kBusy, "it takes no more connections now")
 
 enum class HelloCode : uint16_t {
