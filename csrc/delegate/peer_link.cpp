@@ -13,8 +13,8 @@ namespace {
 // other one, so that not both make one.
 constexpr Nanos kSecondInitiatorDelay = std::chrono::milliseconds(60);
 
-// An attempt older than this no longer keeps the peer's own one out: ours may
-// be going into a black hole.
+// An attempt whose TCP connection has stood for longer than this no longer
+// keeps the peer's own one out: the way may have failed since.
 constexpr Nanos kAttemptPriority = std::chrono::seconds(1);
 
 // Bytes that one link hands to its paths in one turn of the loop, before the
@@ -126,8 +126,9 @@ std::string PeerLink::pathSummary() const {
   for (size_t i = 0; i < slots_.size(); ++i) {
     const Slot& slot = slots_[i];
     count += wanted(i) || slot.path;
-    up += answers(slot);
-    if (answers(slot) || (!slot.path && (slot.lastError.ok() || !wanted(i)))) {
+    const bool works = answers(viewOf(slot));
+    up += works;
+    if (works || (!slot.path && (slot.lastError.ok() || !wanted(i)))) {
       continue;
     }
     const std::string nic = nicOf(i);
@@ -152,9 +153,38 @@ LogLevel PeerLink::levelOfLoss(const Status& why) const {
   return leaving_ ? LogLevel::kDebug : LogLevel::kInfo;
 }
 
-bool PeerLink::answers(const Slot& slot) const {
-  return slot.path && !slot.stalled && !slot.nicDown &&
-      !channel_.isSuspect(slot.path->id());
+ConnectionView PeerLink::viewOf(const Slot& slot) const {
+  ConnectionView view;
+  if (!slot.path) {
+    return view;
+  }
+  const PathId id = slot.path->id();
+  view.connected = true;
+  view.suspect = channel_.isSuspect(id);
+  view.stalled = slot.stalled;
+  view.nicDown = slot.nicDown;
+  view.onProbation = channel_.onProbation(id);
+  view.answerAge =
+      engine_.loop().now() - std::max(channel_.answeredUpTo(id), slot.upAt);
+  view.roundTrip = fromSeconds(channel_.pathStatistics(id).roundTripS());
+  return view;
+}
+
+std::vector<ConnectionView> PeerLink::views() const {
+  std::vector<ConnectionView> all;
+  all.reserve(slots_.size());
+  for (const Slot& slot : slots_) {
+    all.push_back(viewOf(slot));
+  }
+  return all;
+}
+
+// A silent path is replaced by a connection that works; see checkPath().
+bool PeerLink::mayReplace(const Slot& slot) const {
+  const ConnectionView view = viewOf(slot);
+  return view.stalled ||
+      (view.suspect &&
+       worthReplacing(engine_.loop().now() - slot.suspectAt, view.roundTrip));
 }
 
 bool PeerLink::anyWorks() const {
@@ -250,8 +280,7 @@ void PeerLink::dropInterest() {
 void PeerLink::connect(size_t index) {
   Slot& slot = slots_[index];
   EventLoop& loop = engine_.loop();
-  // A stalled path is replaced by a connection that works; see checkPath().
-  const bool needed = !slot.path || slot.astray || slot.stalled;
+  const bool needed = !slot.path || slot.astray || mayReplace(slot);
   if (!usable() || !address_ || !needed || !wanted(index) || slot.attempt ||
       slot.reservedUntil > loop.now()) {
     return;
@@ -279,16 +308,28 @@ void PeerLink::connect(size_t index) {
     return engine_.mayBeAt(process, at);
   };
   spec.attemptTimeout = fromSeconds(engine_.options().handshake_timeout_s);
+  slot.attemptAt = loop.now();
+  if (slot.failures == 0) {
+    slot.tryingSince = slot.attemptAt;
+  }
+  if (slot.connections > 0) {
+    spec.synTimeout = synTimeoutOf(index);
+  }
   if (slot.connections > 0 && anyOtherGood(index)) {
     spec.attemptTimeout = std::min(
         spec.attemptTimeout,
         std::max(kShortAttempt, kAttemptRoundTrips * longestRoundTrip(index)));
   }
-  slot.attemptAt = loop.now();
   slot.attempt = OutgoingHandshake::start(
       loop, std::move(spec), [this, index](OutgoingResult result) {
         onAttempt(index, std::move(result));
       });
+}
+
+Nanos PeerLink::synTimeoutOf(size_t index) const {
+  return synTimeout(
+      engine_.loop().now() - slots_[index].tryingSince,
+      longestRoundTrip(index));
 }
 
 // Of what is known of the way that the slot lost, and of the others.
@@ -337,11 +378,16 @@ void PeerLink::onAttempt(size_t index, OutgoingResult result) {
   }
   // Counted from the beginning of the attempt: one into a black hole is pause
   // enough.
-  const Nanos pause = fromSeconds(
+  Nanos pause = fromSeconds(
       std::min(
           engine_.options().reconnect_max_s,
           engine_.options().reconnect_min_s *
               static_cast<double>(1 << std::min(slot.failures, 16))));
+  // The host has not refused: it is the network, which may heal at any moment.
+  if (slot.connections > 0 && !result.failure.verdict &&
+      !result.failure.refusedEverywhere) {
+    pause = std::min(pause, synTimeoutOf(index));
+  }
   retryLater(
       index,
       std::max<Nanos>(
@@ -471,6 +517,7 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
     engine_.onLinkUp(*this);
   }
   assignRoles();
+  leaveDownNics();
   armHealthTimer();
   offerSharedMemory();
   offerDatagrams();
@@ -489,7 +536,7 @@ HelloCode PeerLink::decide(const HelloInfo& hello) {
   Slot& slot = slots_[index];
   const TimePoint now = engine_.loop().now();
   if (slot.attempt && preferredInitiator() &&
-      now - slot.attemptAt < kAttemptPriority) {
+      keepsPriority(slot.attempt->connectedAt(), now, kAttemptPriority)) {
     return HelloCode::kDuplicateSlot;
   }
   slot.reservedUntil = now + fromSeconds(engine_.options().handshake_timeout_s);
@@ -761,7 +808,7 @@ void PeerLink::fillStats(PeerStats& stats) const {
       stats.state = std::any_of(
                         slots_.begin(),
                         slots_.end(),
-                        [this](const Slot& s) { return answers(s); })
+                        [this](const Slot& s) { return answers(viewOf(s)); })
           ? "up"
           : "suspect";
       break;

@@ -16,6 +16,7 @@
 #include "path/health.h"
 #include "path/rate_limit.h"
 #include "path/refusals.h"
+#include "path/takeover.h"
 #include "transport/address.h"
 #include "transport/datagram_path.h"
 #include "transport/handshake.h"
@@ -168,6 +169,7 @@ class PeerLink final : public ChannelHost,
     std::unique_ptr<TcpPath> path;
     std::unique_ptr<OutgoingHandshake> attempt;
     TimePoint attemptAt{};
+    TimePoint tryingSince{}; // the first attempt that has failed in a row
     TimePoint reservedUntil{}; // for a caller that was let in
     TimerId retryTimer = 0;
     int failures = 0; // in a row
@@ -185,10 +187,11 @@ class PeerLink final : public ChannelHost,
     // Another path of its route fell silent then, and nothing sent since has
     // been answered on it.
     TimePoint taintedAt = kNever;
+    TimePoint suspectAt{}; // last became
     bool stalled = false; // silent for so long that it may be replaced
     // Stalled, and not even the peer's kernel answers: the process may be well.
     bool wayDead = false;
-    bool nicDown = false; // ours; it is kept since there is no better one
+    bool nicDown = false; // ours; it is kept until another one can take over
     bool carried = false; // by its own route
     PathCounters past; // of connections that are closed
     Nanos pastRoundTrip{}; // of the last of these that was measured, or 0
@@ -200,8 +203,10 @@ class PeerLink final : public ChannelHost,
   // How much the loss of a connection or of shared memory matters: nothing
   // once this process is leaving, since then its peers leave, too.
   LogLevel levelOfLoss(const Status& why) const;
-  // It is connected and not in doubt.
-  bool answers(const Slot& slot) const;
+  ConnectionView viewOf(const Slot& slot) const;
+  // There should be another connection in its place.
+  bool mayReplace(const Slot& slot) const;
+  std::vector<ConnectionView> views() const;
   // Some path's way is neither silent for long nor by a NIC of ours that is
   // down; the process at its end may be slow.
   bool anyWorks() const;
@@ -226,6 +231,7 @@ class PeerLink final : public ChannelHost,
   std::string nicOf(size_t slot) const;
   void aim(size_t slot, OutgoingSpec& spec);
   void connect(size_t slot);
+  Nanos synTimeoutOf(size_t slot) const;
   void onAttempt(size_t slot, OutgoingResult result);
   void retryLater(size_t slot, Nanos delay);
   void install(size_t slot, FileDescriptor fd, uint64_t eagerBudget);
@@ -247,7 +253,10 @@ class PeerLink final : public ChannelHost,
   TimePoint neighboursAt(size_t slot) const;
   bool anyOtherGood(size_t slot) const;
   void setSuspect(size_t slot, bool suspect);
+  Nanos recentAnswer() const;
+  void askOthers(size_t slot, TimePoint now);
   void doubt(size_t slot, TimePoint now);
+  void leaveDownNics();
   // What the kernel says of the connections of one route.
   struct RouteView {
     Nanos leastRoundTrip{};
@@ -299,7 +308,6 @@ class PeerLink final : public ChannelHost,
   void fillDatagramStats(PeerStats& stats) const;
   void fillMeasured(PathStats& stats, PathId path) const;
 
-  bool good(const Slot& slot) const;
   void assignRoles();
 
   Engine& engine_;

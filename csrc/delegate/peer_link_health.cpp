@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <map>
 
 #include "base/log.h"
 #include "delegate/engine.h"
@@ -89,6 +90,7 @@ Nanos PeerLink::healthInterval() const {
 
 void PeerLink::onHealthTimer() {
   const TimePoint now = engine_.loop().now();
+  leaveDownNics();
   bool waiting = interest_ > 0 || !channel_.drained();
   for (size_t i = 0; i < slots_.size() && usable(); ++i) {
     if (slots_[i].path) {
@@ -145,6 +147,7 @@ void PeerLink::setSuspect(size_t index, bool suspect) {
     return;
   }
   channel_.setSuspect(slot.path->id(), suspect);
+  slot.suspectAt = suspect ? engine_.loop().now() : slot.suspectAt;
   logMessage(
       LogLevel::kDebug,
       "path " + std::to_string(index) + " to " + describe() +
@@ -152,42 +155,41 @@ void PeerLink::setSuspect(size_t index, bool suspect) {
   assignRoles();
 }
 
-// The path is silent. Others of its route that have not answered lately would
-// be the next: they must show that they live before they get anything.
-void PeerLink::doubt(size_t index, TimePoint now) {
-  const Nanos recent = fromSeconds(engine_.options().suspect_after_s) / 2;
-  std::vector<size_t> unproven;
-  bool others = false;
+// An answer to something that was sent so long ago, and a round trip, shows
+// that a path works.
+Nanos PeerLink::recentAnswer() const {
+  return std::max(
+      fromSeconds(engine_.options().suspect_after_s) / 2, 4 * kCloseInterval);
+}
+
+// Asks the other paths, if they have not answered lately, whether they work.
+void PeerLink::askOthers(size_t index, TimePoint now) {
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (i == index || !good(slots_[i])) {
-      continue;
-    }
-    if (!routes_.empty() && routeOf(i) == routeOf(index) &&
-        now - channel_.answeredUpTo(slots_[i].path->id()) >= recent) {
-      unproven.push_back(i);
-    } else {
-      others = true;
+    const ConnectionView view = viewOf(slots_[i]);
+    if (i != index && answers(view) && !answeredWithin(view, recentAnswer()) &&
+        slots_[i].pingAt == kNever) {
+      ping(i, now);
     }
   }
-  // If nobody could take over, it is the network or the peer that is silent.
+}
+
+// The path is silent. Others that have not answered lately would be the next:
+// they must show that they work before they get anything.
+void PeerLink::doubt(size_t index, TimePoint now) {
+  const SilenceVerdict verdict = judgeSilence(views(), index, recentAnswer());
+  // If no path can take over, it is the network or the peer that is silent.
   // Then nothing is gained by suspicion, and much is lost: all that is in
   // flight would go twice, and what came back would have to prove itself.
-  if (!others) {
-    for (const size_t i : unproven) {
-      if (slots_[i].pingAt == kNever) {
-        ping(i, now);
-      }
-    }
+  if (!verdict.takenOver) {
+    askOthers(index, now);
     return;
   }
   if (!channel_.isSuspect(slots_[index].path->id())) {
-    for (const size_t i : unproven) {
+    for (const size_t i : verdict.doubtful) {
       slots_[i].taintedAt = now;
       ping(i, now);
       setSuspect(i, true);
     }
-  }
-  if (!channel_.isSuspect(slots_[index].path->id())) {
     slots_[index].damping.onLost(now);
   }
   setSuspect(index, true);
@@ -222,7 +224,16 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
       fromSeconds(engine_.options().stall_timeout_s)};
   switch (slot.health.observe(evidence, limits, now)) {
     case PathVerdict::kGood:
-      slot.stalled = slot.wayDead = false;
+      if (mayReplace(slot)) { // it has come back by itself
+        slot.failures = 0;
+        if (slot.attempt && !slot.attempt->connectedAt()) {
+          slot.attempt.reset();
+        }
+      }
+      if (slot.stalled) {
+        slot.stalled = slot.wayDead = false;
+        assignRoles();
+      }
       if (slot.taintedAt == kNever && channel_.isSuspect(path.id())) {
         if (slot.health.wasOutage()) {
           // As if it had been lost and made again: it may be flapping.
@@ -238,14 +249,13 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
       }
       return;
     case PathVerdict::kUncertain:
-      for (size_t i = 0; i < slots_.size(); ++i) {
-        if (i != index && good(slots_[i]) && slots_[i].pingAt == kNever) {
-          ping(i, now);
-        }
-      }
+      askOthers(index, now);
       return;
     case PathVerdict::kSuspect:
       doubt(index, now);
+      if (slot.retryTimer == 0) { // else the pause after the last attempt
+        connect(index);
+      }
       return;
     case PathVerdict::kStalled:
       doubt(index, now);
@@ -257,13 +267,16 @@ void PeerLink::checkPath(size_t index, TimePoint now) {
       slot.wayDead = evidence.kernelOwes;
       if (!slot.stalled) {
         slot.stalled = true;
+        assignRoles();
         logMessage(
             LogLevel::kInfo,
             "path " + std::to_string(index) + " to " + describe() +
                 " stalls; trying another way");
         ping(index, now);
       }
-      connect(index);
+      if (slot.retryTimer == 0) {
+        connect(index);
+      }
       return;
   }
 }
@@ -295,52 +308,71 @@ void PeerLink::onNic(const std::string& nic, bool works) {
   if (!usable() || routes_.empty()) {
     return;
   }
-  const std::string reason = "its NIC " + nic + " went down";
-  PathsLost lost;
+  bool lost = false;
   for (size_t i = 0; i < slots_.size(); ++i) {
     if (nicOf(i) != nic) {
       continue;
     }
     Slot& slot = slots_[i];
     if (works) {
-      // Whatever the pause between attempts was: now is the time.
+      // Skip the pause between attempts. An unanswered SYN was lost, and the
+      // kernel retransmits it late.
       slot.failures = 0;
+      if (slot.attempt && !slot.attempt->connectedAt()) {
+        slot.attempt.reset();
+      }
+      if (slot.path && slot.nicDown) {
+        slot.stalled = slot.stalled || slot.pingAt != kNever ||
+            channel_.waitingSince(slot.path->id()) != kNever;
+      }
       slot.nicDown = false;
       connect(i);
     } else if (slot.path) {
-      lost.slots.push_back(static_cast<uint16_t>(i));
+      slot.nicDown = lost = true;
     }
   }
-  if (lost.slots.empty()) {
-    return;
+  leaveDownNics();
+  if (usable()) {
+    assignRoles();
   }
-  lost.reason = reason;
-  const auto affected = [&](size_t i) {
-    return std::find(lost.slots.begin(), lost.slots.end(), i) !=
-        lost.slots.end();
-  };
-  bool another = false;
-  for (size_t i = 0; i < slots_.size(); ++i) {
-    another = another || (!affected(i) && good(slots_[i]));
-  }
-  if (!another) {
-    // The connections may survive. Meanwhile another pair of NICs may do.
-    for (uint16_t i : lost.slots) {
-      slots_[i].nicDown = true;
-    }
+  if (lost) {
+    // Another pair of NICs may do.
     connectAll();
-    return;
   }
-  for (uint16_t i : lost.slots) {
-    slots_[i].path->reset(
-        Status(StatusCode::kNetwork, "our NIC " + nic + " went down"));
-  }
-  channel_.sendControl(encode(lost));
 }
 
+// Closes the connections of our NICs that are down, once another one can take
+// over, and tells the peer. Until then they are kept: the NIC may come back
+// soon.
+void PeerLink::leaveDownNics() {
+  const bool down =
+      std::any_of(slots_.begin(), slots_.end(), [](const Slot& s) {
+        return s.path && s.nicDown;
+      });
+  if (!down || !anyCanTakeOver(views())) {
+    return;
+  }
+  std::map<std::string, PathsLost> lost; // by NIC
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].path && slots_[i].nicDown) {
+      lost[nicOf(i)].slots.push_back(static_cast<uint16_t>(i));
+    }
+  }
+  for (auto& [nic, paths] : lost) {
+    for (const uint16_t i : paths.slots) {
+      slots_[i].path->reset(
+          Status(StatusCode::kNetwork, "our NIC " + nic + " went down"));
+    }
+    paths.reason = "its NIC " + nic + " went down";
+    channel_.sendControl(encode(paths));
+  }
+}
+
+// The peer has closed its ends of these paths, so ours are of no use, whether
+// or not another one works.
 void PeerLink::onPathsLost(const PathsLost& lost) {
   for (uint16_t i : lost.slots) {
-    if (usable() && i < slots_.size() && slots_[i].path && anyOtherGood(i)) {
+    if (usable() && i < slots_.size() && slots_[i].path) {
       slots_[i].path->reset(
           Status(StatusCode::kNetwork, describe() + " says: " + lost.reason));
     }

@@ -232,15 +232,9 @@ void PeerLink::bindToNic(int fd) const {
   }
 }
 
-// It carries what it is given, as far as anybody knows.
-bool PeerLink::good(const Slot& slot) const {
-  return slot.path && !channel_.isSuspect(slot.path->id()) &&
-      !channel_.onProbation(slot.path->id());
-}
-
 bool PeerLink::anyOtherGood(size_t index) const {
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (i != index && good(slots_[i])) {
+    if (i != index && isGood(viewOf(slots_[i]))) {
       return true;
     }
   }
@@ -259,18 +253,13 @@ void PeerLink::assignRoles() {
   if (slots_.empty()) {
     return;
   }
-  // Probation is for paths beside others that work.
-  const bool proven = std::any_of(
-      slots_.begin(), slots_.end(), [this](const Slot& s) { return good(s); });
-  for (Slot& slot : slots_) {
-    if (!proven && slot.path && channel_.onProbation(slot.path->id())) {
-      channel_.trust(slot.path->id());
-    }
+  for (const size_t i : trustedEarly(views())) {
+    channel_.trust(slots_[i].path->id());
   }
   const size_t routes = routeCount();
   std::vector<bool> routeWorks(routes, false);
   for (size_t i = 0; i < slots_.size(); ++i) {
-    if (good(slots_[i]) && wanted(i)) {
+    if (isGood(viewOf(slots_[i])) && wanted(i)) {
       routeWorks[routeOf(i)] = true;
     }
   }

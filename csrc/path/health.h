@@ -31,7 +31,8 @@ struct PathEvidence {
 
 enum class PathVerdict : uint8_t {
   kGood,
-  // Silent, and nobody knows whether the process is, too: ask it elsewhere.
+  // Silent for half the time that makes it suspect; or for all of it, and
+  // nobody knows whether the process is silent, too: ask it elsewhere.
   kUncertain,
   // Nothing new should depend on it.
   kSuspect,
@@ -104,8 +105,14 @@ class PathHealth {
     // One that has fallen silent as well, and owes nothing, vouches no longer.
     const bool vouched =
         e.neighboursAt > progressAt_ && now - e.neighboursAt < suspectAfter;
-    if (!due || silent < suspectAfter || vouched) {
+    if (vouched) {
       return PathVerdict::kGood;
+    }
+    if (!due || silent < suspectAfter) {
+      // Answers that are asked for now come before it is suspect.
+      const bool half = 2 * silent >= suspectAfter &&
+          2 * (now - owesSince_) >= suspectAfter + e.roundTrip;
+      return half ? PathVerdict::kUncertain : PathVerdict::kGood;
     }
     if (!pathAlone) {
       return PathVerdict::kUncertain;

@@ -27,6 +27,7 @@
 #include "delegate/engine.h"
 #include "delegate/group_impl.h"
 #include "tests/check.h"
+#include "transport/listener.h"
 
 // Several engines in one process, over real sockets, used from several
 // threads: what the thread sanitizer is to see. Behaviour between processes
@@ -326,6 +327,182 @@ TEST(engineSurvivesCutsOfItsPaths) {
   }
   CHECK(reconnects > 0); // or the faults were none
   leave(ranks);
+}
+
+// A path that has failed often is on probation for long. It must not keep the
+// job waiting when the others fail: without it, they would be left after
+// stall_timeout_s only.
+TEST(engineGoesOnOverAPathThatIsOnProbation) {
+  EngineOptions options;
+  options.paths_same_host = 3;
+  options.shared_memory = false;
+  options.log_level = "warning";
+  options.suspect_after_s = 0.1; // a busy machine is no silent path
+  options.stall_timeout_s = 30;
+  std::vector<Rank> ranks = startRanks(2, options);
+  const auto addRules = [&](const std::string& rules) {
+    for (Rank& rank : ranks) {
+      rank.engine->callInLoop([&] {
+        rank.engine->faults().add(rules, rank.engine->loop().now());
+        rank.engine->faultsChanged();
+      });
+    }
+  };
+  const auto exchange = [&] {
+    const TimePoint begin = std::chrono::steady_clock::now();
+    onEach(ranks, [&](int r) {
+      std::vector<float> data(50000, 1);
+      CHECK_EQ(
+          ranks[static_cast<size_t>(r)]
+              .message(r == 0, 1 - r, 1, data, kLong)
+              .message(),
+          "");
+    });
+    return std::chrono::steady_clock::now() - begin;
+  };
+  const auto path = [&](int r, size_t slot) {
+    const auto paths =
+        ranks[static_cast<size_t>(r)].group->stats().peers.at(0).paths;
+    return slot < paths.size() ? paths[slot] : PathStats();
+  };
+  const auto until = [&](const std::function<bool()>& condition) {
+    const auto deadline = std::chrono::steady_clock::now() + kLong;
+    while (!condition()) {
+      CHECK(std::chrono::steady_clock::now() < deadline);
+      exchange();
+    }
+  };
+  exchange();
+  until([&] { return path(0, 2).state == "up" && path(1, 2).state == "up"; });
+  for (uint64_t cuts = 1; cuts <= 10; ++cuts) { // the last time for 60 s
+    addRules("cut rank=0 path=2");
+    until([&] { return path(0, 2).reconnects >= cuts; });
+  }
+  until([&] {
+    return path(0, 2).state == "proving" && path(1, 2).state == "proving";
+  });
+  addRules("drop path=0");
+  addRules("drop path=1");
+  CHECK(exchange() < std::chrono::seconds(15));
+  leave(ranks);
+}
+
+// A process that is no engine, and what an engine knows of it.
+struct FakePeer {
+  EventLoop loop;
+  std::string secret = std::string(32, 's');
+  ListenerConfig config;
+  std::unique_ptr<Listener> listener;
+  std::thread thread;
+
+  FakePeer() {
+    config.identity.uid.fill(0xff); // so the engine is preferred
+    config.identity.secretOf = [this](const KeyId&) { return secret; };
+    config.identity.decide = [](const HelloInfo&) { return HelloCode::kOk; };
+    config.nonce = [] {
+      HelloNonce nonce;
+      fillRandom(nonce.data(), nonce.size());
+      return nonce;
+    };
+    config.onPeer = [](HelloInfo, FileDescriptor, SocketAddress) {};
+    config.onPeerLost = [](HelloInfo) {};
+  }
+  void listen() {
+    listener = std::make_unique<Listener>(loop, config);
+    thread = std::thread([this] { loop.run(); });
+  }
+  ~FakePeer() {
+    if (thread.joinable()) {
+      loop.post([this] { loop.stop(); });
+      thread.join();
+    }
+  }
+  // The engine would connect to it from now on.
+  void introduceTo(Engine& engine, uint16_t port) {
+    engine.callInLoop([&] {
+      PeerAddress address;
+      address.uid = config.identity.uid;
+      address.hostId = engine.self().hostId;
+      address.addresses = {{"lo", *SocketAddress::parse("127.0.0.1", port)}};
+      PeerLink& link = engine.link(address.uid);
+      link.setAddress(address, secret, 1);
+      link.addInterest();
+    });
+  }
+};
+
+// Before its SYN is answered, the peer cannot have let us in: then it may be
+// lost, and the peer's attempt is the one that works.
+TEST(engineLetsThePeerConnectWhileItsOwnSynIsNotAnswered) {
+  const FileDescriptor server(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  auto at = *SocketAddress::parse("127.0.0.1", 0);
+  CHECK_EQ(::bind(server.get(), at.raw(), at.rawBytes()), 0);
+  CHECK_EQ(::listen(server.get(), 0), 0);
+  at = localAddress(server.get());
+  // Its queue is full now: the kernel drops further SYNs.
+  FileDescriptor first(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  CHECK_EQ(::connect(first.get(), at.raw(), at.rawBytes()), 0);
+
+  EngineOptions options;
+  options.shared_memory = false;
+  const auto engine = Engine::start(options, "127.0.0.1", 0);
+  FakePeer peer;
+  const Uid& uid = peer.config.identity.uid;
+  peer.introduceTo(*engine, at.port());
+  const auto verdict = [&] { // in the loop
+    HelloInfo hello;
+    hello.initiator = uid;
+    return engine->link(uid).decide(hello);
+  };
+  HelloCode unanswered{};
+  engine->callInLoop([&] { unanswered = verdict(); });
+  CHECK(unanswered == HelloCode::kOk);
+  // The kernel tries again, and now there is room.
+  first.reset();
+  const FileDescriptor taken(::accept(server.get(), nullptr, nullptr));
+  CHECK(engine->waitUntil(std::chrono::steady_clock::now() + kLong, [&] {
+    return verdict() == HelloCode::kDuplicateSlot;
+  }));
+  Engine::release(engine, Nanos(0));
+}
+
+// A path that is silent has a new connection in its place; whoever is told that
+// another attempt goes on leaves it a second.
+TEST(engineKeepsThePauseBetweenAttemptsAtASilentPath) {
+  std::mutex mutex;
+  std::vector<TimePoint> calls;
+  std::vector<FileDescriptor> held;
+  FakePeer peer;
+  peer.config.identity.decide = [&](const HelloInfo&) {
+    std::lock_guard lock(mutex);
+    calls.push_back(std::chrono::steady_clock::now());
+    return calls.size() == 1 ? HelloCode::kOk : HelloCode::kDuplicateSlot;
+  };
+  peer.config.onPeer = [&](HelloInfo, FileDescriptor fd, SocketAddress) {
+    held.push_back(std::move(fd)); // and says no word on it
+  };
+  peer.listen();
+  EngineOptions options;
+  options.shared_memory = false;
+  options.log_level = "error";
+  options.stall_timeout_s = 0.05;
+  const auto engine = Engine::start(options, "127.0.0.1", 0);
+  peer.introduceTo(*engine, peer.listener->port());
+  const auto called = [&](size_t times) {
+    std::lock_guard lock(mutex);
+    return calls.size() >= times;
+  };
+  const TimePoint deadline = std::chrono::steady_clock::now() + kLong;
+  CHECK(engine->waitUntil(deadline, [&] { return called(1); }));
+  engine->callInLoop([&] {
+    engine->link(peer.config.identity.uid)
+        .channel()
+        .sendControl(encode(Query{1, 1})); // never answered
+  });
+  CHECK(engine->waitUntil(deadline, [&] { return called(3); }));
+  std::lock_guard lock(mutex);
+  CHECK(calls[2] - calls[1] >= std::chrono::milliseconds(900));
+  Engine::release(engine, Nanos(0));
 }
 
 TEST(engineTimeOutNamesTheRankThatDidNotCall) {

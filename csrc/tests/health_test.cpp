@@ -27,13 +27,26 @@ TEST(health_doubts_early_and_gives_up_late) {
   w.evidence.owes = w.evidence.kernelOwes = true;
   w.evidence.progress = 7;
   CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
-  CHECK(w.after(milliseconds(48)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(48)) == PathVerdict::kUncertain);
   CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
   CHECK(w.after(milliseconds(440)) == PathVerdict::kSuspect);
   CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled);
   w.evidence.progress = 8; // it was only slow
   CHECK(w.after(milliseconds(20)) == PathVerdict::kGood);
-  CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(40)) == PathVerdict::kUncertain);
+}
+
+// So the others have answered by the time at which it is suspect.
+TEST(health_asks_the_others_after_half_the_time) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.roundTrip = milliseconds(20); // suspect after 50, if 70 are due
+  w.evidence.progress = 7;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(33)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(3)) == PathVerdict::kUncertain);
+  w.evidence.progress = 8;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
 }
 
 TEST(health_of_an_idle_path_is_good) {
@@ -41,7 +54,7 @@ TEST(health_of_an_idle_path_is_good) {
   w.evidence.kernelOwes = true; // keepalive
   CHECK(w.after(seconds(10)) == PathVerdict::kGood);
   w.evidence.owes = true; // it begins to owe now
-  CHECK(w.after(milliseconds(40)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kGood);
   w.evidence.heldOnPurpose = true;
   CHECK(w.after(seconds(10)) == PathVerdict::kGood);
 }
@@ -54,7 +67,7 @@ TEST(health_sees_the_first_silence_at_the_first_look) {
   w.evidence.owes = w.evidence.kernelOwes = true;
   w.evidence.progress = 7; // another measure: no sign of life
   w.evidence.owesSince = w.now + milliseconds(10);
-  CHECK(w.after(milliseconds(59)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(59)) == PathVerdict::kUncertain);
   CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
 
   Watched late;
@@ -77,7 +90,7 @@ TEST(health_waits_for_the_round_trip) {
   w.evidence.owes = w.evidence.kernelOwes = true;
   w.evidence.roundTrip = milliseconds(200);
   (void)w.after(milliseconds(1));
-  CHECK(w.after(milliseconds(390)) == PathVerdict::kGood); // 200 + 200
+  CHECK(w.after(milliseconds(390)) == PathVerdict::kUncertain); // 200 + 200
   CHECK(w.after(milliseconds(20)) == PathVerdict::kSuspect);
   CHECK(w.after(milliseconds(180)) == PathVerdict::kSuspect);
   CHECK(w.after(milliseconds(20)) == PathVerdict::kStalled); // 3 * 200
@@ -91,7 +104,7 @@ TEST(health_gap_between_answers_is_no_round_trip) {
     w.evidence.progress = i;
     CHECK(w.after(milliseconds(10)) == PathVerdict::kGood);
   }
-  CHECK(w.after(milliseconds(49)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(49)) == PathVerdict::kUncertain);
   CHECK(w.after(milliseconds(2)) == PathVerdict::kSuspect);
 }
 
@@ -167,7 +180,7 @@ TEST(health_learns_patience_from_false_alarms) {
   for (uint64_t i = 1; i <= 5; ++i) {
     w.evidence.progress = i;
     (void)w.after(milliseconds(1));
-    CHECK(w.after(needed - milliseconds(2)) == PathVerdict::kGood);
+    CHECK(w.after(needed - milliseconds(2)) == PathVerdict::kUncertain);
     CHECK(w.after(milliseconds(4)) == PathVerdict::kSuspect);
     needed = std::min<Nanos>(2 * needed, milliseconds(200));
   }
