@@ -73,7 +73,7 @@ def exchange(
         paths = torch_resilient.stats()["peers"][0]["paths"]
         keys = ("slot", "nic", "state", "bytes_sent", "local_address", "last_error")
         shown = [{key: path[key] for key in keys} for path in paths]
-        say(kind="round", number=number, wrong=wrong, paths=shown)
+        say(kind="round", number=number, wrong=wrong, paths=shown, time_s=time.monotonic())
         time.sleep(pause_s)
     return {"wrong": wrong}
 

@@ -10,6 +10,7 @@ import re
 import resource
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ LINK = {"delay_s": 0.001, "rate_bytes_per_s": 12.5e6}
 PATIENCE_S = 60.0
 # An attempt to connect takes 5 s at most.
 CROSSING_S = 10.0
+# Far longer than a failover takes, and half of a stall timeout that is set to twice this.
+FAILOVER_S = 5.0
 # Rounds of a job that must not be over before the test, which may be late, is done with it.
 ENDLESS = 100_000
 
@@ -143,6 +146,55 @@ def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(bed: Bed) ->
         assert result["kind"] == "result", result
         assert result["losses"] == before["losses"]
         assert result["weights"] == before["weights"]
+
+
+@pytest.mark.parametrize(("kind", "end"), [("admin", "a"), ("admin", "b"), ("blackhole", None)])
+def test_interface_on_probation_takes_over_when_all_others_fail(
+    bed: Bed, lab: NetworkLab, kind: str, end: str | None
+) -> None:
+    others = [bed.links[1], lab.link(*bed.hosts, name="third", **LINK)]
+    job = bed.job(
+        "exchange",
+        ENDLESS,
+        0.005,
+        TORCH_RESILIENT_INTERFACE="eth0,eth1,third",
+        TORCH_RESILIENT_WAN_CONNECTIONS="1",
+        TORCH_RESILIENT_STALL_TIMEOUT_S=str(2 * FAILOVER_S),
+        # A busy machine must not look like a silent network.
+        TORCH_RESILIENT_SUSPECT_AFTER_S="0.15",
+    )
+
+    def has(row: Row, rank: int, *states: str) -> bool:
+        seen = {path["state"] for path in row.get("paths", []) if path["nic"] == "eth0"}
+        return row["rank"] == rank and bool(seen) and seen <= {*states}
+
+    for rank in (0, 1):
+        job.until(lambda row, rank=rank: has(row, rank, "up"), "eth0 carries")
+    for _ in range(7):  # each time on probation for twice as long, at last for 10 s or more
+        bed.links[0].down("admin")
+        for rank in (0, 1):
+            job.until(lambda row, rank=rank: has(row, rank, "down", "connecting"), "eth0 is lost")
+        bed.links[0].up()
+        for rank in (0, 1):
+            job.until(lambda row, rank=rank: has(row, rank, "proving", "up"), "eth0 is back")
+    for rank in (0, 1):
+        job.until(lambda row, rank=rank: has(row, rank, "proving"), "eth0 is on probation")
+    times_s: list[float] = []
+
+    def rounds_since(moment_s: float, count: int) -> Callable[[Row], bool]:
+        def enough(row: Row) -> bool:
+            assert row.get("wrong") == 0, row
+            if row["rank"] == 0:
+                times_s.append(row["time_s"])
+            return sum(time_s > moment_s for time_s in times_s) >= count
+
+        return enough
+
+    job.until(rounds_since(0.0, 1), "a round before the fault")
+    for link in others:
+        link.down(kind, end=end)
+    job.until(rounds_since(time.monotonic(), 20), "20 rounds after the fault")
+    assert max(after - before for before, after in itertools.pairwise(times_s)) < FAILOVER_S
 
 
 def test_job_waits_while_no_path_is_left_and_goes_on(bed: Bed) -> None:
