@@ -126,7 +126,7 @@ inline bool keepsPriority(
 // an eighth of the time for which we have tried: an outage becomes that much
 // longer at most, and a dead host gets ever fewer packets.
 inline Nanos synTimeout(Nanos tried, Nanos roundTrip) {
-  constexpr Nanos kMin = std::chrono::milliseconds(60);
+  constexpr Nanos kMin = std::chrono::milliseconds(40);
   constexpr Nanos kMax = std::chrono::milliseconds(600);
   if (roundTrip == Nanos(0)) {
     return kMax; // it may be long

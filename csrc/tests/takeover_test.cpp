@@ -101,7 +101,7 @@ TEST(takeover_attempt_has_priority_once_it_is_connected) {
 
 TEST(takeover_syn_timeout_grows_with_the_outage) {
   const Nanos roundTrip = milliseconds(5);
-  CHECK_EQ(synTimeout(Nanos(0), roundTrip), Nanos(milliseconds(60)));
+  CHECK_EQ(synTimeout(Nanos(0), roundTrip), Nanos(milliseconds(40)));
   CHECK_EQ(synTimeout(milliseconds(480), roundTrip), Nanos(milliseconds(60)));
   CHECK_EQ(synTimeout(seconds(2), roundTrip), Nanos(milliseconds(250)));
   CHECK_EQ(synTimeout(seconds(60), roundTrip), Nanos(milliseconds(600)));
