@@ -146,7 +146,7 @@ struct ListenerCounters {
   uint64_t refused = 0; // wrong proof, version or bytes, or not expected
   uint64_t timedOut = 0;
   uint64_t brokenOff = 0; // by the caller
-  uint64_t dropped = 0; // the oldest of too many at a time
+  uint64_t dropped = 0; // too many at a time
   uint64_t pending = 0; // now
 };
 

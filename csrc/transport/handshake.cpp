@@ -294,7 +294,7 @@ IncomingHandshake::IncomingHandshake(
       callback_(std::move(callback)) {
   RESILIENT_IN_LOOP(loop);
   loop_.add(fd_.get(), EPOLLIN, this);
-  watched_ = true;
+  watched_ = EPOLLIN;
   timer_ = loop_.after(timeout, [this, timeout] {
     finish(Status(
         StatusCode::kTimeout,
@@ -304,28 +304,32 @@ IncomingHandshake::IncomingHandshake(
 
 IncomingHandshake::~IncomingHandshake() {
   loop_.cancel(timer_);
-  if (watched_) {
+  if (watched_ != 0) {
     loop_.remove(fd_.get());
+    resetOnClose(fd_.get());
   }
 }
 
-void IncomingHandshake::onEvents(uint32_t) {
+bool IncomingHandshake::advance() {
   Status status = exchangeBytes(fd_.get(), handshake_);
-  if (!status.ok()) {
-    finish(status);
-  } else if (!handshake_.output().empty()) {
-    loop_.modify(fd_.get(), EPOLLOUT);
-  } else if (handshake_.state() == Handshake::State::kRunning) {
-    loop_.modify(fd_.get(), EPOLLIN);
-  } else {
-    finish(handshake_.status());
+  const bool unsent = !handshake_.output().empty();
+  if (status.ok() &&
+      (unsent || handshake_.state() == Handshake::State::kRunning)) {
+    if (const uint32_t events = unsent ? EPOLLOUT : EPOLLIN;
+        events != watched_) {
+      watched_ = events;
+      loop_.modify(fd_.get(), events);
+    }
+    return true;
   }
+  finish(status.ok() ? handshake_.status() : status);
+  return false;
 }
 
 void IncomingHandshake::finish(Status status) {
   loop_.cancel(timer_);
   loop_.remove(fd_.get());
-  watched_ = false;
+  watched_ = 0;
   Result result;
   result.info = handshake_.info();
   result.verdict = handshake_.verdict();

@@ -98,7 +98,8 @@ class OutgoingHandshake final : private Handler {
 };
 
 // Lets a caller prove who it is. As above: one callback, not from within the
-// constructor, and destroying it gives up silently.
+// constructor, and destroying it earlier gives up without a callback: the
+// caller gets a reset, which leaves nothing of the connection in the kernel.
 // Thread: the loop's.
 class IncomingHandshake final : private Handler {
  public:
@@ -126,15 +127,24 @@ class IncomingHandshake final : private Handler {
       Callback callback);
   ~IncomingHandshake() override;
 
+  // Takes what has come so far. False if that was the end: the callback has
+  // come and may have destroyed the object.
+  bool advance();
   const SocketAddress& remote() const {
     return remote_;
   }
   bool authenticated() const {
     return handshake_.authenticated();
   }
+  // It has named a secret of ours, which proves nothing.
+  bool namedSecret() const {
+    return handshake_.namedSecret();
+  }
 
  private:
-  void onEvents(uint32_t events) override;
+  void onEvents(uint32_t) override {
+    (void)advance();
+  }
   void finish(Status status);
 
   EventLoop& loop_;
@@ -143,7 +153,7 @@ class IncomingHandshake final : private Handler {
   ServerHandshake handshake_;
   Callback callback_;
   TimerId timer_ = 0;
-  bool watched_ = false;
+  uint32_t watched_ = 0; // the events waited for; 0: not any more
 };
 
 } // namespace resilient

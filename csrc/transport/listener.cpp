@@ -1,9 +1,11 @@
 #include "transport/listener.h"
 
 #include <fcntl.h>
+#include <netinet/tcp.h>
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 namespace resilient {
@@ -28,11 +30,39 @@ constexpr Nanos kMoveAgain = std::chrono::milliseconds(200);
 // not all of 64 are in use in any practical case.
 constexpr int kPortTries = 64;
 
+// One network may have this part of the waiting callers: a flood from one
+// place then leaves room for all others. It must have room for the ranks of
+// one host behind an address that no rank has published.
+constexpr size_t kNetworkShare = 8;
+// But at least this many.
+constexpr size_t kLeastOfNetwork = 64;
+
+// To find those to drop takes a look at all of them. So this part of them is
+// dropped at a time.
+constexpr size_t kDroppedShare = 16;
+
+uint64_t seedOf(const HelloNonce& nonce) {
+  uint64_t seed = 0;
+  std::memcpy(&seed, nonce.data(), sizeof(seed));
+  return seed;
+}
+
 } // namespace
+
+Listener::Standing Listener::Caller::standing() const {
+  if (handshake->authenticated()) {
+    return Standing::kProved;
+  }
+  if (handshake->namedSecret()) {
+    return fromMember ? Standing::kBoth : Standing::kNamedSecret;
+  }
+  return fromMember ? Standing::kMembersAddress : Standing::kNone;
+}
 
 Listener::Listener(EventLoop& loop, ListenerConfig config)
     : loop_(loop),
       config_(std::move(config)),
+      chance_(seedOf(config_.nonce())),
       logLimit_(kLogBurst, kLogInterval) {
   RESILIENT_IN_LOOP(loop);
   for (int tries = kPortTries;; --tries) {
@@ -158,6 +188,9 @@ FileDescriptor Listener::open(const SocketAddress& at) {
   if (!options.ok()) {
     throw StatusError(options);
   }
+  // A caller is handed over with its first message: one that says nothing stays
+  // in the kernel's queue for a second. Best effort.
+  (void)::setsockopt(fd.get(), IPPROTO_TCP, TCP_DEFER_ACCEPT, &on, sizeof(on));
   if (::bind(fd.get(), at.raw(), at.rawBytes()) != 0 ||
       ::listen(fd.get(), SOMAXCONN) != 0) {
     int error = errno;
@@ -226,10 +259,11 @@ void Listener::onCallers(const Door& door) {
 }
 
 void Listener::onDescriptorsExhausted(const Door& door) {
-  logRejected(
-      "no descriptor is left for new connections: raise the limit on open "
-      "files (ulimit -n)");
-  if (dropOldest()) {
+  logRejected([] {
+    return "no descriptor is left for new connections: raise the limit on open "
+           "files (ulimit -n)";
+  });
+  if (drop(1, std::nullopt)) {
     return; // the socket is still readable: accepted in the next turn
   }
   if (reserve_) {
@@ -259,31 +293,70 @@ void Listener::onDescriptorsExhausted(const Door& door) {
   });
 }
 
-bool Listener::dropOldest() {
-  // One that is let in and only waits to hear so is no stranger; its place is
-  // reserved already.
-  auto oldest =
-      std::find_if(pending_.begin(), pending_.end(), [](const auto& handshake) {
-        return !handshake->authenticated();
-      });
-  if (oldest == pending_.end()) {
+// Drops up to `most` callers, chosen at random among those that look least like
+// a member; with `network`, among those from there. One that is let in and only
+// waits to hear so is no stranger: its place is reserved already. False if
+// there is none to drop.
+bool Listener::drop(size_t most, std::optional<uint64_t> network) {
+  std::vector<Pending::iterator> strangers;
+  Standing least = Standing::kProved;
+  for (auto it = pending_.begin(); it != pending_.end(); ++it) {
+    const Standing standing = it->standing();
+    if (standing > least || standing == Standing::kProved ||
+        (network && it->network != *network)) {
+      continue;
+    }
+    if (standing < least) {
+      least = standing;
+      strangers.clear();
+    }
+    strangers.push_back(it);
+  }
+  if (strangers.empty()) {
     return false;
   }
-  logRejected(
-      "connection from " + (*oldest)->remote().toString() +
-      ": dropped, too many callers are waiting and it has waited longest");
-  pending_.erase(oldest);
-  ++stats_.dropped;
+  for (; most > 0 && !strangers.empty(); --most) {
+    std::swap(strangers[chance_.below(strangers.size())], strangers.back());
+    logRejected([&] {
+      return "connection from " +
+          strangers.back()->handshake->remote().toString() +
+          ": dropped, too many callers are waiting";
+    });
+    erase(strangers.back());
+    strangers.pop_back();
+    ++stats_.dropped;
+  }
   return true;
 }
 
-void Listener::admit(FileDescriptor fd, SocketAddress remote) {
-  if (pending_.size() >= config_.maxPendingHandshakes) {
-    dropOldest();
+// Drops callers if there are too many of them, in all or from the network of
+// the newest one.
+void Listener::dropExcess(const Caller& newest) {
+  const size_t most = config_.maxPendingHandshakes;
+  const size_t ofNetwork = std::max(kLeastOfNetwork, most / kNetworkShare);
+  if (!newest.fromMember && fromNetwork_[newest.network] > ofNetwork) {
+    drop(std::max<size_t>(1, ofNetwork / kDroppedShare), newest.network);
   }
-  pending_.emplace_back();
-  auto which = std::prev(pending_.end());
-  *which = std::make_unique<IncomingHandshake>(
+  if (pending_.size() > most) {
+    drop(std::max<size_t>(1, most / kDroppedShare), std::nullopt);
+  }
+}
+
+void Listener::erase(Pending::iterator which) {
+  if (!which->fromMember && --fromNetwork_[which->network] == 0) {
+    fromNetwork_.erase(which->network);
+  }
+  pending_.erase(which);
+}
+
+void Listener::admit(FileDescriptor fd, SocketAddress remote) {
+  const auto which = pending_.emplace(pending_.end());
+  which->network = remote.network();
+  which->fromMember = config_.isMembers && config_.isMembers(remote);
+  if (!which->fromMember) {
+    ++fromNetwork_[which->network];
+  }
+  which->handshake = std::make_unique<IncomingHandshake>(
       loop_,
       std::move(fd),
       remote,
@@ -293,14 +366,19 @@ void Listener::admit(FileDescriptor fd, SocketAddress remote) {
       [this, which](IncomingHandshake::Result result) {
         onResult(which, std::move(result));
       });
+  // Now, not in the next turn: who has named the secret is no longer one of the
+  // crowd.
+  if (which->handshake->advance()) {
+    dropExcess(*which);
+  }
 }
 
 void Listener::onResult(
     Pending::iterator which,
     IncomingHandshake::Result result) {
   // Destroyed at the end: this is called by it.
-  auto handshake = std::move(*which);
-  pending_.erase(which);
+  const auto handshake = std::move(which->handshake);
+  erase(which);
   bool suspicious = false;
   if (result.status.ok()) {
     ++stats_.admitted;
@@ -325,14 +403,16 @@ void Listener::onResult(
     logMessage(LogLevel::kDebug, "listener: " + result.status.message());
     return;
   }
-  logRejected(result.status.message());
+  logRejected([&] { return result.status.message(); });
 }
 
-void Listener::logRejected(const std::string& line) {
+template <typename MakeLine>
+void Listener::logRejected(MakeLine makeLine) {
   if (auto dropped = logLimit_.pass(loop_.now())) {
     logMessage(
         LogLevel::kWarning,
-        "listener: " + line + LogRateLimit::suffix(*dropped));
+        "listener: " + std::string(makeLine()) +
+            LogRateLimit::suffix(*dropped));
   }
 }
 

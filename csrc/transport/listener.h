@@ -3,10 +3,13 @@
 #include <functional>
 #include <list>
 #include <memory>
+#include <optional>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
 #include "base/log.h"
+#include "base/random.h"
 #include "transport/event_loop.h"
 #include "transport/handshake.h"
 #include "transport/socket.h"
@@ -19,13 +22,16 @@ struct ListenerConfig {
   uint16_t port = 0; // 0: any free one
   SocketOptions options;
   Nanos handshakeTimeout = std::chrono::seconds(10);
-  // Callers that have not proved themselves yet. With more, one of them is
-  // dropped, which may be a member of the job: it calls again. Must exceed the
-  // number of peers that call at once within a round trip; each costs a
-  // descriptor and about 1 KiB.
-  size_t maxPendingHandshakes = 256;
+  // Callers that have not proved themselves yet. With more, one of those that
+  // look least like a member is dropped, see Standing. Must exceed the number
+  // of peers that call at once within a round trip; each costs a descriptor and
+  // about 1 KiB.
+  size_t maxPendingHandshakes = 1024;
   ServerIdentity identity;
   std::function<HelloNonce()> nonce;
+  // Whether a member of the job has published this address as its own. Not
+  // set: none has.
+  std::function<bool(const SocketAddress&)> isMembers;
   // A caller that has proved itself and was let in by identity.decide.
   std::function<void(HelloInfo, FileDescriptor, SocketAddress remote)> onPeer;
   // A caller that decide() let in and that broke away before it heard so: what
@@ -39,14 +45,22 @@ struct ListenerStats {
   uint64_t refused = 0; // wrong proof, secret, version, bytes, or decide()
   uint64_t timedOut = 0;
   uint64_t brokenOff = 0; // by the caller
-  uint64_t dropped = 0; // for being the oldest of too many
+  uint64_t dropped = 0; // for being one of too many
   uint64_t outOfDescriptors = 0; // times that accept had none left
   size_t pending = 0;
 };
 
 // The process's one listening port, for IPv6 and IPv4 where there are both.
-// Thread: the loop's. The callbacks may not destroy it. Destroying it drops the
-// callers at its door without onPeerLost.
+//
+// A flood of strangers must not keep a member out, who needs two round trips
+// to prove itself and may be far away. Its first message lies beside its
+// connection when that is accepted, and is read then. From there on it has
+// named the job's secret, which strangers do not know, and they are dropped
+// first. A stranger who has learned that name can still call from many
+// addresses; then callers from the addresses of members stay, and random ones
+// of the others are dropped. Dropping the oldest would favour who calls more
+// often than a handshake takes. Thread: the loop's. The callbacks may not
+// destroy it. Destroying it drops the callers at its door without onPeerLost.
 class Listener final {
  public:
   // Throws StatusError; a busy port is named, with what to do.
@@ -69,7 +83,16 @@ class Listener final {
   ListenerStats stats() const;
 
  private:
-  using Pending = std::list<std::unique_ptr<IncomingHandshake>>;
+  // How much a caller looks like a member, before it has proved to be one.
+  enum class Standing { kNone, kMembersAddress, kNamedSecret, kBoth, kProved };
+  struct Caller {
+    std::unique_ptr<IncomingHandshake> handshake;
+    uint64_t network = 0; // it comes from
+    bool fromMember = false; // it comes from an address of one
+
+    Standing standing() const;
+  };
+  using Pending = std::list<Caller>;
 
   // One listening socket.
   struct Door final : Handler {
@@ -90,9 +113,12 @@ class Listener final {
   void openReserve();
   void admit(FileDescriptor fd, SocketAddress remote);
   void onResult(Pending::iterator which, IncomingHandshake::Result result);
-  bool dropOldest();
+  void dropExcess(const Caller& newest);
+  bool drop(size_t most, std::optional<uint64_t> network);
+  void erase(Pending::iterator which);
   void onDescriptorsExhausted(const Door& door);
-  void logRejected(const std::string& line);
+  template <typename MakeLine>
+  void logRejected(MakeLine makeLine);
 
   EventLoop& loop_;
   ListenerConfig config_;
@@ -100,7 +126,10 @@ class Listener final {
   FileDescriptor reserve_;
   uint16_t port_ = 0;
   bool dualStack_ = false;
-  Pending pending_; // oldest first
+  Pending pending_;
+  // By network, those that are not from a member's address.
+  std::unordered_map<uint64_t, size_t> fromNetwork_;
+  Prng chance_;
   ListenerStats stats_;
   TimerId resume_ = 0; // while paused
   LogRateLimit logLimit_;

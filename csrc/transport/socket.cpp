@@ -124,6 +124,23 @@ bool SocketAddress::isLoopback() const {
        (IN6_IS_ADDR_V4MAPPED(&a) && a.s6_addr[12] == 127));
 }
 
+uint64_t SocketAddress::network() const {
+  uint32_t v4 = 0;
+  if (family() == AF_INET) {
+    v4 = asV4(storage_)->sin_addr.s_addr;
+  } else {
+    const in6_addr& a = asV6(storage_)->sin6_addr;
+    if (!IN6_IS_ADDR_V4MAPPED(&a)) {
+      uint64_t prefix = 0;
+      std::memcpy(&prefix, a.s6_addr, sizeof(prefix));
+      return prefix;
+    }
+    std::memcpy(&v4, a.s6_addr + 12, sizeof(v4));
+  }
+  constexpr uint64_t kNoPrefix = 0xff; // nothing is sent from ff00::/8
+  return uint64_t{v4} << 32 | kNoPrefix;
+}
+
 std::string SocketAddress::toString() const {
   std::string host = ip();
   if (host.find(':') != std::string::npos) {

@@ -33,6 +33,9 @@ class SocketAddress {
   uint16_t port() const;
   void setPort(uint16_t port);
   bool isLoopback() const;
+  // The part of the address that one machine cannot choose: all of an IPv4
+  // address, the first 64 bits of an IPv6 one.
+  uint64_t network() const;
   // "10.0.0.7:29511", "[fd00::7]:29511"
   std::string toString() const;
 

@@ -204,6 +204,11 @@ class ServerHandshake final : public Handshake {
   bool authenticated() const {
     return authenticated_;
   }
+  // The client has named a secret of ours, and has still to prove that it knows
+  // it. The name is no secret: a member tells it to every address it calls.
+  bool namedSecret() const {
+    return stage_ == kProof;
+  }
   // The verdict given, if any was.
   const std::optional<HelloCode>& verdict() const {
     return verdict_;

@@ -1,0 +1,93 @@
+"""The calling end of a connection, for tests that attack.
+
+Written from docs/wire_handshake.md and docs/wire_format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import socket
+import struct
+
+HELLO_BYTES = 96
+CHALLENGE_BYTES = 88
+VERSION = 1
+OK, BUSY = 0, 5
+
+
+def hello(
+    key_id: bytes, initiator: bytes, acceptor: bytes, *, slot: int = 0, rank: int = -1
+) -> bytes:
+    """The first message."""
+    return (
+        b"RSLH"
+        + struct.pack("<HH", VERSION, HELLO_BYTES)
+        + key_id
+        + initiator
+        + acceptor
+        + struct.pack("<HHiQ", slot, slot + 1, rank, 64 << 20)
+        + os.urandom(32)
+    )
+
+
+def key_id_of(secret: bytes) -> bytes:
+    """The name of a secret."""
+    return hashlib.sha256(b"resilient key id" + secret).digest()[:8]
+
+
+def read(s: socket.socket, count: int) -> bytes:
+    """Exactly so many bytes; raises OSError if there are fewer."""
+    data = b""
+    while len(data) < count:
+        part = s.recv(count - len(data))
+        if not part:
+            raise ConnectionError("closed")
+        data += part
+    return data
+
+
+class Caller:
+    """A handshake in steps, so that many can be under way; each may raise OSError."""
+
+    def __init__(self, port: int, secret: bytes, acceptor: bytes) -> None:
+        """As a process with a new uid, for a slot far up."""
+        self.secret = secret
+        self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
+        self.said = hello(key_id_of(secret), os.urandom(16), acceptor, slot=2047)
+        self.socket.sendall(self.said)
+
+    def prove(self) -> None:
+        """Answers the challenge."""
+        self.said += read(self.socket, CHALLENGE_BYTES)
+        proof = b"RSLP" + struct.pack("<HH", VERSION, 40)
+        proof += hmac.digest(self.secret, b"resilient client" + self.said + proof, "sha256")
+        self.socket.sendall(proof)
+
+    def verdict(self) -> int:
+        """Whether it is let in."""
+        header = read(self.socket, 8)
+        (length,) = struct.unpack_from("<H", header, 6)
+        return int(struct.unpack_from("<H", read(self.socket, length - 8))[0])
+
+
+def data_frame(message: int, payload: bytes) -> bytes:
+    """A whole message in one chunk, for a group that nobody knows."""
+    head = b"TRF1" + bytes([1, 3]) + struct.pack("<HII", 0, len(payload), len(payload))
+    head += struct.pack("<QQQQ", 0, message, len(payload), 0)
+    head += struct.pack("<QQQ", 0x1234, 7, message - 1)  # group, tag, order
+    head += bytes([1, 0, 0, 1]) + struct.pack("<iQi", -1, len(payload), 0)
+    return head + struct.pack("<I", checksum(head)) + payload
+
+
+def checksum(head: bytes) -> int:
+    """Returns the checksum of a header that lacks it."""
+    wide = (1 << 64) - 1
+    *words, last = struct.unpack("<11QI", head)
+    h = 0x9E3779B97F4A7C15
+    for word in words:
+        h = (h ^ word) * 0xFF51AFD7ED558CCD & wide
+        h ^= h >> 32
+    h = (h ^ last) * 0xC4CEB9FE1A85EC53 & wide
+    return (h ^ h >> 32) & 0xFFFFFFFF
