@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from handshake_client import BUSY, OK, Caller, data_frame
 from harness import error_of, make_store, on_gloo, run_outcomes, run_ranks, scratch, wait_until
 
 from torch_resilient import stats
@@ -226,6 +227,80 @@ def test_a_job_does_not_notice(attack: str) -> None:
     strangers = strangers_counted(callers)
     assert callers["accepted"] == callers["admitted"] + strangers + callers["pending"]
     assert callers["admitted"] <= 2
+
+
+UIDS = 10_000
+AT_A_TIME = 100
+UNKNOWN_GROWTH_BYTES_MAX = 20 << 20
+EAGER_BYTES = 56 << 20  # within what a member may send unasked
+SECRET = "the secret of the job, and the attacker has it"
+
+
+def pretend(rank: int) -> Worked:
+    """Rank 2 has the secret, and says again and again that it is another member."""
+    store = job_of_two(rank)
+    if rank < 2:
+        dist.all_reduce(torch.ones(1 << 16))
+        before = memory_bytes()
+        store.set(f"running/{rank}", "")
+        store.wait(["stop"], timedelta(seconds=200))
+        growth = memory_bytes() - before
+        dist.all_reduce(torch.ones(1 << 16))
+        dist.destroy_process_group()
+        store.set(f"done/{rank}", "")
+        return Worked(growth_bytes=growth)
+    store.wait(["running/0", "running/1"])
+    (port,) = listening_ports(int(store.get("pid/0")))
+    shared = make_store()
+    (key,) = [k for k in shared.list_keys() if k.endswith("resilient/at/1/0")]
+    victim = uid_of(shared.get(key).decode())
+    verdicts: dict[int, int] = {}
+    began = time.monotonic()
+    for _ in range(UIDS // AT_A_TIME):
+        callers = [Caller(port, SECRET.encode(), victim) for _ in range(AT_A_TIME)]
+        for caller in callers:
+            caller.prove()
+        for caller in callers:
+            verdict = caller.verdict()
+            verdicts[verdict] = verdicts.get(verdict, 0) + 1
+            caller.socket.close()
+    print(f"verdicts {verdicts} in {time.monotonic() - began:.1f} s")
+    assert verdicts.get(BUSY, 0) + verdicts[OK] == UIDS
+    # Once these are gone, others; and they say much.
+    frames = b"".join(data_frame(1 + i, bytes(1 << 20)) for i in range(EAGER_BYTES >> 20))
+    talkers: list[socket.socket] = []
+
+    def talk() -> bool:
+        caller = Caller(port, SECRET.encode(), victim)
+        caller.prove()
+        if caller.verdict() != OK:
+            caller.socket.close()
+            return False
+        talkers.append(caller.socket)
+        caller.socket.settimeout(0.2)
+        with contextlib.suppress(OSError):
+            caller.socket.sendall(frames)
+        return len(talkers) == 10
+
+    wait_until(talk, "ten that nobody knows are let in", 60)
+    store.set("stop", "")
+    store.wait(["done/0", "done/1"])
+    for s in talkers:
+        s.close()
+    return Worked()
+
+
+def uid_of(record: str) -> bytes:
+    """Returns the uid in a process's published record."""
+    (word,) = (word for word in record.split() if word.startswith("uid="))
+    return bytes.fromhex(word.removeprefix("uid="))
+
+
+def test_members_that_no_group_knows_cost_no_memory() -> None:
+    env = {"TORCH_RESILIENT_SECRET": SECRET, "TORCH_RESILIENT_HANDSHAKE_TIMEOUT_S": "1"}
+    results = run_ranks(pretend, world_size=3, init=False, env=env, timeout_s=240)
+    print(f"rank 0 grew by {results[0].growth_bytes / (1 << 20):.1f} MiB")
+    assert results[0].growth_bytes < UNKNOWN_GROWTH_BYTES_MAX
 
 
 class Proxy:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -65,6 +66,23 @@ Process& process() {
 }
 
 constexpr size_t kSecretFileBytesMax = 4096;
+
+// Processes of the job that no group here knows may be as many as the ranks of
+// its largest group, all of which may have formed the next one before us, and
+// a few that have come in place of others.
+constexpr size_t kMoreUnknown = 16;
+
+// Callers may take this part of the descriptors that the process may have: the
+// program needs some itself.
+constexpr size_t kDescriptorShare = 4;
+
+size_t mostPending(const EngineOptions& options) {
+  const auto asked = static_cast<size_t>(options.max_pending_handshakes);
+  rlimit files{};
+  return ::getrlimit(RLIMIT_NOFILE, &files) != 0
+      ? asked
+      : std::min(asked, std::max<size_t>(1, files.rlim_cur / kDescriptorShare));
+}
 
 std::string readSecretFile(const std::string& path) {
   const auto fail = [&](const std::string& why) {
@@ -453,8 +471,9 @@ void Engine::startListening(const std::string& storeHost) {
   }
   config.port = static_cast<uint16_t>(options_.listen_port);
   config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
-  config.maxPendingHandshakes =
-      static_cast<size_t>(options_.max_pending_handshakes);
+  config.maxPendingHandshakes = mostPending(options_);
+  unknown_ = std::make_unique<UnknownCallers>(
+      loop_, config.maxPendingHandshakes, 2 * config.handshakeTimeout);
   const std::string anySite; // what it is marked as becomes right once known
   config.options = socketOptions(&anySite);
   config.identity.uid = self_.uid;
@@ -469,11 +488,16 @@ void Engine::startListening(const std::string& storeHost) {
     fillRandom(nonce.data(), nonce.size());
     return nonce;
   };
+  config.isMembers = [this](const SocketAddress& at) { return isMembers(at); };
   config.onPeer = [this](HelloInfo hello, FileDescriptor fd, SocketAddress) {
-    link(hello.initiator).onIncoming(hello, std::move(fd));
+    onCaller(hello, std::move(fd));
   };
   config.onPeerLost = [this](const HelloInfo& hello) {
-    link(hello.initiator).onIncomingLost(hello);
+    if (PeerLink* known = knownLink(hello.initiator)) {
+      known->onIncomingLost(hello);
+    } else {
+      unknown_->forget(hello);
+    }
   };
   listener_ = std::make_unique<Listener>(loop_, std::move(config));
   std::string where;
@@ -548,7 +572,74 @@ HelloCode Engine::decide(const HelloInfo& hello) {
   if (hello.initiator == self_.uid) {
     return HelloCode::kWrongPeer;
   }
-  return link(hello.initiator).decide(hello);
+  if (PeerLink* known = knownLink(hello.initiator)) {
+    return known->decide(hello);
+  }
+  int ranks = 0;
+  for (const auto& [id, group] : groups_) {
+    ranks = std::max(ranks, group->size());
+  }
+  return unknown_->admits(hello, static_cast<size_t>(ranks) + kMoreUnknown)
+      ? HelloCode::kOk
+      : HelloCode::kBusy;
+}
+
+void Engine::onCaller(const HelloInfo& hello, FileDescriptor fd) {
+  if (PeerLink* known = knownLink(hello.initiator)) {
+    known->onIncoming(hello, std::move(fd));
+    return;
+  }
+  unknown_->add(hello, std::move(fd));
+  seek(hello);
+}
+
+// Only the store says which process a rank is.
+void Engine::seek(const HelloInfo& unknown) {
+  for (const auto& [id, group] : groups_) {
+    group->lookUp(unknown.initiatorRank);
+  }
+}
+
+void Engine::membersKnown() {
+  membersMoved();
+  for (const HelloInfo& hello : unknown_->waiting()) {
+    (void)knownLink(hello.initiator); // and lets it in
+  }
+}
+
+void Engine::letIn(PeerLink& link) {
+  for (UnknownCallers::Caller& caller : unknown_->take(link.uid())) {
+    if (link.decide(caller.hello) == HelloCode::kOk && caller.fd) {
+      link.onIncoming(caller.hello, std::move(caller.fd));
+    }
+  }
+}
+
+bool Engine::isMembers(const SocketAddress& address) {
+  if (!memberIps_) {
+    memberIps_.emplace();
+    for (const auto& [uid, link] : links_) {
+      if (link->usable() && link->address()) {
+        for (const NicAddress& nic : link->address()->addresses) {
+          memberIps_->insert(nic.address.ip());
+        }
+      }
+    }
+    for (const auto& [id, group] : groups_) {
+      group->addMemberIps(*memberIps_);
+    }
+  }
+  return memberIps_->contains(address.ip());
+}
+
+PeerLink* Engine::knownLink(const Uid& uid) {
+  const auto found = links_.find(uid);
+  if (found != links_.end()) {
+    return found->second.get();
+  }
+  const bool known = std::ranges::any_of(
+      groups_, [&](const auto& group) { return group.second->meet(uid); });
+  return known ? &link(uid) : nullptr;
 }
 
 PeerLink& Engine::link(const Uid& uid) {
@@ -657,6 +748,9 @@ void Engine::checkSites(const std::vector<std::string>& sites) {
 
 void Engine::registerGroup(uint64_t id, GroupImpl* group) {
   groups_[id] = group;
+  for (const HelloInfo& hello : unknown_->waiting()) {
+    seek(hello);
+  }
 }
 
 void Engine::unregisterGroup(uint64_t id) {
@@ -732,6 +826,7 @@ void Engine::stop(Nanos linger) {
   loop_.afterEnd([this] {
     graveyard_.clear();
     links_.clear();
+    unknown_.reset();
   });
   // Not destroyed: a group may still call it. But what it seeks holds us.
   resolver_->stop();
@@ -882,7 +977,7 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
       g->second->onReport(link, *report);
     }
   } else {
-    logMessage(
+    link.say(
         LogLevel::kWarning,
         "control frame from " + link.describe() +
             " ignored: " + std::to_string(payload.size()) + " bytes" +

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -20,6 +21,7 @@
 #include "delegate/group.h"
 #include "delegate/peer_link.h"
 #include "delegate/signal_dump.h"
+#include "delegate/unknown_callers.h"
 #include "path/faults.h"
 #include "path/rate_limit.h"
 #include "transport/address.h"
@@ -121,7 +123,17 @@ class Engine final : public MailboxListener {
   int32_t globalRank() const {
     return globalRank_;
   }
-  PeerLink& link(const Uid& uid); // made if need be
+  // Made if need be, for a process that a group has found in its store: there
+  // are no links with others, see UnknownCallers.
+  PeerLink& link(const Uid& uid);
+  // The link's address is known: who called from it before may come in.
+  void letIn(PeerLink& link);
+  // A group has learned who its members are: callers among them may come in.
+  void membersKnown();
+  // A peer's addresses are others now.
+  void membersMoved() {
+    memberIps_.reset();
+  }
   // Whether this process of the job can have that address now: it is not this
   // process, nor one that is known to be elsewhere.
   bool mayBeAt(const Uid& process, const SocketAddress& at) const;
@@ -218,6 +230,11 @@ class Engine final : public MailboxListener {
   void scheduleTurn();
   void turn();
   HelloCode decide(const HelloInfo& hello);
+  void onCaller(const HelloInfo& hello, FileDescriptor fd);
+  void seek(const HelloInfo& unknown);
+  bool isMembers(const SocketAddress& address);
+  // With a member of a group, or null.
+  PeerLink* knownLink(const Uid& uid);
 
   const EngineOptions options_;
   const int32_t globalRank_;
@@ -251,6 +268,8 @@ class Engine final : public MailboxListener {
   std::unique_ptr<SignalDump> signalDump_;
   bool failureDumped_ = false;
   std::map<Uid, std::unique_ptr<PeerLink>> links_;
+  std::unique_ptr<UnknownCallers> unknown_;
+  std::optional<std::set<std::string>> memberIps_; // none: to be gathered
   std::map<uint64_t, GroupImpl*> groups_;
   static constexpr size_t kEarlyNoticesMax = 256;
   std::multimap<uint64_t, EarlyNotice> earlyNotices_; // by group

@@ -310,6 +310,41 @@ void GroupImpl::need(int rank) {
   }
 }
 
+bool GroupImpl::meet(const Uid& process) {
+  for (int r = 0; r < size(); ++r) {
+    Member& m = members_[static_cast<size_t>(r)];
+    if (m.address && m.address->uid == process) {
+      const auto address = std::move(m.address);
+      reach(r, *address);
+      return true;
+    }
+  }
+  return false;
+}
+
+void GroupImpl::lookUp(int64_t globalRank) {
+  if (membersKnown_) {
+    return;
+  }
+  learn();
+  for (int r = 0; r < size(); ++r) {
+    const Member& m = members_[static_cast<size_t>(r)];
+    if (r != rank_ && m.globalRank == globalRank && m.link == nullptr) {
+      askForAddress(r);
+    }
+  }
+}
+
+void GroupImpl::addMemberIps(std::set<std::string>& ips) const {
+  for (const Member& m : members_) {
+    if (m.address) {
+      for (const NicAddress& nic : m.address->addresses) {
+        ips.insert(nic.address.ip());
+      }
+    }
+  }
+}
+
 void GroupImpl::reach(int rank, const PeerAddress& address) {
   Member& m = members_[static_cast<size_t>(rank)];
   m.link = &engine_->link(address.uid);
@@ -455,6 +490,9 @@ void GroupImpl::learn() {
 
 void GroupImpl::learned(const std::string& list) {
   learning_ = false;
+  if (membersKnown_) {
+    return;
+  }
   if (const auto why = Membership::refusal(list)) {
     failWhole(
         Status(StatusCode::kInvalidArgument, "a rank could not join: " + *why));
@@ -497,6 +535,7 @@ void GroupImpl::learned(const std::string& list) {
       record->post(*m.link);
     }
   }
+  engine_->membersKnown();
   const auto runs = collectives_; // they may end, and others begin
   for (const auto& [sequence, run] : runs) {
     run->onTopology();

@@ -95,6 +95,14 @@ class GroupImpl final : public Group,
   std::optional<Status> earlyFailure(uint64_t sequence);
 
   // --- from the engine
+  // Makes the link with a member that is known and that none was needed with
+  // yet; false if there is none.
+  bool meet(const Uid& process);
+  // A process calls that says it has this rank in the default group: looks it
+  // up, unless all members are known.
+  void lookUp(int64_t globalRank);
+  // Of the members that are known and have no link.
+  void addMemberIps(std::set<std::string>& ips) const;
   // Counts if it comes from the member that it names as its reporter.
   void onNotice(const Uid& sender, const Notice& notice);
   void onOurAddresses();

@@ -214,6 +214,7 @@ void PeerLink::setAddress(
     return;
   }
   address_ = address;
+  engine_.membersMoved();
   secret_ = secret;
   globalRank_ = globalRank;
   chooseRoutes();
@@ -234,6 +235,7 @@ void PeerLink::setAddress(
     }
   }
   assignRoles(); // of paths that the peer has made already
+  engine_.letIn(*this);
   connectAll();
   offerSharedMemory();
   offerDatagrams();
@@ -504,8 +506,7 @@ void PeerLink::install(size_t index, FileDescriptor fd, uint64_t eagerBudget) {
     channel_.expectCapacity(slot.path->id(), slot.pastBytesPerS);
   }
   if (logEnabled(LogLevel::kDebug) || slot.connections > 1) {
-    logMessage(
-        slot.connections > 1 ? LogLevel::kInfo : LogLevel::kDebug,
+    say(slot.connections > 1 ? LogLevel::kInfo : LogLevel::kDebug,
         "path " + std::to_string(index) + " to " + describe() + " is up (" +
             slot.path->localAddress() + " -> " + slot.path->remoteAddress() +
             ')');
@@ -544,7 +545,7 @@ HelloCode PeerLink::decide(const HelloInfo& hello) {
 }
 
 void PeerLink::onIncoming(const HelloInfo& hello, FileDescriptor fd) {
-  if (!usable()) {
+  if (!usable() || hello.pathSlot >= slots_.size()) {
     return;
   }
   if (globalRank_ < 0) {
@@ -554,6 +555,9 @@ void PeerLink::onIncoming(const HelloInfo& hello, FileDescriptor fd) {
 }
 
 void PeerLink::onIncomingLost(const HelloInfo& hello) {
+  if (hello.pathSlot >= slots_.size()) {
+    return; // let in as unknown, and not by decide()
+  }
   slots_[hello.pathSlot].reservedUntil = {};
   if (interest_ > 0) {
     connect(hello.pathSlot);
@@ -598,8 +602,7 @@ void PeerLink::onPathClosed(TcpPath& path, const Status& why) {
     });
     return;
   }
-  logMessage(
-      levelOfLoss(why),
+  say(levelOfLoss(why),
       "path " + std::to_string(path.slot()) + " to " + describe() +
           " is down: " + why.message() + "; reconnecting");
   const size_t index = static_cast<size_t>(path.slot());
@@ -795,6 +798,15 @@ void PeerLink::fillMeasured(PathStats& p, PathId id) const {
   p.roundTripsS = s.roundTripsS();
   p.goodputBytesPerS = s.goodputBytesPerS();
   p.capacityBytesPerS = s.capacityBytesPerS();
+}
+
+void PeerLink::say(LogLevel level, const std::string& line) {
+  if (logEnabled(level)) {
+    LogRateLimit& limit = level == LogLevel::kWarning ? warnings_ : lines_;
+    if (const auto dropped = limit.pass(engine_.loop().now())) {
+      logMessage(level, line + LogRateLimit::suffix(*dropped));
+    }
+  }
 }
 
 void PeerLink::fillStats(PeerStats& stats) const {

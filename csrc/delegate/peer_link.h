@@ -138,6 +138,9 @@ class PeerLink final : public ChannelHost,
   void onDatagramOffer(const DatagramOffer& offer);
 
   void fillStats(PeerStats& stats) const;
+  // To the log, something that the peer can cause as often as it likes: beyond
+  // a few lines in ten seconds they are counted only.
+  void say(LogLevel level, const std::string& line);
 
   // ChannelHost
   void channelReady(Channel& channel) override;
@@ -310,6 +313,11 @@ class PeerLink final : public ChannelHost,
 
   void assignRoles();
 
+  static constexpr Nanos kLogPeriod = std::chrono::seconds(10);
+  static constexpr uint64_t kWarningsInPeriod = 3;
+  // As many as when all connections of a long link break and come back.
+  static constexpr uint64_t kLinesInPeriod = 64;
+
   Engine& engine_;
   const Uid uid_;
   Channel channel_;
@@ -338,6 +346,8 @@ class PeerLink final : public ChannelHost,
   TimePoint neededSince_ = kNever; // interest, and never connected
   std::optional<TimePoint> heardAt_; // on paths that are closed now
   Refusals refusals_; // by route
+  LogRateLimit warnings_{kWarningsInPeriod, kLogPeriod};
+  LogRateLimit lines_{kLinesInPeriod, kLogPeriod};
   TimerId healthTimer_ = 0;
   TimePoint healthTimerAt_{};
   TimerId channelTimer_ = 0;

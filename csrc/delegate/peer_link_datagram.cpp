@@ -107,8 +107,7 @@ void PeerLink::offerDatagramsLater(size_t route, const std::string& why) {
   d.offered.reset();
   if (d.lastError != why) {
     d.lastError = why;
-    logMessage(
-        LogLevel::kWarning,
+    say(LogLevel::kWarning,
         "no datagrams with " + describe() + " for now, connections do: " + why);
   }
   engine_.loop().cancel(d.timer);
@@ -288,17 +287,16 @@ void PeerLink::onDatagramUse(DatagramPath& path) {
   const std::string where = "datagrams with " + describe() + ": " +
       path.localAddress() + " -> " + path.remoteAddress();
   if (!path.usable()) {
-    logMessage(
-        LogLevel::kWarning,
+    say(LogLevel::kWarning,
         where + " were last heard " +
             durationText(engine_.loop().now() - path.heardAt()) +
             " ago: connections take over");
   } else if (channel_.isSuspect(path.id())) {
-    logMessage(LogLevel::kInfo, where + " are heard again");
+    say(LogLevel::kInfo, where + " are heard again");
   } else {
     datagrams_[route].upAt = engine_.loop().now();
     datagrams_[route].lastError.clear();
-    logMessage(LogLevel::kInfo, where);
+    say(LogLevel::kInfo, where);
   }
   channel_.setSuspect(path.id(), !path.usable());
   assignRoles();

@@ -147,6 +147,7 @@ void PeerLink::onPeerAddresses(const std::string& record) {
     return;
   }
   address_->addresses = std::move(now.addresses);
+  engine_.membersMoved();
   for (Slot& slot : slots_) {
     slot.failures = 0;
     if (slot.attempt && state_ == State::kUnconnected) {

@@ -79,8 +79,7 @@ void PeerLink::onSharedClosed(SharedPath& path, const Status& why) {
   assignRoles();
   engine_.markDirty(*this);
   if (usable()) {
-    logMessage(
-        levelOfLoss(why),
+    say(levelOfLoss(why),
         "no more memory shared with " + describe() + ": " + why.message());
   }
 }
