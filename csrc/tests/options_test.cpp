@@ -306,7 +306,7 @@ TEST(options_know_what_python_reads) {
   Variable metrics("METRICS", "folder");
   Variable record("RECORD_DIR", "folder");
   Variable timeline("TIMELINE", "folder");
-  Variable cuda("CUDA", "0");  // read by setup.py
+  Variable cuda("CUDA", "0"); // read by setup.py
   CHECK(unknownVariables().empty());
 }
 
