@@ -19,7 +19,7 @@ FRAMEWORKS := lightning transformers accelerate torchmetrics torchft
 
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # What the installed package is made from; Python files are used in place.
-BUILT_FROM := setup.py setup_support.py pyproject.toml \
+BUILT_FROM := setup.py pyproject.toml \
   $(shell find csrc -path csrc/tests -prune -o -type f -print)
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)

@@ -14,7 +14,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # setuptools.build_meta does not
+sys.path.insert(0, str(ROOT / "csrc"))
 import setup_support  # noqa: E402
 
 if (problem := setup_support.old_setuptools(setuptools.__version__)) is not None:

@@ -1,4 +1,4 @@
-"""The build and its packages: setup.py, setup_support.py, pyproject.toml and MANIFEST.in."""
+"""The build and its packages: setup.py, csrc/setup_support.py, pyproject.toml and MANIFEST.in."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ MADE = {".pyc", ".so", ".o", ".d"}
 
 def load(name: str) -> Any:
     """A module of the source that is not installed."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(Path(name).name, ROOT / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -98,7 +98,7 @@ def load(name: str) -> Any:
     return module
 
 
-support = load("setup_support")
+support = load("csrc/setup_support")
 
 
 def attempt(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -296,6 +296,6 @@ def test_the_source_distribution_is_whole(tmp_path: Path) -> None:
         for path in files
         if path.is_file() and path.suffix not in MADE and "__pycache__" not in path.parts
     }
-    here |= {"LICENSE", "Makefile", "pyproject.toml", "setup.py", "setup_support.py"}
+    here |= {"LICENSE", "Makefile", "pyproject.toml", "setup.py"}
     here |= {".clang-format", ".ci/run"}
     assert here - packed == set()
