@@ -51,7 +51,7 @@ class View:
 
 @dataclass
 class Operands:
-    """What one rank passes. Where an operation works in place, `inputs` is `outputs`."""
+    """The operands of one rank. Where an operation works in place, `inputs` is `outputs`."""
 
     inputs: list[View]
     outputs: list[View]

@@ -6,7 +6,7 @@
 namespace resilient {
 namespace {
 
-// Of the code point that `text` begins with; 0: it is no UTF-8.
+// The length of the code point that `text` begins with; 0: not UTF-8.
 size_t codePointBytes(std::string_view text, uint32_t& point) {
   const auto byte = [&](size_t i) {
     return static_cast<uint8_t>(i < text.size() ? text[i] : 0);

@@ -101,7 +101,7 @@ class GroupImpl final : public Group,
   // A process calls that says it has this rank in the default group: looks it
   // up, unless all members are known.
   void lookUp(int64_t globalRank);
-  // Of the members that are known and have no link.
+  // Adds the addresses of members that are known and have no link.
   void addMemberIps(std::set<std::string>& ips) const;
   // Counts if it comes from the member that it names as its reporter.
   void onNotice(const Uid& sender, const Notice& notice);

@@ -39,7 +39,7 @@ class Membership {
       int rank,
       int size);
 
-  // What all members have in common.
+  // The values that all members share.
   struct Terms {
     uint64_t group = 0; // a random number that names it on the wire
     std::string secret;

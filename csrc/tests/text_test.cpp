@@ -33,7 +33,7 @@ TEST(text_becomes_valid_utf8) {
   CHECK_EQ(withoutControls(std::string_view("\0x", 2)), " x");
 }
 
-// What a peer sends ends in exceptions, logs and dumps.
+// Texts of a peer reach exceptions, logs and dumps.
 TEST(text_of_a_peer_has_no_control_characters) {
   const std::string hostile = "up\n[resilient rank 0 E] \x1b[2J\x9b";
   const std::string tame = "up [resilient rank 0 E]  [2J?";
