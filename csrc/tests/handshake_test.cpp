@@ -263,7 +263,7 @@ TEST(a_lost_syn_fails_the_attempt_early) {
   spec.synTimeout = 20ms;
   OutgoingResult result = world.connect(std::move(spec));
   CHECK(!result.failure.refusedEverywhere);
-  CHECK_CONTAINS(result.status.message(), "no answer in 0.02 s");
+  CHECK_CONTAINS(result.status.message(), "no answer in 20 ms");
 }
 
 // Once it is answered, the handshake has its own time.
@@ -275,7 +275,7 @@ TEST(the_timeout_of_the_syn_does_not_limit_the_handshake) {
   spec.synTimeout = 20ms;
   spec.attemptTimeout = 60ms;
   OutgoingResult result = world.connect(std::move(spec));
-  CHECK_CONTAINS(result.status.message(), "no end of the handshake in 0.06 s");
+  CHECK_CONTAINS(result.status.message(), "no end of the handshake in 60 ms");
 }
 
 TEST(a_connection_closed_in_the_midst_is_not_a_dead_peer) {
@@ -403,7 +403,7 @@ TEST(a_silent_caller_is_dropped_in_time) {
   char byte;
   CHECK_EQ(::recv(caller.get(), &byte, 1, 0), 0); // closed, without a word
   CHECK_EQ(world.log.lines.size(), 1);
-  CHECK_CONTAINS(world.log.lines[0], "no end of the handshake in 0.02 s");
+  CHECK_CONTAINS(world.log.lines[0], "no end of the handshake in 20 ms");
 }
 
 TEST(a_caller_of_another_protocol_gets_no_answer) {
