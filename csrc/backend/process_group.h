@@ -58,6 +58,9 @@ class ProcessGroupResilient : public c10d::Backend {
   // give one Work for all messages, and pipelines wait for single ones.
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
+  bool supportsSplitting() const override {
+    return true;
+  }
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
