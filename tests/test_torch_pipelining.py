@@ -59,7 +59,8 @@ def private_state(rank: int) -> None:
     x, target = batch_of(0)
     schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
     # What a failed step leaves behind, and we clear.
-    for name in ("fwd_cache", "bwd_cache", "dw_runner", "backward_state"):
+    forwards = "fwd_cache" if hasattr(stage, "fwd_cache") else "_forward_chunk_states"
+    for name in (forwards, "bwd_cache", "dw_runner", "backward_state"):
         assert isinstance(getattr(stage, name), dict), name
     assert isinstance(schedule._internal_losses, list)
     # What torch makes buffers anew by, for messages of another size.
@@ -67,10 +68,12 @@ def private_state(rank: int) -> None:
     assert schedule._stage_backward_initialized is True
     # Each output goes to one stage, whose gradient comes to the place of the output.
     assert [len(stages) for stages in stage.act_send_info.values()] == [1 - rank]
-    # Receive buffers of all microbatches are there from the beginning, so all can be posted.
-    kept = stage.args_recv_info if rank else stage.grad_recv_info
-    assert len({info.buffer.data_ptr() for (info,) in kept.values()}) == MICROBATCHES
-    (operation,) = stage.get_fwd_recv_ops(0) if rank else stage.get_bwd_recv_ops(0)
+    # All microbatches have receive buffers of their own (torch 2.15 and later: once they are
+    # posted), so all can be posted at once.
+    receive = stage.get_fwd_recv_ops if rank else stage.get_bwd_recv_ops
+    operations = [receive(microbatch) for microbatch in range(MICROBATCHES)]
+    assert len({operation.tensor.data_ptr() for (operation,) in operations}) == MICROBATCHES
+    (operation,) = operations[0]
     assert operation.op is dist.irecv
     assert (operation.group_peer, operation.tag) == (1 - rank, 0)
 

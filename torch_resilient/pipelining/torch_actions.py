@@ -236,8 +236,8 @@ class StageActions:
             save_forward_output=self._return_outputs,
         )
         if not stage.is_last:
-            outputs, inputs = stage.fwd_cache[microbatch]
-            stage.fwd_cache[microbatch] = (tuple(_not_a_view(each) for each in outputs), inputs)
+            outputs, _ = _kept_by_forward(stage, microbatch)
+            _keep_outputs(stage, microbatch, tuple(_not_a_view(each) for each in outputs))
         if not self.backward and not (stage.is_last and self._targets is not None):
             return
         compute_loss = self._schedule._maybe_compute_loss
@@ -251,9 +251,9 @@ class StageActions:
     def _graph_splits(self) -> bool:
         """Whether the backward of microbatch 0, after its F, can be split."""
         stage = self._stage
-        outputs, inputs = stage.fwd_cache[0]
+        outputs, inputs = _kept_by_forward(stage, 0)
         if stage.is_last:
-            outputs = self._schedule._internal_losses
+            outputs = tuple(self._schedule._internal_losses)
         if stage.is_first:  # W is the whole backward
             return not _compiled_function_in(outputs)
         received = inputs[: len(stage.args_recv_info[0])]  # after them come keyword arguments
@@ -533,6 +533,25 @@ class _Owned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
+
+
+def _kept_by_forward(stage: Any, microbatch: int) -> tuple[tuple[Any, ...], list[Tensor]]:
+    """The outputs and inputs that F has kept for B."""
+    if hasattr(stage, "fwd_cache"):
+        outputs, inputs = stage.fwd_cache[microbatch]
+        return outputs, inputs
+    # torch 2.15 and later keep more than these two.
+    state = stage._forward_chunk_states[microbatch]
+    return tuple(state.live_outputs), state.input_values
+
+
+def _keep_outputs(stage: Any, microbatch: int, outputs: tuple[Any, ...]) -> None:
+    """Replaces the outputs that F has kept for B."""
+    _, inputs = _kept_by_forward(stage, microbatch)
+    if hasattr(stage, "fwd_cache"):
+        stage.fwd_cache[microbatch] = (outputs, inputs)
+    else:
+        stage._forward_chunk_states[microbatch] = stage._make_forward_chunk_state(outputs, inputs)
 
 
 def _not_a_view(output: Any) -> Any:
