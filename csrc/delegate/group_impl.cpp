@@ -366,9 +366,13 @@ void GroupImpl::reach(int rank, const PeerAddress& address) {
 
 void GroupImpl::lookIn(Nanos pause) {
   lookPause_ = pause;
-  lookTimer_ = engine_->loop().after(pause, [this] {
-    lookTimer_ = 0;
-    onLook();
+  // Weak: news of the members may come while the group ends, and then sets a
+  // timer that shutdown() no longer cancels.
+  lookTimer_ = engine_->loop().after(pause, [weak = weak_from_this()] {
+    if (auto self = weak.lock()) {
+      self->lookTimer_ = 0;
+      self->onLook();
+    }
   });
 }
 
