@@ -28,7 +28,13 @@ HEALED_MAX_S = 2.0
 
 @pytest.mark.parametrize(
     ("rate", "words", "sources"),
-    [(1500, "none", 1), (10_000, "none", 1), (10_000, "half", 5000), (1500, "whole", 5000)],
+    [
+        (1500, "none", 1),
+        (10_000, "none", 1),
+        (10_000, "half", 5000),
+        (1500, "whole", 5000),
+        (10_000, "whole", 5000),
+    ],
 )
 def test_a_cut_heals_under_a_flood(lab: NetworkLab, rate: int, words: str, sources: int) -> None:
     """The strangers are next door to each rank, and the ranks 100 ms apart."""
