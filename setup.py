@@ -12,6 +12,7 @@ from pathlib import Path
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
+from setuptools.errors import CompileError, LinkError
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "csrc"))
@@ -199,24 +200,34 @@ class BuildForTorch(BuildExtension):
         # neither replaces the other's object and so makes the next build begin anew.
         common = self.build_temp
         self.build_temp = str(Path(common) / ext.name)
-        super().build_extension(ext)
-        self.build_temp = common
+        try:
+            super().build_extension(ext)
+        except (CompileError, LinkError, RuntimeError):  # torch turns ninja's into the last
+            if ext.name != CUDA_MODULE:
+                raise
+            self.drop_cuda("the C++ compiler failed on them; its output is above")
+        finally:
+            self.build_temp = common
 
     def prepare_cuda(self) -> None:
-        """Compiles the CUDA kernels; if it cannot, drops their module and says why in one line."""
+        """Compiles the CUDA kernels, or drops their module."""
         (ext,) = (each for each in self.extensions if each.name == CUDA_MODULE)
         try:
             # At run time torch has loaded this library already, wherever it lies then.
             ext.extra_link_args = [str(cuda_runtime())]
             ext.extra_objects = compile_kernels(Path(self.build_temp) / CUDA_MODULE)
         except setup_support.CudaUnavailableError as error:
-            self.without_cuda = str(error)
-            self.extensions.remove(ext)
-            text = f"torch_resilient has no CUDA kernels: {error}"
-            if CUDA_WANTED:
-                sys.exit(f"{text}; TORCH_RESILIENT_CUDA=1 requires them")
-            if torch.version.cuda is not None:
-                print(text, file=sys.stderr)
+            self.drop_cuda(str(error))
+
+    def drop_cuda(self, reason: str) -> None:
+        """Goes on without the CUDA kernels and says why in one line; exits if they are required."""
+        self.without_cuda = reason
+        self.extensions = [each for each in self.extensions if each.name != CUDA_MODULE]
+        text = f"torch_resilient has no CUDA kernels: {reason}"
+        if CUDA_WANTED:
+            sys.exit(f"{text}; TORCH_RESILIENT_CUDA=1 requires them")
+        if torch.version.cuda is not None:
+            print(text, file=sys.stderr)
 
 
 class BuildWithOptions(build_py):

@@ -74,6 +74,28 @@ print(json.dumps({
     "links": kernels and [*kernels.extra_objects, *kernels.extra_link_args],
 }))
 """
+# The C++ compiler fails on the module sys.argv[1]. Prints which modules were built.
+COMPILER_FAILS = """
+import json, sys
+import setuptools
+import torch
+import torch.utils.cpp_extension
+from distutils.core import run_setup
+from setuptools.command.build_ext import build_ext
+
+def compiled(self, ext):
+    if ext.name == sys.argv[1]:
+        raise RuntimeError("Error compiling objects for extension")
+
+torch.version.cuda = "13.2"
+torch.utils.cpp_extension.BuildExtension.build_extension = compiled
+build = run_setup("setup.py", stop_after="config").get_command_obj("build_ext")
+build.ensure_finalized()
+build.prepare_cuda = lambda: None
+for extension in build.extensions:
+    build.build_extension(extension)
+print(json.dumps([build.without_cuda, [each.name for each in build.extensions]]))
+"""
 NVCC = """#!/bin/sh
 echo "$*" >>"$0.log"
 case "$1" in
@@ -281,6 +303,19 @@ def test_kernels_can_be_turned_off(tmp_path: Path) -> None:
     done, calls = compile_kernels(tmp_path, 0, TORCH_RESILIENT_CUDA="0")
     assert json.loads(done.stdout)["without_cuda"] == "TORCH_RESILIENT_CUDA=0"
     assert calls == []
+
+
+def test_a_failing_compiler_costs_an_installation_the_kernels_alone() -> None:
+    done = attempt("-c", COMPILER_FAILS, "torch_resilient._cuda")
+    assert done.returncode == 0, done.stderr
+    reason, modules = json.loads(done.stdout)
+    assert reason == "the C++ compiler failed on them; its output is above"
+    assert done.stderr == f"torch_resilient has no CUDA kernels: {reason}\n"
+    assert "torch_resilient._cuda" not in modules
+    required = attempt("-c", COMPILER_FAILS, "torch_resilient._cuda", TORCH_RESILIENT_CUDA="1")
+    assert required.returncode == 1
+    assert required.stderr.endswith("; TORCH_RESILIENT_CUDA=1 requires them\n")
+    assert attempt("-c", COMPILER_FAILS, "torch_resilient._C").returncode != 0
 
 
 def test_without_ninja_no_old_binary_is_taken_for_a_new_one(tmp_path: Path) -> None:
