@@ -19,7 +19,7 @@ FOLDERS: dict[str, set[str]] = {
     "loss": {"base", "wire"},
     "path": {"base", "wire", "loss"},
     "datagram": {"base", "wire", "loss", "path"},
-    "failover": {"base", "wire", "loss", "path"},
+    "failover": {"base", "wire", "path"},
     "channel": {"base", "wire", "path"},
     "transport": {"base", "wire", "loss", "path", "datagram", "failover", "channel"},
     "delegate": {"base", "wire", "loss", "path", "datagram", "failover", "channel", "transport"},

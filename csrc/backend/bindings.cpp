@@ -260,7 +260,10 @@ py::dict toPython(const DatagramStats& s) {
 
 py::dict toPython(const PathStats& s) {
   py::dict d;
-  d["slot"] = s.slot;
+  // Numbers of all kinds of paths in one.
+  d["slot"] = s.kind == PathKind::kTcp ? s.index
+      : s.kind == PathKind::kShared    ? -1
+                                       : -2 - s.index;
   d["state"] = s.state;
   d["local_address"] = s.localAddress;
   d["remote_address"] = s.remoteAddress;

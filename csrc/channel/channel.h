@@ -92,6 +92,14 @@ struct PathCounters {
   uint64_t chunksSent = 0;
   uint64_t chunksRetransmitted = 0; // of these, repeats of another path's
   uint64_t timesSuspect = 0;
+
+  void add(const PathCounters& more) {
+    bytesSent += more.bytesSent;
+    bytesReceived += more.bytesReceived;
+    chunksSent += more.chunksSent;
+    chunksRetransmitted += more.chunksRetransmitted;
+    timesSuspect += more.timesSuspect;
+  }
 };
 
 // The relation to one remote process: messages in both directions over any

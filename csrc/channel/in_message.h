@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "channel/planted_bugs.h"
+#include "base/planted_bugs.h"
 #include "path/number_set.h"
 #include "wire/control.h"
 #include "wire/frame.h"

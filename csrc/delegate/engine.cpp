@@ -40,9 +40,6 @@ struct Process {
   uint64_t lastFault = 0;
   int64_t faultStep = 0;
   std::atomic<bool> forkedChild{false};
-
-  std::mutex foundMutex;
-  std::map<std::string, Engine::FoundRoute> found; // by foundMutex
 };
 
 Process& process() {
@@ -346,7 +343,9 @@ Engine::Engine(
   linkWatch_ = std::make_unique<LinkWatch>(
       loop_,
       [this](const std::string& nic, bool usable) {
-        eachLink([&](PeerLink& link) { link.onNic(nic, usable); });
+        eachLink([&](PeerLink& link) {
+          link.connections().failover().onNic(nic, usable, loop_.now());
+        });
       },
       [this] { onAddresses(); });
   if (options_.dump_on_sigusr1) {
@@ -405,18 +404,7 @@ void Engine::chooseCongestionControl() {
   }
 }
 
-Engine::FoundRoute Engine::found(const std::string& route) {
-  std::lock_guard lock(process().foundMutex);
-  const auto at = process().found.find(route);
-  return at == process().found.end() ? FoundRoute() : at->second;
-}
-
-void Engine::remember(const std::string& route, const FoundRoute& found) {
-  std::lock_guard lock(process().foundMutex);
-  process().found[route] = found;
-}
-
-// Whose frames must wait gets its turn when there are tokens again.
+// A rate-limited link is pumped again when its bucket has tokens.
 RateLimit* Engine::rateLimit(const std::string& site) {
   const auto bytesPerS = rateLimits_.beyond(self_.site, site);
   if (!bytesPerS) {
@@ -494,7 +482,7 @@ void Engine::startListening(const std::string& storeHost) {
   };
   config.onPeerLost = [this](const HelloInfo& hello) {
     if (PeerLink* known = knownLink(hello.initiator)) {
-      known->onIncomingLost(hello);
+      known->connections().onIncomingLost(hello);
     } else {
       unknown_->forget(hello);
     }
@@ -558,7 +546,7 @@ void Engine::onAddresses() {
             ": until it can (it goes on trying), no rank can connect to this "
             "one there");
   }
-  eachLink([](PeerLink& link) { link.onOurAddresses(); });
+  eachLink([](PeerLink& link) { link.connections().onOurAddresses(); });
   for (auto& [id, group] : groups_) {
     group->onOurAddresses(); // for those that have not sought us yet
   }
@@ -573,7 +561,7 @@ HelloCode Engine::decide(const HelloInfo& hello) {
     return HelloCode::kWrongPeer;
   }
   if (PeerLink* known = knownLink(hello.initiator)) {
-    return known->decide(hello);
+    return known->connections().decide(hello);
   }
   int ranks = 0;
   for (const auto& [id, group] : groups_) {
@@ -609,7 +597,8 @@ void Engine::membersKnown() {
 
 void Engine::letIn(PeerLink& link) {
   for (UnknownCallers::Caller& caller : unknown_->take(link.uid())) {
-    if (link.decide(caller.hello) == HelloCode::kOk && caller.fd) {
+    if (link.connections().decide(caller.hello) == HelloCode::kOk &&
+        caller.fd) {
       link.onIncoming(caller.hello, std::move(caller.fd));
     }
   }
@@ -670,7 +659,7 @@ SharedDoor* Engine::sharedDoor() {
     try {
       sharedDoor_ = std::make_unique<SharedDoor>(
           loop_, [this](const Uid& peer, SharedEnds ends) {
-            link(peer).onSharedEnds(std::move(ends));
+            link(peer).sharedMemory().onEnds(std::move(ends));
           });
     } catch (const StatusError& e) {
       noSharedDoor_ = true;
@@ -789,7 +778,7 @@ void Engine::stop(Nanos linger) {
   const auto deadline = std::chrono::steady_clock::now() + linger;
   const auto drained = [this] {
     for (auto& [uid, link] : links_) {
-      if (link->state() == PeerLink::State::kUp && !link->channel().drained()) {
+      if (link->state() == Link::State::kUp && !link->channel().drained()) {
         return false;
       }
     }
@@ -810,7 +799,7 @@ void Engine::stop(Nanos linger) {
     }
     for (auto& [uid, link] : links_) {
       link->close(
-          PeerLink::State::kLeft,
+          Link::State::kLeft,
           StatusCode::kAborted,
           "is left: the process group was destroyed");
     }
@@ -964,12 +953,12 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
   } else if (const auto lost = decodePathsLost(payload)) {
     // Not now: the path that brought it may be among them.
     loop_.post([this, uid = link.uid(), lost = *lost] {
-      this->link(uid).onPathsLost(lost);
+      this->link(uid).connections().onPathsLost(lost);
     });
   } else if (const auto offer = decodeSharedOffer(payload)) {
-    link.onSharedOffer(*offer);
+    link.sharedMemory().onOffer(*offer);
   } else if (const auto datagrams = decodeDatagramOffer(payload)) {
-    link.onDatagramOffer(*datagrams);
+    link.datagrams().onOffer(*datagrams);
   } else if (const auto addresses = decodeAddresses(payload)) {
     link.onPeerAddresses(addresses->record);
   } else if (const auto report = decodeReport(payload)) {
@@ -1027,8 +1016,7 @@ void Engine::eachLink(const std::function<void(PeerLink&)>& call) {
 
 void Engine::onLinkClosed(PeerLink& link, const Status& why) {
   logMessage(
-      link.state() == PeerLink::State::kDead ? LogLevel::kWarning
-                                             : LogLevel::kInfo,
+      link.state() == Link::State::kDead ? LogLevel::kWarning : LogLevel::kInfo,
       why.message());
   for (auto& [id, group] : groups_) {
     group->onLinkClosed(link);

@@ -19,6 +19,7 @@
 #include "datagram/recovery.h"
 #include "delegate/flight_recorder.h"
 #include "delegate/group.h"
+#include "delegate/link_host.h"
 #include "delegate/peer_link.h"
 #include "delegate/signal_dump.h"
 #include "delegate/unknown_callers.h"
@@ -45,7 +46,7 @@ class Resolver;
 //
 // Thread: methods under "any thread" from anywhere; all others on the loop
 // thread.
-class Engine final : public MailboxListener {
+class Engine final : public MailboxListener, public LinkHost {
  public:
   // --- any thread
   // The running engine, or a new one. `store` (the group's) tells the way to
@@ -64,18 +65,21 @@ class Engine final : public MailboxListener {
   static std::shared_ptr<Engine> current(); // or null
   ~Engine() override;
 
-  EventLoop& loop() {
+  EventLoop& loop() override {
     return loop_;
   }
-  const EngineOptions& options() const {
+  const EngineOptions& options() const override {
     return options_;
   }
-  const PeerAddress& self() const { // but for addresses: see record()
+  const PeerAddress& self() const override { // but for addresses: see record()
     return self_;
   }
   // How other ranks reach this process, as it is now. `storeRoundTrip`: to the
   // store of a group, as PeerAddress has it.
   std::string record(Nanos storeRoundTrip = Nanos(0)) const;
+  std::string addressText() const override {
+    return record();
+  }
   FlightRecorder& recorder() {
     return recorder_;
   }
@@ -87,7 +91,7 @@ class Engine final : public MailboxListener {
   bool callInLoop(const std::function<void()>& call);
   // A group's secret becomes valid for callers.
   void addSecret(const std::string& secret);
-  std::optional<std::string> secretOf(const KeyId& id); // any thread
+  std::optional<std::string> secretOf(const KeyId& id) override; // any thread
   // Asks `condition` on the loop thread until it holds or `deadline` passes;
   // true if it holds. Calls `meanwhile`, which may throw, on this thread.
   bool waitUntil(
@@ -108,98 +112,91 @@ class Engine final : public MailboxListener {
   std::vector<EarlyNotice> takeEarlyNotices(uint64_t group);
 
   // --- loop thread
-  Mailbox& mailbox() {
+  Mailbox& mailbox() override {
     return mailbox_;
   }
-  CompletionQueue& completions() {
+  CompletionQueue& completions() override {
     return completions_;
   }
-  StagingBudget& staging() {
+  StagingBudget& staging() override {
     return staging_;
   }
-  FaultPlan& faults() {
+  FaultPlan& faults() override {
     return faults_;
   }
-  int32_t globalRank() const {
+  int32_t globalRank() const override {
     return globalRank_;
   }
   // Made if need be, for a process that a group has found in its store: there
   // are no links with others, see UnknownCallers.
   PeerLink& link(const Uid& uid);
   // The link's address is known: who called from it before may come in.
-  void letIn(PeerLink& link);
+  void letIn(PeerLink& link) override;
   // A group has learned who its members are: callers among them may come in.
   void membersKnown();
   // A peer's addresses are others now.
-  void membersMoved() {
+  void membersMoved() override {
     memberIps_.reset();
   }
   // Whether this process of the job can have that address now: it is not this
   // process, nor one that is known to be elsewhere.
-  bool mayBeAt(const Uid& process, const SocketAddress& at) const;
-  PathId nextPathId() {
+  bool mayBeAt(const Uid& process, const SocketAddress& at) const override;
+  PathId nextPathId() override {
     return ++lastPathId_;
   }
   ListenerCounters listenerCounters() const;
   // For connections to a host of that site, or to this one (null).
-  SocketOptions socketOptions(const std::string* site) const;
+  SocketOptions socketOptions(const std::string* site) const override;
   // Whether to offer datagrams to hosts there.
-  bool datagramsTo(const std::string& site) const {
+  bool datagramsTo(const std::string& site) const override {
     return datagramSites_.beyond(self_.site, site).value_or(0) != 0;
   }
-  RecoverySchemes recoveryTo(const std::string& site) const {
+  RecoverySchemes recoveryTo(const std::string& site) const override {
     return recovery_.of(site);
   }
   // Options name sites that have not been compared with those of the ranks.
   bool namesSites() const;
   // Warns, once, of sites in options where none of these, of all ranks, is.
   void checkSites(const std::vector<std::string>& sites);
-  int dscpOf(const std::string& site) const {
+  int dscpOf(const std::string& site) const override {
     return static_cast<int>(dscps_.of(site).value_or(0));
   }
-  const BufferLimits& bufferLimits() const {
+  const BufferLimits& bufferLimits() const override {
     return bufferLimits_;
   }
   // For connections to other hosts: empty for the system's.
-  const std::string& congestionControl() const {
+  const std::string& congestionControl() const override {
     return congestionControl_;
   }
   // They may change to BBR by themselves.
-  bool mayChangeCongestionControl() const {
+  bool mayChangeCongestionControl() const override {
     return mayChangeCongestionControl_;
   }
   // The cap on what goes to that site, shared by all links to it; null: none.
   // A link that has not got its turn is pumped when it has.
-  RateLimit* rateLimit(const std::string& site);
-  void waitForTurn(const std::string& site);
-  // What was found of the way between two NICs, for the next link there, also
-  // one of a later engine of this process.
-  struct FoundRoute {
-    int connections = 0; // 0: unknown
-    bool lossy = false; // BBR is better
-  };
-  static FoundRoute found(const std::string& route);
-  static void remember(const std::string& route, const FoundRoute& found);
+  RateLimit* rateLimit(const std::string& site) override;
+  void waitForTurn(const std::string& site) override;
   // By traffic class: the interface it keeps to, or empty.
-  const std::array<std::string, kTrafficClassCount>& nicClasses() const {
+  const std::array<std::string, kTrafficClassCount>& nicClasses()
+      const override {
     return nicClasses_;
   }
   TimePoint startedAt() const {
     return startedAt_;
   }
   // Where peers on this host come to share memory; null if there is none.
-  SharedDoor* sharedDoor();
+  SharedDoor* sharedDoor() override;
   // It cannot be shared with a peer; says so once.
-  void noSharedMemory(const std::string& why);
+  void noSharedMemory(const std::string& why) override;
   void registerGroup(uint64_t id, GroupImpl* group);
   void unregisterGroup(uint64_t id);
-  void markDirty(PeerLink& link);
-  void onControl(PeerLink& link, std::span<const std::byte> payload);
-  void onLinkUp(PeerLink& link); // for the first time
-  void onLinkClosed(PeerLink& link, const Status& why);
+  void markDirty(PeerLink& link) override;
+  void onControl(PeerLink& link, std::span<const std::byte> payload) override;
+  void onLinkUp(PeerLink& link) override; // for the first time
+  void onLinkClosed(PeerLink& link, const Status& why) override;
   void eachLink(const std::function<void(PeerLink&)>& call);
   // Destroyed at the next turn: objects whose code is on the stack.
-  void destroyLater(std::shared_ptr<void> object);
+  void destroyLater(std::shared_ptr<void> object) override;
   void faultsChanged();
   // Writes the recent operations to standard error, or to a file of this
   // process in dump_dir.

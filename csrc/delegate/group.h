@@ -16,6 +16,7 @@
 #include "collectives/task.h"
 #include "collectives/topology.h"
 #include "path/recent_samples.h"
+#include "transport/path_stats.h"
 #include "wire/control.h"
 
 namespace resilient {
@@ -90,43 +91,7 @@ struct PointToPointSpec {
   std::function<void(const Status&, int sourceRank)> done;
 };
 
-// Of the packets of a datagram path, since it was made.
-struct DatagramStats {
-  uint64_t packetBytes = 0; // of payload, in one packet
-  // sent
-  uint64_t packets = 0, bytes = 0; // with all headers
-  uint64_t parity = 0, retransmitted = 0; // of these packets
-  uint64_t lost = 0; // as the far end says
-  double lossRate = 0, burstPackets = 1; // lately
-  double paceBytesPerS = 0;
-  // received
-  uint64_t recovered = 0; // by parity
-  uint64_t zeroFilled = 0;
-  uint64_t duplicates = 0;
-  uint64_t forged = 0; // not sealed by the peer, and dropped
-};
-
-// The state of one peer for stats(); see the field names in docs/options.md.
-struct PathStats {
-  int slot = 0;
-  // "up", "reserve" (it works, and is not needed), "suspect", "stalled"
-  // (suspect, and there is no other to take over), "proving" (it has come
-  // back), "connecting", "down", "unused"
-  std::string state;
-  std::string nic, remoteNic; // empty where the system chooses
-  std::string localAddress, remoteAddress;
-  uint64_t bytesSent = 0, bytesReceived = 0;
-  uint64_t chunksSent = 0, chunksRetransmitted = 0;
-  double roundTripS = 0; // smoothed; 0 while unknown
-  double leastRoundTripS = 0; // of the last seconds; 0 while unknown
-  RecentSamples roundTripsS;
-  double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
-  double capacityBytesPerS = 0; // what it would carry; 0 while unknown
-  uint64_t timesSuspect = 0;
-  uint64_t reconnects = 0;
-  std::string lastError;
-  std::optional<DatagramStats> datagrams; // of a path of datagrams
-};
+// One peer for stats(); docs/operations.md describes the fields.
 struct PeerStats {
   int rank = -1; // in this group
   std::string host;

@@ -9,10 +9,10 @@
 namespace resilient::test {
 namespace {
 
-struct Owner final : DatagramPathOwner {
-  void onDatagramClosed(DatagramPath&, const Status&) override {}
-  void onDatagramReady(DatagramPath&) override {}
-  void onDatagramUse(DatagramPath&) override {}
+struct Owner final : PathOwner {
+  void onPathClosed(Path&, const Status&) override {}
+  void onPathReady(Path&) override {}
+  void onPathUse(Path&) override {}
 };
 
 // A recorded datagram can be sent again and again. It is no sign of life.

@@ -460,7 +460,7 @@ TEST(engineLetsThePeerConnectWhileItsOwnSynIsNotAnswered) {
   const auto verdict = [&] { // in the loop
     HelloInfo hello;
     hello.initiator = uid;
-    return engine->link(uid).decide(hello);
+    return engine->link(uid).connections().decide(hello);
   };
   HelloCode unanswered{};
   engine->callInLoop([&] { unanswered = verdict(); });

@@ -1,4 +1,4 @@
-#include "path/health.h"
+#include "failover/health.h"
 
 #include "path/connection_count.h"
 #include "tests/check.h"

@@ -14,7 +14,7 @@
 #include <iostream>
 #include <new>
 
-#include "channel/planted_bugs.h"
+#include "base/planted_bugs.h"
 #include "tests/check.h"
 #include "tests/simulation.h"
 

@@ -1,4 +1,4 @@
-#include "path/refusals.h"
+#include "failover/refusals.h"
 
 #include "tests/check.h"
 

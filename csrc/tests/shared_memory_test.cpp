@@ -268,7 +268,7 @@ TEST(shared_door_waits_for_descriptors) {
 // --- as a path
 
 // One end is a path; the other one is the test, byte by byte.
-struct PathAndPeer final : SharedPathOwner {
+struct PathAndPeer final : PathOwner {
   Running running;
   TestProcess process{test::ChannelPair::defaults()};
   SharedMemory theirs;
@@ -300,17 +300,17 @@ struct PathAndPeer final : SharedPathOwner {
   ~PathAndPeer() {
     running.sync([this] { path.reset(); });
   }
-  void onSharedClosed(SharedPath&, const Status& why) override {
+  void onPathClosed(Path&, const Status& why) override {
     closed = why.message();
   }
-  void onSharedReady(SharedPath&) override {
+  void onPathReady(Path&) override {
     running.loop.post([this] {
       if (path && !path->closed()) {
         pump();
       }
     });
   }
-  void onSharedUse(SharedPath& p) override {
+  void onPathUse(Path& p) override {
     usable = p.usable();
   }
   void pump() {

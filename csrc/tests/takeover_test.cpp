@@ -1,4 +1,4 @@
-#include "path/takeover.h"
+#include "failover/takeover.h"
 
 #include "tests/check.h"
 

@@ -11,14 +11,15 @@ namespace {
 
 constexpr PathId kPath = 1;
 
-struct Owner : TcpPathOwner {
+struct Owner : PathOwner {
   explicit Owner(EventLoop& of) : loop(of) {}
-  void onPathClosed(TcpPath&, const Status& s) override {
+  void onPathClosed(Path&, const Status& s) override {
     ++closed;
     why = s;
     loop.stop();
   }
-  void onPathWritable(TcpPath&) override {}
+  void onPathReady(Path&) override {}
+  void onPathUse(Path&) override {}
   EventLoop& loop;
   int closed = 0;
   Status why;

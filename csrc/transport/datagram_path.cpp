@@ -51,13 +51,11 @@ DatagramPath::DatagramPath(
     PathId id,
     DatagramSocket socket,
     DatagramPathConfig config,
-    DatagramPathOwner& owner)
-    : loop_(loop),
-      channel_(channel),
-      id_(id),
+    PathOwner& owner)
+    : Path(PathKind::kDatagram, id, channel, owner),
+      loop_(loop),
       socket_(std::move(socket)),
       config_(std::move(config)),
-      owner_(owner),
       startedAt_(loop.now()),
       heardAt_(loop.now()),
       receiver_(
@@ -70,9 +68,9 @@ DatagramPath::DatagramPath(
   }
   packet_.resize(kSymbolHeaderBytes + kMostPieceBytes);
   opened_.resize(65536);
-  channel_.addPath(id_, loop_.now());
-  channel_.setSelfAcknowledging(id_, /*ordered=*/false);
-  channel_.setClasses(id_, 0);
+  channel_.addPath(id, loop_.now());
+  channel_.setSelfAcknowledging(id, /*ordered=*/false);
+  channel_.setClasses(id, 0);
   loop_.add(socket_.fd(), EPOLLIN, this);
   probeAt_ = loop_.now();
   armTimer();
@@ -81,7 +79,7 @@ DatagramPath::DatagramPath(
 DatagramPath::~DatagramPath() {
   if (!closed_) {
     end();
-    channel_.removePath(id_, loop_.now());
+    channel_.removePath(id(), loop_.now());
   }
 }
 
@@ -94,8 +92,8 @@ void DatagramPath::end() {
 void DatagramPath::close(const Status& why) {
   if (!closed_) {
     end();
-    owner_.onDatagramClosed(*this, why); // may still ask the channel about it
-    channel_.removePath(id_, loop_.now());
+    owner_.onPathClosed(*this, why); // may still ask the channel about it
+    channel_.removePath(id(), loop_.now());
   }
 }
 
@@ -109,7 +107,7 @@ std::string DatagramPath::remoteAddress() const {
 // --- from the channel
 
 bool DatagramPath::hasRoom() const {
-  if (closed_ || !usable() || full_) {
+  if (!usable() || full_) {
     return false;
   }
   const auto ahead =
@@ -121,7 +119,7 @@ bool DatagramPath::hasRoom() const {
 
 size_t DatagramPath::takeFrame(bool chunks) {
   const TimePoint now = loop_.now();
-  const OutFrame* const f = channel_.pull(id_, now, chunks);
+  const OutFrame* const f = channel_.pull(id(), now, chunks);
   if (f == nullptr) {
     return 0;
   }
@@ -134,7 +132,8 @@ size_t DatagramPath::takeFrame(bool chunks) {
   what.dtype = f->dtype;
   const size_t bytes = kFrameHeaderBytes + f->payloadBytes;
   frames_.push_back({sender_->add(what, now), f->reliable, false});
-  channel_.popWritten(id_); // it has been copied
+  channel_.popWritten(id()); // it has been copied
+  taken_ += bytes;
   return bytes;
 }
 
@@ -192,14 +191,17 @@ bool DatagramPath::flushBatch() {
   return all;
 }
 
-void DatagramPath::flush() {
-  if (closed_) {
-    return;
-  }
-  if (full_) {
+bool DatagramPath::flush() {
+  if (!closed_) {
+    if (!full_) {
+      sendDue();
+    }
     armTimer();
-    return;
   }
+  return false; // service() tells of room
+}
+
+void DatagramPath::sendDue() {
   // What is stamped here is sent now, not when this turn began.
   const TimePoint now = std::chrono::steady_clock::now();
   if (receiver_.reportDue(now)) {
@@ -219,7 +221,45 @@ void DatagramPath::flush() {
     seal({packet_.data(), n});
   }
   flushBatch();
-  armTimer();
+}
+
+uint64_t DatagramPath::takeUnpaid() {
+  if (!sender_) {
+    return 0;
+  }
+  const uint64_t bytes = sender_->counters().bytes;
+  const uint64_t left = bytes - std::exchange(counted_, bytes);
+  const uint64_t paid = std::min(left, taken_);
+  taken_ -= paid;
+  return left - paid;
+}
+
+void DatagramPath::fill(PathStats& stats) const {
+  Path::fill(stats);
+  stats.localAddress = localAddress();
+  stats.remoteAddress = remoteAddress();
+  if (!stats.datagrams) {
+    stats.datagrams.emplace();
+  }
+  DatagramStats& d = *stats.datagrams;
+  const ReceiverCounters& r = receiver_.counters();
+  d.recovered += r.recovered;
+  d.zeroFilled += r.zeroFilled;
+  d.duplicates += r.duplicates;
+  d.forged += forged_;
+  d.packetBytes = pieceBytes_;
+  if (sender_ != nullptr) {
+    const SenderCounters& c = sender_->counters();
+    d.packets += c.packets;
+    d.bytes += c.bytes;
+    d.lost += c.lost;
+    d.parity += c.repairSymbols;
+    d.retransmitted += c.again;
+    d.lossRate = sender_->loss().estimate().rate;
+    d.burstPackets = sender_->loss().estimate().burstPackets;
+    d.paceBytesPerS = sender_->rate().bytesPerS();
+    stats.leastRoundTripS = toSeconds(sender_->rate().leastRoundTrip());
+  }
 }
 
 void DatagramPath::sendProbes(TimePoint now) {
@@ -365,7 +405,7 @@ void DatagramPath::onProven(Nanos roundTrip) {
       [this](uint64_t object) { onDone(object); });
   sender_->sentOther(lastPacket_);
   probeAt_ = loop_.now(); // for larger packets
-  owner_.onDatagramUse(*this);
+  owner_.onPathUse(*this);
 }
 
 void DatagramPath::onObject(
@@ -386,10 +426,10 @@ void DatagramPath::onObject(
     status = Status(StatusCode::kProtocol, "a frame of another size");
   }
   if (status.ok()) {
-    status = channel_.onHeader(id_, header, now);
+    status = channel_.onHeader(id(), header, now);
   }
   if (status.ok()) {
-    std::byte* const to = channel_.destination(id_);
+    std::byte* const to = channel_.destination(id());
     if (to != nullptr && !payload.empty()) {
       std::memcpy(to, payload.data(), payload.size());
     }
@@ -398,7 +438,7 @@ void DatagramPath::onObject(
       // The first piece, with the header, is never missing.
       zeroFilled.push_back({h.offset - kFrameHeaderBytes, h.bytes});
     }
-    status = channel_.onPayload(id_, now, zeroFilled);
+    status = channel_.onPayload(id(), now, zeroFilled);
   }
   if (!status.ok()) {
     failure_ = status;
@@ -426,7 +466,7 @@ void DatagramPath::service() {
   }
   if (sender_) {
     // Short chunks would lose what spreads a burst over several blocks.
-    channel_.setCapacity(id_, sender_->rate().capacityBytesPerS());
+    channel_.setCapacity(id(), sender_->rate().capacityBytesPerS());
   }
   const uint64_t before = framesDone_;
   while (!frames_.empty() && frames_.front().done) {
@@ -434,11 +474,11 @@ void DatagramPath::service() {
     frames_.pop_front();
   }
   if (framesDone_ != before) {
-    channel_.delivered(id_, framesDone_, now);
+    channel_.delivered(id(), framesDone_, now);
   }
   flush();
   if (usable() && hasRoom()) {
-    owner_.onDatagramReady(*this);
+    owner_.onPathReady(*this);
   }
 }
 
@@ -475,7 +515,7 @@ void DatagramPath::checkSilence(TimePoint now) {
   }
   if (silent != silent_) {
     silent_ = silent;
-    owner_.onDatagramUse(*this);
+    owner_.onPathUse(*this);
   }
 }
 

@@ -14,25 +14,12 @@
 #include "transport/datagram_socket.h"
 #include "transport/event_loop.h"
 #include "transport/packet_seal.h"
+#include "transport/path.h"
 
 namespace resilient {
 
-class DatagramPath;
-
-class DatagramPathOwner {
- public:
-  virtual ~DatagramPathOwner() = default;
-  // It is over; the path does nothing more and waits to be destroyed (not from
-  // within this call).
-  virtual void onDatagramClosed(DatagramPath& path, const Status& why) = 0;
-  // It takes frames again.
-  virtual void onDatagramReady(DatagramPath& path) = 0;
-  // Its usable() has changed.
-  virtual void onDatagramUse(DatagramPath& path) = 0;
-};
-
 struct DatagramPathConfig {
-  int slot = 0; // of the connection beside which it is
+  size_t route = 0; // on which it is, for the owner
   std::unique_ptr<PacketSeal> ours, theirs; // one for each direction
   RecoverySchemes schemes;
   // What the connections of the same route have shown of it; 0: nothing.
@@ -51,7 +38,7 @@ struct DatagramPathConfig {
 // it is heard again; if that takes long, it is closed.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink.
-class DatagramPath final : public Handler {
+class DatagramPath final : public Path, public Handler {
  public:
   DatagramPath(
       EventLoop& loop,
@@ -59,32 +46,40 @@ class DatagramPath final : public Handler {
       PathId id,
       DatagramSocket socket,
       DatagramPathConfig config,
-      DatagramPathOwner& owner);
+      PathOwner& owner);
   ~DatagramPath() override;
 
-  PathId id() const {
-    return id_;
+  size_t route() const {
+    return config_.route;
   }
-  int slot() const {
-    return config_.slot;
+  // A probe has come back, so it can carry frames.
+  bool proven() const {
+    return sender_ != nullptr;
   }
-  bool closed() const {
-    return closed_;
+  bool silent() const {
+    return silent_;
   }
-  // Proven, and not silent.
-  bool usable() const {
-    return sender_ != nullptr && !silent_;
-  }
-  bool hasRoom() const;
-  // As in TcpPath: the bytes of the frame, 0 if there is none.
-  size_t takeFrame(bool chunks);
-  // Sends what may leave now.
-  void flush();
-  void close(const Status& why);
 
-  TimePoint heardAt() const {
+  // Path
+  // Proven, not silent, and no fault rule concerns the peer.
+  bool usable() const override {
+    return !closed_ && proven() && !silent_ && !avoided_;
+  }
+  bool hasRoom() const override;
+  size_t takeFrame(bool chunks = true) override;
+  bool flush() override;
+  void close(const Status& why) override;
+  TimePoint heardAt() const override {
     return heardAt_;
   }
+  void faultsChanged(bool concerned) override {
+    avoided_ = concerned;
+  }
+  // All that has left beyond the frames taken: parity, headers, repeats.
+  uint64_t takeUnpaid() override;
+  // Adds to stats.datagrams what this path has counted.
+  void fill(PathStats& stats) const override;
+
   size_t pieceBytes() const {
     return pieceBytes_;
   }
@@ -124,6 +119,7 @@ class DatagramPath final : public Handler {
   void sendProbes(TimePoint now);
   void seal(std::span<const std::byte> packet);
   bool flushBatch();
+  void sendDue();
   void service();
   Nanos silenceLimit() const;
   void checkSilence(TimePoint now);
@@ -131,12 +127,11 @@ class DatagramPath final : public Handler {
   void end();
 
   EventLoop& loop_;
-  Channel& channel_;
-  const PathId id_;
   DatagramSocket socket_;
   const DatagramPathConfig config_;
-  DatagramPathOwner& owner_;
-  bool closed_ = false;
+  bool avoided_ = false;
+  uint64_t taken_ = 0; // bytes of frames, less what has left of them
+  uint64_t counted_ = 0; // of what has left, at the last takeUnpaid()
   bool silent_ = false;
   TimePoint startedAt_, heardAt_;
   TimePoint arrivedAt_{}; // of the latest datagram, as the kernel saw it

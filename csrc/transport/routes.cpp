@@ -35,6 +35,12 @@ std::vector<Route> otherPairs(
   return pairs;
 }
 
+std::vector<NicAddress> outward(std::vector<NicAddress> nics) {
+  std::erase_if(
+      nics, [](const NicAddress& n) { return n.address.isLoopback(); });
+  return nics;
+}
+
 std::vector<Route> pairNics(
     const std::vector<NicAddress>& mine,
     const std::vector<NicAddress>& theirs,

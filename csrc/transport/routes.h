@@ -7,6 +7,9 @@
 
 namespace resilient {
 
+// Without loopback addresses: that of another host is not ours.
+std::vector<NicAddress> outward(std::vector<NicAddress> nics);
+
 // A pair of NICs, one of ours and one of the peer's, by their places in the
 // two lists of addresses.
 struct Route {

@@ -13,12 +13,10 @@ SharedPath::SharedPath(
     Channel& channel,
     PathId id,
     SharedEnds ends,
-    SharedPathOwner& owner)
-    : loop_(loop),
-      channel_(channel),
-      id_(id),
+    PathOwner& owner)
+    : Path(PathKind::kShared, id, channel, owner),
+      loop_(loop),
       ends_(std::move(ends)),
-      owner_(owner),
       mine_(ends_.memory.side(ends_.side)),
       theirs_(ends_.memory.side(1 - ends_.side)),
       out_(ends_.memory, ends_.side),
@@ -26,8 +24,8 @@ SharedPath::SharedPath(
       reader_(channel, id),
       end_(*this),
       heardAt_(loop.now()) {
-  channel_.addPath(id_, loop_.now());
-  channel_.setSelfAcknowledging(id_);
+  channel_.addPath(id, loop_.now());
+  channel_.setSelfAcknowledging(id);
   setWakeAt();
   loop_.add(ends_.wakeMine.get(), EPOLLIN | EPOLLET, &wake_);
   loop_.add(ends_.socket.get(), EPOLLRDHUP, &end_);
@@ -41,7 +39,7 @@ SharedPath::~SharedPath() {
     loop_.remove(this);
     loop_.remove(ends_.wakeMine.get());
     loop_.remove(ends_.socket.get());
-    channel_.removePath(id_, loop_.now());
+    channel_.removePath(id(), loop_.now());
   }
 }
 
@@ -55,8 +53,8 @@ void SharedPath::close(const Status& why) {
   loop_.remove(ends_.wakeMine.get());
   loop_.remove(ends_.socket.get());
   ends_.socket.reset();
-  owner_.onSharedClosed(*this, why); // may still ask the channel about it
-  channel_.removePath(id_, loop_.now());
+  owner_.onPathClosed(*this, why); // may still ask the channel about it
+  channel_.removePath(id(), loop_.now());
 }
 
 // The peer has closed its end: what it wrote before is still here.
@@ -135,7 +133,7 @@ void SharedPath::lookAtAvoidance() {
   const bool avoided = (theirs_.avoids.load() | mine_.avoids.load()) != 0;
   if (avoided != avoided_) {
     avoided_ = avoided;
-    owner_.onSharedUse(*this);
+    owner_.onPathUse(*this);
   }
 }
 
@@ -146,13 +144,14 @@ bool SharedPath::hasRoom() const {
       !(full_ && unwrittenBytes_ != 0);
 }
 
-bool SharedPath::takeFrame() {
-  const OutFrame* const frame = channel_.pull(id_, loop_.now());
+size_t SharedPath::takeFrame(bool chunks) {
+  const OutFrame* const frame = channel_.pull(id(), loop_.now(), chunks);
   if (frame == nullptr) {
-    return false;
+    return 0;
   }
-  unwrittenBytes_ += kFrameHeaderBytes + frame->payloadBytes;
-  return true;
+  const size_t bytes = kFrameHeaderBytes + frame->payloadBytes;
+  unwrittenBytes_ += bytes;
+  return bytes;
 }
 
 // All of it, or until the ring is full.
@@ -188,8 +187,8 @@ void SharedPath::writeOut() {
   }
   full_ = false;
   const uint64_t before = out_.written();
-  while (!channel_.unwritten(id_).empty()) {
-    const OutFrame& f = channel_.unwritten(id_).front();
+  while (!channel_.unwritten(id()).empty()) {
+    const OutFrame& f = channel_.unwritten(id()).front();
     const size_t size = kFrameHeaderBytes + f.payloadBytes;
     if ((frontWritten_ < kFrameHeaderBytes &&
          !put(
@@ -207,7 +206,7 @@ void SharedPath::writeOut() {
     if (f.ackNow) {
       asked_.push_back(out_.written());
     }
-    channel_.popWritten(id_);
+    channel_.popWritten(id());
   }
   if (closed_) {
     return;
@@ -254,11 +253,11 @@ void SharedPath::acknowledge() {
   setWakeAt();
   if (framesDone_ != before) {
     lookAfter_ = kLookAfter;
-    channel_.delivered(id_, framesDone_, loop_.now());
+    channel_.delivered(id(), framesDone_, loop_.now());
   }
   if (writable) {
     writeOut();
-    owner_.onSharedReady(*this);
+    owner_.onPathReady(*this);
   }
 }
 
@@ -288,7 +287,7 @@ void SharedPath::lookLater() {
 
 void SharedPath::read() {
   size_t total = 0;
-  owner_.onSharedReady(*this); // flush() says that it is done with
+  owner_.onPathReady(*this); // flush() says that it is done with
   while (!closed_ && total < kReadPerTurn) {
     std::span<const std::byte> bytes;
     Status status;

@@ -8,23 +8,10 @@
 #include "channel/channel.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
+#include "transport/path.h"
 #include "transport/shared_memory.h"
 
 namespace resilient {
-
-class SharedPath;
-
-class SharedPathOwner {
- public:
-  virtual ~SharedPathOwner() = default;
-  // It is over; the path does nothing more and waits to be destroyed (not from
-  // within this call).
-  virtual void onSharedClosed(SharedPath& path, const Status& why) = 0;
-  // It takes frames again, or has read some: flush() is due.
-  virtual void onSharedReady(SharedPath& path) = 0;
-  // Its usable() has changed.
-  virtual void onSharedUse(SharedPath& path) = 0;
-};
 
 // What two processes of one host have in common once they have met (see
 // shared_door.h).
@@ -43,39 +30,34 @@ struct SharedEnds {
 // path is never suspect and needs no probes.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink.
-class SharedPath final : public Poller {
+class SharedPath final : public Path, public Poller {
  public:
   SharedPath(
       EventLoop& loop,
       Channel& channel,
       PathId id,
       SharedEnds ends,
-      SharedPathOwner& owner);
+      PathOwner& owner);
   ~SharedPath() override;
-  SharedPath(const SharedPath&) = delete;
-  SharedPath& operator=(const SharedPath&) = delete;
 
-  PathId id() const {
-    return id_;
+  // Path
+  // False as long as one of the two ends avoids it.
+  bool usable() const override {
+    return !closed_ && !avoided_;
   }
-  bool closed() const {
-    return closed_;
+  bool hasRoom() const override;
+  size_t takeFrame(bool chunks = true) override;
+  bool flush() override;
+  void close(const Status& why) override;
+  TimePoint heardAt() const override {
+    return heardAt_;
   }
-  // As in TcpPath.
-  bool hasRoom() const;
-  bool takeFrame();
-  // True if it takes frames again, where it did not before.
-  bool flush();
-  void close(const Status& why);
+  void faultsChanged(bool concerned) override {
+    avoid(concerned);
+  }
 
   // Messages take the network instead, as long as one of the two ends says so.
   void avoid(bool avoid);
-  bool usable() const {
-    return !avoided_;
-  }
-  TimePoint heardAt() const {
-    return heardAt_;
-  }
 
   // Poller
   bool hasNews() const override;
@@ -121,10 +103,7 @@ class SharedPath final : public Poller {
   void setWakeAt();
 
   EventLoop& loop_;
-  Channel& channel_;
-  const PathId id_;
   SharedEnds ends_;
-  SharedPathOwner& owner_;
   SharedMemory::Side& mine_;
   SharedMemory::Side& theirs_;
   RingWriter out_;
@@ -132,7 +111,6 @@ class SharedPath final : public Poller {
   FrameReader reader_;
   Wake wake_;
   End end_;
-  bool closed_ = false;
   bool avoided_ = false;
   TimePoint heardAt_;
 

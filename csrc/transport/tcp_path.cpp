@@ -31,14 +31,12 @@ TcpPath::TcpPath(
     int slot,
     FileDescriptor socket,
     PathFaults& faults,
-    TcpPathOwner& owner)
-    : loop_(loop),
-      channel_(channel),
-      id_(id),
+    PathOwner& owner)
+    : Path(PathKind::kTcp, id, channel, owner),
+      loop_(loop),
       slot_(slot),
       socket_(std::move(socket)),
       faults_(faults),
-      owner_(owner),
       localAddress_(resilient::localAddress(socket_.get()).toString()),
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
       heardAt_(loop.now()),
@@ -51,7 +49,7 @@ TcpPath::TcpPath(
   // Edge-triggered: no system call to change what is watched, and one wake-up
   // per arrival however many threads sleep in the loop.
   loop_.add(socket_.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, this);
-  channel_.addPath(id_, loop_.now());
+  channel_.addPath(id, loop_.now());
   faults_.connectionOpened(loop_.now());
   applyFaultState();
 }
@@ -61,7 +59,7 @@ TcpPath::~TcpPath() {
     closed_ = true;
     loop_.cancel(faultTimer_);
     loop_.remove(socket_.get());
-    channel_.removePath(id_, loop_.now());
+    channel_.removePath(id(), loop_.now());
   }
 }
 
@@ -84,7 +82,7 @@ void TcpPath::end(const Status& why) {
   loop_.remove(socket_.get());
   socket_.reset();
   owner_.onPathClosed(*this, why); // may still ask the channel about it
-  channel_.removePath(id_, loop_.now());
+  channel_.removePath(id(), loop_.now());
 }
 
 PathEvidence TcpPath::evidence() const {
@@ -114,6 +112,12 @@ PathEvidence TcpPath::evidence() const {
   return e;
 }
 
+void TcpPath::fill(PathStats& stats) const {
+  Path::fill(stats);
+  stats.localAddress = localAddress_;
+  stats.remoteAddress = remoteAddress_;
+}
+
 bool TcpPath::hasRoom() const {
   if (closed_) {
     return false;
@@ -130,7 +134,7 @@ bool TcpPath::hasRoom() const {
 // A slow path binds less: what is bound cannot go another way. On a long one
 // the kernel must never run dry, or it takes us for the bottleneck.
 size_t TcpPath::bytesAhead() const {
-  const LinkStatistics& s = channel_.pathStatistics(id_);
+  const LinkStatistics& s = channel_.pathStatistics(id());
   const double seconds =
       std::max(toSeconds(kAheadTime), s.leastRoundTripS() / 4);
   return static_cast<size_t>(s.capacityBytesPerS() * seconds);
@@ -163,7 +167,7 @@ void TcpPath::tune() {
 }
 
 size_t TcpPath::takeFrame(bool chunks) {
-  const OutFrame* frame = channel_.pull(id_, loop_.now(), chunks);
+  const OutFrame* frame = channel_.pull(id(), loop_.now(), chunks);
   if (frame == nullptr) {
     return 0;
   }
@@ -179,7 +183,7 @@ size_t TcpPath::gather(iovec* out, size_t capacity, size_t limit) const {
   size_t n = 0;
   size_t skip = frontWritten_;
   size_t index = 0;
-  for (const OutFrame& f : channel_.unwritten(id_)) {
+  for (const OutFrame& f : channel_.unwritten(id())) {
     if (n + 2 > capacity || limit == 0 || releases_[index++] > loop_.now()) {
       break;
     }
@@ -201,7 +205,12 @@ size_t TcpPath::gather(iovec* out, size_t capacity, size_t limit) const {
   return n;
 }
 
-void TcpPath::flush() {
+bool TcpPath::flush() {
+  writeOut();
+  return false; // EPOLLOUT tells of room
+}
+
+void TcpPath::writeOut() {
   while (!closed_ && !socketFull_ && !releases_.empty()) {
     size_t limit = SIZE_MAX;
     if (faults_.any()) {
@@ -265,13 +274,13 @@ void TcpPath::wrote(size_t bytes) {
   unwrittenBytes_ -= bytes;
   bytes += frontWritten_;
   while (!releases_.empty()) {
-    const OutFrame& f = channel_.unwritten(id_).front();
+    const OutFrame& f = channel_.unwritten(id()).front();
     const size_t size = kFrameHeaderBytes + f.payloadBytes;
     if (bytes < size) {
       break;
     }
     bytes -= size;
-    channel_.popWritten(id_);
+    channel_.popWritten(id());
     releases_.pop_front();
   }
   frontWritten_ = bytes;
@@ -311,11 +320,15 @@ void TcpPath::armFaultTimer(TimePoint at) {
   }
   faultTimer_ = loop_.at(at, [this] {
     faultTimer_ = 0;
-    faultsChanged();
+    lookAtFaults();
   });
 }
 
-void TcpPath::faultsChanged() {
+void TcpPath::faultsChanged(bool) {
+  lookAtFaults();
+}
+
+void TcpPath::lookAtFaults() {
   if (closed_) {
     return;
   }
@@ -326,7 +339,7 @@ void TcpPath::faultsChanged() {
   }
   flush();
   if (!closed_) {
-    owner_.onPathWritable(*this);
+    owner_.onPathReady(*this);
   }
 }
 
@@ -353,7 +366,7 @@ void TcpPath::onEvents(uint32_t events) {
     socketFull_ = false;
     flush();
     if (!closed_) {
-      owner_.onPathWritable(*this);
+      owner_.onPathReady(*this);
     }
   }
 }

@@ -9,25 +9,14 @@
 
 #include "base/status.h"
 #include "channel/channel.h"
+#include "failover/health.h"
 #include "path/faults.h"
-#include "path/health.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
+#include "transport/path.h"
 #include "transport/socket.h"
 
 namespace resilient {
-
-class TcpPath;
-
-class TcpPathOwner {
- public:
-  virtual ~TcpPathOwner() = default;
-  // The connection is over; the path does nothing more and waits to be
-  // destroyed (not from within this call).
-  virtual void onPathClosed(TcpPath& path, const Status& why) = 0;
-  // The path takes frames again.
-  virtual void onPathWritable(TcpPath& path) = 0;
-};
 
 // One established TCP connection as a path of a channel: moves frames between
 // the channel and the socket, nothing else. Fault injection (path/faults.h)
@@ -35,7 +24,7 @@ class TcpPathOwner {
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink; `faults` belongs to
 // the slot and outlives the connection (it counts its cuts).
-class TcpPath final : public Handler {
+class TcpPath final : public Path, public Handler {
  public:
   TcpPath(
       EventLoop& loop,
@@ -44,32 +33,26 @@ class TcpPath final : public Handler {
       int slot,
       FileDescriptor socket,
       PathFaults& faults,
-      TcpPathOwner& owner);
+      PathOwner& owner);
   ~TcpPath() override;
 
-  PathId id() const {
-    return id_;
-  }
   int slot() const {
     return slot_;
   }
-  bool closed() const {
-    return closed_;
-  }
-  // Would take another frame now.
-  bool hasRoom() const;
-  // Pulls one frame and returns its bytes; 0 if the channel has none. Without
-  // `chunks`, none that carries messages.
-  size_t takeFrame(bool chunks = true);
-  // Writes what it has, as far as the socket takes it.
-  void flush();
-  // Gives the connection up at once; bytes in the kernel are dropped.
-  void reset(const Status& why);
-  // Closes it; what the kernel still holds is sent.
-  void close(const Status& why);
 
-  // What it shows of its health, but for what only the channel knows.
-  PathEvidence evidence() const;
+  // Path
+  bool hasRoom() const override;
+  size_t takeFrame(bool chunks = true) override;
+  bool flush() override;
+  void close(const Status& why) override;
+  void reset(const Status& why) override;
+  TimePoint heardAt() const override {
+    return heardAt_;
+  }
+  PathEvidence evidence() const override;
+  void faultsChanged(bool concerned) override;
+  void fill(PathStats& stats) const override;
+
   // The kernel's own view: of packets, not of frames that wait for others in
   // front of them.
   std::optional<TcpInfo> kernelView() const {
@@ -87,12 +70,6 @@ class TcpPath final : public Handler {
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
     return startUpBytes_ != 0;
-  }
-  // Rules were added or removed.
-  void faultsChanged();
-
-  TimePoint heardAt() const {
-    return heardAt_;
   }
   SocketAddress localSocket() const {
     return resilient::localAddress(socket_.get());
@@ -134,6 +111,8 @@ class TcpPath final : public Handler {
 
   size_t bytesAhead() const;
   size_t batchBytes() const;
+  void writeOut();
+  void lookAtFaults();
   void end(const Status& why);
   enum class Read { kNothing, kShort, kFull };
   Read readSome(size_t& total);
@@ -146,14 +125,10 @@ class TcpPath final : public Handler {
   void armFaultTimer(TimePoint at);
 
   EventLoop& loop_;
-  Channel& channel_;
-  const PathId id_;
   const int slot_;
   FileDescriptor socket_;
   PathFaults& faults_;
-  TcpPathOwner& owner_;
   std::string localAddress_, remoteAddress_;
-  bool closed_ = false;
   bool local_ = false; // the far end is on this host
   size_t unsentLimit_ = kLeastUnsent;
   size_t startUpBytes_ = 0; // not 0 while BBR starts up

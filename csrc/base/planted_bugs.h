@@ -18,6 +18,19 @@ struct PlantedBugs {
   bool forgetCredit = false; // the receiver never gives credit back
   bool matchByArrival = false; // instead of by number
   bool keepDestination = false; // a finished message is still written to
+
+  // failover
+  bool noProbation = false; // a connection that comes back carries at once
+  bool noHoldDown = false; // however often it has been lost
+  bool noReconnect = false; // a lost connection is not made again
+  bool neverSuspect = false; // silence is noticed only at the stall time-out
+  bool suspectAll = false; // also if no other connection can take over
+  bool forgetTaint = false; // silent neighbours need not answer anew
+  bool neverOffRoute = false; // other pairs of NICs are not tried
+  bool ignoreNicDown = false; // the kernel's news of our NICs
+  bool reserveWhenNothingWorks = false;
+  bool standbyFirstRouteOnly = false; // the standby never takes over
+  bool keepClassOnDeadNic = false;
 };
 
 inline PlantedBugs plantedBugs;

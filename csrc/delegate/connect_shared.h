@@ -1,0 +1,47 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "delegate/connector.h"
+#include "transport/shared_door.h"
+#include "transport/shared_path.h"
+#include "wire/control.h"
+
+namespace resilient {
+
+// Memory shared with a peer on this host. The preferred process of the two
+// says over a connection, which has proved the job's secret, at which Unix
+// socket it waits and for which token; the other one brings the memory there.
+class SharedConnector final : public Connector {
+ public:
+  using Connector::Connector;
+
+  // Usable, so that the network is in reserve.
+  bool sharing() const {
+    return path_ != nullptr && path_->usable();
+  }
+  // The peer invites us; and has come with memory.
+  void onOffer(const SharedOffer& offer);
+  void onEnds(SharedEnds ends);
+
+  // Connector
+  void offer() override;
+  void onPathClosed(Path& path, const Status& why) override;
+  void onPathUse(Path&) override {}
+  uint8_t classes(const Path&, const Roles& roles) const override {
+    return roles.sharedMemory;
+  }
+  void close() override {
+    knock_.reset();
+  }
+  void fillStats(PeerStats& stats) const override;
+
+ private:
+  SharedPath* path_ = nullptr; // the link's
+  std::unique_ptr<SharedKnock> knock_;
+  bool offered_ = false;
+  std::optional<PathCounters> past_; // of memory that was shared before
+};
+
+} // namespace resilient

@@ -1,0 +1,140 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "delegate/connector.h"
+#include "delegate/route_tuning.h"
+#include "failover/failover.h"
+#include "path/congestion_choice.h"
+#include "transport/handshake.h"
+#include "transport/routes.h"
+#include "transport/tcp_path.h"
+#include "wire/control.h"
+
+namespace resilient {
+
+// The TCP connections to one peer: how each is made, by us or by the peer, from
+// which NIC to which, and how many a route has. When, and what each is for, is
+// decided by the Failover, whose wishes are carried out here.
+//
+// Connections have numbers that both ends know; see failover/failover.h. Who
+// connects: whoever needs the peer first. If both try at once for one number,
+// the process with the smaller uid wins; the other's attempt is refused with
+// kDuplicateSlot.
+class TcpConnector final : public Connector, private FailoverHost {
+ public:
+  explicit TcpConnector(Link& link);
+  ~TcpConnector() override;
+
+  Failover& failover() {
+    return failover_;
+  }
+  const Failover& failover() const {
+    return failover_;
+  }
+  // --- the ways
+  // At least 1: pairs of NICs, or whatever way the system chooses.
+  size_t routes() const {
+    return failover_.routes();
+  }
+  // A connection of the route that stands.
+  std::optional<size_t> anyOf(size_t route) const;
+  TcpPath* path(size_t connection) const {
+    return connections_[connection].path;
+  }
+  // Our interface, and the peer's, of a connection's (or route's) route; empty
+  // if the system chooses.
+  std::string nicOf(size_t connection) const;
+  std::string remoteNicOf(size_t connection) const;
+  // As measured on the connections of the route together.
+  double capacityBytesPerS(size_t route) const;
+
+  // --- what happens
+  // The peer's address is known; what it has connected before is there already.
+  void onAddress();
+  // From the listener: may this caller have the connection? And: it has come,
+  // or is lost on the way.
+  HelloCode decide(const HelloInfo& hello);
+  void onIncoming(const HelloInfo& hello, FileDescriptor fd);
+  void onIncomingLost(const HelloInfo& hello);
+  // The peer has seen connections of its own go down.
+  void onPathsLost(const PathsLost& lost);
+  // An interface of ours has another address; and one of the peer's, which the
+  // link has noted.
+  void onOurAddresses();
+  void onPeerAddresses();
+  bool anyAnswers() const;
+  // "1 of 2 paths up; path 0 (eth0): silent for 19.0 s": the state in a few
+  // words.
+  std::string summary() const;
+
+  // Connector
+  void offer() override {}
+  void onPathClosed(Path& path, const Status& why) override;
+  void onPathUse(Path&) override {}
+  uint8_t classes(const Path& path, const Roles& roles) const override {
+    return roles.connections[static_cast<size_t>(
+        static_cast<const TcpPath&>(path).slot())];
+  }
+  void close() override;
+  void fillStats(PeerStats& stats) const override;
+
+ private:
+  struct Connection {
+    TcpPath* path = nullptr; // the link's
+    std::unique_ptr<PathFaults> faults; // outlives the paths of this number
+    std::unique_ptr<OutgoingHandshake> attempt;
+    Status lastError;
+    CongestionChoice congestion; // of this path
+    PathCounters past; // of paths that are closed
+    double pastBytesPerS = 0; // that the last one carried by its route
+  };
+
+  void ensure(size_t count);
+  void chooseRoutes();
+  void aim(size_t c, const AttemptPlan& plan, OutgoingSpec& spec);
+  void onAttempt(size_t c, OutgoingResult result);
+  void install(size_t c, FileDescriptor fd, uint64_t eagerBytes, bool ours);
+  void tuneNew(size_t c, int fd);
+  bool byItsRoute(size_t c) const;
+  void bindToNic(int fd) const;
+  void onTimer();
+  void tuneRoutes();
+  RouteTuning::View viewOf(size_t route, TimePoint now);
+  void watchLoss(size_t c, const TcpInfo& view, TimePoint now);
+
+  // FailoverHost
+  ConnectionFacts facts(size_t c) const override;
+  PathEvidence evidence(size_t c) const override;
+  bool busy() const override;
+  void wakeAt(TimePoint when) override;
+  void attempt(size_t c, const AttemptPlan& plan) override;
+  void giveUpAttempt(size_t c) override;
+  std::optional<TimePoint> attemptConnectedAt(size_t c) const override;
+  size_t otherPairs(size_t c) const override;
+  void ping(size_t c) override;
+  void putOnProbation(size_t c) override;
+  void trust(size_t c) override;
+  void setSuspect(size_t c, bool suspect) override;
+  void reset(size_t c, const std::string& why) override;
+  void tellLost(const std::vector<size_t>& connections, const std::string& nic)
+      override;
+  void rolesAssigned(const Roles& roles) override;
+  void onPeerGone(const AttemptFailure& last) override;
+  void note(size_t c, ConnectionNote what) override;
+
+  Failover failover_;
+  std::deque<Connection> connections_;
+  std::vector<NicAddress> ourNics_; // those that this peer may see
+  std::vector<Route> routes_; // empty: the system chooses the way
+  RouteTuning tuning_;
+  TimerId timer_ = 0;
+  TimePoint timerAt_ = kNever;
+};
+
+} // namespace resilient

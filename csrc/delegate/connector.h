@@ -1,0 +1,156 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "base/log.h"
+#include "channel/channel.h"
+#include "delegate/group.h"
+#include "delegate/link_host.h"
+#include "failover/failover.h"
+#include "path/rate_limit.h"
+#include "transport/path.h"
+
+namespace resilient {
+
+// A link to a remote process as its connectors see it: who the peer is, and
+// what they may do to the link. PeerLink implements it.
+//
+// Thread: loop thread. Lifetime: outlives its connectors.
+class Link {
+ public:
+  enum class State { kUnconnected, kUp, kDead, kLeft };
+
+  Link(LinkHost& host, const Uid& uid) : host_(host), uid_(uid) {}
+  virtual ~Link() = default;
+  Link(const Link&) = delete;
+  Link& operator=(const Link&) = delete;
+
+  LinkHost& host() const {
+    return host_;
+  }
+  EventLoop& loop() const {
+    return host_.loop();
+  }
+  const Uid& uid() const {
+    return uid_;
+  }
+  virtual Channel& channel() = 0;
+  State state() const {
+    return state_;
+  }
+  // Anything but kDead and kLeft: it may work, now or later.
+  bool usable() const {
+    return state_ == State::kUnconnected || state_ == State::kUp;
+  }
+  // We are going, so the peer goes, too: losses are no news.
+  bool leaving() const {
+    return leaving_;
+  }
+  const std::optional<PeerAddress>& address() const {
+    return address_;
+  }
+  // The job's, as the first group gave it.
+  const std::string& secret() const {
+    return secret_;
+  }
+  bool sameHost() const {
+    return address_ && address_->hostId == host_.self().hostId;
+  }
+  // Of the two processes, the one that begins where only one may.
+  bool preferredInitiator() const {
+    return host_.self().uid < uid_;
+  }
+  // By the first group, as in fault rules; -1 if unknown.
+  int32_t globalRank() const {
+    return globalRank_;
+  }
+  // Whether injected faults apply to this peer.
+  bool faultsConcern() const {
+    return host_.faults().concerns(host_.globalRank(), globalRank_);
+  }
+  // Some operation needs this peer.
+  bool needed() const {
+    return interest_ > 0;
+  }
+  // The cap on the peer's site, or null.
+  RateLimit* rateLimit() const {
+    return limit_;
+  }
+  // "rank 3 (host node7, pid 4242, 10.0.0.7:29511)", by the rank in the newest
+  // group. For messages about a group, see GroupImpl::describe().
+  std::string describe() const;
+  // To the log, something that the peer can cause as often as it likes: beyond
+  // a few lines in ten seconds they are counted only.
+  void say(LogLevel level, const std::string& line);
+  // How much the loss of a path matters.
+  LogLevel levelOfLoss(const Status& why) const;
+
+  // --- for connectors
+  // The link owns and pumps the path until it is closed.
+  virtual void addPath(std::unique_ptr<Path> path) = 0;
+  virtual PathOwner& pathOwner() = 0;
+  // Something to send, or a path has changed: pump at the end of this turn.
+  virtual void changed() = 0;
+  // A path can carry messages, or cannot any more.
+  virtual void useChanged() = 0;
+  // A connection stands; the path is there.
+  virtual void onConnection() = 0;
+  // An attempt has failed: is the peer to be given up?
+  virtual void onNoConnection() = 0;
+  virtual void onPeerGone(const AttemptFailure& last) = 0;
+  // What each path is for has changed.
+  virtual void onRoles(const Roles& roles) = 0;
+
+ protected:
+  static constexpr Nanos kLogPeriod = std::chrono::seconds(10);
+  static constexpr uint64_t kWarningsInPeriod = 3;
+  // As many as when all connections of a long link break and come back.
+  static constexpr uint64_t kLinesInPeriod = 64;
+
+  LinkHost& host_;
+  const Uid uid_;
+  State state_ = State::kUnconnected;
+  bool leaving_ = false;
+  std::optional<PeerAddress> address_;
+  std::string secret_;
+  int32_t globalRank_ = -1;
+  int32_t newestRank_ = -1; // by the last group
+  int interest_ = 0;
+  RateLimit* limit_ = nullptr;
+
+ private:
+  LogRateLimit warnings_{kWarningsInPeriod, kLogPeriod};
+  LogRateLimit lines_{kLinesInPeriod, kLogPeriod};
+};
+
+// How paths of one kind to one peer come about: offered, connected, retried. A
+// new kind of path is a Path, a connector and a helper of the contract suite.
+//
+// Thread: loop thread. Lifetime: its link's.
+class Connector {
+ public:
+  explicit Connector(Link& link) : link_(link) {}
+  virtual ~Connector() = default;
+  Connector(const Connector&) = delete;
+  Connector& operator=(const Connector&) = delete;
+
+  // The link is up, or the peer's address has come, or a connection: called at
+  // each, in any order.
+  virtual void offer() = 0;
+  // A path of this kind is over, or its usable() has changed.
+  virtual void onPathClosed(Path& path, const Status& why) = 0;
+  virtual void onPathUse(Path& path) = 0;
+  // Those of `roles` that concern the path.
+  virtual uint8_t classes(const Path& path, const Roles& roles) const = 0;
+  // The link is over: no attempt goes on. Its paths are closed before.
+  virtual void close() = 0;
+  virtual void fillStats(PeerStats& stats) const = 0;
+
+ protected:
+  Link& link_;
+};
+
+} // namespace resilient

@@ -1,0 +1,18 @@
+#pragma once
+
+#include <string>
+
+namespace resilient {
+
+// What was found of the way between two NICs, for the next link there, also one
+// of a later engine of this process.
+struct FoundRoute {
+  int connections = 0; // 0: unknown
+  bool lossy = false; // BBR is better
+};
+
+// `route` names the two NICs; any thread.
+FoundRoute foundRoute(const std::string& route);
+void rememberRoute(const std::string& route, const FoundRoute& found);
+
+} // namespace resilient

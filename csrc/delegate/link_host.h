@@ -1,0 +1,93 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+
+#include "base/options.h"
+#include "base/traffic_class.h"
+#include "channel/mailbox.h"
+#include "channel/operation.h"
+#include "datagram/recovery.h"
+#include "path/faults.h"
+#include "path/rate_limit.h"
+#include "transport/address.h"
+#include "transport/event_loop.h"
+#include "transport/shared_door.h"
+#include "transport/socket.h"
+#include "wire/hello.h"
+
+namespace resilient {
+
+class PeerLink;
+
+// What all links of a process share, as a link and its connectors see it. The
+// Engine implements it.
+//
+// Thread: loop thread. Lifetime: outlives the links.
+class LinkHost {
+ public:
+  virtual ~LinkHost() = default;
+
+  // --- the process
+  virtual EventLoop& loop() = 0;
+  virtual const EngineOptions& options() const = 0;
+  virtual const PeerAddress& self() const = 0;
+  // self() as it is now, as text.
+  virtual std::string addressText() const = 0;
+  virtual int32_t globalRank() const = 0;
+  virtual Mailbox& mailbox() = 0;
+  virtual CompletionQueue& completions() = 0;
+  virtual StagingBudget& staging() = 0;
+  virtual FaultPlan& faults() = 0;
+
+  // --- the network, by the site of the peer
+  // For connections to a host of that site, or to this one (null).
+  virtual SocketOptions socketOptions(const std::string* site) const = 0;
+  virtual int dscpOf(const std::string& site) const = 0;
+  // Whether to offer datagrams to hosts there, and how they recover losses.
+  virtual bool datagramsTo(const std::string& site) const = 0;
+  virtual RecoverySchemes recoveryTo(const std::string& site) const = 0;
+  // The cap on everything that goes there, shared by all links; null: none.
+  virtual RateLimit* rateLimit(const std::string& site) = 0;
+  // A link that has not got its turn there is pumped when it has.
+  virtual void waitForTurn(const std::string& site) = 0;
+  virtual const BufferLimits& bufferLimits() const = 0;
+  // For connections to other hosts: empty for the system's.
+  virtual const std::string& congestionControl() const = 0;
+  // They may change to BBR by themselves.
+  virtual bool mayChangeCongestionControl() const = 0;
+  // By traffic class: the interface that it keeps to, or empty.
+  virtual const std::array<std::string, kTrafficClassCount>& nicClasses()
+      const = 0;
+
+  // --- about peers
+  virtual std::optional<std::string> secretOf(const KeyId& id) = 0;
+  // Whether this process of the job can have that address now.
+  virtual bool mayBeAt(const Uid& process, const SocketAddress& at) const = 0;
+  // A peer's addresses are others now.
+  virtual void membersMoved() = 0;
+  // The link's address is known: who called from it before may come in.
+  virtual void letIn(PeerLink& link) = 0;
+  virtual void onLinkUp(PeerLink& link) = 0; // for the first time
+  virtual void onLinkClosed(PeerLink& link, const Status& why) = 0;
+  virtual void onControl(
+      PeerLink& link,
+      std::span<const std::byte> payload) = 0;
+
+  // --- for paths
+  virtual PathId nextPathId() = 0;
+  // The link is pumped at the end of this turn.
+  virtual void markDirty(PeerLink& link) = 0;
+  // Destroyed at the next turn: objects whose code is on the stack.
+  virtual void destroyLater(std::shared_ptr<void> object) = 0;
+  // Where peers on this host come to share memory; null if there is none.
+  virtual SharedDoor* sharedDoor() = 0;
+  // It cannot be shared with a peer; says so once.
+  virtual void noSharedMemory(const std::string& why) = 0;
+};
+
+} // namespace resilient

@@ -1,0 +1,96 @@
+#include "failover/roles.h"
+
+#include <algorithm>
+
+#include "base/planted_bugs.h"
+
+namespace resilient {
+namespace {
+
+// By route, whether anything on it can carry.
+std::vector<bool> worksByRoute(const RoleInput& input) {
+  std::vector<bool> works(input.routes, false);
+  for (const RoleFacts& c : input.connections) {
+    if (c.good && c.wanted) {
+      works[c.route] = true;
+    }
+  }
+  for (size_t r = 0; r < input.datagrams.size(); ++r) {
+    works[r] = works[r] || input.datagrams[r];
+  }
+  return works;
+}
+
+// The classes that each route may carry, apart from whether it is in reserve: a
+// class whose NIC works on some route stays away from the other NICs.
+std::vector<uint8_t> classesByNic(
+    const RolePolicy& policy,
+    const std::vector<bool>& works) {
+  const auto isOn = [&](size_t route, size_t cls) {
+    return route < policy.nics.size() &&
+        policy.nics[route] == policy.preferred[cls];
+  };
+  std::vector<uint8_t> classes(works.size(), kAllClasses);
+  for (size_t cls = 0; cls < kTrafficClassCount; ++cls) {
+    bool kept = false;
+    for (size_t r = 0; r < works.size() && !policy.preferred[cls].empty();
+         ++r) {
+      kept = kept || (works[r] && isOn(r, cls));
+    }
+    if (RESILIENT_PLANTED(keepClassOnDeadNic)) {
+      kept = !policy.preferred[cls].empty();
+    }
+    for (size_t r = 0; kept && r < works.size(); ++r) {
+      if (!isOn(r, cls)) {
+        classes[r] = static_cast<uint8_t>(classes[r] & ~(1u << cls));
+      }
+    }
+  }
+  return classes;
+}
+
+} // namespace
+
+Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
+  Roles roles;
+  roles.connections.assign(input.connections.size(), 0);
+  roles.datagrams.assign(input.datagrams.size(), 0);
+  if (input.sharedMemory) {
+    roles.sharedMemory = kAllClasses;
+    return roles;
+  }
+  const std::vector<bool> works = worksByRoute(input);
+  const std::vector<uint8_t> classes = classesByNic(policy, works);
+  const auto first = std::find(works.begin(), works.end(), true);
+  const bool anyWorks =
+      first != works.end() || RESILIENT_PLANTED(reserveWhenNothingWorks);
+  const auto active = static_cast<size_t>(first - works.begin());
+  // `needed`: it is not one too many.
+  const auto carries = [&](size_t route, bool needed) {
+    if (!anyWorks) {
+      return true;
+    }
+    if (policy.standby) {
+      return needed &&
+          (RESILIENT_PLANTED(standbyFirstRouteOnly) ? route == 0
+                                                    : route == active);
+    }
+    return needed || !works[route];
+  };
+  for (size_t r = 0; r < input.datagrams.size(); ++r) {
+    if (input.datagrams[r] && carries(r, true)) {
+      roles.datagrams[r] = classes[r];
+    }
+  }
+  for (size_t i = 0; i < input.connections.size(); ++i) {
+    const RoleFacts& c = input.connections[i];
+    const bool relieved =
+        c.route < input.datagrams.size() && input.datagrams[c.route];
+    if (!relieved && carries(c.route, c.wanted)) {
+      roles.connections[i] = classes[c.route];
+    }
+  }
+  return roles;
+}
+
+} // namespace resilient

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/traffic_class.h"
+
+namespace resilient {
+
+// How the NICs of a process share its traffic, as the options say.
+struct RolePolicy {
+  // One route at a time carries: the first that works. Else all do.
+  bool standby = false;
+  std::vector<std::string> nics; // ours, by route; empty: the system chooses
+  // By traffic class, the NIC that it keeps to while that works; or empty.
+  std::array<std::string, kTrafficClassCount> preferred;
+};
+
+// One connection, as far as its role depends on it.
+struct RoleFacts {
+  size_t route = 0;
+  bool good = false; // nothing is known against it, and it is not on probation
+  bool wanted = true; // not one too many of its route
+};
+
+// What is known of all paths to one peer.
+struct RoleInput {
+  size_t routes = 1;
+  std::vector<RoleFacts> connections;
+  std::vector<bool> datagrams; // by route: usable; may be shorter
+  bool sharedMemory = false; // usable
+};
+
+// Which traffic classes each path carries, a bit each (1 << class); 0: it is in
+// reserve.
+struct Roles {
+  std::vector<uint8_t> connections;
+  std::vector<uint8_t> datagrams; // by route
+  uint8_t sharedMemory = 0;
+};
+
+inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
+
+// Shared memory carries everything while it is usable; datagrams everything of
+// their route. Of the connections, those in excess and those of NICs on standby
+// are in reserve, and a class that keeps to a NIC takes no other. Nothing is in
+// reserve while what it stands by for does not work.
+Roles assignRoles(const RoleInput& input, const RolePolicy& policy);
+
+} // namespace resilient

@@ -1,0 +1,58 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "channel/channel.h"
+#include "path/recent_samples.h"
+
+namespace resilient {
+
+enum class PathKind : uint8_t { kTcp, kShared, kDatagram };
+
+// "tcp", "shm" or "udp".
+const char* nameOf(PathKind kind);
+
+// The packets of a datagram path, since it was made.
+struct DatagramStats {
+  uint64_t packetBytes = 0; // of payload, in one packet
+  // sent
+  uint64_t packets = 0, bytes = 0; // with all headers
+  uint64_t parity = 0, retransmitted = 0; // of these packets
+  uint64_t lost = 0; // as the far end says
+  double lossRate = 0, burstPackets = 1; // lately
+  double paceBytesPerS = 0;
+  // received
+  uint64_t recovered = 0; // by parity
+  uint64_t zeroFilled = 0;
+  uint64_t duplicates = 0;
+  uint64_t forged = 0; // not sealed by the peer, and dropped
+};
+
+// One path to a peer for stats(); docs/operations.md describes the fields.
+struct PathStats {
+  PathKind kind = PathKind::kTcp;
+  // Of a connection its number, of a datagram path its route's.
+  int index = 0;
+  // A state of failover/path_state.h, "reserve" (it works, and is not needed),
+  // "connecting", or "unused".
+  std::string state;
+  std::string nic, remoteNic; // empty where the system chooses
+  std::string localAddress, remoteAddress;
+  uint64_t bytesSent = 0, bytesReceived = 0;
+  uint64_t chunksSent = 0, chunksRetransmitted = 0;
+  double roundTripS = 0; // smoothed; 0 while unknown
+  double leastRoundTripS = 0; // of the last seconds; 0 while unknown
+  RecentSamples roundTripsS;
+  double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
+  double capacityBytesPerS = 0; // that it could carry; 0 while unknown
+  uint64_t timesSuspect = 0;
+  uint64_t reconnects = 0;
+  std::string lastError;
+  std::optional<DatagramStats> datagrams; // of a datagram path
+
+  void add(const PathCounters& counters);
+};
+
+} // namespace resilient
