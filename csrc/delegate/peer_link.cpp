@@ -5,10 +5,6 @@
 namespace resilient {
 namespace {
 
-// Bytes that one link hands to its paths in one turn of the loop, before the
-// others get theirs.
-constexpr int kPumpRounds = 8;
-
 // Where a cap allows less, chunks are of 20 ms each: what is more urgent waits
 // behind one.
 constexpr uint32_t kWholeElements = 64; // no chunk ends within an element
@@ -44,18 +40,15 @@ PeerLink::PeerLink(LinkHost& host, const Uid& uid, uint32_t channelId)
           *this),
       tcp_(*this),
       shared_(*this),
-      datagrams_(*this, tcp_) {}
+      datagrams_(*this, tcp_),
+      paths_(channel_) {}
 
 PeerLink::~PeerLink() {
   loop().cancel(channelTimer_);
 }
 
 std::optional<TimePoint> PeerLink::heardAt() const {
-  std::optional<TimePoint> at = heardAt_;
-  for (const auto& path : paths_) {
-    at = at ? std::max(*at, path->heardAt()) : path->heardAt();
-  }
-  return at;
+  return std::max(heardAt_, paths_.heardAt());
 }
 
 // --- what is known of the peer, and who needs it
@@ -158,24 +151,14 @@ Connector& PeerLink::connectorOf(const Path& path) {
 }
 
 void PeerLink::addPath(std::unique_ptr<Path> path) {
-  const bool inTurn = path->kind() == PathKind::kTcp;
-  paths_.insert(
-      inTurn ? paths_.end()
-             : paths_.begin() + static_cast<ptrdiff_t>(connectionsBegin_),
-      std::move(path));
-  connectionsBegin_ += !inTurn;
+  paths_.add(std::move(path));
   changed();
 }
 
 void PeerLink::onPathClosed(Path& path, const Status& why) {
   heardAt_ = heardAt();
   connectorOf(path).onPathClosed(path, why);
-  const auto at = std::ranges::find(
-      paths_, &path, [](const auto& owned) { return owned.get(); });
-  connectionsBegin_ -=
-      static_cast<size_t>(at - paths_.begin()) < connectionsBegin_;
-  host_.destroyLater(std::shared_ptr<Path>(std::move(*at)));
-  paths_.erase(at);
+  host_.destroyLater(paths_.remove(path));
   useChanged();
   if (usable() && leaving_ && tcp_.failover().live() == 0) {
     // It has gone too, maybe before it could acknowledge our goodbye.
@@ -213,17 +196,15 @@ void PeerLink::useChanged() {
 }
 
 void PeerLink::onRoles(const Roles& roles) {
-  for (const auto& path : paths_) {
-    if (!path->closed()) {
-      channel_.setClasses(path->id(), connectorOf(*path).classes(*path, roles));
+  paths_.forEach([&](Path& path) {
+    if (!path.closed()) {
+      channel_.setClasses(path.id(), connectorOf(path).classes(path, roles));
     }
-  }
+  });
 }
 
 void PeerLink::faultsChanged() {
-  for (size_t i = 0; i < paths_.size(); ++i) {
-    paths_[i]->faultsChanged(faultsConcern());
-  }
+  paths_.forEach([this](Path& path) { path.faultsChanged(faultsConcern()); });
   useChanged();
   tcp_.failover().watch(loop().now());
 }
@@ -288,11 +269,11 @@ void PeerLink::close(State state, StatusCode code, const std::string& how) {
   shared_.close();
   datagrams_.close();
   while (!paths_.empty()) {
-    // Moves the path to onPathClosed(). A goodbye must still arrive.
+    // Removed by onPathClosed(). A goodbye must still arrive.
     if (state == State::kLeft) {
-      paths_.back()->close(why);
+      paths_.last().close(why);
     } else {
-      paths_.back()->reset(why);
+      paths_.last().reset(why);
     }
   }
   if (limit_ != nullptr) { // the others go on
@@ -332,11 +313,7 @@ void PeerLink::pump() {
   if (!usable() || paths_.empty()) {
     return;
   }
-  int rounds = 0;
-  while (rounds < kPumpRounds && pumpRound()) {
-    ++rounds;
-  }
-  if (rounds == kPumpRounds) { // more to do than one turn's share
+  if (paths_.pump(limit_, loop().now())) { // more than one turn's share
     loop().post([this, alive = std::weak_ptr<void>(alive_)] {
       if (alive.lock()) {
         changed();
@@ -348,80 +325,6 @@ void PeerLink::pump() {
   if (limit_ != nullptr) {
     limit_->endTurn(channel_.id()); // if it could not use it
     host_.waitForTurn(address_->site);
-  }
-}
-
-// How it works. Paths that take all they can come first: shared memory is the
-// fastest, and while one of them works the connections below it are in reserve.
-// The connections then take one frame each in turn, so that a message spreads
-// over all of them. What was taken is written at the end, in as few system
-// calls as can be. True if another round may find more.
-bool PeerLink::pumpRound() {
-  bool any = false;
-  for (size_t i = 0; i < connectionsBegin_; ++i) {
-    any = takeFrames(*paths_[i]) || any;
-  }
-  while (takeInTurn()) {
-    any = true;
-  }
-  for (size_t i = 0; i < paths_.size(); ++i) {
-    Path& path = *paths_[i];
-    any = path.flush() || any;
-    if (limit_ != nullptr) {
-      if (const uint64_t bytes = path.takeUnpaid()) {
-        charge(bytes);
-      }
-    }
-  }
-  return any;
-}
-
-bool PeerLink::takeFrames(Path& path) {
-  bool any = false;
-  while (path.hasRoom()) {
-    const size_t bytes = path.takeFrame(mayTakeChunks());
-    if (bytes == 0) {
-      break;
-    }
-    any = true;
-    charge(bytes);
-  }
-  return any;
-}
-
-bool PeerLink::takeInTurn() {
-  const size_t count = paths_.size() - connectionsBegin_;
-  bool taken = false;
-  size_t next = nextTurn_ + 1;
-  for (size_t i = 0; i < count; ++i) {
-    const size_t index = (nextTurn_ + i) % count;
-    Path& path = *paths_[connectionsBegin_ + index];
-    if (!path.hasRoom()) {
-      continue;
-    }
-    if (const size_t bytes = path.takeFrame(mayTakeChunks())) {
-      taken = true;
-      charge(bytes);
-      if (limit_ != nullptr) {
-        // One frame may be all for now: the next is another path's.
-        next = index + 1;
-      }
-    }
-  }
-  nextTurn_ = count == 0 ? 0 : next % count;
-  return taken;
-}
-
-// Whether the cap on the peer's site lets us send more of our messages now. If
-// not, we stand in its queue.
-bool PeerLink::mayTakeChunks() {
-  return limit_ == nullptr || !channel_.backlogged() ||
-      limit_->mayTake(channel_.id(), loop().now());
-}
-
-void PeerLink::charge(uint64_t bytes) {
-  if (limit_ != nullptr) {
-    limit_->took(channel_.id(), bytes, loop().now());
   }
 }
 

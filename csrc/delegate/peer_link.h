@@ -13,6 +13,7 @@
 #include "delegate/connect_tcp.h"
 #include "delegate/connector.h"
 #include "delegate/group.h"
+#include "delegate/path_set.h"
 #include "transport/path.h"
 
 namespace resilient {
@@ -107,11 +108,6 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   void onPathUse(Path& path) override;
 
   Connector& connectorOf(const Path& path);
-  bool pumpRound();
-  bool takeFrames(Path& path);
-  bool takeInTurn();
-  bool mayTakeChunks();
-  void charge(uint64_t bytes);
   void armChannelTimer();
 
   Channel channel_;
@@ -126,11 +122,7 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   TcpConnector tcp_;
   SharedConnector shared_;
   DatagramConnector datagrams_;
-  // First those that take all they can, then the connections, which take one
-  // frame each in turn.
-  std::vector<std::unique_ptr<Path>> paths_;
-  size_t connectionsBegin_ = 0; // in paths_
-  size_t nextTurn_ = 0; // of the connections
+  PathSet paths_; // destroyed first: connectors hold parts of them
 };
 
 } // namespace resilient

@@ -1,0 +1,123 @@
+#include "delegate/path_set.h"
+
+#include <algorithm>
+
+namespace resilient {
+namespace {
+
+// Of one turn of the loop, before the other links get theirs.
+constexpr int kPumpRounds = 8;
+
+} // namespace
+
+void PathSet::add(std::unique_ptr<Path> path) {
+  const bool inTurn = path->kind() == PathKind::kTcp;
+  paths_.insert(
+      inTurn ? paths_.end()
+             : paths_.begin() + static_cast<ptrdiff_t>(inTurnBegin_),
+      std::move(path));
+  inTurnBegin_ += !inTurn;
+}
+
+std::shared_ptr<Path> PathSet::remove(const Path& path) {
+  const auto at = std::ranges::find(
+      paths_, &path, [](const auto& owned) { return owned.get(); });
+  inTurnBegin_ -= static_cast<size_t>(at - paths_.begin()) < inTurnBegin_;
+  std::shared_ptr<Path> removed = std::move(*at);
+  paths_.erase(at);
+  return removed;
+}
+
+std::optional<TimePoint> PathSet::heardAt() const {
+  std::optional<TimePoint> at;
+  for (const auto& path : paths_) {
+    at = at ? std::max(*at, path->heardAt()) : path->heardAt();
+  }
+  return at;
+}
+
+bool PathSet::pump(RateLimit* limit, TimePoint now) {
+  limit_ = limit;
+  now_ = now;
+  for (int i = 0; i < kPumpRounds; ++i) {
+    if (!round()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// How it works. Paths that take all they can come first: shared memory is the
+// fastest, and while one of them works the connections below it are in reserve.
+// The connections then take one frame each in turn, so that a message spreads
+// over all of them. What was taken is written at the end, in as few system
+// calls as can be. True if another round may find more.
+bool PathSet::round() {
+  bool any = false;
+  for (size_t i = 0; i < inTurnBegin_; ++i) {
+    any = takeAll(*paths_[i]) || any;
+  }
+  while (takeInTurn()) {
+    any = true;
+  }
+  forEach([&](Path& path) {
+    any = path.flush() || any;
+    if (limit_ != nullptr) {
+      if (const uint64_t bytes = path.takeUnpaid()) {
+        charge(bytes);
+      }
+    }
+  });
+  return any;
+}
+
+bool PathSet::takeAll(Path& path) {
+  bool any = false;
+  while (path.hasRoom()) {
+    const size_t bytes = path.takeFrame(mayTakeChunks());
+    if (bytes == 0) {
+      break;
+    }
+    any = true;
+    charge(bytes);
+  }
+  return any;
+}
+
+bool PathSet::takeInTurn() {
+  const size_t count = paths_.size() - inTurnBegin_;
+  bool taken = false;
+  size_t next = nextTurn_ + 1;
+  for (size_t i = 0; i < count; ++i) {
+    const size_t index = (nextTurn_ + i) % count;
+    Path& path = *paths_[inTurnBegin_ + index];
+    if (!path.hasRoom()) {
+      continue;
+    }
+    if (const size_t bytes = path.takeFrame(mayTakeChunks())) {
+      taken = true;
+      charge(bytes);
+      if (limit_ != nullptr) {
+        // One frame may be all for now: the next is another path's.
+        next = index + 1;
+      }
+    }
+  }
+  nextTurn_ = count == 0 ? 0 : next % count;
+  return taken;
+}
+
+// Whether the cap on the peer's site lets us send more of our messages now. If
+// not, we stand in its queue.
+bool PathSet::mayTakeChunks() {
+  return limit_ == nullptr || !channel_.backlogged() ||
+      limit_->mayTake(channel_.id(), now_);
+}
+
+void PathSet::charge(uint64_t bytes) {
+  if (limit_ != nullptr) {
+    limit_->took(channel_.id(), bytes, now_);
+  }
+}
+
+} // namespace resilient
