@@ -4,8 +4,8 @@
 #include <vector>
 
 #include "base/signature.h"
-#include "collectives/communicator.h"
-#include "collectives/task.h"
+#include "operation/communicator.h"
+#include "operation/task.h"
 
 namespace resilient {
 

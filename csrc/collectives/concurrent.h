@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "collectives/task.h"
+#include "operation/task.h"
 
 namespace resilient {
 

@@ -3,7 +3,7 @@
 #include <cstddef>
 
 #include "collectives/collectives.h"
-#include "collectives/topology.h"
+#include "operation/topology.h"
 
 namespace resilient {
 

@@ -5,7 +5,7 @@
 
 #include "collectives/collectives.h"
 #include "collectives/cost.h"
-#include "collectives/topology.h"
+#include "operation/topology.h"
 
 namespace resilient {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "collectives/topology.h"
+#include "operation/topology.h"
 
 namespace resilient {
 

@@ -13,8 +13,8 @@
 
 #include "base/random.h"
 #include "base/status.h"
-#include "collectives/communicator.h"
-#include "collectives/task.h"
+#include "operation/communicator.h"
+#include "operation/task.h"
 #include "tests/check.h"
 
 namespace resilient::test {

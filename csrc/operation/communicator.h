@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "base/status.h"
-#include "collectives/topology.h"
+#include "operation/topology.h"
 
 namespace resilient {
 

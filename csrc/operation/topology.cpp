@@ -1,4 +1,4 @@
-#include "collectives/topology.h"
+#include "operation/topology.h"
 
 #include <algorithm>
 #include <functional>
