@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pretended_device import build as build_pretended_device
 
 from torch_resilient.testing import NetworkLab, unavailable
 
@@ -58,6 +59,12 @@ def no_process_left() -> Iterator[None]:
             break
         time.sleep(0.05)
     assert not left, f"tests left processes running: {left}"
+
+
+@pytest.fixture(scope="session")
+def pretended_device() -> None:
+    """Compiles what `pretended_device.pretend` loads in a rank."""
+    build_pretended_device()
 
 
 @pytest.fixture

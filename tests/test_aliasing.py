@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from collective_oracle import brief, same_bits, small
 from harness import error_of, on_gloo, run_ranks, world_size
+from pretended_device import pretend
 
 ARENA = 256  # elements
 CASES = 150  # of one run
@@ -320,10 +321,8 @@ def one_case(rank: int, seed: int, number: int) -> str:
 
 
 def many_cases(rank: int, seed: int, cases: int, copy_s: float) -> list[str]:
-    if not on_gloo():
-        from torch_resilient import _native
-
-        _native.load()._pretend_device(copy_s)
+    if copy_s > 0:
+        pretend(copy_s)
     return [wrong for n in range(cases) if (wrong := one_case(rank, seed, n))]
 
 
@@ -335,7 +334,8 @@ def test_operands_that_share_memory(seed: int, size: int) -> None:
         assert not wrong, f"rank {rank}: {len(wrong)} of {CASES} cases:\n" + "\n".join(wrong[:5])
 
 
-@pytest.mark.skipif(on_gloo(), reason="uses the backend's pretended device")
+@pytest.mark.skipif(on_gloo(), reason="gloo has no pretended device")
+@pytest.mark.usefixtures("pretended_device")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_operands_that_share_memory_of_a_device() -> None:
     """Copied to the host and back, some milliseconds late."""

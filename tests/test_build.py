@@ -322,6 +322,18 @@ def test_without_ninja_no_old_binary_is_taken_for_a_new_one(tmp_path: Path) -> N
     run(tmp_path, "-c", BUILD_AGAIN)
 
 
+def test_the_module_holds_no_test_doubles() -> None:
+    from torch_resilient import _C
+
+    done = subprocess.run(
+        ["nm", "--demangle", _C.__file__], capture_output=True, text=True, timeout=60, check=True
+    )
+    names = done.stdout
+    assert "resilient::StagingFactory" in names
+    for double in ("Simulat", "Pretend", "resilient::planted"):
+        assert double not in names
+
+
 def test_the_source_distribution_is_whole(tmp_path: Path) -> None:
     run(tmp_path, "setup.py", "-q", "egg_info", "--egg-base")
     packed = set((tmp_path / "torch_resilient.egg-info" / "SOURCES.txt").read_text().split("\n"))

@@ -1,7 +1,7 @@
 """Operations on device tensors: order and visibility of the copies, without a device.
 
-The extension can treat host tensors as if they were on a device whose copies end late and in
-another order than they were asked for. What is read or sent before its copy has ended is wrong.
+Host tensors are treated as if they were on a device whose copies end late and in another order than
+they were asked for. An operation that reads or sends bytes before their copy has ended is wrong.
 """
 
 from __future__ import annotations
@@ -12,17 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import on_gloo, run_ranks
+from pretended_device import pretend
 
-pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo has no pretended device")
+pytestmark = [
+    pytest.mark.skipif(on_gloo(), reason="gloo has no pretended device"),
+    pytest.mark.usefixtures("pretended_device"),
+]
 
 COPY_S = 0.01
-
-
-def pretend(copy_s: float) -> None:
-    """Tensors count as device tensors from now on; 0: no longer."""
-    from torch_resilient import _native
-
-    _native.load()._pretend_device(copy_s)
 
 
 def _many_collectives(rank: int) -> list[float]:

@@ -56,9 +56,10 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 def cpp_faults(name: str, text: str) -> list[str]:
     """What is wrong with the C++ file `name` (relative to csrc) that holds `text`."""
     folder = name.split("/")[0]
-    # The core's tests build without torch; those in tests/backend are for the backend.
+    # The core's tests build without torch; tests/backend tests the backend, and
+    # tests/device makes a module for the tests of the package.
     is_test = folder == "tests"
-    sees_torch = folder == "backend" or name.startswith("tests/backend/")
+    sees_torch = folder == "backend" or name.startswith(("tests/backend/", "tests/device/"))
     if not is_test and folder not in FOLDERS:
         return [f"{name}: folder {folder} has no place in the layers"]
     text = COMMENT.sub("", text)
@@ -212,6 +213,7 @@ def test_the_cpp_check_finds(name: str, line: str, fault: str) -> None:
         ("tests/x_test.cpp", '#include "delegate/group.h"'),
         ("tests/x_test.cpp", '#include "cuda/thread_bodies.h"'),
         ("tests/backend/x_test.cpp", '#include "backend/work.h"'),
+        ("tests/device/x.cpp", "#include <ATen/ATen.h>"),
     ],
 )
 def test_the_cpp_check_allows(name: str, line: str) -> None:

@@ -22,6 +22,7 @@ from lossy_training import (
     smart_training,
     train,
 )
+from pretended_device import pretend
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
@@ -132,13 +133,12 @@ def test_another_backend_reduces_as_ddp_does() -> None:
 
 
 def staged_training(rank: int, sites: list[str]) -> tuple[list[list[str]], SmartStatistics]:
-    from torch_resilient import _native
-
-    _native.load()._pretend_device(0.01)
+    pretend(0.01)
     return smart_training(rank, None, OPEN, sites)
 
 
 @lossy_only
+@pytest.mark.usefixtures("pretended_device")
 @pytest.mark.parametrize("sites", [["a", "b", "c"], ["a", "b", "a"]])
 def test_copies_of_device_tensors_that_end_late_change_no_bit(sites: list[str]) -> None:
     staged = run_ranks(staged_training, sites, world_size=3)

@@ -594,7 +594,13 @@ void bindControl(py::module_& m) {
       py::arg("step"),
       py::call_guard<py::gil_scoped_release>());
   m.def("engine_running", &engineRunning);
-  m.def("_pretend_device", &pretendDevice, py::arg("copy_s"));
+  // A capsule that holds a StagingFactory; for tests.
+  m.def(
+      "_set_staging_factory",
+      [](const py::capsule& factory) {
+        setStagingFactory(factory.get_pointer<StagingFactory>());
+      },
+      py::arg("factory"));
 }
 
 } // namespace

@@ -6,11 +6,13 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include "backend/pretended_device.h"
+#include <atomic>
 
 namespace resilient {
 
 namespace {
+
+std::atomic<StagingFactory*> hostFactory{nullptr};
 
 // Paper: PIPEMORPH §5.2, Figures 11 and 12. Pinned buffers, and behind the
 // copies of one direction a signal on the same stream: an event, which a
@@ -100,13 +102,21 @@ class StreamStaging : public DeviceStaging {
 
 } // namespace
 
+void setStagingFactory(StagingFactory* factory) {
+  hostFactory.store(factory, std::memory_order_release);
+}
+
 bool onDevice(const at::Tensor& tensor) {
-  return !tensor.is_cpu() || devicePretended();
+  if (!tensor.is_cpu()) {
+    return true;
+  }
+  StagingFactory* factory = hostFactory.load(std::memory_order_acquire);
+  return factory != nullptr && factory->takes(tensor);
 }
 
 std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor) {
   if (tensor.is_cpu()) {
-    return makePretendedStaging();
+    return hostFactory.load(std::memory_order_acquire)->make(tensor);
   }
   return std::make_unique<StreamStaging>(tensor.device());
 }

@@ -51,9 +51,18 @@ bool onDevice(const at::Tensor& tensor);
 // For an operation called now, whose tensors are all where this one is.
 std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor);
 
-// For tests without a device: from now on tensors in host memory are treated
-// as if they were on a device with copies that take between 0 and twice
-// `copyS` seconds, in an order that differs from the calls'. 0 ends it.
-void pretendDevice(double copyS);
+// Stages tensors that the devices of c10 do not: the pretended device of the
+// tests (csrc/tests/device), which is not in the shipped module. Any thread.
+class StagingFactory {
+ public:
+  virtual ~StagingFactory() = default;
+  // True if operations on this host tensor are to be staged by make().
+  virtual bool takes(const at::Tensor& tensor) = 0;
+  virtual std::unique_ptr<DeviceStaging> make(const at::Tensor& tensor) = 0;
+};
+
+// The factory for host tensors from now on; null (the default) for none. It is
+// not owned and must live until the process ends.
+void setStagingFactory(StagingFactory* factory);
 
 } // namespace resilient

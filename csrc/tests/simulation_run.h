@@ -11,7 +11,7 @@
 
 #include "base/random.h"
 #include "tests/simulation.h"
-#include "transport/simulated.h"
+#include "tests/simulated.h"
 
 // One simulated schedule: what happens is decided in simulation.cpp, what must
 // have come of it in simulation_check.cpp. For these two files only.

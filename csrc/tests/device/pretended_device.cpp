@@ -1,7 +1,6 @@
-#include "backend/pretended_device.h"
-
 #include <ATen/ATen.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
 
 #include <atomic>
 #include <mutex>
@@ -9,7 +8,12 @@
 #include <utility>
 #include <vector>
 
+#include "backend/device_staging.h"
 #include "base/time.h"
+
+// A Python module for tests without a device: host tensors are treated as if
+// they were on a device with slow copies. tests/pretended_device.py compiles
+// and loads it; it is no part of the package.
 
 namespace resilient {
 
@@ -102,18 +106,32 @@ class PretendedStaging : public DeviceStaging {
   LateCopies toDevice_;
 };
 
+class PretendedDevice : public StagingFactory {
+ public:
+  bool takes(const at::Tensor&) override {
+    return copyNanos.load(std::memory_order_relaxed) > 0;
+  }
+  std::unique_ptr<DeviceStaging> make(const at::Tensor&) override {
+    return std::make_unique<PretendedStaging>();
+  }
+};
+
 } // namespace
 
-void pretendDevice(double copyS) {
-  copyNanos.store(fromSeconds(copyS).count());
-}
-
-bool devicePretended() {
-  return copyNanos.load(std::memory_order_relaxed) > 0;
-}
-
-std::unique_ptr<DeviceStaging> makePretendedStaging() {
-  return std::make_unique<PretendedStaging>();
-}
-
 } // namespace resilient
+
+PYBIND11_MODULE(pretended_device, m) {
+  using namespace resilient;
+  namespace py = pybind11;
+  // For torch_resilient._C._set_staging_factory.
+  m.def("factory", [] {
+    static PretendedDevice device;
+    return py::capsule(&device);
+  });
+  // From now on, copies take between 0 and twice `copy_s` seconds, in an order
+  // that differs from the calls'. With 0, host tensors are host tensors again.
+  m.def(
+      "set_copy_time",
+      [](double copyS) { copyNanos.store(fromSeconds(copyS).count()); },
+      py::arg("copy_s"));
+}

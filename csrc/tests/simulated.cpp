@@ -1,4 +1,4 @@
-#include "transport/simulated.h"
+#include "tests/simulated.h"
 
 #include <algorithm>
 #include <cassert>
