@@ -1,0 +1,314 @@
+// Which thread takes the next turn of the loop, and how it waits for it. State
+// of its own is in CallerHelp (who helps, who is parked), PollerSet (messages
+// without a descriptor) and SpinTime (how long spinning has paid).
+//
+// run() and help() repeat sleepAndTakeTurn():
+//   spin            look at the pollers and posted_ for a while, if that has
+//                   found something lately
+//   prepareToSleep  under the locks: announce to pollers and posters that they
+//                   have to wake us, then look once more
+//   wait            epoll
+//   takeTurn
+// A caller that goes (runPosted, help) leaves the loop to the thread in run(),
+// which may sleep or be parked: leave() sees to it that it wakes up in time.
+
+#include <sched.h>
+#include <sys/epoll.h>
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+#include <algorithm>
+#include <utility>
+
+#include "transport/event_loop.h"
+
+namespace resilient {
+
+namespace {
+
+// Events fetched at a time. More only makes a turn longer; fewer costs more
+// calls of epoll_wait under load, nothing else.
+constexpr int kEventsPerTurn = 128;
+
+// A look takes some hundred nanoseconds, and so does to yield in vain.
+constexpr unsigned kLooksUntilYield = 8;
+
+// Processors that this process may use.
+size_t processors() {
+  static const size_t count = [] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    return ::sched_getaffinity(0, sizeof(set), &set) == 0
+        ? static_cast<size_t>(CPU_COUNT(&set))
+        : size_t{1};
+  }();
+  return count;
+}
+
+void relax() {
+#if defined(__SSE2__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+} // namespace
+
+void EventLoop::run() {
+  running_.store(true);
+  epoll_event events[kEventsPerTurn];
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_) {
+        break;
+      }
+    }
+    sleepAndTakeTurn(events, kNever, nullptr);
+    if (help_.helped()) {
+      // Woken although a caller helps: the wake-up may be meant for it.
+      wakeUp();
+      help_.park();
+    }
+  }
+  for (;;) {
+    std::lock_guard turn(turn_);
+    {
+      std::lock_guard lock(mutex_);
+      if (posted_.empty()) {
+        ended_ = true;
+        break;
+      }
+    }
+    takeTurn(nullptr, 0);
+  }
+  running_.store(false);
+}
+
+void EventLoop::runPosted(bool here) {
+  if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
+    return; // in a turn: the next one runs it
+  }
+  if (here && running_.load(std::memory_order_relaxed) && turn_.try_lock()) {
+    std::lock_guard lock(turn_, std::adopt_lock);
+    takeTurn(nullptr, 0);
+    if (help_.helped()) {
+      // Not by the timer: a parked thread might take that away. The helper
+      // sees for itself what is due.
+      wakeUp();
+    } else {
+      leave();
+    }
+    return;
+  }
+  Nanos delay;
+  {
+    std::lock_guard posted(mutex_);
+    left_.leave();
+    if (!std::exchange(maySleep_, false)) {
+      return;
+    }
+    delay = left_.patience();
+  }
+  if (help_.helped()) {
+    wakeUp();
+  } else {
+    help_.wakeBy(std::chrono::steady_clock::now() + delay);
+  }
+}
+
+// The caller has taken turns and goes: wakes the thread in run() in time for
+// the work that is left. With turn_ held, after the turn.
+void EventLoop::leave() {
+  const TimePoint now = std::chrono::steady_clock::now();
+  const bool parked = help_.parked();
+  if (parked) {
+    // Before we look: a post after that moves the time forward again.
+    help_.lingerFrom(socketsSeenAt_.load());
+  } else if (!pollers_.hasNews()) {
+    pollers_.putToSleep();
+  }
+  TimePoint by = timers_.next();
+  {
+    std::lock_guard lock(mutex_);
+    if (!endOfTurn_.empty() || !posted_.empty() || stopping_) {
+      by = std::min(by, now + LeftWork::kSoon);
+    }
+  }
+  if (pollers_.hasNews()) { // the other thread may have got no signal
+    by = std::min(by, now + LeftWork::kLinger);
+  }
+  if (parked || by < sleepsUntil_) { // else it wakes up by itself
+    help_.wakeBy(by);
+  }
+}
+
+bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
+  if (inLoop()) {
+    return false;
+  }
+  CallerHelp::Helper helper(help_);
+  if (!helper) {
+    return false;
+  }
+  epoll_event events[kEventsPerTurn];
+  while (!done() && std::chrono::steady_clock::now() < until) {
+    {
+      std::lock_guard lock(mutex_);
+      if (stopping_ || ended_) {
+        break;
+      }
+    }
+    sleepAndTakeTurn(events, until, &done);
+  }
+  helper.end();
+  // The thread in run() may sleep as it did before we came. It must wake up for
+  // everything that has come up since.
+  std::lock_guard turn(turn_);
+  {
+    std::lock_guard lock(mutex_);
+    maySleep_ = true;
+  }
+  leave();
+  return true;
+}
+
+void EventLoop::wakeHelper() {
+  // A helper that has done it itself sees it when its turn is over.
+  if (help_.helpedByOther()) {
+    wakeUp();
+  }
+}
+
+void EventLoop::sleepAndTakeTurn(
+    epoll_event* events,
+    TimePoint limit,
+    const std::function<bool()>* done) {
+  const bool helper = done != nullptr;
+  const TimePoint begunAt = std::chrono::steady_clock::now();
+  const bool awake = spin(begunAt, limit, done);
+  if (helper && !awake && (*done)()) {
+    return;
+  }
+  const bool look =
+      !awake || begunAt - socketsSeenAt_.load() >= kSocketsAtLeast;
+  int count = 0;
+  Nanos timeout{0};
+  TimePoint until;
+  if (!awake && prepareToSleep(until, helper)) {
+    until = std::min(until, limit);
+    timeout = until == kNever
+        ? Nanos(-1)
+        : std::max(Nanos(0), until - std::chrono::steady_clock::now());
+  }
+  if (look) {
+    count = wait(events, kEventsPerTurn, timeout);
+    if (count < 0 && errno != EINTR) {
+      checkSyscall("epoll_wait", count);
+    }
+    if (!helper) {
+      help_.timerNoticed();
+    }
+    socketsSeenAt_.store(std::chrono::steady_clock::now());
+  }
+  std::lock_guard turn(turn_);
+  if (!helper && !help_.helped()) {
+    std::lock_guard lock(mutex_);
+    left_.onNobodyCame();
+  }
+  SpinTime& spinTime = helper ? helperSpin_ : runSpin_;
+  if (pollers_.hasNews()) {
+    spinTime.onNews(std::chrono::steady_clock::now() - begunAt);
+  } else if (!awake) {
+    spinTime.onOther();
+  }
+  takeTurn(events, count);
+}
+
+// Looks for something to do without falling asleep; false: there is nothing,
+// and it is time to sleep. The locks are released between two looks, so that
+// posters and other callers get in.
+bool EventLoop::spin(
+    TimePoint begunAt,
+    TimePoint limit,
+    const std::function<bool()>* done) {
+  Nanos budget;
+  bool crowded;
+  {
+    std::lock_guard turn(turn_);
+    const bool worthIt = done != nullptr
+        ? !pollers_.empty()
+        : !help_.helped() && pollers_.inMidst();
+    if (!worthIt) {
+      return false;
+    }
+    pollers_.wake();
+    limit = std::min(limit, timers_.next());
+    budget = (done != nullptr ? helperSpin_ : runSpin_).budget();
+    // One for each peer on this host, and ours.
+    crowded = pollers_.size() + 1 > processors();
+  }
+  for (unsigned looks = 0;;) {
+    {
+      std::lock_guard turn(turn_);
+      if (!endOfTurn_.empty() || pollers_.hasNews()) {
+        return true;
+      }
+      std::lock_guard lock(mutex_);
+      maySleep_ = false; // posters need not wake us
+      if (!posted_.empty() || stopping_) {
+        return true;
+      }
+    }
+    const TimePoint now = std::chrono::steady_clock::now();
+    if ((done != nullptr && (*done)()) || now - begunAt >= budget ||
+        now >= limit || (done == nullptr && help_.helped())) {
+      return false;
+    }
+    if (!crowded && isInTheWay()) {
+      return false;
+    }
+    if (crowded || ++looks % kLooksUntilYield == 0) {
+      ::sched_yield();
+    } else {
+      for (int i = 0; i < 8; ++i) {
+        relax();
+      }
+    }
+  }
+}
+
+// Whether a process we wait for wants this very processor. As long as neither
+// of the two sleeps, the kernel leaves both here, even if another processor is
+// idle. It puts a process that it wakes on the idle one.
+bool EventLoop::isInTheWay() {
+  const int here = ::sched_getcpu();
+  std::lock_guard turn(turn_);
+  return pollers_.writerIsOn(here);
+}
+
+// Called before a thread sleeps: false if there is something to do at once,
+// else until when it may sleep at most.
+bool EventLoop::prepareToSleep(TimePoint& until, bool helper) {
+  std::lock_guard turn(turn_);
+  bool idle = endOfTurn_.empty();
+  if (helper || !help_.helped()) { // else the helper looks
+    pollers_.putToSleep();
+    idle = idle && !pollers_.hasNews();
+  }
+  std::lock_guard lock(mutex_);
+  // stop() wakes only a thread that may sleep.
+  idle = idle && posted_.empty() && !stopping_;
+  // From here on a poster writes to the eventfd, so that a post between this
+  // line and the wait is not slept through.
+  maySleep_ = idle;
+  until = timers_.next();
+  if (!helper) {
+    sleepsUntil_ = idle ? until : TimePoint::min();
+  }
+  return idle;
+}
+
+} // namespace resilient
