@@ -936,36 +936,58 @@ void Engine::onFirstFailure(const Status& status) {
 
 // --- from links and the mailbox to groups
 
+// Control frames come from the peer's engine. A frame that cannot be read, or
+// of a kind that a newer version has added, is logged and ignored.
 void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
-  if (const auto notice = decodeNotice(payload)) {
-    if (auto g = groups_.find(notice->group); g != groups_.end()) {
-      g->second->onNotice(link.uid(), *notice);
-    } else {
-      earlyNotices_.emplace(notice->group, EarlyNotice{link.uid(), *notice});
-      if (earlyNotices_.size() > kEarlyNoticesMax) {
-        earlyNotices_.erase(earlyNotices_.begin());
-      }
+  // Hands a message that could be read to `use`; false if it could not.
+  const auto with = [](const auto& message, const auto& use) {
+    if (message) {
+      use(*message);
     }
-  } else if (const auto query = decodeQuery(payload)) {
-    if (auto g = groups_.find(query->group); g != groups_.end()) {
-      link.channel().sendControl(encode(g->second->report()));
+    return message.has_value();
+  };
+  const auto readAs = [&](ControlKind kind) {
+    switch (kind) {
+      case ControlKind::kNotice:
+        return with(decodeNotice(payload), [&](const Notice& notice) {
+          onNotice(link, notice);
+        });
+      case ControlKind::kQuery:
+        return with(decodeQuery(payload), [&](const Query& query) {
+          if (auto g = groups_.find(query.group); g != groups_.end()) {
+            link.channel().sendControl(encode(g->second->report()));
+          }
+        });
+      case ControlKind::kReport:
+        return with(decodeReport(payload), [&](const Report& report) {
+          if (auto g = groups_.find(report.group); g != groups_.end()) {
+            g->second->onReport(link, report);
+          }
+        });
+      case ControlKind::kPathsLost:
+        return with(decodePathsLost(payload), [&](const PathsLost& lost) {
+          // Not now: the path that brought it may be among them.
+          loop_.post([this, uid = link.uid(), lost] {
+            this->link(uid).connections().onPathsLost(lost);
+          });
+        });
+      case ControlKind::kSharedOffer:
+        return with(decodeSharedOffer(payload), [&](const SharedOffer& offer) {
+          link.sharedMemory().onOffer(offer);
+        });
+      case ControlKind::kAddresses:
+        return with(decodeAddresses(payload), [&](const Addresses& addresses) {
+          link.onPeerAddresses(addresses.record);
+        });
+      case ControlKind::kDatagramOffer:
+        return with(
+            decodeDatagramOffer(payload),
+            [&](const DatagramOffer& offer) { link.datagrams().onOffer(offer); });
     }
-  } else if (const auto lost = decodePathsLost(payload)) {
-    // Not now: the path that brought it may be among them.
-    loop_.post([this, uid = link.uid(), lost = *lost] {
-      this->link(uid).connections().onPathsLost(lost);
-    });
-  } else if (const auto offer = decodeSharedOffer(payload)) {
-    link.sharedMemory().onOffer(*offer);
-  } else if (const auto datagrams = decodeDatagramOffer(payload)) {
-    link.datagrams().onOffer(*datagrams);
-  } else if (const auto addresses = decodeAddresses(payload)) {
-    link.onPeerAddresses(addresses->record);
-  } else if (const auto report = decodeReport(payload)) {
-    if (auto g = groups_.find(report->group); g != groups_.end()) {
-      g->second->onReport(link, *report);
-    }
-  } else {
+    return false;
+  };
+  const std::optional<ControlKind> kind = controlKind(payload);
+  if (!kind || !readAs(*kind)) {
     link.say(
         LogLevel::kWarning,
         "control frame from " + link.describe() +
@@ -974,6 +996,19 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
                              : " of kind " +
                      std::to_string(std::to_integer<int>(payload.front()))) +
             ", which this version cannot read");
+  }
+}
+
+// A notice of a group that does not exist here yet is kept for it, up to
+// kEarlyNoticesMax of them: a peer may invent groups.
+void Engine::onNotice(PeerLink& link, const Notice& notice) {
+  if (auto g = groups_.find(notice.group); g != groups_.end()) {
+    g->second->onNotice(link.uid(), notice);
+    return;
+  }
+  earlyNotices_.emplace(notice.group, EarlyNotice{link.uid(), notice});
+  if (earlyNotices_.size() > kEarlyNoticesMax) {
+    earlyNotices_.erase(earlyNotices_.begin());
   }
 }
 

@@ -221,6 +221,7 @@ class Engine final : public MailboxListener, public LinkHost {
   make(EngineOptions options, const std::string& storeHost, int32_t globalRank);
   void startThread();
   void chooseDatagrams();
+  void onNotice(PeerLink& link, const Notice& notice);
   void chooseCongestionControl();
   void startListening(const std::string& storeHost);
   void onAddresses();
