@@ -323,6 +323,15 @@ class Channel {
   // receiving
   Status onData(PathState& p, const FrameHeader& header);
   void refuseAgain(const FrameHeader& header);
+  void countForAck(PathState& p, const FrameHeader& h, TimePoint now);
+  Status onChunk(
+      PathState& p,
+      const FrameHeader& h,
+      std::span<const ByteRange> zeroFilled);
+  Status onControlFrame(
+      const FrameHeader& h,
+      std::span<const std::byte> payload);
+  void onPong(PathState& p, uint64_t stamp, TimePoint now);
   Status checkPeerLimits() const;
   Status onGrant(std::span<const std::byte> payload);
   void onReject(uint64_t message, std::span<const std::byte> payload);

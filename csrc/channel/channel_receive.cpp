@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <utility>
 
 #include "channel/channel.h"
 #include "channel/channel_state.h"
@@ -167,6 +168,9 @@ std::byte* Channel::destination(PathId path) {
   return block == p.message->blocks.end() ? nullptr : block->second.get();
 }
 
+// The payload of the header that onHeader() has taken. Three steps: count the
+// frame, for the acknowledgement that the peer waits for; then whatever the
+// type asks for. A kReject acknowledges last: see onHeader().
 Status Channel::onPayload(
     PathId path,
     TimePoint now,
@@ -176,47 +180,12 @@ Status Channel::onPayload(
   const FrameHeader h = p.header;
   p.counters.bytesReceived += h.payloadBytes;
   if (isReliable(h.type)) {
-    p.received += !RESILIENT_PLANTED(acknowledgeEarly);
-    p.bytesSinceAck += h.payloadBytes;
-    if (p.selfAcknowledging) {
-      // the transport tells
-    } else if (
-        (h.flags & kFlagAckNow) != 0 || p.bytesSinceAck >= kAckEveryBytes ||
-        p.received - p.ackedBack >= kAckEveryFrames) {
-      p.ackUrgent = true;
-      ready();
-    } else if (p.ackDue == kNever) {
-      p.ackDue = now + kAckDelay;
-      ready();
-    }
+    countForAck(p, h, now);
   }
   const std::span<const std::byte> payload(p.control);
   switch (h.type) {
-    case FrameType::kData: {
-      InMessage* m = p.message;
-      p.message = nullptr;
-      if ((h.flags & kFlagOffer) != 0) {
-        return Status();
-      }
-      if (m == nullptr || m->has(h.chunkIndex())) {
-        ++counters_.duplicateChunks;
-        return Status();
-      }
-      if (!zeroFilled.empty() && (m->header.flags & kFlagTolerant) == 0) {
-        return Status(
-            StatusCode::kProtocol, "parts of an exact message are missing");
-      }
-      for (const ByteRange& r : zeroFilled) {
-        m->zeroFilled.push_back({h.offset + r.offset, r.bytes});
-      }
-      m->mark(h.chunkIndex(), h.payloadBytes);
-      counters_.bytesReceived += h.payloadBytes;
-      if (m->whole()) {
-        tellResidual(*m);
-      }
-      deliverIfWhole(*m);
-      return Status();
-    }
+    case FrameType::kData:
+      return onChunk(p, h, zeroFilled);
     case FrameType::kResidual:
       return onResidual(h.message, payload);
     case FrameType::kGrant:
@@ -228,44 +197,102 @@ Status Channel::onPayload(
       return onCancel(h, payload);
     case FrameType::kControl:
     case FrameType::kBye:
-      if (controlSeen_.ranges() >= kMaxGaps) {
-        return Status(
-            StatusCode::kProtocol, "peer left too many gaps in control frames");
-      }
-      if (!controlSeen_.insert(h.message)) {
-        return Status();
-      }
-      if (h.type == FrameType::kBye) {
-        host_.onBye(*this);
-      } else {
-        host_.onControl(*this, payload);
-      }
-      return Status();
+      return onControlFrame(h, payload);
     case FrameType::kPing:
       p.pongDue = true;
       p.pongStamp = h.message;
       ready();
       return Status();
-    case FrameType::kPong: {
-      // Our own record, not the peer's word for it.
-      if (p.pingSent &&
-          static_cast<uint64_t>(p.pingSent->time_since_epoch().count()) ==
-              h.message) {
-        p.statistics.onRoundTrip(now - *p.pingSent, now);
-        p.pingSent.reset();
-      }
-      // Whichever ping it answers, that went there and back.
-      const TimePoint sent{Nanos(static_cast<int64_t>(h.message))};
-      if (sent <= p.lastPing) {
-        p.answeredUpTo = std::max(p.answeredUpTo, sent);
-      }
-      p.pingsAnswered += p.onProbation;
+    case FrameType::kPong:
+      onPong(p, h.message, now);
       return Status();
-    }
     case FrameType::kAck:
       return Status();
   }
   return Status();
+}
+
+// A reliable frame has come: the acknowledgement is due now if the sender asks
+// for it or waits for many, else after kAckDelay.
+void Channel::countForAck(PathState& p, const FrameHeader& h, TimePoint now) {
+  p.received += !RESILIENT_PLANTED(acknowledgeEarly);
+  p.bytesSinceAck += h.payloadBytes;
+  if (p.selfAcknowledging) {
+    return; // the transport tells the sender
+  }
+  if ((h.flags & kFlagAckNow) != 0 || p.bytesSinceAck >= kAckEveryBytes ||
+      p.received - p.ackedBack >= kAckEveryFrames) {
+    p.ackUrgent = true;
+    ready();
+  } else if (p.ackDue == kNever) {
+    p.ackDue = now + kAckDelay;
+    ready();
+  }
+}
+
+// The chunk lies where destination() said, unless its message is over or has it
+// already. May complete the message.
+Status Channel::onChunk(
+    PathState& p,
+    const FrameHeader& h,
+    std::span<const ByteRange> zeroFilled) {
+  InMessage* m = std::exchange(p.message, nullptr);
+  if ((h.flags & kFlagOffer) != 0) {
+    return Status();
+  }
+  if (m == nullptr || m->has(h.chunkIndex())) {
+    ++counters_.duplicateChunks;
+    return Status();
+  }
+  if (!zeroFilled.empty() && (m->header.flags & kFlagTolerant) == 0) {
+    return Status(
+        StatusCode::kProtocol, "parts of an exact message are missing");
+  }
+  for (const ByteRange& r : zeroFilled) {
+    m->zeroFilled.push_back({h.offset + r.offset, r.bytes});
+  }
+  m->mark(h.chunkIndex(), h.payloadBytes);
+  counters_.bytesReceived += h.payloadBytes;
+  if (m->whole()) {
+    tellResidual(*m);
+  }
+  deliverIfWhole(*m);
+  return Status();
+}
+
+// kControl and kBye reach the host exactly once, whichever paths repeat them.
+Status Channel::onControlFrame(
+    const FrameHeader& h,
+    std::span<const std::byte> payload) {
+  if (controlSeen_.ranges() >= kMaxGaps) {
+    return Status(
+        StatusCode::kProtocol, "peer left too many gaps in control frames");
+  }
+  if (!controlSeen_.insert(h.message)) {
+    return Status();
+  }
+  if (h.type == FrameType::kBye) {
+    host_.onBye(*this);
+  } else {
+    host_.onControl(*this, payload);
+  }
+  return Status();
+}
+
+// `stamp` is the time of a ping, as the peer repeats it. A round trip counts
+// only if it is the time of the ping that we have noted ourselves.
+void Channel::onPong(PathState& p, uint64_t stamp, TimePoint now) {
+  if (p.pingSent &&
+      static_cast<uint64_t>(p.pingSent->time_since_epoch().count()) == stamp) {
+    p.statistics.onRoundTrip(now - *p.pingSent, now);
+    p.pingSent.reset();
+  }
+  // The path works in both directions, whichever ping this answers.
+  const TimePoint sent{Nanos(static_cast<int64_t>(stamp))};
+  if (sent <= p.lastPing) {
+    p.answeredUpTo = std::max(p.answeredUpTo, sent);
+  }
+  p.pingsAnswered += p.onProbation;
 }
 
 void Channel::matched(InMessage& m) {
