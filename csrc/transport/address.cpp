@@ -129,8 +129,8 @@ std::vector<InterfaceAddress> onePerInterface(
   return chosen;
 }
 
-// The other interfaces by which hosts may come: more bandwidth, and a way
-// round one that fails.
+// Adds the other interfaces that lead out of this host: more bandwidth, and an
+// alternative if one fails.
 void addOutward(
     const std::vector<InterfaceAddress>& interfaces,
     int family,
@@ -149,6 +149,115 @@ void addOutward(
   if (choice.addresses.size() > before) {
     choice.reason += "; the others are up too";
   }
+}
+
+// The interfaces that one entry of the option means. A literal address and an
+// exact name win over names that begin so; of those, only interfaces that are
+// up count. Throws if there are none.
+std::vector<InterfaceAddress> matching(
+    const std::vector<InterfaceAddress>& interfaces,
+    const std::string& want,
+    int family) {
+  const auto address = SocketAddress::parse(want, 0);
+  std::vector<InterfaceAddress> exact, prefix;
+  for (const InterfaceAddress& i : interfaces) {
+    if (address ? i.address.ip() == address->ip() : i.interface == want) {
+      exact.push_back(i);
+    } else if (!address && i.up && i.interface.starts_with(want)) {
+      prefix.push_back(i);
+    }
+  }
+  if (exact.empty() && prefix.empty()) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "choose the addresses to listen on: no interface or address of "
+        "this host is \"" +
+            want + "\" or begins so; it has " + describe(interfaces)));
+  }
+  if (address) {
+    // Taken as it is, also if its interface has another one already.
+    return {exact.front()};
+  }
+  return onePerInterface(exact.empty() ? prefix : exact, family);
+}
+
+AddressChoice chooseByOption(
+    const std::vector<InterfaceAddress>& interfaces,
+    const std::string& option,
+    int family) {
+  AddressChoice choice;
+  for (const std::string& part : split(option, ',')) {
+    const std::string want = trim(part);
+    if (want.empty()) {
+      continue;
+    }
+    for (InterfaceAddress& found : matching(interfaces, want, family)) {
+      // "eth0,eth" names eth0 twice.
+      const bool there = std::any_of(
+          choice.addresses.begin(), choice.addresses.end(), [&](const auto& o) {
+            return o.address.ip() == found.address.ip();
+          });
+      if (!there) {
+        choice.addresses.push_back(std::move(found));
+      }
+    }
+  }
+  choice.reason = "as the option \"" + option + "\" asks";
+  return choice;
+}
+
+// The address that leads to the store, then all others that lead outward.
+AddressChoice chooseByStore(
+    const std::vector<InterfaceAddress>& interfaces,
+    const SocketAddress& towardsStore) {
+  const auto it =
+      std::find_if(interfaces.begin(), interfaces.end(), [&](const auto& i) {
+        return i.address.ip() == towardsStore.ip();
+      });
+  InterfaceAddress a;
+  a.address = towardsStore;
+  a.interface = "?"; // gone since, or an address that is not listed
+  a.up = true;
+  a.loopback = towardsStore.isLoopback();
+  AddressChoice choice;
+  choice.addresses = {it == interfaces.end() ? a : *it};
+  // With loopback, the store runs on this host, maybe under a name that means
+  // loopback here only: other hosts need an address of ours as well.
+  choice.reason =
+      a.loopback ? "loopback leads to the store" : "it leads to the store";
+  addOutward(interfaces, towardsStore.family(), choice);
+  return choice;
+}
+
+// The route to the store is not known: the first interface that is up, then all
+// others that lead outward. Throws if none is up.
+AddressChoice chooseByState(const std::vector<InterfaceAddress>& interfaces) {
+  std::vector<InterfaceAddress> up, loopback;
+  for (const InterfaceAddress& i : interfaces) {
+    if (i.up) {
+      (i.loopback ? loopback : up).push_back(i);
+    }
+  }
+  const auto& from = up.empty() ? loopback : up;
+  if (from.empty()) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "choose the addresses to listen on: no interface of this host is "
+        "up; it has " +
+            describe(interfaces)));
+  }
+  AddressChoice choice;
+  choice.addresses = onePerInterface(from, AF_INET);
+  choice.addresses.resize(1);
+  if (!up.empty()) {
+    addOutward(interfaces, AF_INET, choice);
+  }
+  choice.reason = up.empty()
+      ? "no interface but loopback is up: only this host can reach it"
+      : std::string("it is the first interface that is up, ") +
+          familyName(choice.addresses[0].address.family()) +
+          "; the route to the store is not known";
+  return choice;
 }
 
 } // namespace
@@ -209,99 +318,14 @@ AddressChoice chooseAddresses(
     const std::vector<InterfaceAddress>& interfaces,
     const std::string& option,
     const std::optional<SocketAddress>& towardsStore) {
-  int family = towardsStore ? towardsStore->family() : AF_INET;
   AddressChoice choice;
   if (!trim(option).empty()) {
-    for (const std::string& part : split(option, ',')) {
-      std::string want = trim(part);
-      if (want.empty()) {
-        continue;
-      }
-      auto address = SocketAddress::parse(want, 0);
-      std::vector<InterfaceAddress> exact, prefix;
-      for (const InterfaceAddress& i : interfaces) {
-        if (address) {
-          if (i.address.ip() == address->ip()) {
-            exact.push_back(i);
-          }
-        } else if (i.interface == want) {
-          exact.push_back(i);
-        } else if (i.up && i.interface.compare(0, want.size(), want) == 0) {
-          prefix.push_back(i);
-        }
-      }
-      auto& found = exact.empty() ? prefix : exact;
-      if (found.empty()) {
-        throw StatusError(Status(
-            StatusCode::kInvalidArgument,
-            "choose the addresses to listen on: no interface or address of "
-            "this host is \"" +
-                want + "\" or begins so; it has " + describe(interfaces)));
-      }
-      if (address) {
-        // Asked for by its number: taken as it is, also as a second one.
-        choice.addresses.push_back(found.front());
-      } else {
-        for (auto& i : onePerInterface(found, family)) {
-          choice.addresses.push_back(std::move(i));
-        }
-      }
-    }
-    // "eth0,eth" names eth0 twice.
-    std::vector<InterfaceAddress> once;
-    for (InterfaceAddress& a : choice.addresses) {
-      bool there = std::any_of(once.begin(), once.end(), [&](auto& o) {
-        return o.address.ip() == a.address.ip();
-      });
-      if (!there) {
-        once.push_back(std::move(a));
-      }
-    }
-    choice.addresses = std::move(once);
-    choice.reason = "as the option \"" + option + "\" asks";
+    const int family = towardsStore ? towardsStore->family() : AF_INET;
+    choice = chooseByOption(interfaces, option, family);
   } else if (towardsStore) {
-    auto it =
-        std::find_if(interfaces.begin(), interfaces.end(), [&](const auto& i) {
-          return i.address.ip() == towardsStore->ip();
-        });
-    InterfaceAddress a;
-    a.address = *towardsStore;
-    a.interface = "?"; // gone since, or an address that is not listed
-    a.up = true;
-    a.loopback = towardsStore->isLoopback();
-    choice.addresses = {it == interfaces.end() ? a : *it};
-    choice.reason = "it leads to the store";
-    if (a.loopback) {
-      // The store runs on this host, maybe under a name that means loopback
-      // here only: other hosts need an address of ours as well.
-      choice.reason = "loopback leads to the store";
-    }
-    addOutward(interfaces, family, choice);
+    choice = chooseByStore(interfaces, *towardsStore);
   } else {
-    std::vector<InterfaceAddress> up, loopback;
-    for (const InterfaceAddress& i : interfaces) {
-      if (i.up) {
-        (i.loopback ? loopback : up).push_back(i);
-      }
-    }
-    auto& from = up.empty() ? loopback : up;
-    if (from.empty()) {
-      throw StatusError(Status(
-          StatusCode::kInvalidArgument,
-          "choose the addresses to listen on: no interface of this host is "
-          "up; it has " +
-              describe(interfaces)));
-    }
-    choice.addresses = onePerInterface(from, family);
-    choice.addresses.resize(1);
-    if (!up.empty()) {
-      addOutward(interfaces, family, choice);
-    }
-    choice.reason = up.empty()
-        ? "no interface but loopback is up: only this host can reach it"
-        : std::string("it is the first interface that is up, ") +
-            familyName(choice.addresses[0].address.family()) +
-            "; the route to the store is not known";
+    choice = chooseByState(interfaces);
   }
   choice.reason = "using " + describe(choice.addresses) + ": " + choice.reason;
   return choice;
