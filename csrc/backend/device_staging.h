@@ -51,8 +51,9 @@ bool onDevice(const at::Tensor& tensor);
 // For an operation called now, whose tensors are all where this one is.
 std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor);
 
-// Stages tensors that the devices of c10 do not: the pretended device of the
-// tests (csrc/tests/device), which is not in the shipped module. Any thread.
+// Makes host tensors pass for tensors of a device: for the pretended device of
+// the tests (csrc/tests/device), which is not in the shipped module. Called
+// from any thread.
 class StagingFactory {
  public:
   virtual ~StagingFactory() = default;
