@@ -95,7 +95,7 @@ void atExit() {
   FutureThreads::stop(left());
 }
 
-// Not by py::register_exception(), whose types have one base.
+// Not by py::register_exception(): its types have one base.
 void bindCallError(py::module_& m) {
   static PyObject* type = nullptr; // lives for ever
   const auto bases = py::make_tuple(

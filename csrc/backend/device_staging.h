@@ -12,10 +12,13 @@ namespace resilient {
 // and back, without holding up the caller, its stream or the engine.
 //
 // The real one (device_staging.cpp) copies to pinned memory on a side stream,
-// with the device-agnostic parts of c10 only, so that the CPU build of torch
-// compiles and loads it. The side stream first waits for what the caller's
-// stream had in its queue when the operation was called: inputs are written by
-// then, and nobody still reads the old contents of outputs.
+// with the device-agnostic parts of c10 only: the CPU build of torch compiles
+// and loads it. The side stream first waits for the work that the caller's
+// stream had queued when the operation was called: inputs are written by then,
+// and no kernel still reads the old contents of outputs.
+//
+// Threads as marked. Lifetime: until its operation has ended; any thread may
+// drop the last reference.
 class DeviceStaging {
  public:
   virtual ~DeviceStaging() = default;
@@ -48,7 +51,7 @@ class DeviceStaging {
 
 // True if the engine cannot read the tensor where it is.
 bool onDevice(const at::Tensor& tensor);
-// For an operation called now, whose tensors are all where this one is.
+// For an operation called now, with all tensors on the device of this one.
 std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor);
 
 // Makes host tensors pass for tensors of a device: for the pretended device of

@@ -19,7 +19,7 @@ std::exception_ptr exceptionFor(const Status& status);
 [[noreturn]] void throwInvalid(const std::string& message);
 
 // A mistake in the arguments of an operation. gloo raises RuntimeError for
-// these, NCCL mostly ValueError, and programs catch either. In Python it is
+// these, NCCL ValueError for most, and programs catch either. In Python it is
 // torch_resilient._C.CallError, a subclass of both; a caller that translates
 // C++ exceptions without our translator makes a ValueError of it.
 class CallError : public c10::ValueError {

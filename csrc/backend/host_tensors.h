@@ -42,7 +42,7 @@ class HostTensors {
   // Whether two of the tensors share memory, as far as their ranges tell.
   static bool anyOverlap(const std::vector<at::Tensor>& tensors);
 
-  // That the operation reads and writes.
+  // The bytes that the operation reads and writes.
   uint64_t bytes() const;
 
   // Anything else that must live as long.

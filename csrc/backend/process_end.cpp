@@ -10,8 +10,8 @@ namespace resilient {
 
 namespace {
 
-// The interpreter needs some 100 ms to end, more on a loaded machine. Longer
-// only delays who waits for such a thread.
+// The interpreter needs some 100 ms to end, more on a loaded machine. A longer
+// pause only delays a thread that joins such a one.
 constexpr auto kPause = std::chrono::seconds(5);
 
 std::atomic<bool> ending{false};

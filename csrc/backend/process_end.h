@@ -10,8 +10,8 @@ namespace resilient {
 //
 // Call without the GIL.
 void processEnds(); // from now on
-// Of a thread that is about to go back to Python. Returns at once until the
-// process ends, and always on its main thread.
+// Called by a thread that is about to go back to Python. Returns at once until
+// the process ends, and always on its main thread.
 void letProcessEnd();
 
 } // namespace resilient

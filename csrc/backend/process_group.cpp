@@ -54,7 +54,7 @@ EngineOptions processEngineOptions(const GroupOptions* given) {
 
 namespace {
 
-// What the engine is to use, if this group is the one that starts it.
+// Sets the options of the engine, if this group is the one that starts it.
 void rememberEngineOptions(const EngineOptions& options) {
   auto& process = processOptions();
   std::lock_guard<std::mutex> lock(process.mutex);
@@ -177,7 +177,7 @@ void ProcessGroupResilient::shutdown() {
   checkUsable("shutdown");
   const Nanos linger = fromSeconds(options_->engine.linger_s);
   if (!ended_.exchange(true)) {
-    // What the user has sent from a device is to arrive as well.
+    // Messages sent from a device are to arrive as well.
     queue_->drain(linger);
   }
   group_->shutdown(linger);

@@ -11,8 +11,8 @@ namespace resilient {
 
 // Sum of one sparse (COO) tensor per rank. All ranks gather all indices and
 // values, then each adds them up in rank order, so all get the same bits. On
-// the wire each rank sends its own part to all others: cheap as long as the
-// tensors are very sparse, which is what they are for.
+// the wire each rank sends its own part to all others: cheap for very sparse
+// tensors, the only use of this operation.
 class SparseAllReduce {
  public:
   // Caller's thread. Coalesces; tensors on a device are copied to the host
@@ -25,8 +25,8 @@ class SparseAllReduce {
   void store();
 
  private:
-  // What the ranks tell each other first. The sparse and dense shape must
-  // agree, the number of stored elements need not.
+  // The ranks exchange this first. The sparse and dense shape must agree, the
+  // number of stored elements need not.
   struct Header {
     int64_t stored;
     int64_t sparseDims;

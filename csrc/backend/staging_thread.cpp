@@ -85,8 +85,8 @@ class Thread {
         wake_.wait_for(lock, kPollInterval, work);
       }
       if (stopped_) {
-        // What is left is leaked with the thread's stack: destructors may
-        // want an interpreter that is gone.
+        // The rest is leaked with the thread's stack: destructors may want an
+        // interpreter that is gone.
         busy_ = false;
         idle_.notify_all();
         never_.wait(lock, [] { return false; });

@@ -18,10 +18,10 @@ std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// torchrun's agent serves one store for all lives of its ranks. What a life
-// has left there would confuse the next one, if not all had come as far. The
-// number of restarts keeps them apart where one agent has all ranks; several
-// do not count alike. Empty: no need.
+// torchrun's agent serves one store for all lives of its ranks. Keys of one
+// life would confuse the next one if not all ranks had set them. The number of
+// restarts keeps them apart where one agent has all ranks; several do not count
+// alike. Empty: no need.
 std::string lifePrefix(c10d::Store* store) {
   if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store)) {
     return lifePrefix(prefixed->getUnderlyingNonPrefixStore().get());
@@ -43,9 +43,9 @@ struct PrefixOf : c10d::PrefixStore {
   }
 };
 
-// The same store over another connection. All groups whose stores share one
-// connection share the other one, too: at 1,024 ranks with six groups each, a
-// connection for each group would be 6,144 in the process that serves them.
+// The same store over another connection. Groups with stores on one connection
+// share the other one, too: at 1,024 ranks with six groups each, a connection
+// for each group would be 6,144 in the process that serves them.
 c10::intrusive_ptr<c10d::Store> secondConnection(
     const c10::intrusive_ptr<c10d::Store>& store) {
   if (auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get())) {
@@ -80,9 +80,9 @@ class StoreAdapter : public KeyValue {
   }
 
   bool tryGet(const std::string& key, std::string& value) override {
-    // get() would block until somebody sets the key, and check() with get()
-    // takes three round trips. Every c10d store compares an absent key as
-    // equal to "" only, and answers with the expected value otherwise.
+    // get() would block until a rank sets the key, and check() with get() takes
+    // three round trips. Every c10d store compares an absent key as equal to ""
+    // only, and answers with the expected value otherwise.
     static const std::string kAbsent = "absent";
     value = store_->compareSet(key, kAbsent, kAbsent);
     return value != kAbsent;

@@ -10,7 +10,8 @@
 namespace resilient {
 
 // A c10d store as the engine's KeyValue. One TCPStore client serialises its
-// callers: a thread that waits for a key holds up all others.
+// callers: a thread that waits for a key holds up all others. The adapter keeps
+// the store alive and throws what the store throws.
 std::unique_ptr<KeyValue> makeStoreAdapter(
     c10::intrusive_ptr<c10d::Store> store);
 

@@ -11,7 +11,7 @@ namespace resilient {
 // starts; nothing: the default of each operation. -1 in Python.
 inline thread_local std::optional<TrafficClass> chosenTrafficClass;
 
-// What may be missing of the messages that the calling thread sends.
+// The parts that may be missing of messages that the calling thread sends.
 inline thread_local Tolerance chosenTolerance;
 
 } // namespace resilient

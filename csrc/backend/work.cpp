@@ -62,7 +62,7 @@ bool WorkResilient::isCompleted() {
       return true;
     }
   }
-  // Whoever sees true may read the results on any stream.
+  // A caller that sees true may read the results on any stream.
   for (const auto& part : parts_) {
     if (!part->isCompleted()) {
       return false;
@@ -76,6 +76,9 @@ bool WorkResilient::isSuccess() const {
   return completed_ && !exception_;
 }
 
+// Waits in slices. In each, the thread takes turns of the engine's loop if it
+// can, else it sleeps on cv_; between two slices it looks for Ctrl-C. The lock
+// is released while it helps: the loop ends this Work under the same lock.
 bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   const bool limited = timeout > kNoTimeout;
   const TimePoint deadline =
@@ -288,7 +291,7 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkResilient::getFuture() {
   futureClaimed_ = done;
   lock.unlock();
   if (done) {
-    completeFuture(); // nobody else knows it yet: no callbacks run here
+    completeFuture(); // no other thread has it yet: no callbacks run here
   }
   return future;
 }

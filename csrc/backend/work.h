@@ -27,8 +27,8 @@ void (*currentInterruptHook())(); // or null
 // engine is done with them, and it ends exactly once, always.
 //
 // Thread: any. The engine's loop ends it; the thread that waits is woken from
-// there directly. Futures, whose callbacks are user code, are completed on the
-// completion threads (future_threads.h).
+// there directly. Futures have user code as callbacks, so the completion
+// threads (future_threads.h) complete them.
 class WorkResilient : public c10d::Work {
  public:
   // `title` ("resilient:all_reduce") names the operation for the profiler and
@@ -73,8 +73,8 @@ class WorkResilient : public c10d::Work {
       const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
       TimePoint deadline);
 
-  // Of a send that tolerates losses: the elements, from and up to, that the
-  // receiver has zeros for. Empty before the end, and if nothing was lost.
+  // For a send that tolerates losses: the ranges of elements that the receiver
+  // has zeros for. Empty before the end, and if nothing was lost.
   std::vector<std::pair<int64_t, int64_t>> zeroFilled() const;
   void setZeroFilled(
       const std::vector<ByteRange>& ranges,
@@ -98,7 +98,7 @@ class WorkResilient : public c10d::Work {
       int sourceRank = -1);
 
  private:
-  // What a thread in waitAny() sleeps on.
+  // A thread in waitAny() sleeps on this.
   struct Waiter {
     std::mutex mutex;
     std::condition_variable wake;

@@ -54,9 +54,8 @@ void Channel::addPath(PathId path, TimePoint now) {
   ready();
 }
 
-// Paper: SHIFT §4.3.2. What was not acknowledged goes over to the other paths.
-// The peer may have some of it and drops what comes twice, so nothing waits
-// for a handshake.
+// Paper: SHIFT §4.3.2. Unacknowledged frames move to the other paths. The peer
+// may have some of them and drops duplicates, so nothing waits for a handshake.
 // Paper: PIPEMORPH §5.3 tries the whole operation again; here only chunks move.
 void Channel::removePath(PathId path, TimePoint now) {
   lastNow_ = now;
@@ -66,7 +65,7 @@ void Channel::removePath(PathId path, TimePoint now) {
   }
   PathState lost = std::move(it->second);
   paths_.erase(it);
-  // Newest first, so that the oldest ends up at the front of every queue.
+  // Newest first: the oldest then ends up at the front of every queue.
   for (auto f = lost.inFlight.rbegin(); f != lost.inFlight.rend(); ++f) {
     takeBack(*f, /*pathIsGone=*/true);
   }
@@ -74,7 +73,7 @@ void Channel::removePath(PathId path, TimePoint now) {
   ready();
 }
 
-// What `f` carries waits to be sent once more.
+// Queues the content of `f` to be sent once more.
 void Channel::takeBack(InFlight& f, bool pathIsGone) {
   if (f.control) { // the peer may have it: it must bear a second one
     if (!f.ghost) {
@@ -270,6 +269,10 @@ void Channel::onTimer(TimePoint now) {
   }
 }
 
+// The relation is over: fails all sends, drops all frames, and gives up
+// incoming messages that are not whole. Whole messages stay for receives to
+// come. Acknowledgements that still arrive must not refer to frames that were
+// dropped, hence the counters at the end of the loop over the paths.
 void Channel::fail(const Status& status) {
   if (!failure_.ok()) {
     return;
@@ -306,7 +309,7 @@ void Channel::fail(const Status& status) {
     // Acknowledgements still to come are of frames that are forgotten.
     p.acknowledged = p.written = p.handedOut;
   }
-  // What has arrived whole may still be received; the rest never will.
+  // Whole messages may still be received; the rest never will.
   std::vector<InMessage*> lost;
   for (auto& [number, m] : in_) {
     if (!m->whole()) {

@@ -26,7 +26,7 @@ class Mailbox;
 
 using PathId = uint32_t;
 
-// Bytes that all channels of a process may hold as copies, so that a send
+// The bytes that all channels of a process may hold as copies. A copied send
 // completes before its acknowledgement.
 struct StagingBudget {
   uint64_t limit = 0;
@@ -35,8 +35,8 @@ struct StagingBudget {
 
 struct ChannelConfig {
   uint32_t chunkBytes = 512u << 10;
-  // What the *receiver* of a direction holds for messages nobody has asked
-  // for yet; the peer's value arrives with the handshake.
+  // The bytes that the *receiver* of a direction holds for messages without a
+  // receive; the peer's value arrives with the handshake.
   uint64_t ownEagerBytes = 64u << 20;
   uint64_t peerEagerBytes = 64u << 20;
   uint64_t copyBytes = 64u << 10;
@@ -46,7 +46,7 @@ struct ChannelConfig {
   bool paced = false; // see setPaced()
 };
 
-// What the channel asks of the world around it.
+// Callbacks of the channel to its owner, on the loop thread.
 class ChannelHost {
  public:
   virtual ~ChannelHost() = default;
@@ -69,7 +69,7 @@ struct OutFrame {
   uint64_t message = 0; // 0: control
   uint64_t offset = 0; // of the payload in its message
   bool reliable = false; // the receiver acknowledges it
-  bool ackNow = false; // and somebody waits for that
+  bool ackNow = false; // the sender waits for that
   // For paths that lose packets: what the payload is, and what of it may be
   // missing.
   TrafficClass trafficClass = TrafficClass::kActivation;
@@ -105,7 +105,7 @@ struct PathCounters {
 // The relation to one remote process: messages in both directions over any
 // number of paths that come and go. It owns numbering, chunking, credit,
 // acknowledgement, re-queueing, reassembly and duplicate removal; it does no
-// I/O, has no clock and no thread, so that it can be simulated.
+// I/O and has no clock and no thread, which lets the simulation drive it.
 //
 // Sender. A message is cut into chunks of one size; each goes over whichever
 // path asks next. The channel keeps, per path, the frames it handed out in
@@ -116,8 +116,8 @@ struct PathCounters {
 // until the receiver, having matched it, grants it.
 //
 // Receiver. A chunk of a matched message goes straight to its place in the
-// user's buffer; before that, into a block of its own. What has arrived once
-// is discarded when it comes again.
+// user's buffer; before that, into a block of its own. A duplicate is
+// discarded.
 //
 // Thread: loop thread. Lifetime: outlives every operation posted to it.
 class Channel {
@@ -143,9 +143,9 @@ class Channel {
   void setFirstChunkBytes(uint32_t bytes) {
     config_.firstChunkBytes = bytes;
   }
-  // Somebody else sets the pace of all paths together (pull without chunks):
-  // then chunks are no larger than this, and leave in their order, since no
-  // path is so slow that it had better work on what is needed later.
+  // The owner sets the pace of all paths together (pull without chunks). Chunks
+  // are no larger than this and leave in order: no path skips ahead to later
+  // messages.
   void setPaced(uint32_t chunkBytes) {
     config_.chunkBytes = std::min(config_.chunkBytes, chunkBytes);
     config_.paced = true;
@@ -174,7 +174,7 @@ class Channel {
   void drop(InMessage& message) {
     forget(message);
   }
-  // Nobody will take `message`; tells the sender why. Frees it.
+  // No receive will take `message`: tells the sender why and frees it.
   void reject(InMessage& message, StatusCode code, const std::string& reason);
 
   // --- the paths' side
@@ -186,18 +186,18 @@ class Channel {
   const OutFrame* pull(PathId path, TimePoint now, bool chunks = true);
   const std::deque<OutFrame>& unwritten(PathId path) const;
   void popWritten(PathId path); // the front has been written whole
-  // For a path whose transport tells by itself what the peer has processed:
-  // so many reliable frames since its beginning. Neither end then sends
-  // acknowledgements over it. Both must say so before its first frame.
-  // `ordered`: frames arrive in the order in which they were written.
+  // For a path whose transport itself reports how far the peer is: delivered()
+  // gives the number of reliable frames since the beginning. Neither end then
+  // sends acknowledgements over it. Both must call this before the first frame.
+  // `ordered`: frames arrive in the order of writing.
   void setSelfAcknowledging(PathId path, bool ordered = true);
   void delivered(PathId path, uint64_t frames, TimePoint now);
-  // What its transport knows the path to carry, bytes per second: better than
-  // what single messages with rests between them show.
+  // The capacity in bytes per second that the transport knows. It is more exact
+  // than an estimate from single messages with pauses between them.
   void setCapacity(PathId path, double bytesPerS);
-  // What the path before it carried, bytes per second. Without that, a path
-  // that joins another one which can do the work alone would never be given
-  // enough at a time to show what it carries.
+  // The capacity in bytes per second of the path that this one replaces.
+  // Without it, a path that joins one which can do the work alone is never
+  // saturated, so its capacity cannot be measured.
   void expectCapacity(PathId path, double bytesPerS);
   // Something to pull for some path? (An approximation: may be true in vain.)
   bool hasFrames(PathId path) const;
@@ -251,8 +251,9 @@ class Channel {
   // kNever if it owes none.
   TimePoint waitingSince(PathId path) const;
   // The latest time at which something was handed to the path that has been
-  // answered: until then at least, the way out worked. What comes in otherwise
-  // proves nothing about it. TimePoint() if nothing has been.
+  // answered: until then at least, the outgoing direction worked. Other frames
+  // from the peer prove nothing about that direction. TimePoint() if nothing
+  // has been.
   TimePoint answeredUpTo(PathId path) const;
   // The description of the last collective message that the peer sent: what
   // it was doing when it was last heard of. stream is 0 before the first.
@@ -270,7 +271,7 @@ class Channel {
   uint64_t bufferedBytes() const {
     return bufferedBytes_;
   }
-  // What our messages hold of peerEagerBytes.
+  // The part of peerEagerBytes that our messages hold.
   uint64_t chargedBytes() const {
     return chargedBytes_;
   }
@@ -364,16 +365,16 @@ class Channel {
   size_t offers_ = 0; // announced, not granted
   uint64_t unacknowledged_ = 0; // messages not abandoned and not acknowledged
   std::deque<std::unique_ptr<Control>> control_;
-  std::optional<PathId> arrivingOn_; // whose frame is being looked at
+  std::optional<PathId> arrivingOn_; // the path of the frame in onHeader()
   uint64_t lastControl_ = 0; // numbers kControl and kBye
-  // What a chunk was refused for.
+  // The reason why a chunk was refused.
   struct Refusal {
     uint64_t offset = 0; // of the chunk
     std::vector<std::byte> reason;
   };
   // By message, until the peer has acknowledged one of its kReject frames.
   std::unordered_map<uint64_t, Refusal> refusals_;
-  std::deque<uint64_t> lent_; // messages whose buffer is lent, oldest first
+  std::deque<uint64_t> lent_; // messages with a lent buffer, oldest first
   TimePoint stageCheckAt_ = kNever;
   Nanos stageInterval_{};
   TimePoint askAgainAt_ = kNever; // a path has left a chunk to the others

@@ -39,6 +39,11 @@ Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
   return Status();
 }
 
+// The header of a chunk or an offer: finds or creates the message, announces it
+// to the mailbox, and leaves in p.message whether the payload is wanted. A
+// matched message takes the payload in the user's buffer; another one in a
+// block of its own, charged against ownEagerBytes. Messages that are over are
+// discarded, which makes it safe for a sender to repeat any chunk.
 Status Channel::onData(PathState& p, const FrameHeader& header) {
   if (done_.contains(header.message) || !failure_.ok()) {
     refuseAgain(header);
@@ -107,10 +112,10 @@ void Channel::refuseAgain(const FrameHeader& header) {
   }
 }
 
-// What a peer may make us keep without having earned it by credit: records of
-// messages that nobody has asked for, and answers it does not fetch. A sane
-// one stays below, as its own limits (offers, credit) see to it; messages it
-// cancelled before they were asked for are what the second kMaxOffers is for.
+// Limits what a peer can make us keep beyond its credit: records of messages
+// without a receive, and answers that it does not fetch. The limits of a
+// correct peer (offers, credit) keep it below. The second kMaxOffers is for
+// messages that it cancelled before a receive came.
 Status Channel::checkPeerLimits() const {
   const uint64_t records =
       config_.ownEagerBytes / kChunkOverheadBytes + 2 * kMaxOffers;

@@ -8,6 +8,11 @@
 
 namespace resilient {
 
+// Numbers the message, fixes the size of its chunks for good, and queues it by
+// traffic class. The chunks themselves are cut in pullChunk(), when a path
+// asks. The owner's buffer is lent until all chunks are acknowledged, unless
+// the message is copied: a small one at once, a larger point-to-point message
+// later (lent_, see stageLent()).
 void Channel::send(SendOp* op, TimePoint now) {
   lastNow_ = now;
   if (!failure_.ok()) {
@@ -67,7 +72,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   ready();
 }
 
-// Copies the message, so that its owner may have the buffer back.
+// Copies the message; its owner gets the buffer back.
 bool Channel::stage(OutMessage& m) {
   const uint64_t bytes = m.header.totalBytes;
   if (m.op == nullptr || bytes > kMaxStagedBytes ||
@@ -150,7 +155,7 @@ void Channel::finishSend(OutMessage& m, const Status& status) {
 void Channel::stageLent(TimePoint now) {
   bool staged = false;
   // On a short link the acknowledgement is only late because both ends are
-  // busy, and a copy would make them busier. A link nobody has measured yet
+  // busy, and a copy would make them busier. A link that has not been measured
   // gets a little longer to show that it is short.
   double least = 0;
   for (const auto& [id, p] : paths_) {
@@ -167,7 +172,7 @@ void Channel::stageLent(TimePoint now) {
       continue;
     }
     OutMessage& m = *found->second;
-    // What a fast link would need: it finishes before we would have copied.
+    // The time that a fast link needs: it finishes before a copy would.
     const Nanos fair = 10 * config_.stageAfter +
         Nanos(static_cast<int64_t>(2 * m.header.totalBytes));
     const bool waitsForAck = m.allHandedOut() && now - m.pulledAt >= patience;
@@ -314,8 +319,8 @@ PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
 }
 
 // A chunk of a message's tail that another path is late with, for one that has
-// nothing to send. Null if there is none. What the other path still has is a
-// ghost then: whichever copy is acknowledged first counts.
+// nothing to send. Null if there is none. The copy on the other path becomes a
+// ghost: the first acknowledgement of either counts.
 Channel::OutMessage*
 Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   // Further back, it is not the tail.
@@ -364,9 +369,9 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   return nullptr;
 }
 
-// The first message of the class of which a chunk on this path would arrive in
-// time: before the others have sent all that stands in front of it. A slow
-// path so works on what is needed later. Null: it had better wait.
+// The first message of the class with a chunk that would arrive in time on this
+// path: before the other paths have sent everything in front of it. A slow path
+// thus works on messages that are needed later. Null: the path waits.
 Channel::OutMessage*
 Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
   // Beyond these, every path has enough to do.
@@ -473,6 +478,10 @@ OutFrame& Channel::appendFrame(PathState& p, FrameHeader& header) {
   return f;
 }
 
+// Order of urgency: control frames, chunks, then frames that are not
+// acknowledged (pongs, pings, plain acknowledgements). Every frame carries an
+// acknowledgement anyway, so a plain one leaves only if nothing else does. A
+// path that is suspect or on probation carries only the last kind.
 const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
   lastNow_ = now;
   if (!failure_.ok()) {
@@ -534,6 +543,12 @@ const OutFrame* Channel::pullControl(PathId path, TimePoint now) {
   return &f;
 }
 
+// Hands the next chunk to a path, in four steps. A new path has a window until
+// its acknowledgements have shown that it works. The scheduler picks a message
+// that this path should work on; without one, the path repeats a late chunk of
+// another path (hedge). The header says whether this is an offer, and whether
+// the receiver is to acknowledge at once. The frame is then recorded twice: in
+// `unwritten` for the transport, and in `inFlight` until its acknowledgement.
 const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   const bool opening = p.window < kOpenWindowBytes;
   if (opening && p.inFlightBytes >= p.window) {

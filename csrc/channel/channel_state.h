@@ -12,7 +12,7 @@
 
 namespace resilient {
 
-// What a chunk costs of the receiver's budget beyond its bytes: the records
+// The cost of a chunk in the receiver's budget beyond its bytes: the records
 // that describe it and its message. Both ends must agree, it is part of the
 // protocol. Less, and a peer could fill the memory with records of tiny chunks.
 inline constexpr uint64_t kChunkOverheadBytes = 256;
@@ -29,14 +29,14 @@ inline constexpr size_t kMaxGaps = 1u << 20;
 // Acknowledge at the latest after this much...
 inline constexpr uint64_t kAckEveryBytes = 1u << 20;
 inline constexpr uint32_t kAckEveryFrames = 64;
-// ...or this long. Nobody waits for such an acknowledgement; it only frees
-// records at the sender. Shorter costs wake-ups, longer memory.
+// ...or this long. No operation waits for such an acknowledgement; it only
+// frees records at the sender. Shorter costs wake-ups, longer memory.
 inline constexpr Nanos kAckDelay = std::chrono::milliseconds(5);
 // A path that carries data has its round trip measured at least this often:
 // several times in an iteration of a pipeline, for an acknowledgement each.
 inline constexpr Nanos kMeasureEvery = std::chrono::milliseconds(10);
 
-// Grants nobody waits for go out together, at most this many.
+// Grants that no sender waits for go out together, at most this many.
 inline constexpr size_t kGrantBatch = 64;
 
 // Messages above this are not copied to let a send complete early: one copy
@@ -77,7 +77,7 @@ inline constexpr Nanos kExploreAfter = std::chrono::seconds(1);
 inline constexpr uint64_t kWorthExploring = 1u << 20;
 
 struct Channel::OutMessage {
-  FrameHeader header; // of every chunk, but for offset and payload
+  FrameHeader header; // of every chunk, except offset and payload
   SendOp* op = nullptr; // null once its owner has been told
   const std::byte* data = nullptr;
   std::unique_ptr<std::byte[]> owned;

@@ -21,8 +21,8 @@ struct RecvOp;
 // a receive matches it, chunks lie in blocks of their own.
 //
 // Paper: SHIFT §3.1. A second copy must not overwrite what is being read. Here
-// a chunk that is known is dropped, and nobody reads a message before it is
-// whole: so anything may be sent again.
+// a known chunk is dropped, and a message is read only when it is whole: so
+// anything may be sent again.
 //
 // Invariant: op != nullptr implies blocks holds only chunks still being read.
 struct InMessage {

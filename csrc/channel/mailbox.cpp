@@ -48,6 +48,8 @@ void Mailbox::bind(RecvOp* op, InMessage& message) {
   message.channel.matched(message);
 }
 
+// A receive of a failed channel still gets a message that has arrived whole, so
+// the match is tried before the failure is reported.
 void Mailbox::post(RecvOp* op) {
   op->message = nullptr;
   op->matchedRank = -1;
@@ -225,7 +227,7 @@ void Mailbox::begin(
   Exact& exact = group.exact[sequence];
   exact.begun = true;
   exact.signature = signature;
-  // What came early is looked at now.
+  // Checks the messages that came early.
   std::vector<InMessage*> wrong;
   for (auto it = exact.entries.begin(); it != exact.entries.end();) {
     InMessage* m = it->second.message;
@@ -246,6 +248,9 @@ void Mailbox::begin(
   }
 }
 
+// Receives without a message get the outcome. Messages without a receive are
+// refused, as later stragglers of this sequence number are. All records are
+// updated before a refusal, which calls into the channels.
 void Mailbox::end(uint64_t groupId, uint64_t sequence, const Status& outcome) {
   auto found = groups_.find(groupId);
   if (found == groups_.end()) {
@@ -276,6 +281,9 @@ void Mailbox::end(uint64_t groupId, uint64_t sequence, const Status& outcome) {
   }
 }
 
+// Four states of the receive: ended and in the completion queue; matched, so
+// its message is rejected; waiting in an ordered stream; waiting in a
+// collective.
 void Mailbox::cancel(RecvOp* op, const std::string& reason) {
   if (completions_.remove(op)) {
     return;
@@ -362,6 +370,8 @@ void Mailbox::failSource(Channel& channel, const Status& status) {
   }
 }
 
+// Moves the records of the group out first, since rejecting a message calls
+// into its channel.
 void Mailbox::closeGroup(uint64_t groupId) {
   closed_.insert(groupId);
   auto found = groups_.find(groupId);

@@ -20,6 +20,8 @@ namespace resilient {
 // it are point-to-point tags.
 inline constexpr uint64_t kCollectiveBit = uint64_t(1) << 63;
 
+// Thread: the loop's, from within the mailbox: must not call back into it or
+// into a channel.
 class MailboxListener {
  public:
   virtual ~MailboxListener() = default;

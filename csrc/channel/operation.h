@@ -18,8 +18,8 @@ class Channel;
 class CompletionQueue;
 struct InMessage;
 
-// Where a message belongs: c10d's (group, tag) or one collective, and its
-// place therein. See mailbox.h.
+// The address of a message: c10d's (group, tag) or one collective, and its
+// place in that stream. See mailbox.h.
 struct MessageKey {
   uint64_t group = 0;
   uint64_t stream = 0;
@@ -36,8 +36,8 @@ class Operation {
   Operation& operator=(const Operation&) = delete;
   virtual ~Operation() = default;
 
-  // Called exactly once, from CompletionQueue::drain(): the one place from
-  // which user code runs, so that no core function is ever re-entered.
+  // Called exactly once, from CompletionQueue::drain(). User code runs from
+  // there alone, so no core function is ever re-entered.
   virtual void finished(const Status& status) = 0;
 
  private:
@@ -79,10 +79,11 @@ struct RecvOp : Operation {
   int32_t matchedRank = -1; // of the sender, once matched
 };
 
-// Operations that have ended and whose owners do not know yet.
+// Ended operations; their owners have not been called back yet. Loop thread.
 class CompletionQueue {
  public:
-  // Called when the queue stops being empty: somebody must drain it.
+  // Called when the queue stops being empty. The engine then drains it at the
+  // end of the turn.
   void setWake(std::function<void()> wake) {
     wake_ = std::move(wake);
   }

@@ -10,10 +10,10 @@
 namespace resilient {
 
 // The collectives with the algorithm and its tuning given, for collectives.h,
-// which chooses, and for tests, which try all. Rounds and bytes stand beside
-// each in the .cpp files and in docs/collectives.md. Every pair of ranks that
-// an algorithm connects exchanges at least one message, empty if need be: that
-// is how ranks that call different things find out.
+// which chooses, and for tests, which try all. Rounds and bytes of each are in
+// the .cpp files and in docs/collectives.md. Every pair of ranks that an
+// algorithm connects exchanges at least one message, empty if need be: that is
+// how ranks that call different things find out.
 
 Task allReduceWith(
     AllReduceAlgorithm algorithm,

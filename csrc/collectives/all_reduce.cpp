@@ -172,7 +172,7 @@ Task ring(
   for (size_t r = 1; r < n; ++r) {
     offsets[r] = offsets[r - 1] + counts[r - 1];
   }
-  // Of the largest shard; the others may end in empty segments.
+  // The number for the largest shard; the others may end in empty segments.
   const size_t segments =
       std::max<size_t>((counts[0] + segmentCount - 1) / segmentCount, 1);
   const size_t reduceSteps = n - 1;
@@ -272,8 +272,8 @@ Task allReduceWith(
   ComputeBudget budget;
   if (reduction.op == ReduceOp::kPreMulSum &&
       (comm.size() == 1 || algorithm != AllReduceAlgorithm::kDirect)) {
-    // Here the data is ours to scale; only the direct one also serves
-    // operations whose input is not.
+    // Here the data is ours to scale. Only the direct algorithm also serves
+    // operations with an input that must not change.
     Task scaling = scaleSliced(comm, budget, data, data, count, reduction);
     co_await scaling;
     reduction.op = ReduceOp::kSum;

@@ -6,7 +6,7 @@
 namespace resilient {
 
 // Rounds 1; bytes: all inputs but the own. Staggered: rank r starts with r+1,
-// so that at any time each rank is the target of about one other.
+// and each rank is the target of about one other at a time.
 Task allToAll(
     Communicator& comm,
     std::vector<const void*> inputs,

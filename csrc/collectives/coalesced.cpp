@@ -4,9 +4,9 @@
 namespace resilient {
 namespace {
 
-// Puts the number of the part into the slots, so that two parts of one
-// operation never use the same. Transfers belong to the inner communicator,
-// which cancels them itself.
+// Puts the number of the part into the slots: two parts of one operation never
+// use the same. Transfers belong to the inner communicator, which cancels them
+// itself.
 class PartCommunicator : public Communicator {
  public:
   PartCommunicator(Communicator& inner, uint64_t part)

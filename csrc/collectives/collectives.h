@@ -15,7 +15,7 @@ namespace resilient {
 // every rank and in every run: the order of the operands of each reduction
 // depends on ranks and sizes only, never on arrival.
 
-// What the choice between algorithms is made from; see collectives/cost.h.
+// The costs by which an algorithm is chosen; see collectives/cost.h.
 struct CostModel {
   double latencyS = 30e-6; // one message, one way
   double secondsPerByte = 1 / 2e9; // on the wire
@@ -99,8 +99,8 @@ Task barrier(Communicator& comm);
 // waitAllRanks (texts as in ProcessGroupGloo, which torch's tests expect).
 Task monitoredBarrier(Communicator& comm, bool waitAllRanks);
 
-// Runs the parts one after the other in one operation; part i sees a
-// Communicator whose slots do not collide with those of the others.
+// Runs the parts one after the other in one operation; each part sees a
+// Communicator with slots of its own.
 Task coalesced(
     Communicator& comm,
     std::vector<std::function<Task(Communicator&)>> parts);

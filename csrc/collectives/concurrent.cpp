@@ -28,7 +28,7 @@ Task concurrently(std::vector<Task> tasks) {
   std::coroutine_handle<> waiter;
   for (Task& task : tasks) {
     Task* const one = &task;
-    // May be called before start() returns: then nobody waits yet.
+    // May be called before start() returns: then there is no waiter yet.
     task.start([&running, &error, &waiter, one] {
       --running;
       if (one->error() && !error) {

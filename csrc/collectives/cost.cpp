@@ -210,7 +210,7 @@ const LinkModel& topLink(const Topology& topology) {
   return topology.hasSites() ? kBetweenSites : kBetweenHosts;
 }
 
-// Of the hierarchical all-reduce, at the top only.
+// The time of the hierarchical all-reduce at the top level alone.
 double
 topAllReduceSeconds(const Topology& topology, double bytes, bool exchange) {
   const LinkModel& link = topLink(topology);
@@ -228,6 +228,12 @@ bool exchangesAtTop(const Topology& topology, size_t bytes) {
       topAllReduceSeconds(topology, size, false);
 }
 
+// Compares two estimates: of one round where every rank sends all of its data
+// to every other, and of the hierarchy. The time of either is latency, plus the
+// bytes that cross the border of the busiest place, plus local work and the
+// cost of each message. The switch has the bytes of each kind of collective;
+// the rest is the same for all. The one round is only for few ranks and, in an
+// all-reduce, for data that fits the scratch memory.
 TopologyUse
 chooseTopologyUse(const Topology& topology, CollectiveKind kind, size_t bytes) {
   if (!topology.hasLevels() || topology.choice() == AlgorithmChoice::kFlat ||

@@ -32,9 +32,9 @@ struct Cost {
 // favours many small messages; too high favours trees and rings.
 inline constexpr double kMessageSeconds = 2e-6;
 
-// Above this many ranks each rank of a direct exchange talks to so many peers
-// at once that receive queues overflow (incast); its bytes then count for
-// more, and rings take over for large sizes. Too low costs latency.
+// Above this many ranks, the peers of a direct exchange overflow a rank's
+// receive queues (incast). Its bytes then count for more, and rings take over
+// for large sizes. Too low costs latency.
 inline constexpr int kDirectRanksMax = 16;
 inline constexpr double kIncastFactor = 1.25;
 
@@ -65,15 +65,15 @@ inline constexpr size_t kSegmentWindow = 4;
 
 // The unit of pipelining between the levels of a hierarchy, in bytes of one
 // rank's data: long enough that the share of one rank in four is a segment,
-// short enough that the first and the last, whose levels overlap with nothing,
-// take little of what 64 MiB take between two sites.
+// short enough that the first and the last chunk, which overlap with nothing,
+// take little of the time of 64 MiB between two sites.
 inline constexpr size_t kHierarchyChunkBytes = 2u << 20;
-// Of a reduce-scatter or all-gather of many ranks: the least of one rank's
-// part in a chunk.
+// The minimum of one rank's part in a chunk, for a reduce-scatter or all-gather
+// of many ranks.
 inline constexpr size_t kHierarchySliceBytesMin = 64u << 10;
 // Chunks under way at a time. Between sites, 48 MiB: at 10 Gbit/s and 40 ms
-// that much is on the wire. Between hosts, few: what is under way should stay
-// in the cache, and 24 took twice as long as 4 on loopback.
+// that much is on the wire. Between hosts, few: chunks under way should stay in
+// the cache, and 24 took twice as long as 4 on loopback.
 inline constexpr size_t kHierarchyLanesBetweenSites = 24;
 inline constexpr size_t kHierarchyLanesBetweenHosts = 4;
 // Scratch memory of all chunks under way: with two sites a chunk needs about
@@ -86,7 +86,7 @@ struct Tuning {
   size_t window = kSegmentWindow; // >= 1
 };
 
-// The tuning for a reduction in which every rank receives from n-1 peers.
+// The tuning for a reduction where every rank receives from n-1 peers.
 Tuning tuningForFanIn(int ranks);
 
 enum class AllReduceAlgorithm { kFlat, kRecursiveDoubling, kDirect, kRing };
@@ -127,9 +127,9 @@ enum class CollectiveKind {
   kBarrier
 };
 
-// What a collective makes of the topology. With places apart, only two kinds
-// of algorithm can be best: the one round in which everybody sends all to
-// everybody, for little data, and the hierarchy.
+// How a collective uses the topology. With places apart, only two kinds of
+// algorithm can be best: for little data, one round where every rank sends all
+// to every other; else the hierarchy.
 enum class TopologyUse { kIgnore, kOneRound, kHierarchy };
 
 // `bytes`: of one rank's data; for reduce-scatter and all-gather of the parts

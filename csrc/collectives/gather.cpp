@@ -47,7 +47,7 @@ Task ring(
     size_t bytes = 0;
     uint64_t slot = 0;
   };
-  // What comes in, in this order: the left neighbour's part, its left
+  // The units that come in, in this order: the left neighbour's part, its left
   // neighbour's, ..., at last the right neighbour's. Then the own part.
   std::vector<Unit> incoming;
   std::vector<Unit> own;

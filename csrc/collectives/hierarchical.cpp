@@ -33,7 +33,7 @@ size_t chunkCountOf(const HierarchyTuning& tuning, size_t elementBytes) {
   return std::max<size_t>(tuning.chunkBytes / elementBytes, 1);
 }
 
-// Of each of `blocks` blocks of one chunk.
+// The elements of each of the `blocks` blocks of one chunk.
 size_t sliceCountOf(
     const HierarchyTuning& tuning,
     size_t elementBytes,

@@ -9,22 +9,22 @@
 
 namespace resilient {
 
-// The collectives over a hierarchy of places (topology.h): what must cross the
-// border between two sites or hosts crosses it once, from the hands of all
-// ranks there; the rest is done within. Data is cut into chunks, which pass
-// through the levels one after the other, so that all levels work at once.
+// The collectives over a hierarchy of places (topology.h): data that must cross
+// the border between two sites or hosts crosses it once, sent by all ranks
+// there; the rest is done within. Data is cut into chunks, which pass through
+// the levels one after the other: all levels work at once.
 //
-// The operands of each sum are folded within the lowest group by rank, then
-// the sums of the groups of one place in the order of their lowest ranks, and
-// so on upwards. That depends on the topology alone, not on sizes, chunks or
+// The operands of each sum are folded within the lowest group by rank, then the
+// sums of the groups of one place in the order of their lowest ranks, and so on
+// upwards. This order depends on the topology alone, not on sizes, chunks or
 // arrival: the bits are equal on all ranks and in all runs.
 //
 // Rounds, bytes and memory: docs/collectives.md. `root` (the topology's) must
 // have children and outlive the Task. There must be something to do: data of
 // no elements is the flat algorithms' business.
 
-// Waits until the ranks' places are known, and says what to make of them. Two
-// ranks have nothing to know.
+// Waits until the ranks' places are known, and says what to make of them. For
+// two ranks there is nothing to learn.
 //
 //   TopologyUse use = TopologyUse::kIgnore;
 //   Task choosing = chooseByTopology(comm, kind, bytes, use);

@@ -30,8 +30,8 @@ class Planner {
     ends_ = std::move(ends);
   }
 
-  // Reduces [begin, begin + count) among the ranks of `place`, of which none
-  // is preferred: each ends with an equal share of what its child held.
+  // Reduces [begin, begin + count) among the ranks of `place` without a
+  // preferred one: each ends with an equal share of its child's holding.
   Holding shareOut(const Place& place, size_t begin, size_t count) {
     if (place.single()) {
       return {{begin, count, place.ranks.front()}};
@@ -105,8 +105,8 @@ class Planner {
     }
   }
 
-  // What the children hold comes to the child that has `destination`, and is
-  // shared out among the ranks nearest to it.
+  // Brings the children's holdings to the child that has `destination`, shared
+  // among the ranks nearest to it.
   Holding bringTo(const Place& place, int destination, size_t count) {
     if (place.single()) {
       return {{0, count, place.ranks.front()}};

@@ -8,9 +8,8 @@
 
 namespace resilient {
 
-// Who exchanges which part of the data with whom, level by level, in a
-// collective over a hierarchy of places. Pure; every rank computes its part of
-// the same plan.
+// The exchanges between ranks, level by level, in a collective over a hierarchy
+// of places. Pure; every rank computes its part of the same plan.
 //
 // Data is a row of elements, which may be cut into blocks. At each place,
 // each child holds its own partial result of a stretch of the data, in the
@@ -19,8 +18,8 @@ namespace resilient {
 //   - Forward (to reduce): all others give theirs to the target, who folds
 //     them in the order of the children.
 //   - Backward (to gather): the target gives its own to all others.
-// So what crosses the border of a place crosses it once, from the hands of all
-// its ranks, each of which holds an equal share.
+// So data crosses the border of a place once, sent by all its ranks, and each
+// of them holds an equal share.
 struct Exchange {
   static constexpr size_t kEverybody = SIZE_MAX;
 
@@ -52,7 +51,7 @@ planAllReduce(const Place& root, int rank, size_t count, bool exchangeAtTop);
 HierarchyPlan
 planScatter(const Place& root, int rank, const std::vector<size_t>& counts);
 
-// The ranks from left to right, so that each place's blocks lie side by side.
+// The ranks from left to right: each place's blocks are adjacent.
 std::vector<int> rankOrder(const Place& root);
 
 // Forward, then the last level backward: a reduce of `count` elements to

@@ -49,11 +49,11 @@ struct Part {
   }
 };
 
-// What one chunk needs: the parts by level, and where they lie in memory.
+// The needs of one chunk: its parts by level, and their places in memory.
 struct Layout {
   std::vector<std::vector<Part>> parts;
   size_t transfers = 0;
-  // Of the results of kEverybody: the offset, and the element that lies there.
+  // The results of kEverybody: their offset, and the element that lies there.
   size_t exchanged = 0;
   size_t exchangedFrom = SIZE_MAX;
   size_t scaled = 0; // offset of the scaled input
@@ -101,7 +101,7 @@ struct Layout {
   }
 };
 
-// What the chunks of one operation share.
+// State that the chunks of one operation share.
 struct Shared {
   Communicator& comm;
   const HierarchyJob job;
@@ -150,10 +150,10 @@ struct Arena {
 // One chunk: up the levels, then down. Each exchange is a message between each
 // two ranks, whatever its size.
 //
-// Nobody waits in a circle: at each level a rank waits for messages that their
-// senders post when they reach this level of this chunk, and for its own sends
-// of levels at which it has been, whose receivers post before they wait at
-// that level. So the rank that is furthest behind can always go on.
+// No circle of waiting ranks: at each level a rank waits for messages that
+// their senders post when they reach this level of this chunk, and for its own
+// sends of earlier levels, where the receivers post before they wait. So the
+// rank that is furthest behind can always proceed.
 class ChunkRun {
  public:
   ChunkRun(Shared& shared, uint64_t chunk, Arena& arena)
@@ -204,8 +204,8 @@ class ChunkRun {
     }
     for (size_t level = job_.backwardBegin; level-- > job_.backwardEnd;) {
       if (!settled_ && level + 1 < top_) {
-        // What goes down from here may hold parts that have come from others:
-        // it must lie in one place.
+        // Data that goes down from here may hold parts of other ranks: it must
+        // be contiguous.
         Task settling = settle();
         co_await settling;
       }
@@ -227,7 +227,7 @@ class ChunkRun {
   }
 
  private:
-  // A stretch of the row whose value lies at `value`.
+  // A stretch of the row; its value lies at `value`.
   struct Located {
     size_t begin = 0;
     size_t count = 0;
@@ -282,8 +282,8 @@ class ChunkRun {
         ? outputAt(e.begin)
         : at(slices_[i].source, (e.begin - begins_[i]) * job_.elementBytes);
   }
-  // The same on the way down. What was reduced on the way up has its results
-  // in the output, but for those that have just been exchanged.
+  // The same on the way down. Results of the way up are in the output, except
+  // those that have just been exchanged.
   const unsigned char* resultOf(size_t level, const Exchange& e) const {
     if (level >= job_.forward) {
       return valueOf(e);
@@ -457,8 +457,8 @@ class ChunkRun {
     }
     for (const Part& p : layout_.parts[level]) {
       if (level >= asked_ && isGiven(p)) {
-        // Of the level itself; but the destination of a reduce is given what
-        // it has contributed to at any level.
+        // The sends of the level itself; but the destination of a reduce is
+        // given results that it has contributed to at any level.
         const bool ofLevel = level < job_.forward;
         const size_t first = ofLevel ? p.transfers + p.exchange->target : 0;
         const size_t end = ofLevel ? first + 1 : layout_.transfers;
@@ -487,7 +487,7 @@ class ChunkRun {
   std::vector<Located> located_; // results of folds, the newest last
   size_t asked_; // below this level, results have been asked for
   bool settled_;
-  // By Part::transfers. Last, so that they are cancelled first.
+  // By Part::transfers. Declared last, to be cancelled first.
   std::unique_ptr<Transfer[]> incoming_, outgoing_, back_;
 };
 

@@ -29,8 +29,8 @@
 #endif
 
 // gcc's vectoriser makes a fused addsub of a complex product even so (seen with
-// gcc 12 and -march=native). Where the build allows fused instructions at all,
-// the products pass through a register that it cannot look into.
+// gcc 12 and -march=native). If the build allows fused instructions at all, the
+// products pass through a register that is opaque to it.
 #if defined(__GNUC__) && !defined(__clang__) && defined(__FMA__)
 #define RESILIENT_ROUNDED(x) __asm__("" : "+x"(x))
 #elif defined(__GNUC__) && !defined(__clang__) && defined(__aarch64__)
@@ -74,7 +74,7 @@ template <typename T>
       static_cast<unsigned char*>(base) + i * sizeof(T), &value, sizeof(T));
 }
 
-// A codec says how one element is stored and in which type it is computed.
+// A codec defines the storage of one element and the type of its computation.
 
 template <typename T>
 struct NativeCodec {
@@ -279,8 +279,8 @@ struct DivideLoop {
 };
 
 // One loop compiled twice, the faster one taken where the CPU has it. (gcc's
-// target_clones does the same, but not for templates, and through ifunc,
-// whose resolver runs before the sanitizers are ready.)
+// target_clones does the same, but not for templates, and through ifunc: its
+// resolver runs before the sanitizers are ready.)
 template <typename Loop, typename... Args>
 RESILIENT_KERNEL void runBaseline(Args... args) {
   Loop::run(args...);

@@ -36,7 +36,7 @@ class Transfers {
 // needs: segment s uses lane s % lanes, so `lanes` segments are on their way at
 // a time.
 //
-// Lives in the frame of reduceSharded(), whose Tasks it outlives.
+// Lives in the frame of reduceSharded() and outlives the Tasks there.
 class ShardedRun {
  public:
   ShardedRun(Communicator& comm, ShardedReduction job)
@@ -160,7 +160,7 @@ class ShardedRun {
   }
 
  private:
-  // By rank. An empty shard has one segment, so that there is a message.
+  // By rank. An empty shard has one segment: there must be a message.
   static std::vector<size_t> segmentsOf(
       const ShardedReduction& job,
       size_t segmentCount) {
@@ -292,8 +292,8 @@ Task reduceSharded(Communicator& comm, ShardedReduction job) {
     if (run.hasSegment(run.me(), turn)) {
       run.receiveContributions(turn);
     }
-    // Staggered, each rank starting with its successor, so that not all send
-    // to rank 0 first. The own shard comes last and is only scaled.
+    // Staggered, each rank starting with its successor: else all would send to
+    // rank 0 first. The own shard comes last and is only scaled.
     for (size_t i = 1; i <= run.ranks(); ++i) {
       const size_t to = (run.me() + i) % run.ranks();
       if (!run.hasSegment(to, turn)) {

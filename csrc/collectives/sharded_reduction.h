@@ -12,12 +12,12 @@ namespace resilient {
 // data is cut into one shard per rank, each rank receives the others'
 // contributions to its shard and folds them in rank order.
 struct ShardedReduction {
-  // What becomes of a reduced shard.
+  // The receivers of a reduced shard.
   enum class Results { kKeep, kToAll, kToRoot };
 
   std::vector<const void*> inputs; // by rank: this rank's part of its shard
   std::vector<size_t> counts; // by rank: elements of its shard
-  // Where the own shard's result goes; may be inputs[rank]. Null with kToRoot
+  // The place of the own shard's result; may be inputs[rank]. Null with kToRoot
   // if this rank is not the root: then it is only passed on.
   void* output = nullptr;
   Results results = Results::kKeep;

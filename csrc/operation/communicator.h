@@ -78,12 +78,16 @@ class Transfer {
   Status status_;
 };
 
-// What a collective algorithm sees of the world: its rank, the group's size,
-// and messages to the other ranks. One Communicator belongs to one operation
-// (one sequence number of one group), so `slot` only has to tell apart the
-// messages between one pair of ranks within that operation: the k-th use of a
-// slot must be unique, sender and receiver name the same one. Zero bytes are
-// allowed and travel like any message. peer == rank() is not allowed.
+// The world as a collective algorithm sees it: its rank, the group's size, and
+// messages to the other ranks. One Communicator belongs to one operation (one
+// sequence number of one group), so `slot` only has to tell apart the messages
+// between one pair of ranks within that operation: the k-th use of a slot must
+// be unique, sender and receiver name the same one. Zero bytes are allowed and
+// travel like any message. peer == rank() is not allowed.
+//
+// Thread: the loop's. Lifetime: outlives the Task that uses it and every
+// Transfer that was started on it. After the operation has failed, transfers
+// that are started complete with its error.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -105,13 +109,13 @@ class Communicator {
       size_t bytes) = 0;
   virtual void cancel(Transfer& transfer) = 0;
 
-  // Where the ranks are; null until `transfer` of startLearning() completes.
-  // Equal on all ranks for one operation, and for all its life.
+  // The places of the ranks; null until `transfer` of startLearning()
+  // completes. Equal on all ranks for one operation, and for all its life.
   virtual const Topology* topology() const = 0;
   virtual void startLearning(Transfer& transfer) = 0;
 
   // `transfer` completes at the next turn of the loop. An algorithm that has
-  // computed for about 100 us awaits it, so that other traffic moves on.
+  // computed for about 100 us awaits it to let other traffic proceed.
   virtual void startYield(Transfer& transfer) = 0;
 };
 

@@ -5,7 +5,7 @@
 
 namespace resilient {
 
-// Which algorithms a group uses; the option collective_algorithm.
+// The algorithms that a group uses; the option collective_algorithm.
 enum class AlgorithmChoice { kAuto, kFlat, kHierarchical };
 
 // "auto", "flat" or "hierarchical"; anything else is kAuto.
@@ -27,11 +27,11 @@ struct Place {
   size_t height() const;
 };
 
-// Where the ranks of a group are: hosts within sites. The same on all ranks,
-// so that all choose the same algorithms.
+// The places of the ranks of a group: hosts within sites. Equal on all ranks,
+// so all choose the same algorithms. Immutable.
 class Topology {
  public:
-  // Everybody at one place, as if nothing were known.
+  // All ranks at one place, as if nothing were known.
   explicit Topology(int ranks);
   // By rank: the name of its site (or empty: nothing was declared) and any
   // number that only ranks of the same host share. Two sites never share a
@@ -53,9 +53,9 @@ class Topology {
   AlgorithmChoice choice() const {
     return choice_;
   }
-  // All ranks: children are sites if there are several, else hosts, else
-  // ranks. A group of one counts as what it holds. Children stand in the order
-  // of their lowest ranks.
+  // All ranks: children are sites if there are several, else hosts, else ranks.
+  // A group of one counts as its only member. Children stand in the order of
+  // their lowest ranks.
   const Place& root() const {
     return root_;
   }

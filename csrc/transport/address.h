@@ -22,7 +22,7 @@ struct InterfaceAddress {
 };
 
 // In the kernel's order. Link-local addresses are left out: they mean nothing
-// on another host. Fails if no descriptor is to be had, for example.
+// on another host. Fails without a free descriptor, for example.
 Status enumerateInterfaces(std::vector<InterfaceAddress>& interfaces);
 
 // The local address that packets to `host` (a name or an address) leave from.
@@ -30,7 +30,8 @@ Status enumerateInterfaces(std::vector<InterfaceAddress>& interfaces);
 // route or no such name.
 std::optional<SocketAddress> localAddressTowards(const std::string& host);
 
-// What to tell the other ranks, and why, for one line of the log.
+// The addresses to publish to the other ranks, and the reason, for one line of
+// the log.
 struct AddressChoice {
   std::vector<InterfaceAddress> addresses; // best first, at least one
   std::string reason;
@@ -41,10 +42,9 @@ struct AddressChoice {
 // If empty: the address `towardsStore`, else the first one that is up and not
 // loopback, else loopback; and behind it every other interface that is up and
 // leads out of this host, as far as its name tells (no bridges of containers).
-// Of each interface one address is taken, of the family of `towardsStore`
-// (IPv4 without it) if it has one. Throws a
-// StatusError (kInvalidArgument) that lists what there is if the option
-// matches nothing.
+// Each interface contributes one address, of the family of `towardsStore` (IPv4
+// without it) if it has one. Throws a StatusError (kInvalidArgument) that lists
+// what there is if the option matches nothing.
 AddressChoice chooseAddresses(
     const std::vector<InterfaceAddress>& interfaces,
     const std::string& option,
@@ -66,8 +66,8 @@ struct NicAddress {
   std::string toString() const; // "eth0@10.0.0.7/24:29511"
 };
 
-// Follows NICs whose address has changed: each entry of `mine` whose address is
-// gone gets one that its interface has now, of the same family, if any. The
+// Follows NICs that have got another address: an entry of `mine` with a lost
+// address gets one that its interface has now, of the same family, if any. The
 // order stays. True if anything has changed.
 bool followAddresses(
     const std::vector<InterfaceAddress>& interfaces,
@@ -89,8 +89,8 @@ struct PeerAddress {
   // at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line; rtt
   // is in microseconds.
   std::string toString() const;
-  // kProtocol with the reason if `text` is not such a line. Bounded: what is
-  // in the store may come from anybody.
+  // kProtocol with the reason if `text` is not such a line. Bounded: the store
+  // may hold text of any process.
   static Status parse(const std::string& text, PeerAddress& address);
 
   static constexpr size_t kTextBytesMax = 4096;

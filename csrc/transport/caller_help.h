@@ -13,9 +13,9 @@
 namespace resilient {
 
 // How long the thread in run() leaves a posted function to the caller that
-// posted it. A caller mostly waits for what it has posted, and takes a turn for
-// it itself; to wake the other thread as well would cost two thread switches.
-// Guarded by EventLoop::mutex_.
+// posted it. Most callers wait for their own posts and take a turn themselves;
+// to wake the other thread as well would cost two thread switches. Guarded by
+// EventLoop::mutex_.
 class LeftWork {
  public:
   // The patience if callers have not come back every time of late.
@@ -51,9 +51,9 @@ class LeftWork {
   int inARow_ = 0; // how often a caller has come, up to kTrusted
 };
 
-// Who helps the loop, and when the thread in run() looks again while callers
-// take its turns. EventLoop says what a turn is; this class has the state by
-// which its two kinds of threads keep out of each other's way.
+// The state of callers that take the loop's turns, and of the thread in run()
+// that leaves them alone meanwhile. EventLoop defines a turn; this class
+// coordinates its two kinds of threads.
 //
 // The helper is a caller that takes turns until what it waits for is done: one
 // at a time. The thread in run() sleeps in epoll_wait as well. Of several
@@ -84,7 +84,7 @@ class CallerHelp {
     return timer_.get();
   }
 
-  // Makes the caller the helper, for as long as this lives. False if another
+  // Makes the caller the helper, until this is destroyed. False if another
   // thread is. Its lock, helper_, comes before the locks of the loop.
   class Helper {
    public:
@@ -97,8 +97,8 @@ class CallerHelp {
     explicit operator bool() const {
       return lock_.owns_lock();
     }
-    // The helper takes no further turn, and still nobody else may help: time
-    // to see to it that the thread in run() wakes up for what is left.
+    // The helper takes no further turn, and still no other caller may help: the
+    // time to wake the thread in run() for the work that is left.
     void end();
 
    private:
@@ -123,7 +123,7 @@ class CallerHelp {
   // meant for the helper, so the loop passes it on first.
   void park();
   // After a write to the eventfd, which a parked thread does not see: wakes it
-  // up at once if nobody helps. (A helper sees the event before it goes, or
+  // up at once if no caller helps. (A helper sees the event before it goes, or
   // comes back here.)
   void wakeParked() {
     if (parked_.load() && !helped_.load()) {
@@ -145,14 +145,14 @@ class CallerHelp {
   }
 
  private:
-  // Where callers have come back in time again and again, the parked thread
-  // sleeps up to this long after the last of them.
+  // The maximum that a parked thread sleeps after the last helper, once callers
+  // have come back in time again and again.
   static constexpr Nanos kLingerMost = std::chrono::milliseconds(1);
 
   bool unparked();
   void setTimer(TimePoint when); // with timerMutex_ held
 
-  std::mutex helper_; // held by the helper for as long as it helps
+  std::mutex helper_; // held by the helper while it helps
   std::atomic<bool> helped_{false};
   std::atomic<std::thread::id> helperThread_{};
   std::atomic<bool> parked_{false};

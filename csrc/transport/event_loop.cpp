@@ -229,7 +229,7 @@ int EventLoop::wait(epoll_event* events, int capacity, Nanos timeout) {
 void EventLoop::dispatch(const epoll_event* events, int count) {
   for (int i = 0; i < count; ++i) {
     if (events[i].data.u64 == kWakeMark) {
-      continue; // edge-triggered: nobody reads it
+      continue; // edge-triggered: it need not be read
     }
     auto index = static_cast<uint32_t>(events[i].data.u64);
     const Registration& r = registrations_[index];

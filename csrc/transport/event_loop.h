@@ -19,7 +19,8 @@ struct epoll_event;
 namespace resilient {
 
 // The owner of a watched descriptor. `events` are EPOLLIN, EPOLLOUT, EPOLLERR,
-// EPOLLHUP. onEvents() may remove or destroy any handler, itself included.
+// EPOLLHUP. onEvents() is called in the loop and may remove or destroy any
+// handler, itself included.
 struct Handler {
   virtual ~Handler() = default;
   virtual void onEvents(uint32_t events) = 0;
@@ -66,7 +67,7 @@ class EventLoop {
   // never runs: it is destroyed here, and the result is false. A burst of posts
   // wakes a sleeping loop with one eventfd write.
   bool post(std::function<void()> run);
-  // As post(), but wakes nobody: runPosted() must follow.
+  // As post(), but wakes no thread: runPosted() must follow.
   bool postQuietly(std::function<void()> run);
   // Starts the posted functions. `here`, for short work: in the caller's thread
   // if no other one is in a turn; else soon, in the helper or the thread in
@@ -116,7 +117,8 @@ class EventLoop {
   uint64_t turns() const {
     return turns_.load(std::memory_order_relaxed);
   }
-  // How often it has set the timer that wakes the thread in run(), likewise.
+  // How often it has set the timer that wakes the thread in run(), for the
+  // same.
   uint64_t wakeTimersSet() const {
     return help_.timersSet();
   }
@@ -124,8 +126,8 @@ class EventLoop {
  private:
   struct Registration {
     Handler* handler = nullptr;
-    // Counts the uses of this descriptor number: events carry it, so that one
-    // meant for a closed descriptor does not reach its successor.
+    // Counts the uses of this descriptor number: events carry it, and one meant
+    // for a closed descriptor does not reach its successor.
     uint32_t generation = 0;
   };
 

@@ -228,8 +228,8 @@ void EventLoop::sleepAndTakeTurn(
 }
 
 // Looks for something to do without falling asleep; false: there is nothing,
-// and it is time to sleep. The locks are released between two looks, so that
-// posters and other callers get in.
+// and it is time to sleep. The locks are released between two looks, for
+// posters and other callers.
 bool EventLoop::spin(
     TimePoint begunAt,
     TimePoint limit,
@@ -280,9 +280,9 @@ bool EventLoop::spin(
   }
 }
 
-// Whether a process we wait for wants this very processor. As long as neither
-// of the two sleeps, the kernel leaves both here, even if another processor is
-// idle. It puts a process that it wakes on the idle one.
+// Whether a process we wait for wants this very processor. While neither of the
+// two sleeps, the kernel leaves both here, even if another processor is idle.
+// It puts a process that it wakes on the idle one.
 bool EventLoop::isInTheWay() {
   const int here = ::sched_getcpu();
   std::lock_guard turn(turn_);
@@ -301,8 +301,8 @@ bool EventLoop::prepareToSleep(TimePoint& until, bool helper) {
   std::lock_guard lock(mutex_);
   // stop() wakes only a thread that may sleep.
   idle = idle && posted_.empty() && !stopping_;
-  // From here on a poster writes to the eventfd, so that a post between this
-  // line and the wait is not slept through.
+  // From here on a poster writes to the eventfd: a post between this line and
+  // the wait ends the wait.
   maySleep_ = idle;
   until = timers_.next();
   if (!helper) {

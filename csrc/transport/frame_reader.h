@@ -14,8 +14,8 @@ class FrameReader {
  public:
   FrameReader(Channel& channel, PathId path) : channel_(channel), path_(path) {}
 
-  // The payload that the next bytes belong to: what is missing of it, and
-  // where it goes (null: nobody wants it). 0 between frames.
+  // The payload that the next bytes belong to: the number of missing bytes, and
+  // their destination (null: discard). 0 between frames.
   size_t missing() const {
     return inPayload_ ? payloadBytes_ - payloadRead_ : 0;
   }
@@ -23,7 +23,7 @@ class FrameReader {
     std::byte* const to = channel_.destination(path_);
     return to == nullptr ? nullptr : to + payloadRead_;
   }
-  // That many bytes of it (at most what is missing) have been put there.
+  // The caller has put this many bytes there, at most missing().
   Status placed(size_t bytes, TimePoint now);
   Status consume(const std::byte* data, size_t bytes, TimePoint now);
 

@@ -124,6 +124,9 @@ void OutgoingHandshake::closeAttempt() {
   }
 }
 
+// Tries one address after the other; each attempt ends in attemptFailed(),
+// which leads back here, or in finish(). After the last one, the verdict over
+// all of them is that the peer died only if every address refused.
 void OutgoingHandshake::tryNext() {
   timer_ = 0;
   if (next_ == spec_.candidates.size()) {

@@ -13,7 +13,7 @@
 
 namespace resilient {
 
-// Why no connection came about.
+// The reason why there is no connection.
 struct ConnectFailure {
   // Every address answered that the peer is not there: connection refused, or
   // another process of this job that has the address now and said so with
@@ -36,8 +36,8 @@ struct OutgoingResult {
 struct OutgoingSpec {
   // Tried one after the other; at least one.
   std::vector<SocketAddress> candidates;
-  // To connect from, by choice of NIC; candidates of its family only go from
-  // there, others from where the kernel likes.
+  // The local address, by choice of NIC. It applies to candidates of its
+  // family; the kernel chooses for the others.
   std::optional<SocketAddress> source;
   SocketOptions options;
   HelloInfo hello;
@@ -66,7 +66,7 @@ class OutgoingHandshake final : private Handler {
   start(EventLoop& loop, OutgoingSpec spec, Callback callback);
   ~OutgoingHandshake() override;
 
-  // When the TCP connection came to stand; empty while it does not.
+  // The time at which the TCP connection was established; empty before.
   std::optional<TimePoint> connectedAt() const {
     return connectedAt_;
   }
@@ -103,9 +103,9 @@ class OutgoingHandshake final : private Handler {
 // Thread: the loop's.
 class IncomingHandshake final : private Handler {
  public:
-  // `fd` and `info` are good if the status is ok. If it is not ok but
-  // `verdict` is kOk, the caller was let in and then lost: what decide()
-  // reserved must be given back.
+  // `fd` and `info` are good if the status is ok. If it is not ok but `verdict`
+  // is kOk, the caller was let in and then lost: the reservation of decide()
+  // must be released.
   struct Result {
     Status status;
     FileDescriptor fd;
@@ -127,8 +127,8 @@ class IncomingHandshake final : private Handler {
       Callback callback);
   ~IncomingHandshake() override;
 
-  // Takes what has come so far. False if that was the end: the callback has
-  // come and may have destroyed the object.
+  // Reads the bytes that have come. False if that was the end: the callback has
+  // run and may have destroyed the object.
   bool advance();
   const SocketAddress& remote() const {
     return remote_;

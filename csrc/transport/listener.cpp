@@ -12,7 +12,7 @@ namespace resilient {
 
 namespace {
 
-// Connections taken per turn, so that a flood of them leaves time for data.
+// Connections accepted per turn: a flood of them must leave time for data.
 constexpr int kAcceptsPerTurn = 64;
 // Rejected callers are written down this often; port scanners and health
 // checks would fill the log otherwise.
@@ -22,8 +22,8 @@ constexpr Nanos kLogInterval = std::chrono::seconds(10);
 // nothing of ours could be closed. The kernel's queue holds callers meanwhile;
 // shorter only costs wake-ups.
 constexpr Nanos kPause = std::chrono::milliseconds(100);
-// Until the next try to listen at a new address. The kernel needs about 1 s to
-// look whether others have it; meanwhile nobody can connect.
+// Time until the next try to listen at a new address. The kernel needs about 1
+// s to check that no other host has it; no caller can connect in the meantime.
 constexpr Nanos kMoveAgain = std::chrono::milliseconds(200);
 // Ports tried until one is free at each of several addresses. The kernel gives
 // one that is free at the first; with half of all ports taken at another one,
@@ -220,8 +220,8 @@ FileDescriptor Listener::open(const SocketAddress& at) {
 }
 
 void Listener::openReserve() {
-  // Held to be closed when descriptors run out, so that a caller can still be
-  // accepted and dropped instead of keeping the socket readable for ever.
+  // Held to be closed when descriptors run out. A caller can then still be
+  // accepted and dropped, and does not keep the socket readable for ever.
   reserve_.reset(::open("/dev/null", O_RDONLY | O_CLOEXEC));
 }
 
@@ -258,6 +258,10 @@ void Listener::onCallers(const Door& door) {
   }
 }
 
+// accept() has failed for want of a descriptor, and the socket stays readable:
+// without an answer the loop would spin. First choice: drop a caller that has
+// not proved itself. Second: use the reserve to accept one caller and reset it,
+// then pause.
 void Listener::onDescriptorsExhausted(const Door& door) {
   logRejected([] {
     return "no descriptor is left for new connections: raise the limit on open "
@@ -276,8 +280,8 @@ void Listener::onDescriptorsExhausted(const Door& door) {
     fd.reset();
     openReserve();
   }
-  // Callers are told to go away at this pace instead of at full speed: peers
-  // try again, and the loop has other things to do.
+  // Rejects callers at this pace instead of at full speed: peers try again, and
+  // the loop has other work.
   for (const auto& each : doors_) {
     loop_.modify(each->fd.get(), 0);
   }

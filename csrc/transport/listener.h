@@ -34,8 +34,8 @@ struct ListenerConfig {
   std::function<bool(const SocketAddress&)> isMembers;
   // A caller that has proved itself and was let in by identity.decide.
   std::function<void(HelloInfo, FileDescriptor, SocketAddress remote)> onPeer;
-  // A caller that decide() let in and that broke away before it heard so: what
-  // was reserved for it must be given back.
+  // A caller that decide() let in and that disconnected before the verdict
+  // reached it: its reservation must be released.
   std::function<void(HelloInfo)> onPeerLost;
 };
 
@@ -52,15 +52,17 @@ struct ListenerStats {
 
 // The process's one listening port, for IPv6 and IPv4 where there are both.
 //
-// A flood of strangers must not keep a member out, who needs two round trips
-// to prove itself and may be far away. Its first message lies beside its
-// connection when that is accepted, and is read then. From there on it has
-// named the job's secret, which strangers do not know, and they are dropped
-// first. A stranger who has learned that name can still call from many
-// addresses; then callers from the addresses of members stay, and random ones
-// of the others are dropped. Dropping the oldest would favour who calls more
-// often than a handshake takes. Thread: the loop's. The callbacks may not
-// destroy it. Destroying it drops the callers at its door without onPeerLost.
+// A flood of strangers must not keep a member out. A member needs two round
+// trips to prove itself and may be far away. Its first message is there when
+// its connection is accepted, and is read then. It names the job's secret,
+// which strangers do not know, and they are dropped first. A stranger who has
+// learned that name can still call from many addresses; then callers from the
+// addresses of members stay, and random ones of the others are dropped.
+// Rejected: dropping the oldest, which favours strangers that call more often
+// than a handshake takes.
+//
+// Thread: the loop's. The callbacks may not destroy it. Destroying it resets
+// the callers that are not admitted yet, without onPeerLost.
 class Listener final {
  public:
   // Throws StatusError; a busy port is named, with what to do.
@@ -71,10 +73,10 @@ class Listener final {
     return port_;
   }
   // Interfaces have got other addresses, in the order of bindIps: listens
-  // there, on the same port, if it was bound to any at all. The status names
-  // one that it cannot have; there all is as before, and it tries again until
-  // it can or is to move elsewhere: an IPv6 address is not to be had while the
-  // kernel looks whether others have it too.
+  // there, on the same port, if it was bound to addresses at all. The status
+  // names one that is not available. For that one nothing changes, and the
+  // listener tries again until it succeeds or is moved elsewhere: an IPv6
+  // address is not available while the kernel checks that no other host has it.
   Status moveTo(const std::vector<std::string>& ips);
   // False if only IPv4 callers can reach it.
   bool dualStack() const {

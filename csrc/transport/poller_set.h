@@ -14,7 +14,7 @@ struct Poller {
   // so it must be as cheap as reading a word.
   virtual bool hasNews() const = 0;
   virtual void onNews() = 0;
-  // Whether more is about to come, so that it is not worth falling asleep.
+  // Whether more is about to come: then it is not worth falling asleep.
   virtual bool inMidst() const = 0;
   // Whether the writing process was last seen awake on this processor.
   virtual bool writerIsOn(int processor) const = 0;

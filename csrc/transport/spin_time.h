@@ -6,11 +6,11 @@
 
 namespace resilient {
 
-// How long a thread that waits should look for news before it falls asleep.
-// To be woken costs some microseconds, on a virtual machine some tens: so it
-// pays for answers that come at once, and is wasted on those that take long.
-// What the last wait was like tells which it is. At most about half of a wait
-// is spent looking, and next to nothing of a long one.
+// How long a thread that waits should look for news before it falls asleep. To
+// be woken costs some microseconds, on a virtual machine some tens: so it pays
+// for answers that come at once, and is wasted on those that take long. The
+// last wait predicts which it is. At most about half of a wait is spent
+// looking, and next to nothing of a long one.
 class SpinTime {
  public:
   static constexpr Nanos kMost = std::chrono::microseconds(60);

@@ -47,8 +47,8 @@ enum class ControlKind : uint8_t {
   kDatagramOffer = 7,
 };
 
-// "This collective has failed here": so that the others need not wait for
-// their own time-out, and name the same culprit.
+// "This collective has failed here". The other ranks then need not wait for
+// their own timeout, and name the same culprit.
 struct Notice {
   // All pending operations of the group, not one collective.
   static constexpr uint64_t kWholeGroup = UINT64_MAX;
@@ -84,21 +84,21 @@ struct Report {
   std::string pending; // point-to-point operations, in words
 };
 
-// "These paths of ours are down, I can see it", told over another one: the
-// peer would find out by silence only.
+// "These paths of ours are down, I can see it", sent over another one: the peer
+// would notice by silence only.
 struct PathsLost {
   std::string reason; // "its NIC eth0 went down"
   std::vector<uint16_t> slots; // at most kMost
   static constexpr size_t kMost = 4096;
 };
 
-// "Knock here for shared memory, and say this": see transport/shared_door.h.
+// The rendezvous for shared memory: see transport/shared_door.h.
 struct SharedOffer {
   std::string door; // name of an abstract socket
   std::string token;
 };
 
-// "Let us have a datagram path beside the connection of this slot; mine is at
+// "Open a datagram path in addition to the connection of this slot; mine is at
 // this port", and the answer. See transport/datagram_path.h.
 struct DatagramOffer {
   uint16_t slot = 0;

@@ -17,8 +17,8 @@ enum MessageKind : uint8_t {
   kAcceptKind = 'A',
 };
 
-// What the two proofs and the verdict are computed over begins with one of
-// these, so that none of them can be sent back as another.
+// The input of each of the two proofs and of the verdict begins with a label,
+// so none of them can be sent back as another.
 constexpr std::string_view kServerLabel = "resilient server";
 constexpr std::string_view kClientLabel = "resilient client";
 constexpr std::string_view kAcceptLabel = "resilient accept";
@@ -59,7 +59,7 @@ class Writer {
   std::vector<uint8_t> out_;
 };
 
-// Reads fields of a message whose length has been checked.
+// Reads fields of a message of checked length.
 class Reader {
  public:
   explicit Reader(const std::vector<uint8_t>& message)
@@ -94,7 +94,7 @@ uint16_t versionOf(const std::vector<uint8_t>& message) {
   return static_cast<uint16_t>(message[4] | message[5] << 8);
 }
 
-// What is wrong with the first 8 bytes, but for the version; empty if nothing.
+// The fault in the first 8 bytes, except the version; empty if there is none.
 std::string
 headerError(const std::vector<uint8_t>& m, MessageKind kind, size_t bytes) {
   if (std::memcmp(m.data(), "RSL", 3) != 0 || m[3] != kind) {

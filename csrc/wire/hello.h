@@ -24,9 +24,10 @@ namespace resilient {
 //             <- verdict, signed              ACCEPT
 //
 // Both proofs cover all bytes said before, so nothing said can be changed or
-// replayed. What follows on the connection is not protected: the handshake
-// keeps out who does not know the secret, it does not encrypt. By default the
-// secret lies in torch's store, for whoever can connect to it.
+// replayed. The rest of the connection is not protected: the handshake keeps
+// out processes without the secret, it does not encrypt. By default the secret
+// lies in torch's store, where every process that can connect to the store
+// reads it.
 
 // Raise it when any byte of the wire changes, here or in a frame.
 inline constexpr uint16_t kWireVersion = 1;
@@ -66,27 +67,27 @@ enum class HelloCode : uint16_t {
 
 const char* helloCodeText(HelloCode code);
 
-// Names a secret without telling it: the first 8 bytes of
-// SHA-256("resilient key id" || secret). A secret must be long and random (the
-// engine's has 32 random bytes): whoever hears a handshake can try guesses.
+// Names a secret without telling it: the first 8 bytes of SHA-256("resilient
+// key id" || secret). A secret must be long and random (the engine's has 32
+// random bytes): an eavesdropper of a handshake can try guesses.
 KeyId keyIdOf(const std::string& secret);
 
-// What a client says of itself and of the path it wants.
+// The client's description of itself and of the path it wants.
 struct HelloInfo {
   KeyId keyId{};
   Uid initiator{};
-  Uid acceptor{}; // whom it wants to reach
+  Uid acceptor{}; // the process that it wants to reach
   uint16_t pathSlot = 0;
   uint16_t pathsWanted = 1; // between these two processes, in all
   int32_t initiatorRank = -1; // in the default group, or -1
-  // What may be sent to it before it asks: see channel flow control.
+  // The bytes that may be sent to it before it asks: see channel flow control.
   uint64_t eagerBudgetBytes = 0;
   HelloNonce nonce{};
 
   bool operator==(const HelloInfo&) const = default;
 };
 
-// What the client learns of the server.
+// The server's verdict, and who signed it.
 struct AcceptInfo {
   HelloCode code = HelloCode::kOk;
   uint64_t eagerBudgetBytes = 0;
@@ -98,7 +99,7 @@ struct AcceptInfo {
 };
 
 // A side of the handshake: bytes in, bytes out, no I/O. Give it exactly what
-// was read, never more than wanted(): what comes after belongs to the path.
+// was read, never more than wanted(): the bytes after it belong to the path.
 class Handshake {
  public:
   enum class State { kRunning, kDone, kFailed };
@@ -183,9 +184,9 @@ struct ServerIdentity {
   uint64_t eagerBudgetBytes = 0;
   // The secret by its id, or nothing.
   std::function<std::optional<std::string>(const KeyId&)> secretOf;
-  // Asked once the client has proved that it knows the secret and wants us.
-  // Whatever it reserves for kOk must be given back if the handshake fails
-  // after all (the connection may break before the verdict is out).
+  // Asked once the client has proved that it knows the secret and wants us. A
+  // reservation for kOk must be released if the handshake fails after all (the
+  // connection may break before the verdict is out).
   std::function<HelloCode(const HelloInfo&)> decide;
 };
 
@@ -197,7 +198,7 @@ class ServerHandshake final : public Handshake {
       const ServerIdentity& identity,
       HelloNonce nonce,
       HelloEndpoint reachedAt);
-  // What the client said. Unproven unless authenticated().
+  // The client's hello. Unproven unless authenticated().
   const HelloInfo& info() const {
     return info_;
   }

@@ -79,6 +79,10 @@ Status malformed(const char* what, uint64_t value) {
       std::string("malformed packet: ") + what + ' ' + std::to_string(value));
 }
 
+// The rules that tie the fields of a symbol together, outer to inner: the piece
+// size, the number of pieces of the object, the protected part, the parity
+// blocks, and last the place of this symbol in them. A peer is authentic but
+// may be faulty, and the receiver allocates memory by these numbers.
 Status checkSymbol(const SymbolHeader& h) {
   if (h.pieceBytes % kPieceUnit != 0 || h.pieceBytes < kLeastPieceBytes ||
       h.pieceBytes > kMostPieceBytes) {
@@ -253,6 +257,9 @@ std::vector<std::byte> encodePacketReport(const PacketReport& r, size_t most) {
   return out;
 }
 
+// The fixed part, then lists of ranges. Every count is checked against the rest
+// of the packet before it is used, and the ranges must ascend: a short report
+// could ask for the same symbols many times otherwise.
 Status decodePacketReport(std::span<const std::byte> packet, PacketReport& r) {
   if (packet.size() < kReportHeaderBytes) {
     return malformed("report of bytes", packet.size());

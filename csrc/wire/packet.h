@@ -10,8 +10,8 @@
 
 namespace resilient {
 
-// What travels in the datagrams of a path. Each is sealed as a whole
-// (transport/packet_seal.h), so whoever reads these has authentic bytes, of a
+// The packets that travel in the datagrams of a path. Each datagram is sealed
+// as a whole (transport/packet_seal.h), so a decoder gets authentic bytes, of a
 // peer that may be faulty nevertheless. docs/wire_format.md shows the same
 // tables in prose, and packet_test.cpp pins the bytes.
 //
@@ -23,7 +23,7 @@ enum class PacketType : uint8_t {
   kSymbol = 1,
   kEnd = 2, // a description only: all up to this object has been sent
   kReport = 3, // what the receiver has, and what it wants
-  kProbe = 4, // is somebody there; do packets of this size arrive?
+  kProbe = 4, // does the peer answer; do packets of this size arrive?
   kProbeReply = 5,
 };
 
@@ -31,12 +31,12 @@ inline constexpr size_t kSymbolHeaderBytes = 44;
 inline constexpr size_t kReportHeaderBytes = 92;
 inline constexpr size_t kProbeBytes = 20;
 
-// A piece is a multiple of this, so that no element is cut.
+// A piece is a multiple of this: no element is cut.
 inline constexpr size_t kPieceUnit = 32;
 inline constexpr size_t kLeastPieceBytes = 256;
 inline constexpr size_t kMostPieceBytes = 9184;
 inline constexpr size_t kMostPieces = 65000;
-// Of one object: their numbers have 16 bits.
+// The limit of one object: their numbers have 16 bits.
 inline constexpr uint32_t kMostRepairSymbols = 65536;
 
 // The description of an object stands in each of its packets: any of them is
@@ -48,8 +48,8 @@ struct SymbolHeader {
   bool permuted = false; // data symbols come in another order than the pieces
   uint8_t parityKind = 0; // ParityKind
   uint8_t parityPerBlock = 0;
-  // Of the data symbols in the order of sending; or the repair symbol,
-  // block * parityPerBlock + its number in the block.
+  // A data symbol's place in the order of sending. A repair symbol: block *
+  // parityPerBlock + its number in the block.
   uint16_t index = 0;
   uint16_t count = 0; // of data symbols
   // Paper: SMART §3.2, "base sequence number and bitmap" of what a repair
@@ -58,9 +58,9 @@ struct SymbolHeader {
   uint16_t coded = 0;
   uint16_t blocks = 0;
   uint16_t must = 0; // symbols before this one must arrive,
-  uint16_t mayMiss = 0; // and of the others so many may be missing
+  uint16_t mayMiss = 0; // and this many of the others may be missing
   uint16_t pieceBytes = 0;
-  // Which piece a data symbol is. In a repair symbol: its parity.
+  // The piece that a data symbol is. In a repair symbol: its parity.
   uint16_t position = 0;
   uint32_t objectBytes = 0;
   uint64_t object = 0; // from 1
@@ -102,7 +102,8 @@ struct PacketProbe {
 
 // Writes exactly kSymbolHeaderBytes, the piece comes behind it.
 void encodeSymbolHeader(const SymbolHeader& header, std::byte* out);
-// At most `most` bytes: what does not fit is left out, and comes next time.
+// At most `most` bytes: entries that do not fit are left out, and come next
+// time.
 std::vector<std::byte> encodePacketReport(
     const PacketReport& report,
     size_t most);
