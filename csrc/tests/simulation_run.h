@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "base/random.h"
-#include "tests/simulation.h"
 #include "tests/simulated.h"
+#include "tests/simulation.h"
 
 // One simulated schedule: what happens is decided in simulation.cpp, what must
 // have come of it in simulation_check.cpp. For these two files only.
