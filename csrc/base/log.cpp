@@ -97,8 +97,8 @@ void logMessage(LogLevel level, std::string_view text) {
     return;
   }
   line += '\n';
-  // One write for each line, so that lines of several processes on one
-  // terminal do not mix either; standard error is unbuffered.
+  // One write for each line: lines of several processes on one terminal must
+  // not mix either. Standard error is unbuffered.
   std::fwrite(line.data(), 1, line.size(), stderr);
 }
 

@@ -41,8 +41,8 @@ void logMessage(LogLevel level, std::string_view text);
 // restores standard error. Called under the log's lock, so it must not log.
 void setLogSink(std::function<void(std::string_view line)> sink);
 
-// Lets at most `burst` messages pass in each `period`, and counts the rest,
-// so that a flapping link cannot flood the terminal.
+// Lets at most `burst` messages pass in each `period`, and counts the rest: a
+// flapping link must not flood the terminal.
 //
 //   if (auto dropped = limit.pass(now)) {
 //     logMessage(LogLevel::kWarning, "..." + LogRateLimit::suffix(*dropped));

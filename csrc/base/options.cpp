@@ -304,7 +304,7 @@ std::vector<std::string> knownVariables() {
 }
 
 // 'did you mean X? `...` lists all', or only the second part if none of the
-// `names` is similar. A name whose unit is missing counts as similar.
+// `names` is similar. A name without its unit counts as similar.
 std::string suggestion(
     std::string_view name,
     const std::vector<std::string>& names) {

@@ -96,7 +96,7 @@ class SiteNumbers {
     return std::ranges::any_of(
         numbers_, [](const auto& n) { return n.second != 0; });
   }
-  // Of the others.
+  // The value for all others.
   std::optional<int64_t> other() const {
     return named("*");
   }

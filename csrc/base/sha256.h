@@ -60,8 +60,8 @@ class HmacSha256 {
   Sha256 inner_, outer_;
 };
 
-// Takes the same time wherever the first difference is, so that a stranger
-// cannot find a proof byte by byte.
+// Takes the same time wherever the first difference is: a stranger cannot find
+// a proof byte by byte.
 bool equalConstantTime(const void* a, const void* b, size_t bytes);
 
 } // namespace resilient

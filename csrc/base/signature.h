@@ -87,11 +87,11 @@ const char* opKindName(OpKind kind);
 // True if the wire values name something we know; checked on arrival.
 bool validSignatureBytes(uint8_t kind, uint8_t dtype, uint8_t reduceOp);
 
-// What a rank says it is doing. It travels with every message, so that ranks
-// which call different things find out at once instead of hanging or mixing
-// their data. Two signatures of one operation must be equal on all ranks, so
-// only what must agree is in it: `count` is 0 where sizes may differ by rank
-// (all_to_all, gather of uneven parts).
+// The description of an operation by its rank. It travels with every message:
+// ranks that call different operations find out at once instead of hanging or
+// mixing their data. Two signatures of one operation must be equal on all
+// ranks, so only what must agree is in it: `count` is 0 where sizes may differ
+// by rank (all_to_all, gather of uneven parts).
 struct OpSignature {
   OpKind kind = OpKind::kSend;
   DType dtype = DType::kUInt8;

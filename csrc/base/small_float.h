@@ -5,8 +5,8 @@
 
 namespace resilient {
 
-// Both values exist before the choice, so that no compiler makes it a branch:
-// one in the loop and the loop no longer vectorises.
+// Both values exist before the choice, which keeps compilers from making it a
+// branch: a loop with one no longer vectorises.
 [[gnu::always_inline]] constexpr uint32_t
 chooseBits(bool condition, uint32_t yes, uint32_t no) {
   const uint32_t mask = 0u - static_cast<uint32_t>(condition);
@@ -14,14 +14,14 @@ chooseBits(bool condition, uint32_t yes, uint32_t no) {
 }
 
 // The floating-point formats narrower than float32, as conversions to and from
-// it. All are free of branches and of tables, so that a loop over them
-// vectorises, and use integer and exact float operations only, so that every
-// CPU gives the same bits. Rounding is to nearest, ties to even. What does not
-// fit becomes what it becomes in torch: infinity (float16, float8_e5m2), the
-// largest finite number (float8_e4m3fn, infinities too) or NaN (the fnuz
-// formats, which have neither infinity nor a negative zero). Every NaN becomes
-// the one canonical NaN of its format: which of two NaNs an addition returns
-// depends on how the compiler orders its operands.
+// it. They have no branches and no tables, so a loop over them vectorises, and
+// use only integer and exact float operations, so every CPU gives the same
+// bits. Rounding is to nearest, ties to even. Numbers that do not fit become
+// what they become in torch: infinity (float16, float8_e5m2), the largest
+// finite number (float8_e4m3fn, infinities too) or NaN (the fnuz formats, which
+// have neither infinity nor a negative zero). Every NaN becomes the one
+// canonical NaN of its format: which of two NaNs an addition returns depends on
+// how the compiler orders its operands.
 template <typename Bits, int kMantissaBits, int kBias>
 struct SmallFloatLayout {
   using Storage = Bits;
@@ -29,7 +29,7 @@ struct SmallFloatLayout {
   static constexpr int kShift = 23 - kMantissaBits;
   static constexpr uint32_t kSign = 1u << (8 * sizeof(Bits) - 1);
   static constexpr int kSignShift = 32 - 8 * static_cast<int>(sizeof(Bits));
-  // What to add to a number's exponent, in place, to make it a float32.
+  // Added to a number's exponent, in place, it makes a float32.
   static constexpr uint32_t kRebias = static_cast<uint32_t>(127 - kBias) << 23;
   // The least normal number, as float32 bits.
   static constexpr uint32_t kMinNormal = static_cast<uint32_t>(128 - kBias)

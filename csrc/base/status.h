@@ -6,7 +6,7 @@
 
 namespace resilient {
 
-// Every way in which work can end. One list, so that enum and text agree.
+// Every way for work to end. One list keeps enum and text equal.
 #define RESILIENT_STATUS_CODES(X)                                             \
   X(kOk, "ok")                                                                \
   X(kTimeout, "timed out") /* the operation's limit passed */                 \
@@ -50,8 +50,8 @@ class Status {
   std::string message_;
 };
 
-// Carries a Status through code that unwinds: a coroutine whose transfer
-// failed, a constructor that cannot go on.
+// Carries a Status through code that unwinds: a coroutine after a failed
+// transfer, a constructor that cannot proceed.
 class StatusError : public std::exception {
  public:
   explicit StatusError(Status status)

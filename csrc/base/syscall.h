@@ -35,8 +35,7 @@ class FileDescriptor {
   int release() {
     return std::exchange(fd_, -1);
   }
-  // Leaves errno as it was, so that an error path may close first and report
-  // afterwards.
+  // Keeps errno: an error path may close first and report afterwards.
   void reset(int fd = -1);
 
  private:

@@ -2,12 +2,12 @@
 
 namespace resilient {
 
-// What of a message may be missing at its receiver, which then has zeros there
-// and says where. Nothing, unless its sender asks for it.
+// The parts of a message that may be missing at its receiver, which then has
+// zeros there and reports their places. Nothing, unless its sender asks for it.
 //
 // Paper: SMART §3.1, §3.2.
 struct Tolerance {
-  // Packets of gradients whose mean magnitude is at least this must arrive.
+  // Packets of gradients with at least this mean magnitude must arrive.
   float threshold = 0;
   // This part of the message's bytes at most, in whole packets. 0: the message
   // is exact.

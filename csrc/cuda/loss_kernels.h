@@ -10,7 +10,7 @@ using cudaStream_t = struct CUstream_st*;
 // Priorities and XOR parity of tensors in a GPU's memory: the functions of
 // loss/priority.h and loss/parity_code.h, with the same bits. All pointers are
 // to the memory of the current device, those to elements aligned as these are.
-// All only begin on `stream`, but for sampledThreshold.
+// All only begin on `stream`, except sampledThreshold.
 //
 // They throw std::invalid_argument as their twins do, and std::runtime_error
 // with CUDA's text if a kernel cannot be started.
@@ -58,8 +58,8 @@ struct XorBlocks {
 void encodeXor(const XorBlocks& blocks, cudaStream_t stream);
 
 // Writes those missing data symbols that can be repaired, sets their flag in
-// `have` (one for each data symbol of each block; `parityHere` likewise) and
-// adds their number to *filled.
+// `have` (one for each data symbol of each block; `parityHere` is the same for
+// parity) and adds their number to *filled.
 void recoverXor(
     const XorBlocks& blocks,
     bool* have,

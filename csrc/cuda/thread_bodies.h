@@ -6,9 +6,9 @@
 
 #include "loss/magnitude.h"
 
-// What one thread of each kernel of loss_kernels.cu does, apart from CUDA, so
-// that csrc/tests/cuda_loss_test.cpp can run all threads of a grid on the host,
-// one after the other. Pointers are to elements, aligned as their type is.
+// The work of one thread of each kernel of loss_kernels.cu, apart from CUDA:
+// csrc/tests/cuda_loss_test.cpp runs all threads of a grid on the host, one
+// after the other. Pointers are to elements, aligned as their type is.
 namespace resilient::cuda {
 
 // 16 bytes, which a thread loads and stores at once.
@@ -106,7 +106,7 @@ struct ThresholdSample {
 
 // ---- Whether all is finite --------------------------------------------------
 
-// A thread for each 16 aligned bytes of memory in which there are elements.
+// A thread for each 16 aligned bytes of memory with elements.
 template <typename Type>
 struct AllFinite {
   using Storage = typename Type::Storage;

@@ -17,7 +17,7 @@ class PacketNumbers {
  public:
   PacketNumbers() : seen_(kWindow, false) {}
 
-  // False: it has been here, or is so old that nobody knows.
+  // False: a duplicate, or too old to tell.
   bool insert(uint64_t n, size_t bytes, TimePoint now) {
     if (n == 0 || n + kWindow <= largest_) {
       return false;
@@ -25,7 +25,7 @@ class PacketNumbers {
     if (n > largest_) {
       const uint64_t first =
           std::max(largest_ + 1, n - std::min(n, kWindow - 1));
-      // What has not been judged falls out of the window: it is lost.
+      // Numbers that fall out of the window without a verdict are lost.
       judge(n >= kWindow ? n - kWindow : 0);
       for (uint64_t i = first; i < n; ++i) {
         seen_[i % kWindow] = false;
@@ -48,7 +48,7 @@ class PacketNumbers {
     return true;
   }
 
-  // What is still missing after its time is lost.
+  // Numbers that are still missing after their time are lost.
   void advance(TimePoint now) {
     uint64_t upTo = judged_;
     while (!marks_.empty() && marks_.front().first + reorder_ <= now) {

@@ -9,12 +9,12 @@
 namespace resilient {
 namespace {
 
-// A report at the latest after so many packets, or this long.
+// A report is sent at the latest after this many packets, or this long.
 constexpr uint32_t kReportEvery = 64;
 constexpr Nanos kReportDelay = std::chrono::milliseconds(5);
 // And no more often than this, whatever happens.
 constexpr Nanos kReportLeast = std::chrono::microseconds(100);
-// What has been asked for is asked for again, should the report be lost.
+// A request is repeated after this long, in case the report was lost.
 constexpr Nanos kAskAgain = std::chrono::milliseconds(5);
 // Objects that the sender may be ahead of the first incomplete one.
 constexpr uint64_t kMostAhead = 1u << 14;
@@ -123,7 +123,7 @@ Status PacketReceiver::put(
   return Status();
 }
 
-// Whatever the repair symbols of a block that are here can repair.
+// Repairs the pieces that the block's repair symbols here suffice for.
 Status PacketReceiver::repair(Object& o, uint32_t block) {
   const SymbolHeader& h = o.header;
   const size_t n = dataInBlock(h, block);
@@ -154,7 +154,7 @@ Status PacketReceiver::repair(Object& o, uint32_t block) {
   std::vector<uint16_t> positions(n);
   const auto have = std::make_unique<bool[]>(n);
   const auto havePositions = std::make_unique<bool[]>(n);
-  // Where a lost piece belongs is known only once it is repaired.
+  // The place of a lost piece is known only once it is repaired.
   std::vector<std::byte> aside(h.permuted ? missing * h.pieceBytes : 0);
   size_t used = 0;
   for (size_t i = 0; i < n; ++i) {
@@ -327,7 +327,7 @@ bool PacketReceiver::judge(
 void PacketReceiver::complete(
     std::map<uint64_t, Object>::iterator at,
     TimePoint now) {
-  // It must be gone before anybody is told.
+  // It must be gone before the callback runs.
   const auto node = objects_.extract(at);
   const Object& o = node.mapped();
   const SymbolHeader& h = o.header;
@@ -373,8 +373,8 @@ Nanos PacketReceiver::askAgain() const {
   return std::max(kAskAgain, numbers_.roundTrip() / 8);
 }
 
-// When the objects that have been sent, and of which nothing at all has come,
-// are surely lost; kNever: there are none.
+// The time when sent objects without any packet here are surely lost; kNever:
+// there are none.
 TimePoint PacketReceiver::unknownAt() const {
   // Incomplete ones are known, so a count is enough.
   const uint64_t from = complete_.firstGap(1);

@@ -68,7 +68,7 @@ class PacketReceiver {
   }
   PacketReport takeReport(TimePoint now);
 
-  // Of objects that are not complete; never more than `mostBytes`.
+  // The bytes of incomplete objects; never more than `mostBytes`.
   uint64_t heldBytes() const {
     return heldBytes_;
   }

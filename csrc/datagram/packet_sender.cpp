@@ -16,8 +16,8 @@ namespace {
 // Headers of IP and UDP, number and seal: what a packet takes of the link
 // beyond what next() writes.
 constexpr size_t kWireOverheadBytes = 60;
-// Packets leave in bursts of this length, so that a system call and a wake-up
-// serve several; and if we are late, at most so much is made up for.
+// Packets leave in bursts of this length: a system call and a wake-up serve
+// several. A late sender makes up for at most kLateness.
 constexpr Nanos kBurst = std::chrono::microseconds(250);
 constexpr Nanos kLateness = std::chrono::milliseconds(1);
 // A rate is measured over no less: reports and interrupts come in bursts.
@@ -31,7 +31,7 @@ constexpr size_t kBlockSymbols = 100;
 // blocks: its 99th percentile is then that without loss, and there is a margin
 // for a loss that is worse than measured.
 constexpr double kRepairTarget = 1e-4;
-// Where some of it may be missing: late layers, by the bounds of their stages.
+// For activations with a tolerance: late layers, by the bounds of their stages.
 // Paper: SMART §3.2, lower redundancy for activations of low priority.
 constexpr double kRelaxedTarget = 1e-3;
 // The chance that an object of a gradient loses more than may be missing, from
@@ -40,10 +40,10 @@ constexpr double kRelaxedTarget = 1e-3;
 constexpr double kMissTarget = 5e-3;
 // So much parity is always allowed: a small message costs little.
 constexpr double kLeastMost = 2;
-// What was chosen for a size holds this long; it is not chosen for each object.
+// A shape chosen for a size holds this long; it is not chosen for each object.
 constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
-// Between the first two descriptions of the end; then ever twice as long, so
-// that a burst of losses takes a few of them only.
+// Time between the first two descriptions of the end; then it doubles each
+// time, and a burst of losses takes only a few of them.
 constexpr Nanos kEndAgain = std::chrono::microseconds(250);
 constexpr int kEndDoublings = 16;
 constexpr double kMostEndsInARow = 8;
@@ -94,7 +94,7 @@ bool PacketSender::mayMissEnough(const Object& o, TrafficClass cls) {
   return at->second;
 }
 
-// What the coded symbols of one block get.
+// The shape of the blocks of `coded` symbols.
 BlockShape
 PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
   const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
@@ -113,14 +113,14 @@ PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
       break;
   }
   if (cls == TrafficClass::kBulk && o.header.mayMiss == 0) {
-    return shape; // nobody waits for it
+    return shape; // no operation waits for it
   }
   if (o.header.permuted) {
     const uint16_t mayMiss = coded == o.header.must ? 0 : o.header.mayMiss;
     return chosenShape(o, coded, shape.data, cls, mayMiss);
   }
-  // A block that is not repaired lacks more symbols than it has parity: worth
-  // less of it only where so many may be missing.
+  // A block that is not repaired lacks more symbols than it has parity: less
+  // parity pays only where this many may be missing.
   const BlockShape whole = chosenShape(o, coded, shape.data, cls, 0);
   return o.header.mayMiss > whole.parity
       ? chosenShape(o, coded, shape.data, cls, o.header.mayMiss)
@@ -143,7 +143,7 @@ BlockShape PacketSender::chosenShape(
   limits.leastRatio = important ? scheme.importantRatio
       : isActivation(cls)       ? scheme.activationRatio
                                 : scheme.leastRatio;
-  // What may be missing is as good against a sudden loss.
+  // A tolerated part protects as well against a sudden loss.
   limits.leastRatio = std::max(
       scheme.leastRatio,
       limits.leastRatio - static_cast<double>(mayMiss) / o.header.count);
@@ -163,8 +163,8 @@ BlockShape PacketSender::chosenShape(
   return chosen;
 }
 
-// Which symbols must arrive, and in which order they go.
-// Paper: SMART §3.1.
+// Chooses the symbols that must arrive, and the order of sending. Paper: SMART
+// §3.1.
 void PacketSender::order(Object& o, const ObjectToSend& what) {
   SymbolHeader& h = o.header;
   h.must = h.count;
@@ -178,7 +178,7 @@ void PacketSender::order(Object& o, const ObjectToSend& what) {
     return;
   }
   // The bound is the message's: rounded down for each object, nothing would be
-  // left of it on a slow link, whose objects are small.
+  // left of it on a slow link with its small objects.
   const double perByte =
       std::min(1.0, double(what.tolerance.mostLost)) / h.pieceBytes;
   const auto upTo = [perByte](uint64_t bytes) {
@@ -327,8 +327,8 @@ size_t PacketSender::writeSymbol(
   return kSymbolHeaderBytes + h.pieceBytes;
 }
 
-// `number`: in the order of sending, which takes one of each block in turn, so
-// that a burst takes few of each.
+// `number`: in the order of sending. It takes one of each block in turn, so a
+// burst takes few of each.
 size_t PacketSender::writeRepair(
     Object& o,
     uint32_t number,
@@ -353,8 +353,8 @@ size_t PacketSender::writeRepair(
 }
 
 size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
-  // Of the last object that has been sent whole, or is being sent: the
-  // receiver tells of all.
+  // The last object that has been sent whole, or is being sent: the receiver
+  // reports on all before it.
   auto at = objects_.lower_bound(sending_);
   bool whole = at == objects_.end() || at->second.sent == 0;
   if (whole && at != objects_.begin()) {
@@ -380,8 +380,8 @@ Nanos PacketSender::patience() const {
   return std::min(p, kPatienceMost);
 }
 
-// When all has been sent, the receiver is told so: at once, again soon, should
-// that be lost, and from then on ever more rarely. While there is more to send,
+// When all has been sent, tells the receiver so: at once, again soon in case
+// that is lost, and from then on ever more rarely. While there is more to send,
 // only after a silence, for what was sent may be lost to the last packet.
 void PacketSender::planEnds(TimePoint now) {
   if (objects_.empty()) {
@@ -481,8 +481,8 @@ void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
       fromSeconds(static_cast<double>(onWire) / rate_.bytesPerS());
 }
 
-// Asked for. Not again as long as the last copy may still be on its way: the
-// receiver has seen nothing that left after it.
+// Asked for. Not repeated while the last copy may still be on its way: the
+// receiver has seen no packet that left after it.
 void PacketSender::want(Object& o, uint16_t index, uint64_t largest) {
   const uint64_t last = o.lastPacket[index];
   if (last != 0 && last < largest && !o.queued[index]) {
@@ -518,8 +518,8 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   const uint64_t bursts =
       std::min({since(r.bursts, last_.bursts), s.lost, kMostBursts});
   counters_.lost = r.lost;
-  // What a full link drops is no reason for parity. When exactly the others
-  // were lost, a report does not say.
+  // Drops of a full link are no reason for parity. A report does not say when
+  // exactly the others were lost.
   if (!rate_.queueing()) {
     for (uint64_t i = 0; i < bursts; ++i) {
       loss_.onPackets(s.packets / bursts, (s.lost + bursts - 1 - i) / bursts);
@@ -527,7 +527,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
     loss_.onPackets(bursts == 0 ? s.packets : s.packets % bursts, 0);
   }
   // A link that stands still now and then has queues and losses without being
-  // full. Of a burst all packets are lost if one is.
+  // full. A burst loses all packets if it loses one.
   const LossEstimate usual = loss_.cautious();
   s.usuallyLost = usual.rate * static_cast<double>(s.packets + s.lost);
   s.usualVariance = s.usuallyLost * (2 * usual.burstPackets - 1);
@@ -593,7 +593,8 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
     }
   }
   if (objects_.empty()) {
-    // What is still on its way nobody waits for, nor will it be reported.
+    // No object is open: clears the in-flight accounting, since no further
+    // report will cover these packets.
     inFlight_.clear();
     inFlightBytes_ = 0;
   }
@@ -609,7 +610,7 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
   } else if (silent || objects_.size() < before || pieces) {
     stuckSince_ = now;
   }
-  // Without progress, what was sent last may be lost, and nobody knows.
+  // Without progress, the last packets may be lost without either end knowing.
   if (progress || objects_.empty() || !again_.empty()) {
     planEnds(now);
   }

@@ -19,7 +19,7 @@
 
 namespace resilient {
 
-// What is sent as one object.
+// A frame, sent as one object.
 struct ObjectToSend {
   std::span<const std::byte> header; // of the frame
   std::span<const std::byte> payload; // copied
@@ -43,12 +43,12 @@ struct SenderCounters {
 // clock.
 //
 // Objects go out strictly one after the other, each with its repair symbols
-// last or among them. So whatever comes of a later object tells the receiver
-// that the earlier ones have been sent, and it need not wait for their end.
-// What is sent again goes first.
+// last or among them. So any packet of a later object tells the receiver that
+// the earlier ones have been sent, and it need not wait for their end. Repeated
+// symbols go first.
 //
 // Paper: SMART §3.2. The symbols that must arrive have the first numbers in
-// their object, so that two numbers tell which ones parity covers; they leave
+// their object, so two numbers define the ones that parity covers. They leave
 // evenly among the others.
 class PacketSender {
  public:
@@ -59,7 +59,7 @@ class PacketSender {
       const RateControl& rate,
       std::function<void(uint64_t object)> done);
 
-  // Of the pieces of objects to come. A multiple of kPieceUnit.
+  // The size of the pieces of later objects. A multiple of kPieceUnit.
   void setPieceBytes(size_t bytes) {
     pieceBytes_ = bytes;
   }
@@ -74,12 +74,12 @@ class PacketSender {
   // `packet` is its number on this path, from 1. `out` has room for
   // kSymbolHeaderBytes and a piece.
   size_t next(TimePoint now, uint64_t packet, std::byte* out);
-  // Another packet, that is none of this class's, has left: nobody reports it.
+  // A packet that is not of this class has left: no report covers it.
   void sentOther(uint64_t packet) {
     lastPacketSent_ = packet;
   }
 
-  // Of a report that the peer has sealed.
+  // Takes a report that the peer has sealed.
   Status onReport(const PacketReport& report, TimePoint now);
 
   bool idle() const { // everything is known to have arrived
@@ -119,12 +119,12 @@ class PacketSender {
 
  private:
   struct Object {
-    SymbolHeader header; // of every packet, but for what differs
+    SymbolHeader header; // of every packet, except the fields that differ
     std::unique_ptr<std::byte[]> pieces;
     std::vector<uint16_t> positions; // by index; empty: not permuted
     std::vector<std::byte> repair; // symbols one after the other
     std::vector<uint16_t> repairPositions; // parity of the positions
-    // Of the symbols; empty: data, and then repair.
+    // The order of the symbols; empty: data, and then repair.
     std::vector<uint32_t> order;
     uint32_t sent = 0; // symbols
     std::vector<uint64_t> lastPacket; // by index: that carried it last

@@ -36,13 +36,13 @@ constexpr Nanos kLeastRoundTripFor = std::chrono::seconds(10);
 // more than timers and schedulers add.
 constexpr double kQueuePart = 0.125;
 constexpr Nanos kQueueLeast = std::chrono::milliseconds(3);
-// After a cut the rate follows the curve of CUBIC (RFC 9438), so that it grows
-// as that of a TCP connection beside it does: by so much in absolute terms,
-// which is what makes shares equal in the end.
-constexpr double kCut = 0.6; // CUBIC's is 0.7; who is paced loses less often
+// After a cut the rate follows the curve of CUBIC (RFC 9438): it grows as the
+// rate of a competing TCP connection does. Equal growth in absolute terms makes
+// the shares equal in the end.
+constexpr double kCut = 0.6; // CUBIC's is 0.7; a paced sender loses less often
 constexpr double kCubic = 0.4; // segments per second cubed
 constexpr double kSegmentBytes = 1448;
-// A round has lost more than usual by so many standard deviations. There are
+// A round has lost more than usual by this many standard deviations. There are
 // a thousand rounds in a minute, and a cut takes seconds to grow back.
 constexpr double kUnusual = 4;
 // The longer there has been a queue, the less is what was lost before it a
@@ -50,7 +50,7 @@ constexpr double kUnusual = 4;
 // be believed.
 constexpr Nanos kUsualFor = std::chrono::seconds(20);
 // A cut shows its effect only after a round trip, and the losses of one queue
-// are told over two.
+// are reported over two.
 constexpr int kRoundsPerCut = 3;
 // Parity stays low for a while after it.
 constexpr int kCongestedFor = 8;
@@ -121,7 +121,8 @@ void RateControl::onLeast(Nanos sample, TimePoint now) {
   const bool probes = probesUntil_ != kNever;
   const bool expired = !probes && now - leastAt_ > kLeastRoundTripFor;
   if (expired && latelyLeast_ > queueMark()) {
-    // What is in flight leaves, and what is sent then comes back.
+    // Time for the packets in flight to leave, and for the reports on later
+    // ones to come back.
     probesUntil_ = now + smoothed_ + 2 * least_ + fromSeconds(kReportDelayS);
     latelyLeast_ = Nanos::max();
   } else if (sample <= least_ || expired || now >= probesUntil_) {
@@ -191,7 +192,7 @@ void RateControl::cut(TimePoint now) {
   const double rate = ceiling_ > 0 ? std::min(ceiling_, capacityBytesPerS())
                                    : capacityBytesPerS();
   const double segments = rate * toSeconds(smoothed_) / kSegmentBytes;
-  // Less than last time: somebody else has come, and gets room.
+  // Less than last time: another sender has come, and gets room.
   mostSegments_ =
       segments < mostSegments_ ? segments * (1 + kCut) / 2 : segments;
   cutSegments_ = kCut * segments;
@@ -253,8 +254,8 @@ void RateControl::onRoundEnd(TimePoint now) {
   } else if (state_ == State::kSteady) {
     phase_ = (phase_ + 1) % kGains.size();
   }
-  // A round in which the sender had little to send says nothing of the link:
-  // what was measured before goes on to count. Nor does one without a measure.
+  // A round with little to send says nothing about the link, and neither does
+  // one without a measurement: the earlier ones continue to count.
   if (roundFull_ && rates_[round_ % kRounds] > 0) {
     ++round_;
     rates_[round_ % kRounds] = 0;

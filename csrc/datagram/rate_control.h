@@ -7,11 +7,11 @@
 
 namespace resilient {
 
-// What one report tells the sender, as differences to the report before.
+// The content of one report, as differences to the report before.
 struct DeliverySample {
   Nanos roundTrip{}; // of the newest packet; zero: nothing new
   uint64_t bytes = 0; // delivered
-  Nanos interval{}; // in which they arrived, by the receiver's clock
+  Nanos interval{}; // of their arrivals, by the receiver's clock
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets
   // The sender had nothing to send some of the time: the rate says how much
@@ -53,7 +53,7 @@ class RateControl {
   bool queueing() const {
     return queueing_;
   }
-  // What the link is believed to carry.
+  // The estimated capacity of the link.
   double capacityBytesPerS() const;
   Nanos leastRoundTrip() const {
     return least_;

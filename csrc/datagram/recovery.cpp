@@ -17,8 +17,8 @@ std::string_view trimmed(std::string_view text) {
   return text;
 }
 
-// What stands before the first `border`, which goes with it; all, if there is
-// none.
+// Takes the text before the first `border` off, and the border; all, if there
+// is none.
 std::string_view cut(std::string_view& text, char border) {
   const size_t at = text.find(border);
   const std::string_view front = trimmed(text.substr(0, at));

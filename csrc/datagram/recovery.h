@@ -23,7 +23,8 @@ enum class RecoveryKind : uint8_t {
 struct RecoveryScheme {
   RecoveryKind kind = RecoveryKind::kSemantic;
   ParityKind code = ParityKind::kReedSolomon;
-  // Uniform: so many parity symbols for so many of data. (100, 10) is LoWAR's.
+  // Uniform: `parity` parity symbols for `data` data symbols. (100, 10) is
+  // LoWAR's.
   int data = 100;
   int parity = 10;
   // Semantic: bounds of the parity per data symbol that follows from what is

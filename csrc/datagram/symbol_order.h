@@ -5,10 +5,10 @@
 
 namespace resilient {
 
-// The order in which the symbols of an object leave, of which the first `must`
-// data symbols have to arrive: these and the repair symbols evenly among those
-// that may be missing, so that a burst of losses takes few of them. Data
-// symbols are numbered from 0, repair symbols from `count` on.
+// The sending order of the symbols of an object. The first `must` data symbols
+// have to arrive. These and the repair symbols leave evenly among those that
+// may be missing, so a burst of losses takes few of them. Data symbols are
+// numbered from 0, repair symbols from `count` on.
 inline std::vector<uint32_t>
 spreadOrder(uint32_t count, uint32_t must, uint32_t repair) {
   std::vector<uint32_t> order;
@@ -17,7 +17,7 @@ spreadOrder(uint32_t count, uint32_t must, uint32_t repair) {
   order.reserve(all);
   uint32_t next = 0, other = must;
   for (uint64_t slot = 0; slot < all; ++slot) {
-    // So many of the important ones belong into the slots up to this one.
+    // The share of the important ones in the slots up to this one.
     if ((slot + 1) * important / all > next) {
       order.push_back(next < must ? next : count + (next - must));
       ++next;

@@ -11,7 +11,7 @@
 #include "base/time.h"
 #include "lab/packet.h"
 
-// What a network does to packets, without I/O, threads or a clock.
+// The effects of a network on packets, without I/O, threads or a clock.
 //
 // A pipe is one direction between two NICs. A packet passes, in this order:
 //
@@ -60,7 +60,7 @@ struct PipeCounters {
 // links, higher only costs memory.
 inline constexpr uint64_t kInFlightBytesMax = 256ull << 20;
 // A super-packet counts as arrived when its last byte has. It is cut to this
-// much time on the link, so that its first bytes do not wait too long.
+// much time on the link: its first bytes must not wait too long.
 inline constexpr Nanos kPieceTimeMax = std::chrono::microseconds(500);
 
 // Thread: the relay's. Time must not go backwards between calls.
@@ -80,7 +80,7 @@ class Emulator {
     return limiters_.size();
   }
 
-  // What is queued leaves at the new rate from now on.
+  // Queued packets leave at the new rate from now on.
   void setLimiter(
       TimePoint now,
       size_t limiter,

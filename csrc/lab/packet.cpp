@@ -92,8 +92,8 @@ void Packet::parse() {
     segmentBytes_ = bytes;
     return;
   }
-  // A super-packet always leaves the checksum to the device, so that
-  // checksumStart says where the transport header begins.
+  // A super-packet always leaves the checksum to the device, so checksumStart
+  // is the beginning of the transport header.
   const bool udp = type == kGsoUdp;
   if ((offload.flags & kNeedsChecksum) == 0 || start < 20 ||
       start + (udp ? 8u : 20u) > bytes || offload.segmentBytes == 0) {

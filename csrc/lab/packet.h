@@ -63,9 +63,9 @@ class Packet {
   Packet copy() const {
     return Packet(bytes());
   }
-  // Writes the checksum, then inverts one bit behind the IP header, so that
-  // the receiver's kernel finds the damage. Only for a single wire packet.
-  // `bit`: any number.
+  // Writes the checksum, then inverts one bit behind the IP header: the
+  // receiver's kernel finds the damage. Only for a single wire packet. `bit`:
+  // any number.
   void corrupt(uint64_t bit);
 
  private:
@@ -74,7 +74,8 @@ class Packet {
   std::unique_ptr<uint8_t[]> data_;
   uint32_t size_ = 0; // with the OffloadHeader
   uint32_t wirePackets_ = 0;
-  // Of IP and transport, as each wire packet of a super-packet repeats it.
+  // The headers of IP and transport, as each wire packet of a super-packet
+  // repeats them.
   uint32_t headerBytes_ = 0;
   uint32_t segmentBytes_ = 0; // payload of each wire packet but the last
 };

@@ -98,8 +98,8 @@ class Relay {
           (void)!::read(timer_.get(), &expirations, sizeof(expirations));
           armed_ = kNever;
         } else if ((events[i].events & EPOLLERR) != 0) {
-          // The host has removed the device, which the kernel tells for as
-          // long as we hold it.
+          // The host has removed the device. The kernel reports that until we
+          // close it.
           nics_[what].tun.reset();
         } else {
           readFrom(what);

@@ -93,7 +93,7 @@ struct Blocks {
   size_t bytes;
 };
 
-// What stands for the symbols of `like`: a flag of one byte for each.
+// The flags of the symbols of `like`, one byte each.
 struct Flags {
   Flags(
       const char* name,

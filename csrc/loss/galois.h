@@ -5,10 +5,10 @@
 
 namespace resilient::galois {
 
-// Arithmetic in GF(256), whose elements are polynomials over GF(2) of degree
+// Arithmetic in GF(256). The elements are polynomials over GF(2) of degree
 // below 8, modulo x^8 + x^4 + x^3 + x^2 + 1. Sum and difference are XOR. Other
-// implementations of Reed-Solomon over bytes (Intel's ISA-L among them) use
-// the same polynomial, so that results can be compared.
+// implementations of Reed-Solomon over bytes (Intel's ISA-L among them) use the
+// same polynomial, so results can be compared.
 inline constexpr unsigned kPolynomial = 0x11d;
 
 constexpr uint8_t multiply(uint8_t a, uint8_t b) {
@@ -28,7 +28,7 @@ constexpr uint8_t multiply(uint8_t a, uint8_t b) {
 
 struct LogarithmTables {
   std::array<uint8_t, 256> log{};
-  // Twice the 255 powers, so that a sum of two logarithms is an index.
+  // Twice the 255 powers: a sum of two logarithms is an index.
   std::array<uint8_t, 510> power{};
   std::array<uint8_t, 256> inverse{};
 };
@@ -49,7 +49,7 @@ constexpr LogarithmTables makeLogarithmTables() {
 
 inline constexpr LogarithmTables kLogarithms = makeLogarithmTables();
 
-// Of a number other than 0.
+// The inverse of a number other than 0.
 constexpr uint8_t inverse(uint8_t a) {
   return kLogarithms.inverse[a];
 }

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #define RESILIENT_AVX2 __attribute__((target("avx2")))
 #define RESILIENT_AVX512 __attribute__((target("avx512f,avx512bw,gfni")))
-// Of loops over registers, which must not become loops over the stack.
+// For loops over registers, which must not become loops over the stack.
 #define RESILIENT_UNROLL _Pragma("GCC unroll 16")
 #endif
 
@@ -324,8 +324,8 @@ RESILIENT_AVX512 void xorOfAvx512(
 }
 
 // The product with a factor is linear in the bits of the other number: as
-// gf2p8affineqb wants it, byte 7 - i has the bits whose parity is bit i of the
-// product.
+// gf2p8affineqb wants it, byte 7 - i has the bits with the parity that is bit i
+// of the product.
 constexpr std::array<uint64_t, 256> makeMatrices() {
   std::array<uint64_t, 256> matrices{};
   for (int factor = 0; factor < 256; ++factor) {
@@ -419,7 +419,7 @@ RESILIENT_AVX512 void multiplyAvx512(const Pass& p) {
   }
 }
 
-// What fits into 16 registers of AVX2 and 32 of AVX-512.
+// The rows that fit into 16 registers of AVX2 and 32 of AVX-512.
 constexpr size_t kRowsAvx2 = 4;
 constexpr size_t kRowsAvx512 = 12;
 

@@ -9,17 +9,17 @@
 #include "base/random.h"
 #include "base/small_float.h"
 
-// What priority.cpp and the kernels in cuda/ have in common, so that they
-// decide alike, to the bit. All of it is constexpr, which nvcc compiles for
-// the device, too (with --expt-relaxed-constexpr).
+// The common part of priority.cpp and the kernels in cuda/: they decide alike,
+// to the bit. All of it is constexpr, which nvcc compiles for the device, too
+// (with --expt-relaxed-constexpr).
 //
 // No magnitude, sum or mean depends on the processor: there are only integer
 // operations, float additions in a fixed order, one division and one rounding.
-// Of sums that are not a number, meanOf() makes the same one.
+// For sums that are not a number, meanOf() gives the same one.
 namespace resilient::magnitude {
 
-// How an element type is read: its magnitude, exactly, in the type in which
-// sums are; and what the bits of finite ones stay below.
+// How an element type is read: its magnitude, exactly, in the type of the sums;
+// and the bound that the bits of finite ones stay below.
 struct OfFloat32 {
   using Storage = uint32_t;
   using Sum = float;
@@ -105,9 +105,9 @@ constexpr PacketRange packetRange(
 // what was asked for (a standard deviation). More would cost a cache miss each.
 inline constexpr size_t kThresholdSample = 4096;
 
-// Where the sample of `count` elements has its element `i`: uniform, with a
-// bias below count / 2^64; or all of them, if they are few. Each place stands
-// alone, so that many threads can draw them.
+// The place of element `i` of the sample of `count` elements: uniform, with a
+// bias below count / 2^64; or all of them, if they are few. Each place is
+// independent, so many threads can draw them.
 constexpr size_t samplePlace(size_t i, size_t count, uint64_t seed) {
   if (count <= kThresholdSample) {
     return i;
@@ -117,8 +117,8 @@ constexpr size_t samplePlace(size_t i, size_t count, uint64_t seed) {
       (static_cast<unsigned __int128>(bits) * count) >> 64);
 }
 
-// What stands for an element in the sample: what is not finite as infinity,
-// also in place of what cannot be ordered.
+// The value of an element in the sample. Values that are not finite become
+// infinity, as NaN cannot be ordered.
 template <typename Type>
 constexpr double sampleValue(typename Type::Storage code) {
   return isFinite<Type>(code) ? static_cast<double>(Type::of(code))

@@ -48,7 +48,7 @@ void encodeXor(
       std::fill_n(parity[j], bytes, std::byte{0});
       continue;
     }
-    // The next sequence's symbols stand beside these, if it has as many.
+    // The next sequence's symbols are adjacent to these, if it has as many.
     const bool nextIsBeside =
         j + 1 < shape.parity && sequenceLength(shape, j + 1) == count;
     kernels::xorOf(
@@ -222,9 +222,9 @@ int recoverReedSolomon(
   Factors inverse;
   invertCauchy({rows.data(), lost}, {columns.data(), lost}, inverse.data());
 
-  // What is left of the repair symbols, a stretch of each at a time, so that
-  // all of them stay in the nearest caches. At least 64 bytes for each of the
-  // 127 that can be missing and repaired.
+  // The rest of the repair symbols, a stretch of each at a time: all of them
+  // stay in the nearest caches. At least 64 bytes for each of the 127 that can
+  // be missing and repaired.
   alignas(64) std::array<std::byte, 16384> room;
   const size_t stretch = room.size() / lost / 64 * 64;
   std::array<std::byte*, 256> rest;

@@ -26,7 +26,8 @@ struct BlockShape {
   int parity = 0; // symbols; with kNone always 0
 };
 
-// Of data and parity together, with Reed-Solomon: elements of the field.
+// The maximum of data and parity together, with Reed-Solomon: elements of the
+// field.
 inline constexpr int kMostBlockSymbols = 255;
 
 // nullptr, or what is wrong with the shape (one from a peer, say).
@@ -44,7 +45,7 @@ void encodeParity(
 
 // have[i]: data[i] has arrived. parity[j] == nullptr: that repair symbol has
 // not. Writes those missing data symbols that can be repaired, sets their
-// have[i], and returns how many. Of the others data[i] is not touched.
+// have[i], and returns how many. The data[i] of the others is not touched.
 int recoverData(
     const BlockShape& shape,
     std::span<std::byte* const> data,

@@ -409,7 +409,7 @@ size_t packetsOfTopFraction(
     }
   }
   const size_t wanted = std::min(least - found, others.size());
-  // Of equal ones the first, so that the choice does not depend on the library.
+  // The first of equal ones: the choice must not depend on the library.
   std::nth_element(
       others.begin(),
       others.begin() + static_cast<ptrdiff_t>(wanted),

@@ -39,7 +39,7 @@ size_t
 packetCount(size_t count, size_t elementsPerPacket, size_t firstPacketElements);
 
 // Equation 1: out[p] = the mean of |g| over the elements of packet p, for all
-// packetCount() packets. Sums are in float32, but for float64: meant for
+// packetCount() packets. Sums are in float32, except of float64: meant for
 // packets of some thousand elements. Every processor gives the same bits.
 void meanMagnitudes(
     DType dtype,
@@ -51,11 +51,11 @@ void meanMagnitudes(
 
 // Sets high[p] = 1 for each packet of high priority, else 0, and returns how
 // many are high. High are those with a mean of at least `threshold`. If these
-// are fewer than `leastFraction` of all, then as many of the largest, so that
-// late in a training, when no packet reaches the threshold, the largest are
-// protected still. A mean that is not finite is always high: its loss would
-// hide from the training that it diverges. A mean of zero never is: a lost
-// packet is replaced by zeros.
+// are fewer than `leastFraction` of all, then as many of the largest: late in a
+// training, when no packet reaches the threshold, the largest are still
+// protected. A mean that is not finite is always high: its loss would hide from
+// the training that it diverges. A mean of zero never is: a lost packet is
+// replaced by zeros.
 size_t packetsOfTopFraction(
     std::span<const float> means,
     double threshold,

@@ -9,9 +9,9 @@
 namespace resilient {
 namespace {
 
-// Two packets, of which the second was sent some places after the first: the
-// chance that the second is lost if the first arrived, or was lost. In between
-// the channel forgets, by the factor `memory` for each place.
+// Two packets, the second sent some places after the first: the chance that the
+// second is lost if the first arrived, or was lost. In between the channel
+// forgets, by the factor `memory` for each place.
 struct Transitions {
   double rate;
   double lostAfterArrival;
@@ -20,8 +20,8 @@ struct Transitions {
 
 Transitions transitions(const LossEstimate& loss, double places) {
   const double rate = std::min(loss.rate, 1.0);
-  // Each burst ends with chance 1 / burstPackets, and so many begin that the
-  // rate comes out. A mean of 1 / (1 - rate) is that of losses one by one;
+  // Each burst ends with chance 1 / burstPackets, and bursts begin as often as
+  // the rate requires. A mean of 1 / (1 - rate) is that of losses one by one;
   // less would mean that losses avoid each other, which no link does.
   const double end = 1 / loss.burstPackets;
   const double begin = rate < 1 ? rate * end / (1 - rate) : 1;
@@ -35,8 +35,8 @@ std::vector<double>
 chancesOfMoreThan(int data, int mostParity, const Transitions& chance) {
   const auto most = static_cast<size_t>(mostParity);
   std::vector<double> result;
-  // By the number of losses so far, up to the most that is of interest: that
-  // there are so many, and that the last packet arrived, or was lost.
+  // The chances by the number of losses so far, up to the maximum of interest:
+  // of this number, and that the last packet arrived, or was lost.
   std::vector<double> arrived(most + 1, 0.0);
   std::vector<double> lost(most + 1, 0.0);
   // Before the first packet: as in the long run.
@@ -64,7 +64,7 @@ chancesOfMoreThan(int data, int mostParity, const Transitions& chance) {
   return result;
 }
 
-// That two or more of `packets` are lost.
+// The chance that two or more of `packets` are lost.
 double chanceOfTwo(int packets, const Transitions& chance) {
   if (packets < 2) {
     return 0;
@@ -176,7 +176,7 @@ double chanceOfMoreLost(int packets, int most, const LossEstimate& loss) {
     return 0;
   }
   const Transitions chance = transitions(loss, 1);
-  // Beyond, the sum of so many losses is near enough to a normal distribution.
+  // Beyond, the sum of the losses is near enough to a normal distribution.
   constexpr int64_t kMostSteps = 1 << 15;
   if (int64_t{packets} * most <= kMostSteps) {
     return chancesOfMoreThan(packets - most, most, chance).back();

@@ -20,35 +20,34 @@ class LossMeter {
   // `lost` that did not. Either may be 0; a burst may go on in the next run.
   void onPackets(uint64_t received, uint64_t lost);
 
-  // Rate 0 as long as nothing was reported.
+  // Rate 0 before the first report.
   LossEstimate estimate() const;
-  // What it may be as well: more by a standard error, which is large where
-  // losses come in few bursts. Repair that is planned for the estimate itself
-  // falls short half of the time.
+  // An upper estimate: more by a standard error, which is large if losses come
+  // in few bursts. Repair that is planned for the estimate itself falls short
+  // half of the time.
   LossEstimate cautious() const;
 
  private:
   // Ages everything by `count` packets; returns the weight that these have.
   double age(uint64_t count);
 
-  // Sums in which a packet counts less the more have come after it.
+  // Decaying sums: a packet counts less the more have come after it.
   double packets_ = 0;
   double lost_ = 0;
   double bursts_ = 0;
   bool inBurst_ = false;
 };
 
-// For how long a packet counts: its weight falls to 1 / e after so many more.
+// For how long a packet counts: its weight falls to 1 / e after this many more.
 // At 1 % loss the rate is known within a twelfth (160 losses), at 0.1 % within
 // a quarter; at 1 Gbit/s it is 0.2 s of traffic, so longer than most round
 // trips. Fewer, and redundancy follows chance; more, and it comes late.
 inline constexpr double kLossMemoryPackets = 16384;
 
-// What chooseShape aims at, if nothing else is said. A message of 1 MiB has
-// eight blocks of 100 packets; then fewer than 1 % of the messages wait for a
-// retransmission, so that the 99th percentile of their times is that without
-// loss. Ten times less would cost about two more parity packets of 100 at 1 %
-// loss.
+// The target of chooseShape, if no other is given. A message of 1 MiB has eight
+// blocks of 100 packets; then fewer than 1 % of the messages wait for a
+// retransmission, and the 99th percentile of their times is that without loss.
+// Ten times less would cost about two more parity packets of 100 at 1 % loss.
 inline constexpr double kTargetUnrecovered = 1e-3;
 
 struct RedundancyLimits {

@@ -342,8 +342,8 @@ PathFaults::PathFaults(
       selfRank_(selfRank),
       peerRank_(peerRank),
       slot_(slot),
-      // A stream of its own for each path, so that what one path does never
-      // changes the jitter of another.
+      // A stream of its own for each path: one path never changes the jitter of
+      // another.
       random_(mixBits(
           mixBits(
               mixBits(plan.seed() ^ mixBits(static_cast<uint64_t>(selfRank))) ^
@@ -411,7 +411,7 @@ TimePoint PathFaults::release(TimePoint now, size_t bytes) {
   }
   linkFree_ = std::max(linkFree_, now);
   if (rate > 0) {
-    // Bounded, so that a rate of 1 byte a second cannot overflow the clock.
+    // Bounded: a rate of 1 byte a second must not overflow the clock.
     linkFree_ +=
         fromSeconds(std::min(static_cast<double>(bytes) / rate, kSecondsMax));
     linkFree_ = std::min(linkFree_, now + fromSeconds(kSecondsMax));

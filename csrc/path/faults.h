@@ -12,10 +12,9 @@
 
 namespace resilient {
 
-// Faults on purpose: what a path does to the bytes given to it, from rules in
-// a small language, so that a user can try a slow, lossy or breaking network
-// on one machine. Pure and deterministic: the same rules, seed and calls give
-// the same faults.
+// Injected faults of a path, from rules in a small language: a user can try a
+// slow, lossy or breaking network on one machine. Pure and deterministic: the
+// same rules, seed and calls give the same faults.
 //
 //   delay rank=1 peer=2 ms=60 jitter_ms=5 from_s=10 until_s=40;
 //   rate rank=0 peer=1 bytes_per_s=1e6;
@@ -121,7 +120,7 @@ class FaultPlan {
   uint64_t version_ = 0;
 };
 
-// What the plan does to one path of this rank. The path asks before it writes
+// The plan's faults for one path of this rank. The path asks before it writes
 // or reads. `now` never goes back between calls.
 class PathFaults {
  public:

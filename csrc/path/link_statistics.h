@@ -8,13 +8,14 @@
 
 namespace resilient {
 
-// What acknowledgements tell about one path: round trip, goodput and capacity,
-// all smoothed. Passive: it costs no traffic of its own.
-// Paper: PIPEMORPH §6, what the profiler knows of communication.
+// The statistics of one path by its acknowledgements: round trip, goodput and
+// capacity, all smoothed. Passive: it costs no traffic of its own. Paper:
+// PIPEMORPH §6, what the profiler knows of communication.
 class LinkStatistics {
  public:
-  // What a path before this one carried over the same link, 0 if unknown.
-  // Believed until more is seen, or less while the path is full or slow.
+  // The capacity that an earlier path had over the same link, 0 if unknown. It
+  // is used until a higher one is measured, or a lower one while the path is
+  // full or slow.
   void expectCapacity(double bytesPerS) {
     capacity_ = bytesPerS;
     onlyExpected_ = bytesPerS > 0;
@@ -34,8 +35,8 @@ class LinkStatistics {
   }
 
   // `busySince`: since when the path has had unacknowledged bytes. Idle time
-  // must not count, or a path would look slow because nobody used it.
-  // `inFlight`: bytes that are still unacknowledged after these.
+  // must not count, or an unused path would look slow. `inFlight`: bytes that
+  // are still unacknowledged after these.
   void onAcknowledged(
       uint64_t bytes,
       TimePoint busySince,
@@ -70,8 +71,8 @@ class LinkStatistics {
   double goodputBytesPerS() const {
     return goodput_;
   }
-  // What the path would carry if it were given enough: unlike the goodput it
-  // does not fall when the path is merely used less. 0 while unknown.
+  // The rate that the path would carry if it were saturated: unlike the goodput
+  // it does not fall when the path is merely used less. 0 while unknown.
   double capacityBytesPerS() const {
     return capacity_;
   }
@@ -138,9 +139,9 @@ class LinkStatistics {
   double goodput_ = 0;
   TimePoint windowStart_{};
   uint64_t windowBytes_ = 0;
-  // A new path is believed something soon, so that it gets its share.
+  // A new path gets an estimate soon, and with it its share.
   static constexpr Nanos kFirstCapacityWindow = std::chrono::milliseconds(10);
-  // Later than a receiver that is busy makes an answer.
+  // Larger than the delay that a busy receiver adds.
   static constexpr double kLate = 3;
   static constexpr Nanos kLateBy = std::chrono::milliseconds(20);
   double capacity_ = 0;

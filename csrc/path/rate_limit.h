@@ -11,15 +11,15 @@ namespace resilient {
 // The most that some users together may send in a second: a bucket of tokens, a
 // byte each, and a queue of those who found it empty. A frame may leave as soon
 // as there is any token at all, and the bucket then owes the rest; so a frame
-// larger than the bucket is only late, and the mean rate is kept. Whoever
-// waits gets one frame at a time, in turn.
+// larger than the bucket is only late, and the mean rate is kept. Waiting users
+// get one frame at a time, in turn.
 //
 // A link that is billed or shared between sites, as ATLAS §3 describes them,
 // has such a limit for good reasons: the paper has none.
 class RateLimit {
  public:
   using User = uint32_t;
-  // What may leave at once after a pause: this much time's worth.
+  // The burst that may leave at once after a pause, in time at the limit.
   static constexpr Nanos kBurst = std::chrono::milliseconds(10);
 
   explicit RateLimit(double bytesPerS)
@@ -49,7 +49,7 @@ class RateLimit {
     endTurn(user);
   }
 
-  // Somebody waits, and nobody has the turn: nextTurn() is due at readyAt().
+  // A user waits, and none has the turn: nextTurn() is due at readyAt().
   bool idleTurn() const {
     return turn_ == kNone && !waiting_.empty();
   }
@@ -57,8 +57,8 @@ class RateLimit {
     return tokens_ > 0 ? refilledAt_
                        : refilledAt_ + fromSeconds((1 - tokens_) / bytesPerS_);
   }
-  // Whose turn it is now; it must then take a frame or call endTurn(). Only if
-  // idleTurn().
+  // The user that has the turn now; it must then take a frame or call
+  // endTurn(). Only if idleTurn().
   User nextTurn() {
     turn_ = waiting_.front();
     waiting_.pop_front();

@@ -6,7 +6,7 @@
 
 namespace resilient {
 
-// What one path has to do already, and how fast it does it.
+// The load of one path, and its speed.
 struct PathLoad {
   double bytesPerS = 0; // its capacity; 0: unknown
   double oneWayS = 0;
@@ -84,7 +84,7 @@ class ArrivalOrder {
   ArrivalOrder(const PathLoad& mine, uint64_t chunkBytes)
       : mine_(mine), chunkBytes_(chunkBytes) {}
 
-  // What nothing is known of says nothing.
+  // Ignore paths that have not been measured.
   void addOther(const PathLoad& other) {
     if (other.bytesPerS == 0) {
       return;
@@ -113,15 +113,15 @@ class ArrivalOrder {
     if (mine_.bytesPerS == 0) {
       return mine_.inFlightBytes < kFirstShareBytes;
     }
-    // The path on which the chunk arrives first never refuses it, or nobody
-    // might take it.
+    // The path with the earliest arrival of the chunk never refuses it, or no
+    // path might take it.
     return inTime(backlogBytes) || mine_.arrivalS(chunkBytes_) <= soonestS_;
   }
 
  private:
   // Measured rates are no better than this.
   static constexpr double kTolerance = 1.05;
-  // A path of which nothing is known gets this much to show what it can do.
+  // An unmeasured path gets this much to show its capacity.
   static constexpr uint64_t kFirstShareBytes = 64u << 10;
 
   const PathLoad mine_;

@@ -1,5 +1,5 @@
-// The Python module torch_resilient._planning. It knows nothing of torch, so
-// that plans can be made where torch is slow to import or not used.
+// The Python module torch_resilient._planning. It knows nothing of torch: plans
+// can be made where torch is slow to import or not used.
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>

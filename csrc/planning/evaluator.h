@@ -8,7 +8,7 @@
 
 namespace resilient {
 
-// What the replay of compact orders says of one stage, in seconds.
+// The result of replaying compact orders, for one stage, in seconds.
 struct StageTimes {
   double begin = 0; // of its first operation
   double forwardWait = 0; // after that, for activations

@@ -114,7 +114,7 @@ void Search::addMovesOf(size_t stage, size_t first, size_t last) {
          static_cast<uint32_t>(taken),
          static_cast<uint32_t>(put)});
   };
-  // Where the stage idles before the block for at least half of a W.
+  // The gaps before the block where the stage idles for at least half of a W.
   size_t gaps[kGaps], found = 0;
   for (size_t back = 0; back <= kLookBack && back < first; ++back) {
     const size_t position = first - back;
@@ -134,8 +134,8 @@ void Search::addMovesOf(size_t stage, size_t first, size_t last) {
       add(position, position - 1);
     }
     if (kind == kWeightBackward) {
-      // Nobody waits for it: behind the block, into idle time before, or
-      // anywhere later.
+      // No other operation waits for it: behind the block, into idle time
+      // before, or anywhere later.
       if (position < last) {
         add(position, last);
       }
@@ -227,7 +227,7 @@ bool Search::tryOne() {
   }
   ++step_;
   double& remembered = history_[step_ % history_.size()];
-  // What the stages have left to do is a sum in another order, so leave room
+  // The remaining work of the stages is a sum in another order, so leave room
   // for rounding.
   const double mostS = std::max(currentS_, remembered);
   if (evaluator_.run(current_, mostS * (1 + 1e-12)) &&

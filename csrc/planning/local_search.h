@@ -29,7 +29,7 @@ class Search {
       double lowerBoundS,
       uint64_t seed);
 
-  // Tries so many changes. Returns whether there is more to try.
+  // Tries this many changes. Returns whether there is more to try.
   bool run(size_t tries);
 
   // The best orders until now, the shortest first.
@@ -43,8 +43,8 @@ class Search {
   struct Move {
     uint32_t stage, taken, put;
   };
-  // Where the operations of one stage are: by position their microbatch, and
-  // by kind and microbatch their position.
+  // The places of the operations of one stage: by position their microbatch,
+  // and by kind and microbatch their position.
   struct Index {
     bool made = false;
     std::vector<uint32_t> microbatch;

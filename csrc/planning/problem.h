@@ -6,8 +6,8 @@
 
 namespace resilient {
 
-// What is planned: the twins of torch_resilient/pipelining/costs.py and
-// generator.py, which say what each value means.
+// The planner's problem: the twins of torch_resilient/pipelining/costs.py and
+// generator.py, which define each value.
 
 // Numbers of the kinds of operations in compact orders. Each kind goes through
 // the microbatches in turn, so the kinds of a stage's operations are its order.

@@ -18,7 +18,7 @@ constexpr int kUdpSegment = 103, kUdpGro = 104;
 constexpr Nanos kMostAgo = std::chrono::seconds(1);
 constexpr int kIpMtuDiscover = 10, kIpv6MtuDiscover = 23, kPmtuProbe = 3;
 
-// At 10 Gbit/s, 13 ms in which nobody reads.
+// At 10 Gbit/s, 13 ms without a read.
 constexpr int kBufferBytes = 16 << 20;
 
 void setInt(int fd, int level, int name, int value) {
@@ -50,8 +50,8 @@ Status DatagramSocket::open(
   }
   setInt(fd.get(), SOL_UDP, kUdpGro, 1);
   setInt(fd.get(), SOL_SOCKET, SO_TIMESTAMPNS, 1);
-  // Packets are never cut into fragments, of which each may be lost. A socket
-  // of version 6 sends packets of version 4, too, to a mapped address.
+  // Never cut packets into fragments: each of those may be lost. A socket of
+  // version 6 sends packets of version 4, too, to a mapped address.
   setInt(fd.get(), IPPROTO_IP, kIpMtuDiscover, kPmtuProbe);
   if (local.family() == AF_INET6) {
     setInt(fd.get(), IPPROTO_IPV6, kIpv6MtuDiscover, kPmtuProbe);
@@ -146,7 +146,7 @@ bool DatagramSocket::sendEach(
     }
     tooLarge_ = tooLarge_ || errno == EMSGSIZE;
     ++failed_;
-    // An error of an earlier datagram (ECONNREFUSED: ICMP says that nobody
+    // An error of an earlier datagram (ECONNREFUSED: ICMP says that no process
     // listens), or of this one: it counts as lost.
     sent += pieces[0].iov_len;
   }
@@ -194,7 +194,7 @@ bool DatagramSocket::receive(const Receiver& with) {
         std::memcpy(&stamp, CMSG_DATA(c), sizeof(stamp));
         ago = wallNow - std::chrono::seconds(stamp.tv_sec) -
             std::chrono::nanoseconds(stamp.tv_nsec);
-        // That clock may be set meanwhile.
+        // The wall clock may be set meanwhile.
         ago = std::clamp(ago, Nanos(0), kMostAgo);
       }
     }

@@ -18,7 +18,7 @@ namespace resilient {
 // joins what arrives (UDP_SEGMENT, UDP_GRO), where it can.
 class DatagramSocket {
  public:
-  // What one send() may hold at most.
+  // The maximum of one send().
   static constexpr size_t kMostBatchBytes = 61440;
   static constexpr size_t kMostBatch = 64; // datagrams
 
@@ -37,8 +37,8 @@ class DatagramSocket {
 
   // `data`: datagrams of `each` bytes one after the other, the last one may be
   // shorter. False: the socket is full; nothing, or only the first `sent`
-  // bytes, have gone. What the network does not take (too large, no route) is
-  // gone, as if it were lost.
+  // bytes, have gone. Datagrams that the network does not take (too large, no
+  // route) count as sent, as if they were lost.
   bool send(std::span<const std::byte> data, size_t each, size_t& sent);
   // Gives what has come to `with`, datagram by datagram, and when the kernel
   // got it, never too early; false if there may be more.

@@ -165,8 +165,8 @@ size_t PacketSeal::seal(
           sealing_, bytesOf(sealed), &n, bytesOf(packet.data()), bytes) == 1 &&
       c.encryptFinal(sealing_, bytesOf(sealed + n), &last) == 1 &&
       c.control(sealing_, kGetTag, kSealBytes, sealed + packet.size()) == 1;
-  // These calls fail only if they are used wrongly. What is then sent opens
-  // nowhere.
+  // These calls fail only if they are used wrongly. The peer then cannot open
+  // the datagram.
   if (!done) {
     std::memset(out, 0, kSealOverheadBytes + packet.size());
   }

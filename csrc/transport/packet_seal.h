@@ -11,8 +11,8 @@
 
 namespace resilient {
 
-// What a datagram carries in the clear, in front of what is sealed: that it is
-// ours, and its number.
+// The clear part of a datagram, before the sealed one: a mark that it is ours,
+// and its number.
 inline constexpr size_t kDatagramHeaderBytes = 12;
 inline constexpr size_t kSealBytes = 16; // behind it
 inline constexpr size_t kSealOverheadBytes = kDatagramHeaderBytes + kSealBytes;
@@ -20,19 +20,19 @@ inline constexpr size_t kSealOverheadBytes = kDatagramHeaderBytes + kSealBytes;
 using SealKey = std::array<std::byte, 32>;
 
 // The key of one direction of one datagram path. Both ends give the same
-// arguments; `initiator` tells whose packets it is for.
+// arguments; `initiator`: the key is for the initiator's packets.
 SealKey deriveSealKey(
     const std::string& secret,
     const std::string& initiatorNonce,
     const std::string& answererNonce,
     bool initiator);
 
-// Seals and opens datagrams with AES-256-GCM: nobody without the key can make
-// one, change one or read one. Numbers are the nonces, so none may be sealed
-// twice with one key. That a packet comes twice, the owner has to find out.
+// Seals and opens datagrams with AES-256-GCM: without the key, no process can
+// make, change or read one. Numbers are the nonces, so none may be sealed twice
+// with one key. The owner has to recognise duplicates.
 //
-// The cipher is that of OpenSSL's libcrypto, looked for at run time: whoever
-// does without datagrams does without it.
+// The cipher is that of OpenSSL's libcrypto, looked for at run time: only
+// datagrams need it.
 class PacketSeal {
  public:
   // Null where there is no libcrypto; `why` then says so.

@@ -79,7 +79,7 @@ std::vector<Route> pairNics(
   const auto sameFamily = [&](size_t i, size_t j) {
     return first[i].address.family() == second[j].address.family();
   };
-  // What is left over on both sides, in order; then what is left on one side,
+  // The NICs left over on both sides, in order; then those left on one side,
   // with NICs that have a route already.
   for (size_t k = 0; k < std::max(firstLeft.size(), secondLeft.size()); ++k) {
     if (firstAll.empty() || secondAll.empty()) {

@@ -18,14 +18,14 @@ struct Route {
   bool sameSubnet = false;
 };
 
-// Which NICs talk to which, at least one route unless a list is empty. Both
-// ends find the same routes in the same order (with mine and theirs exchanged)
-// from the same two lists, so that a route has one number. `mineFirst` says
-// whose list counts first and must differ at the two ends.
+// Pairs the NICs; at least one route unless a list is empty. Both ends find the
+// same routes in the same order (with mine and theirs exchanged) from the same
+// two lists, so a route has one number. `mineFirst`: our list counts first; it
+// must differ at the two ends.
 //
 // NICs in one subnet belong together; the rest are paired in their order, and
-// where one side has more of them, several share one of the other side: a NIC
-// that nobody uses could not stand in for another.
+// if one side has more of them, several share one of the other side: an unused
+// NIC could not replace another.
 //
 // Paper: SHIFT §4.1 pairs a default NIC with one backup; here every pair
 // carries, and any may fail.

@@ -21,8 +21,8 @@ constexpr size_t kMostToken = 64;
 constexpr char kAccepted = '+';
 // Both ends are awake and on one host.
 constexpr Nanos kPatience = std::chrono::seconds(5);
-// Until the next try to let somebody in, if the system has no descriptor left:
-// the caller keeps the socket readable. Shorter only costs wake-ups.
+// Time until the next accept, if the system has no descriptor left: the caller
+// keeps the socket readable. Shorter only costs wake-ups.
 constexpr Nanos kPause = std::chrono::milliseconds(100);
 
 FileDescriptor makeSocket() {

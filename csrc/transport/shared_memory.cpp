@@ -119,7 +119,7 @@ RingWriter::RingWriter(const SharedMemory& memory, int side)
 bool RingWriter::refresh() {
   const uint64_t done = ring_->done.load();
   const uint64_t read = ring_->read.load();
-  // As differences, so that nothing can wrap around.
+  // As differences: nothing can wrap around.
   if (read - read_ > written_ - read_ || done - done_ > read - done_) {
     return false;
   }

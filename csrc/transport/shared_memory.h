@@ -23,21 +23,22 @@ namespace resilient {
 //
 // Nothing in here is trusted: the peer may write what it likes at any time.
 //
-// All accesses are sequentially consistent. Whoever publishes something then
-// looks whether the other one sleeps; whoever falls asleep says so, then looks
-// once more at what was published: one of the two sees the other.
+// All accesses are sequentially consistent. A side that publishes something
+// looks afterwards whether the other one sleeps. A side that falls asleep says
+// so, then looks once more for something published. One of the two sees the
+// other.
 class SharedMemory {
  public:
   // Bytes of a ring: a power of two within these.
   static constexpr size_t kLeastRing = 16u << 10;
   static constexpr size_t kMostRing = 256u << 20;
 
-  // What one side tells the other.
+  // The words of one side for the other.
   struct Side {
     // It sleeps, and wants its eventfd written when there is something for it.
     alignas(64) std::atomic<uint32_t> asleep;
-    // On which processor it was when it last woke up or wrote something, plus
-    // 1; 0: nobody knows.
+    // The processor where it last woke up or wrote something, plus 1; 0:
+    // unknown.
     std::atomic<uint32_t> processor;
     // There is something for it as well when the other side has read, or has
     // done with, this much of what it wrote.
@@ -46,8 +47,8 @@ class SharedMemory {
     std::atomic<uint32_t> avoids;
   };
   // Bytes ever written and read; the data begins at their remainder by size.
-  // What has been read makes room. It counts as acknowledged when the reader's
-  // answer to it, if any, is on its way: it is done.
+  // Bytes that have been read make room. They count as acknowledged when the
+  // reader's answer to them, if any, is on its way: they are done.
   struct Ring {
     alignas(64) std::atomic<uint64_t> written;
     alignas(64) std::atomic<uint64_t> read;
@@ -114,7 +115,7 @@ class RingWriter {
   size_t capacity() const {
     return bytes_;
   }
-  // What the peer has read and done with, as last seen by refresh().
+  // The bytes that the peer has read and done with, as last seen by refresh().
   uint64_t read() const {
     return read_;
   }
@@ -155,7 +156,8 @@ class RingReader {
   uint64_t read() const {
     return read_;
   }
-  // What can be read in one piece. False if the peer claims the impossible.
+  // The bytes that can be read in one piece. False if the peer claims the
+  // impossible.
   bool peek(std::span<const std::byte>& bytes) const;
   // The first `bytes` of it are done with: the peer may write there.
   void pop(size_t bytes) {

@@ -273,7 +273,7 @@ uint64_t bufferFor(uint64_t need, uint64_t tuned, uint64_t allowed) {
   return buffer > tuned ? buffer : 0;
 }
 
-// Of a send buffer of 4 MiB 82 % were in flight.
+// 82 % of a send buffer of 4 MiB were in flight.
 uint64_t sendBufferOf(uint64_t windowBytes) {
   return windowBytes + windowBytes / 4;
 }
@@ -380,8 +380,8 @@ Status startConnect(
     return Status(status.code(), attempt + ": " + status.message());
   }
   if (source) {
-    // The port is chosen by connect, so that connections to different peers
-    // may share one. Best effort: without it there are fewer ports.
+    // connect() chooses the port: connections to different peers may share one.
+    // Best effort: without it there are fewer ports.
     (void)setOption(
         s.get(),
         IPPROTO_IP,

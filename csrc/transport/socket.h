@@ -89,14 +89,15 @@ struct BufferLimits {
   uint64_t sendSet = 0, receiveSet = 0;
   bool forced = false; // beyond net.core.[rw]mem_max, with CAP_NET_ADMIN
 
-  // What one connection may have in flight: the smaller of the tuned ones.
+  // The bytes that one connection may have in flight: the smaller of the tuned
+  // ones.
   uint64_t windowBytes() const;
 };
 BufferLimits systemBufferLimits();
 
-// What to give a buffer so that so much may be in flight; 0: nothing, since
-// autotuning, up to `tuned`, gives as much as this would. In the kernel's
-// bytes, which count its own records of packets too.
+// The size of a buffer that allows this much in flight; 0: leave it to
+// autotuning, which gives as much, up to `tuned`. In the kernel's bytes, which
+// count its own records of packets too.
 uint64_t sendBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed);
 uint64_t
 receiveBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed);
@@ -117,9 +118,9 @@ bool mayUseCongestionControl(const std::string& name);
 // "reno cubic bbr", what the kernel has.
 std::string availableCongestionControls();
 
-// Both ends are on this host: there is no link whose queue could fill, so
-// nothing is gained by keeping little unsent in the kernel, nor by a congestion
-// window. Best effort.
+// Both ends are on this host: no link has a queue that could fill, so keeping
+// little unsent in the kernel gains nothing, nor does a congestion window. Best
+// effort.
 bool isLocalConnection(int fd);
 void tuneLocalConnection(int fd);
 
@@ -138,7 +139,7 @@ Status startConnect(
     bool& connected);
 
 // 0 if the connection stands, else its errno. A connection to ourselves counts
-// as ECONNREFUSED: TCP makes one if nobody listens on a local port that the
+// as ECONNREFUSED: TCP makes one if no process listens on a local port that the
 // kernel has just chosen as our own.
 int connectOutcome(int fd);
 
@@ -147,7 +148,7 @@ int connectOutcome(int fd);
 int acceptConnection(int listener, FileDescriptor& fd, SocketAddress& remote);
 
 // close() will drop what is unsent and send a reset: for a path that is given
-// up, whose bytes must not linger in the kernel.
+// up. Its bytes must not linger in the kernel.
 void resetOnClose(int fd);
 
 SocketAddress localAddress(int fd);
