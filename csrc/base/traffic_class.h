@@ -7,8 +7,8 @@ namespace resilient {
 
 // The content of a message, in order of priority: a pipeline stage waits for
 // activations now, an optimizer for gradients soon, a checkpoint for bulk any
-// time. A lower value goes first. Paper: SMART §3.1, the type that each message
-// carries; no depth of layer.
+// time. A lower value goes first.
+// Paper: SMART §3.1, the type that each message carries; no depth of layer.
 enum class TrafficClass : uint8_t {
   kActivation = 0,
   kActivationGradient = 1,

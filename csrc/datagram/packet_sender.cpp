@@ -163,8 +163,8 @@ BlockShape PacketSender::chosenShape(
   return chosen;
 }
 
-// Chooses the symbols that must arrive, and the order of sending. Paper: SMART
-// §3.1.
+// Chooses the symbols that must arrive, and the order of sending.
+// Paper: SMART §3.1.
 void PacketSender::order(Object& o, const ObjectToSend& what) {
   SymbolHeader& h = o.header;
   h.must = h.count;

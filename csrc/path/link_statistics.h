@@ -9,8 +9,8 @@
 namespace resilient {
 
 // The statistics of one path by its acknowledgements: round trip, goodput and
-// capacity, all smoothed. Passive: it costs no traffic of its own. Paper:
-// PIPEMORPH §6, what the profiler knows of communication.
+// capacity, all smoothed. Passive: it costs no traffic of its own.
+// Paper: PIPEMORPH §6, what the profiler knows of communication.
 class LinkStatistics {
  public:
   // The capacity that an earlier path had over the same link, 0 if unknown. It

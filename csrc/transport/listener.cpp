@@ -22,8 +22,8 @@ constexpr Nanos kLogInterval = std::chrono::seconds(10);
 // nothing of ours could be closed. The kernel's queue holds callers meanwhile;
 // shorter only costs wake-ups.
 constexpr Nanos kPause = std::chrono::milliseconds(100);
-// Time until the next try to listen at a new address. The kernel needs about 1
-// s to check that no other host has it; no caller can connect in the meantime.
+// Time until the next try to listen at a new address. The kernel needs about a
+// second to check that no other host has it; no caller can connect until then.
 constexpr Nanos kMoveAgain = std::chrono::milliseconds(200);
 // Ports tried until one is free at each of several addresses. The kernel gives
 // one that is free at the first; with half of all ports taken at another one,
