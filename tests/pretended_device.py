@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shlex
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -35,7 +36,13 @@ def build() -> None:
     made = _TARGET.with_suffix(f".{os.getpid()}")  # two sessions may build at the same time
     include = [str(_CSRC), *cpp_extension.include_paths(), sysconfig.get_path("include")]
     libraries = Path(torch.__file__).parent / "lib"
-    command = [os.environ.get("CXX", "c++"), "-std=c++20", "-O1", "-Wall", "-fvisibility=hidden"]
+    command = [
+        *shlex.split(os.environ.get("CXX", "c++")),
+        "-std=c++20",
+        "-O1",
+        "-Wall",
+        "-fvisibility=hidden",
+    ]
     command += ["-fPIC", "-shared", *(f"-I{folder}" for folder in include), str(_SOURCE)]
     command += [f"-L{libraries}", "-ltorch_cpu", "-lc10", "-o", str(made)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
