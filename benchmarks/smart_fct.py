@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from common import (
     Row,
@@ -25,6 +25,9 @@ from common import (
 from lab_job import say, start_job, two_hosts
 
 from torch_resilient.testing import LabJob, Network, unavailable
+
+if TYPE_CHECKING:
+    from torch_resilient import GroupStats
 
 ABOUT = """\
 Two hosts in a lab of network namespaces (needs root), with one link of 1 Gbit/s and 20 ms one way
@@ -130,10 +133,9 @@ def flows(turn: dict[str, Any]) -> None:
     say("flows", times=times, spent=spent / turn["bytes"] / turn["count"])
 
 
-def wire_bytes(stats: dict[str, Any]) -> int:
+def wire_bytes(stats: GroupStats) -> int:
     """Sent in datagrams."""
-    paths = stats["peers"][0]["paths"]
-    return sum(p["datagrams"]["bytes"] for p in paths if p["datagrams"])
+    return sum(path.datagrams.bytes for path in stats.peers[0].paths if path.datagrams)
 
 
 def stream(turn: dict[str, Any]) -> None:

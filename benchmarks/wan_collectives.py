@@ -28,7 +28,7 @@ from common import (
 )
 
 from torch_resilient import _native, faults, stats
-from torch_resilient._stats import find_backend
+from torch_resilient._groups import find_backend
 
 ABOUT = """\
 Two sites, each with half of the ranks. In each process all contenders are alive at the same time
@@ -213,10 +213,10 @@ class Bench:
         """Bytes that this rank's connections have carried to the other site."""
         home = self.rank * SITES // self.ranks
         return sum(
-            path["bytes_sent"]
-            for peer in stats(self.groups["hier"])["peers"]
-            if peer["rank"] * SITES // self.ranks != home
-            for path in peer["paths"]
+            path.bytes_sent
+            for peer in stats(self.groups["hier"]).peers
+            if peer.rank * SITES // self.ranks != home
+            for path in peer.paths
         )
 
 

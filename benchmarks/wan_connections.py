@@ -67,9 +67,9 @@ def worker(settings: dict[str, Any]) -> None:
         for work in works:
             work.wait()
         if settings["backend"] == "resilient":
-            paths = torch_resilient.stats()["peers"][0]["paths"]
-            used = [path for path in paths if path["state"] == "up"]
-            say("paths", up=len(used), paths=paths)
+            paths = torch_resilient.stats().peers[0].paths
+            used = [path for path in paths if path.state == "up"]
+            say("paths", up=len(used), paths=[path.to_dict() for path in paths])
     else:
         buffers = [torch.empty_like(message) for _ in range(AHEAD)]
         works = [dist.irecv(buffer, 0) for buffer in buffers]

@@ -93,7 +93,7 @@ class Run:
         return [row["digest"] for row in self.steps[rank]]
 
     def packets(self, name: str) -> int:
-        """What both ranks have counted of their datagrams: lost, recovered, zero_filled..."""
+        """What both ranks have counted of their datagrams: dropped, recovered, zero_filled..."""
         counted = (
             path["datagrams"][name]
             for result in self.results.values()
@@ -164,7 +164,7 @@ def check_losses_happened(run: Run) -> None:
         raise DemoError(f"{name}: the link has lost nothing, so this run proves nothing")
     if not run.way.datagrams:
         return
-    if run.packets("lost") == 0:
+    if run.packets("dropped") == 0:
         raise DemoError(f"{name}: no datagram was lost: went everything over TCP?")
     if run.way.smart and run.packets("zero_filled") == 0:
         raise DemoError(f"{name}: nothing was zero-filled: the hook has tolerated no loss")
@@ -179,12 +179,12 @@ def p99(values: Sequence[float]) -> float:
 
 def table(runs: Sequence[Run]) -> str:
     """The runs, one a line."""
-    head = ("gradients over", "mean ms", "p99 ms", "lost", "recovered", "sent again")
+    head = ("gradients over", "mean ms", "p99 ms", "dropped", "recovered", "sent again")
     lines = [(*head, "zero-filled", "last loss")]
     for run in runs:
         times_ms = [1e3 * each for each in run.times_s[WARM_UP:]]
         # The kernel sends again what TCP loses; the backend sees nothing of it.
-        names = ("lost", "recovered", "retransmitted", "zero_filled")
+        names = ("dropped", "recovered", "retransmitted", "zero_filled")
         counts = [f"{run.packets(name):,}" if run.way.datagrams else "" for name in names]
         if not run.way.datagrams:
             counts[0] = f"{run.dropped:,}"
@@ -233,7 +233,7 @@ def why_smart_is_slower(runs: Sequence[Run]) -> list[str]:
         return []
     return [
         "SMART is slower than exact datagrams here. Parity repairs nearly all losses: of "
-        f"{exact.packets('lost'):,} lost packets {exact.packets('retransmitted'):,} were "
+        f"{exact.packets('dropped'):,} dropped packets {exact.packets('retransmitted'):,} were "
         "retransmitted.",
         "So the hook has little waiting to save, and takes a few milliseconds itself, with or "
         "without loss.",

@@ -90,8 +90,8 @@ def main() -> None:
             print(f"step {step} loss {float(mean):.4f}, {1e3 * taken_s:.0f} ms", flush=True)
     statistics = None if state is None else state.statistics()
     if arguments.json:
-        peers = torch_resilient.stats()["peers"]
-        paths = [path for peer in peers for path in peer["paths"]]
+        peers = torch_resilient.stats().peers
+        paths = [path.to_dict() for peer in peers for path in peer.paths]
         smart = None if statistics is None else dataclasses.asdict(statistics)
         say("result", paths=paths, smart=smart)
     elif rank == 0 and statistics is not None:

@@ -333,8 +333,8 @@ class Report(NamedTuple):
         losses: by step; empty but on the rank of the last stage.
         spans: those of op_recorder.
         weights_sha256: by stage.
-        stats: of the resilient backend, None with any other. Its `events` hold the adaptive
-            schedule's changes of plan, and of the delays it has seen.
+        stats: of the resilient backend, as JSON has it, None with any other. Its `events` hold the
+            adaptive schedule's changes of plan, and of the delays it has seen.
         schedule: stats() of the adaptive schedule, None of any other.
         round_trips_s: by step, as measured at its end; by peer.
     """
@@ -351,7 +351,7 @@ class RoundTrips:
     """The round trips to all peers, look by look."""
 
     def __init__(self) -> None:
-        self._counts: dict[tuple[int, int], int] = {}
+        self._counts: dict[tuple[int, str], int] = {}
 
     def look(self) -> dict[str, float]:
         """The smoothed round trip to each peer that this rank has talked to, in seconds.
@@ -360,15 +360,15 @@ class RoundTrips:
         last look. A path that is not used keeps its last round trip, however old it is.
         """
         found = {}
-        for peer in stats()["peers"]:
+        for peer in stats().peers:
             fresh = []
-            for path in peer["paths"]:
-                key = peer["rank"], path["slot"]
-                if path["round_trips"] != self._counts.get(key):
-                    fresh.append(path["round_trip_s"])
-                self._counts[key] = path["round_trips"]
-            every = fresh or [path["round_trip_s"] for path in peer["paths"]]
-            found[str(peer["rank"])] = max(every, default=0.0)
+            for path in peer.paths:
+                key = peer.rank, path.name
+                if path.round_trips != self._counts.get(key):
+                    fresh.append(path.round_trip_s)
+                self._counts[key] = path.round_trips
+            every = fresh or [path.round_trip_s for path in peer.paths]
+            found[str(peer.rank)] = max(every, default=0.0)
         return {peer: seconds for peer, seconds in found.items() if seconds > 0}
 
 
@@ -464,7 +464,7 @@ def train(arguments: argparse.Namespace) -> None:
             losses,
             trainer.recorder.spans,
             trainer.weights_sha256(),
-            dict(stats()) if trainer.resilient else None,
+            stats().to_dict() if trainer.resilient else None,
             trainer.schedule.stats() if arguments.schedule == ADAPTIVE else None,
             trainer.round_trips_s,
         )

@@ -45,7 +45,7 @@ def ready(job: dict[str, Any]) -> None:
 
 def wait_for(job: dict[str, Any], work: Any) -> None:
     """Waits for the operation, once the engine has begun it and the test knows."""
-    while torch_resilient.stats()["operations_pending"] == 0:
+    while torch_resilient.stats().operations_pending == 0:
         time.sleep(0.001)
     ready(job)
     work.wait()
@@ -144,7 +144,7 @@ def end_with_threads_that_go_on(job: dict[str, Any]) -> None:
 
     for _ in range(8):
         threading.Thread(target=receive, daemon=True).start()
-    while torch_resilient.stats()["operations_pending"] == 0:
+    while torch_resilient.stats().operations_pending == 0:
         time.sleep(0.001)
 
 

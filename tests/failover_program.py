@@ -70,9 +70,9 @@ def exchange(
         for work in works:
             work.wait()
         wrong += not torch.equal(message, content)
-        paths = torch_resilient.stats()["peers"][0]["paths"]
-        keys = ("slot", "nic", "state", "bytes_sent", "local_address", "last_error")
-        shown = [{key: path[key] for key in keys} for path in paths]
+        keys = ("kind", "index", "nic", "state", "bytes_sent", "local_address", "last_error")
+        paths = torch_resilient.stats().peers[0].paths
+        shown = [{key: getattr(path, key) for key in keys} for path in paths]
         say(kind="round", number=number, wrong=wrong, paths=shown, time_s=time.monotonic())
         time.sleep(pause_s)
     return {"wrong": wrong}
@@ -119,11 +119,11 @@ def main() -> None:
         jobs = {f.__name__: f for f in (train, stream, exchange, burst, flood)}
         result = jobs[settings["job"]](settings["count"], settings["pause_s"])
         dist.barrier()
-        paths = torch_resilient.stats()["peers"][0]["paths"]
+        paths = torch_resilient.stats().peers[0].to_dict()["paths"]
         say(kind="result", paths=paths, **result)
         dist.barrier()  # nobody leaves before the others have looked at their paths
     except dist.DistBackendError as error:
-        say(kind="error", text=str(error), peer=torch_resilient.stats()["peers"][0])
+        say(kind="error", text=str(error), peer=torch_resilient.stats().peers[0].to_dict())
         os._exit(3)
     dist.destroy_process_group()
 

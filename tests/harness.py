@@ -242,7 +242,7 @@ def wait_until_pending() -> None:
     """In a rank: waits until the engine has begun an operation that has not ended."""
     from torch_resilient import stats
 
-    wait_until(lambda: stats()["operations_pending"] > 0, "an operation is pending")
+    wait_until(lambda: stats().operations_pending > 0, "an operation is pending")
 
 
 def run_outcomes(

@@ -48,8 +48,12 @@ def main() -> None:
         optimizer.step()
         say(kind="step", step=step, losses=[each.item().hex() for each in losses])
     dist.barrier()
-    paths = torch_resilient.stats()["peers"][0]["paths"]
-    say(kind="result", paths=paths, tolerance=dataclasses.asdict(schedule.tolerance))
+    paths = torch_resilient.stats().peers[0].paths
+    say(
+        kind="result",
+        paths=[path.to_dict() for path in paths],
+        tolerance=dataclasses.asdict(schedule.tolerance),
+    )
     dist.barrier()
     dist.destroy_process_group()
 

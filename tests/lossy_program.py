@@ -44,7 +44,7 @@ def main() -> None:
         say(kind="step", step=step, digest=digest.hexdigest())
     statistics = dataclasses.asdict(state.statistics()) if state is not None else {}
     dist.barrier()
-    paths = [path for peer in torch_resilient.stats()["peers"] for path in peer["paths"]]
+    paths = [path.to_dict() for peer in torch_resilient.stats().peers for path in peer.paths]
     say(kind="result", paths=paths, statistics=statistics)
     dist.barrier()
     dist.destroy_process_group()

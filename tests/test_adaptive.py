@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
+from stats_doubles import path_stats, peer_stats
 from test_schedules import (
     MICROBATCHES,
     WIDTH,
@@ -33,7 +34,7 @@ from test_schedules import (
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from torch_resilient import faults, stats
+from torch_resilient import PeerStats, faults, stats
 from torch_resilient.control import orchestrator as orchestrating
 from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import PLANNER_PATIENCE_S, Orchestrator
@@ -118,8 +119,8 @@ def test_costs_from_reports() -> None:
     assert costs_of([StageReport(), *reports[1:]]) is None
 
 
-def peer(count: int, samples: list[float]) -> dict[str, Any]:
-    return {"paths": [{"slot": 0, "round_trips": count, "round_trips_s": samples}]}
+def peer(count: int, samples: list[float]) -> PeerStats:
+    return peer_stats(path_stats(round_trips=count, round_trips_s=tuple(samples)))
 
 
 def test_round_trips_are_seen_once() -> None:
@@ -142,19 +143,21 @@ def test_round_trips_are_seen_once() -> None:
 def test_transfers_are_what_messages_take_beyond_a_round_trip() -> None:
     transfers = Transfers()
     assert transfers.typical_s == 0
-    transfers.update({"deliveries": 1, "deliveries_s": [0.5]}, math.nan)  # nothing to compare with
+    transfers.update(
+        peer_stats(deliveries=1, deliveries_s=(0.5,)), math.nan
+    )  # nothing to compare with
     assert transfers.typical_s == 0
-    transfers.update({"deliveries": 4, "deliveries_s": [0.5, 0.5, 0.3, 0.4]}, 0.1)
+    transfers.update(peer_stats(deliveries=4, deliveries_s=(0.5, 0.5, 0.3, 0.4)), 0.1)
     assert transfers.typical_s == pytest.approx(0.3)
-    transfers.update({"deliveries": 4, "deliveries_s": [0.5, 0.5, 0.3, 0.4]}, 0.1)
+    transfers.update(peer_stats(deliveries=4, deliveries_s=(0.5, 0.5, 0.3, 0.4)), 0.1)
     assert transfers.typical_s == pytest.approx(0.3)
     # A link that heals: its last messages were slow, its round trips no longer are.
-    healed = {"deliveries": 20, "deliveries_s": [0.5] * 16}
+    healed = peer_stats(deliveries=20, deliveries_s=(0.5,) * 16)
     transfers.forget(healed)
     transfers.update(healed, 0.01)
     assert transfers.typical_s == 0
     # More messages than a snapshot holds; and none is faster than its link.
-    transfers.update({"deliveries": 90, "deliveries_s": [0.09] * 32}, 0.1)
+    transfers.update(peer_stats(deliveries=90, deliveries_s=(0.09,) * 32), 0.1)
     assert transfers.typical_s == 0
 
 
@@ -538,7 +541,7 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
             patiences.append(schedule._patience)
     # What was learned of the messages of a plan is forgotten with it.
     assert len(patiences) == len({0, *epochs})
-    events = [(each["kind"], each["text"]) for each in stats()["events"]]
+    events = [(each.kind, each.text) for each in stats().events]
     return {
         "epochs": epochs,
         "delays": delays,

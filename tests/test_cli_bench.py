@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from conftest import ROOT
 from harness import run_ranks
+from stats_doubles import datagram_stats, path_stats
 
 from torch_resilient import cli
 from torch_resilient.cli import bench
@@ -65,7 +66,7 @@ def link(a: int, b: int, **values: Any) -> dict[str, Any]:
         "chunks_retransmitted": 0,
         "reconnects": 0,
         "packets": 0,
-        "packets_lost": 0,
+        "packets_dropped": 0,
         **values,
     }
 
@@ -84,31 +85,26 @@ def test_the_tables() -> None:
         "0 to 1: eth0-eth0 75% on 3, eth1-eth1 25% on 1\n"
         "1 to 0: 1 connections made again, 2 chunks sent again"
     )
-    lossy = bench.text_of(["a", "b"], [link(0, 1, packets=1000, packets_lost=11), link(1, 0)])
-    assert lossy.endswith("\n\n0 to 1: 11 of 1000 datagrams lost")
+    lossy = bench.text_of(["a", "b"], [link(0, 1, packets=1000, packets_dropped=11), link(1, 0)])
+    assert lossy.endswith("\n\n0 to 1: 11 of 1000 datagrams dropped")
     failed = bench.text_of(["a", "b"], [{"from": 0, "to": 1, "error": "no way"}, link(1, 0)])
     assert "0      - failed" in failed
     assert failed.endswith("\n0 to 1: no way")
 
 
-def test_lost_datagrams_are_those_of_the_transfer() -> None:
-    def path(nbytes: int, *counts: int) -> dict[str, Any]:
-        return {
-            "nic": "eth0",
-            "remote_nic": "eth0",
-            "bytes_sent": nbytes,
-            "chunks_retransmitted": 0,
-            "reconnects": 0,
-            "datagrams": dict(zip(("packets", "lost"), counts, strict=True)) if counts else None,
-        }
+def test_dropped_datagrams_are_those_of_the_transfer() -> None:
+    def paths(nbytes: int, packets: int, dropped: int) -> bench._Paths:
+        datagrams = datagram_stats(packets=packets, dropped=dropped)
+        udp = path_stats(kind="udp", bytes_sent=nbytes, datagrams=datagrams)
+        return {each.key: each for each in (path_stats(bytes_sent=0), udp)}
 
-    before = {0: path(0), -2: path(1_000_000, 800, 5)}
-    after = {0: path(0), -2: path(2_000_000, 1500, 12)}
+    before = paths(1_000_000, 800, 5)
+    after = paths(2_000_000, 1500, 12)
     used = bench._used(before, after)
-    assert (used["packets"], used["packets_lost"]) == (700, 7)
+    assert (used["packets"], used["packets_dropped"]) == (700, 7)
     # Made meanwhile.
     used = bench._used({}, after)
-    assert (used["packets"], used["packets_lost"]) == (1500, 12)
+    assert (used["packets"], used["packets_dropped"]) == (1500, 12)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from harness import run_ranks, wait_until
+from stats_doubles import path_stats, peer_stats, process_snapshot
 
 from torch_resilient import _native, _recorder, cli, faults
 from torch_resilient.cli import chaos, fault_report
@@ -206,19 +207,19 @@ def test_lines_of_the_dump_are_read() -> None:
     assert pending is not None
     assert failed is not None
     assert received is not None
-    assert send["began_s"] == datetime(2026, 11, 21, 12, 0, 0, 250000).timestamp()
-    assert (send["text"], send["took_s"]) == ("send to 1 tag 3 float32[8]", 0.0005)
-    assert pending["took_s"] is None
-    assert pending["name"] == "collective #12 all_reduce(float32[8], SUM)"
-    assert pending["text"] == "all_reduce(float32[8], SUM)"
-    assert (failed["text"], failed["error"]) == ("barrier of group a b", "no: why?")
-    assert received["text"] == "recv from any tag 0 uint8[1]"
+    assert send.began_s == datetime(2026, 11, 21, 12, 0, 0, 250000).timestamp()
+    assert (send.text, send.took_s) == ("send to 1 tag 3 float32[8]", 0.0005)
+    assert pending.took_s is None
+    assert pending.name == "collective #12 all_reduce(float32[8], SUM)"
+    assert pending.text == "all_reduce(float32[8], SUM)"
+    assert (failed.text, failed.error) == ("barrier of group a b", "no: why?")
+    assert received.text == "recv from any tag 0 uint8[1]"
     assert _recorder.parse_operation("#1 something else", NOW) is None
     # Yesterday, just before midnight.
     early = datetime(2026, 11, 21, 0, 0, 1)
     late = _recorder.parse_operation(LINES[0].format(id=1).replace("12:00", "23:59"), early)
     assert late is not None
-    assert late["began_s"] == datetime(2026, 11, 20, 23, 59, 0, 250000).timestamp()
+    assert late.began_s == datetime(2026, 11, 20, 23, 59, 0, 250000).timestamp()
 
 
 def test_the_hour_that_comes_twice_is_the_right_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +231,7 @@ def test_the_hour_that_comes_twice_is_the_right_one(monkeypatch: pytest.MonkeyPa
             end_s = datetime(2026, 10, 25, utc_hour, 30, 1, tzinfo=UTC).timestamp()
             operation = _recorder.parse_operation(line, datetime.fromtimestamp(end_s))
             assert operation is not None
-            assert operation["began_s"] == end_s - 0.75
+            assert operation.began_s == end_s - 0.75
     finally:
         monkeypatch.undo()
         time.tzset()
@@ -241,7 +242,7 @@ def test_every_operation_is_given_once() -> None:
     done, pending = LINES[0], LINES[1]
 
     def take(dump: str, last: bool = False) -> list[int]:
-        return [operation["id"] for operation in log.take(dump, NOW, last)]
+        return [operation.id for operation in log.take(dump, NOW, last)]
 
     assert take("") == []
     assert take(dump_of(1, done, pending, done)) == [1, 3]
@@ -275,12 +276,11 @@ def test_a_record_is_for_its_owner_only(tmp_path: Path) -> None:
 
 def test_what_tells_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_recorder, "_PERIOD_S", 3600.0)  # the test looks itself
-    seen: dict[str, Any] = {}
-    monkeypatch.setattr(_recorder, "snapshot", lambda: seen)
 
     def look(time_s: float, **values: Any) -> None:
-        path = {**row(time_s), "slot": 2, "bytes_sent": int(1e6 * time_s), **values}
-        seen.update(time_s=time_s, peers=[{"rank": 1, "paths": [path]}])
+        path = path_stats(index=2, bytes_sent=int(1e6 * time_s), **values)
+        seen = process_snapshot(peer_stats(path), time_s=time_s)
+        monkeypatch.setattr(_recorder, "snapshot", lambda: seen)
         recorder._look()
 
     recorder = _recorder.Recorder(str(tmp_path), 0, (0.0, 0.0))
@@ -292,9 +292,9 @@ def test_what_tells_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monke
     look(1.14, times_suspect=1)
     recorder.close()
     ((key, rows),) = read_records(tmp_path)[0].paths.items()
-    assert key == (1, 2)
-    assert [each["time_s"] for each in rows] == [1.00, 1.02, 1.03, 1.14]
-    assert [each["state"] for each in rows] == ["up", "suspect", "up", "up"]
+    assert key == (1, "tcp", 2)
+    assert [each.time_s for each in rows] == [1.00, 1.02, 1.03, 1.14]
+    assert [each.state for each in rows] == ["up", "suspect", "up", "up"]
 
 
 def work_and_cut(rank: int) -> None:
@@ -308,7 +308,7 @@ def work_and_cut(rank: int) -> None:
     def recorded() -> bool:
         mine = [each for each in read_records(folder_of_records()) if each.rank == rank]
         rows = [row for record in mine for path in record.paths.values() for row in path]
-        again = max((row["reconnects"] for row in rows), default=0)
+        again = max((row.reconnects for row in rows), default=0)
         return again == 1 and len(mine[0].operations) == 20
 
     wait_until(recorded, "all is written down")
@@ -328,9 +328,9 @@ def test_a_process_leaves_a_true_record(tmp_path: Path) -> None:
         assert [step for _, step in record.steps] == [1, 2]
         assert record.missed == 0
         reduces = record.operations[:20]
-        assert {each["text"] for each in reduces} == {"all_reduce(float32[65536], SUM)"}
-        assert all(0 <= each["took_s"] < 5 for each in reduces)
-        begins = [each["began_s"] for each in reduces]
+        assert {each.text for each in reduces} == {"all_reduce(float32[65536], SUM)"}
+        assert all(0 <= each.took_s < 5 for each in reduces)
+        begins = [each.began_s for each in reduces]
         assert begins == sorted(begins)
         assert record.start_s[0] <= record.start_s[1] <= record.steps[0][0]
         assert record.end_s is not None
@@ -349,12 +349,13 @@ def write_record(folder: Path, rank: int, lines: list[dict[str, Any]], **begin: 
     return path
 
 
-def row(time_s: float, slot: int = 0, peer: int = 1, **values: Any) -> dict[str, Any]:
+def row(time_s: float, index: int = 0, peer: int = 1, **values: Any) -> dict[str, Any]:
     return {
         "kind": "path",
         "time_s": START + time_s,
         "peer": peer,
-        "path": slot,
+        "path_kind": "tcp",
+        "path_index": index,
         "state": "up",
         "chunks_retransmitted": 0,
         "reconnects": 0,
@@ -401,8 +402,8 @@ def drop(at_s: float = 5.0) -> PlannedFault:
 def test_the_report_tells_the_pause_and_what_it_took(tmp_path: Path) -> None:
     operations = calm(10)
     operations[50]["took_s"] = 0.320  # the one at 5 s, of rank 1
-    ours = [row(1), row(1, slot=1), row(5.0625, state="suspect", times_suspect=1)]
-    ours += [row(5.07, slot=1, chunks_retransmitted=4), row(6.5, reconnects=1, times_suspect=1)]
+    ours = [row(1), row(1, index=1), row(5.0625, state="suspect", times_suspect=1)]
+    ours += [row(5.07, index=1, chunks_retransmitted=4), row(6.5, reconnects=1, times_suspect=1)]
     theirs = [row(1, peer=0), row(6.5, peer=0, reconnects=1)]
     outcome = outcome_of(tmp_path, drop(), [*ours, *calm(10)], [*theirs, *operations])
     assert outcome.state == "seen"
@@ -475,7 +476,7 @@ def test_without_a_trace_nothing_is_claimed(tmp_path: Path) -> None:
 
 
 def test_other_paths_and_ranks_are_not_counted(tmp_path: Path) -> None:
-    ours = [row(1), row(1, slot=1), row(1, peer=2), row(5.1, slot=1, reconnects=1)]
+    ours = [row(1), row(1, index=1), row(1, peer=2), row(5.1, index=1, reconnects=1)]
     ours += [row(5.1, peer=2, reconnects=1, state="down"), *calm(10)]
     outcome = outcome_of(tmp_path, drop(), ours, [row(1, peer=0)])
     assert (outcome.state, outcome.reconnects) == ("not seen", 0)
@@ -608,7 +609,7 @@ def test_a_job_under_faults(tmp_path: Path) -> None:
     assert report["ranks"] == [0, 1]
     assert sorted(path.name[:9] for path in kept.iterdir()) == ["rank00000", "rank00001"]
     # Every operation is there once, or counted as missed.
-    ids = [each["id"] for each in read_records(kept)[0].operations]
+    ids = [each.id for each in read_records(kept)[0].operations]
     assert len(ids) == len(set(ids))
     assert len(ids) + report["missed"] >= ids[-1]
 

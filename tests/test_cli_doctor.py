@@ -65,7 +65,7 @@ def host(rank: int | None = None, **values: Any) -> Facts:
         nofile=(1 << 20, 1 << 20),
     )
     if rank is not None:
-        facts.links = [Link(1 - rank, 0, "eth0", "eth0", "up")]
+        facts.links = [Link(1 - rank, "tcp", 0, "eth0", "eth0", "up")]
         facts.round_trips_s = {1 - rank: 0.0002}
         facts.clock_offsets_s = {1 - rank: (0.003, 0.0001)}
     return dataclasses.replace(facts, **values)
@@ -146,7 +146,10 @@ def test_a_job_may_have_differences_that_do_no_harm() -> None:
     # A long way that the buffers fill: 16 connections of 3 MiB over 30 ms are 13 Gbit/s.
     assert job(round_trips_s={1: 0.03}) == []
     # An interface that the backend does not need.
-    spare = [Link(1, 0, "eth0", "eth0", "up"), Link(1, 1, "eth0", "eth0", "unused", "was cut")]
+    spare = [
+        Link(1, "tcp", 0, "eth0", "eth0", "up"),
+        Link(1, "tcp", 1, "eth0", "eth0", "unused", "was cut"),
+    ]
     assert job(links=spare) == []
 
 
@@ -299,7 +302,7 @@ def test_too_few_open_files() -> None:
     assert "`ulimit -n 65536`" in finding.remedy
     assert "--ulimit" in only(check_host(host(world_size=128, nofile=(1024, 4096)))).remedy
     # Each pair of NICs has its connections.
-    links = [Link(1, path, f"eth{path % 2}", f"eth{path % 2}", "up") for path in range(4)]
+    links = [Link(1, "tcp", path, f"eth{path % 2}", f"eth{path % 2}", "up") for path in range(4)]
     job = {"world_size": 32, "nofile": (1024, 4096)}
     assert check_host(host(**job, links=links[::2])) == []
     assert "may need 1192" in only(check_host(host(**job, links=links))).seen
@@ -355,8 +358,11 @@ def test_a_clock_that_is_off() -> None:
     ],
 )
 def test_a_blocked_port(error: str, why: str, remedy: str) -> None:
-    links = [Link(1, 0, "eth0", "eth0", "down", error)]
-    ranks = [host(0, links=links), host(1, links=[Link(0, 0, "eth0", "eth0", "down", error)])]
+    links = [Link(1, "tcp", 0, "eth0", "eth0", "down", error)]
+    ranks = [
+        host(0, links=links),
+        host(1, links=[Link(0, "tcp", 0, "eth0", "eth0", "down", error)]),
+    ]
     finding = only(check_job(ranks))  # both ends tell of it, and it is one thing
     assert finding.check == "firewall"
     assert finding.where == "rank 0 (node0) eth0 - rank 1 (node1) eth0"
@@ -368,7 +374,10 @@ def test_a_blocked_port(error: str, why: str, remedy: str) -> None:
 
 def test_a_blocked_port_of_one_interface_of_two() -> None:
     error = "connect to 10.9.0.2:29600: no answer in 5 s"
-    links = [Link(1, 0, "eth0", "eth0", "up"), Link(1, 1, "eth1", "eth1", "connecting", error)]
+    links = [
+        Link(1, "tcp", 0, "eth0", "eth0", "up"),
+        Link(1, "tcp", 1, "eth1", "eth1", "connecting", error),
+    ]
     environment = {"TORCH_RESILIENT_LISTEN_PORT": "29600"}
     finding = only(job(links=links, environment=environment))
     assert "this way is not used" in finding.why
@@ -382,7 +391,7 @@ def test_a_blocked_port_of_one_interface_of_two() -> None:
 
 def test_large_messages_that_do_not_pass() -> None:
     ranks = [host(0), host(1)]
-    ranks[0].links = [Link(1, 0, "eth0", "eth0", "up", large_stalled=True)]
+    ranks[0].links = [Link(1, "tcp", 0, "eth0", "eth0", "up", large_stalled=True)]
     ranks[0].peer_errors = {1: "Timed out waiting 15000ms"}
     finding = only(check_job(ranks))
     assert finding.check == "mtu"
@@ -444,7 +453,7 @@ def test_windows_that_the_backend_raises(
 
 
 def test_datagrams_have_no_windows() -> None:
-    links = [Link(1, -2, "eth0", "eth0", "up"), Link(1, 0, "eth0", "eth0", "reserve")]
+    links = [Link(1, "udp", 0, "eth0", "eth0", "up"), Link(1, "tcp", 0, "eth0", "eth0", "reserve")]
     assert job(round_trips_s={1: 0.08}, links=links) == []
 
 

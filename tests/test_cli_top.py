@@ -20,6 +20,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,9 +28,23 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import ROOT
 from harness import init_group, run_outcomes, run_ranks, wait_until
+from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapshot
 
-from torch_resilient import _endpoint, _observers, _prometheus, _recorder, cli, faults, stats
+from torch_resilient import (
+    Event,
+    PathStats,
+    _endpoint,
+    _observers,
+    _prometheus,
+    _recorder,
+    cli,
+    faults,
+    stats,
+)
+from torch_resilient._snapshot import Snapshot
+from torch_resilient._stats import PeerState
 from torch_resilient.cli import top
 
 LABEL = r'\w+="(?:[^"\\\n]|\\[\\"n])*",?'
@@ -57,62 +72,17 @@ def samples(text: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def path_told(slot: int = 0, **values: Any) -> dict[str, Any]:
-    """As stats() has it."""
-    return {
-        "slot": slot,
-        "state": "up",
-        "nic": "eth0",
-        "remote_nic": "eth0",
-        "local_address": "10.0.0.1:1",
-        "remote_address": "10.0.0.2:2",
-        "bytes_sent": 1000,
-        "bytes_received": 500,
-        "chunks_sent": 3,
-        "chunks_retransmitted": 0,
-        "round_trip_s": 0.002,
-        "goodput_bytes_per_s": 1e6,
-        "capacity_bytes_per_s": 2e6,
-        "times_suspect": 0,
-        "reconnects": 0,
-        "last_error": "",
-        **values,
-    }
-
-
-def told(time_s: float = 100.0, state: str = "up", **path: Any) -> dict[str, Any]:
+def told(time_s: float = 100.0, state: PeerState = "up", **path: Any) -> Snapshot:
     """A process's snapshot: rank 0 of 2, one path to rank 1."""
-    peer = {
-        "rank": 1,
-        "host": 'b"\\\n',
-        "state": state,
-        "messages_sent": 1,
-        "messages_received": 1,
-        "bytes_sent": 1000,
-        "bytes_received": 500,
-        "last_heard_seconds_ago": 0.1,
-        "last_error": "",
-        "paths": [path_told(**path)],
-    }
-    group = {"group": "0", "rank": 0, "size": 2, "collectives": 7, "operations_pending": 1}
-    return {
-        "version": "0.1.0",
-        "time_s": time_s,
-        "host": "a",
-        "pid": 42,
-        "rank": 0,
-        "world_size": 2,
-        "groups": [group],
-        "peers": [peer],
-        "listener": dict.fromkeys(_prometheus._LISTENER_OUTCOMES, 0),
-        "events": [],
-    }
+    return process_snapshot(
+        peer_stats(path_stats(**path), host='b"\\\n', state=state), time_s=time_s
+    )
 
 
 def test_the_text_for_prometheus_is_well_formed() -> None:
     found = samples(_prometheus.render(told(state="suspect", reconnects=3)))
     assert found["torch_resilient_collectives_total"] == {'rank="0",group="0"': 7}
-    labels = 'rank="0",peer="1",path="0",nic="eth0",peer_nic="eth0"'
+    labels = 'rank="0",peer="1",kind="tcp",index="0",nic="eth0",remote_nic="eth0"'
     assert found["torch_resilient_path_reconnects_total"] == {labels: 3}
     assert found["torch_resilient_path_round_trip_seconds"] == {labels: 0.002}
     states = found["torch_resilient_peer_state"]
@@ -121,12 +91,31 @@ def test_the_text_for_prometheus_is_well_formed() -> None:
     assert states[r'rank="0",peer="1",peer_host="b\"\\\n",state="suspect"'] == 1
 
 
+def test_the_document_lists_every_metric() -> None:
+    path = path_stats(kind="udp", datagrams=datagram_stats())
+    rendered = set(samples(_prometheus.render(process_snapshot(peer_stats(path)))))
+    text = (ROOT / "docs" / "operations.md").read_text()
+    table = text.partition("| metric |")[2].partition("\n\n")[0]
+    listed = set()
+    for row in table.splitlines():
+        names = re.findall(r"`(torch_resilient_\w+|\.\.\._\w+)`", row)
+        for name in names:
+            if not name.startswith("..."):
+                prefix = re.match(r"torch_resilient_(?:peer|path|datagrams)|", name)[0]
+            listed.add(name.replace("...", prefix))
+    assert listed == rendered
+
+
 def test_datagrams_have_numbers_of_their_own() -> None:
-    counts = {key: place for place, (*_, key) in enumerate(_prometheus._OF_DATAGRAMS)}
-    found = samples(_prometheus.render(told(slot=-2, datagrams=counts)))
-    labels = 'rank="0",peer="1",path="-2",nic="eth0",peer_nic="eth0"'
-    for name, _, _, key in _prometheus._OF_DATAGRAMS:
-        assert found[f"torch_resilient_datagrams_{name}"] == {labels: counts[key]}
+    counts = {name: place for place, (name, *_) in enumerate(_prometheus._OF_DATAGRAMS)}
+    path = {"kind": "udp", "datagrams": datagram_stats(**counts)}
+    found = samples(_prometheus.render(told(**path)))
+    labels = 'rank="0",peer="1",kind="udp",index="0",nic="eth0",remote_nic="eth0"'
+    for attribute, kind, _ in _prometheus._OF_DATAGRAMS:
+        name = _prometheus.metric_name("torch_resilient_datagrams", attribute, kind)
+        assert found[name] == {labels: counts[attribute]}
+    assert "torch_resilient_datagrams_pace_bytes_per_second" in found
+    assert "torch_resilient_datagrams_packets_total" in found
     assert not any("datagrams" in name for name in samples(_prometheus.render(told())))
 
 
@@ -160,17 +149,17 @@ def test_every_process_serves_its_state(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "job"
     results = run_ranks(serve, env={"TORCH_RESILIENT_METRICS": str(folder)})
     for rank, (looks, text, kind, status, mode, name) in enumerate(results):
-        assert [look["rank"] for look in looks] == [0, 1]
-        assert [look["world_size"] for look in looks] == [2, 2]
+        assert [look.rank for look in looks] == [0, 1]
+        assert [look.world_size for look in looks] == [2, 2]
         assert name.startswith(f"rank0000{rank}.")
         # Groups of the same ranks share their peers; nothing is told twice, nor lost by a group
         # that has not used them.
-        assert [len(look["groups"]) for look in looks] == [3, 3]
-        (peer,) = looks[rank]["peers"]
-        assert (peer["rank"], peer["state"]) == (1 - rank, "up")
-        assert sum(path["bytes_sent"] for path in peer["paths"]) > 1 << 16
+        assert [len(look.groups) for look in looks] == [3, 3]
+        (peer,) = looks[rank].peers
+        assert (peer.rank, peer.state) == (1 - rank, "up")
+        assert sum(path.bytes_sent for path in peer.paths) > 1 << 16
         found = samples(text)
-        sent = found["torch_resilient_path_sent_bytes_total"]
+        sent = found["torch_resilient_path_bytes_sent_total"]
         assert sum(sent.values()) > 1 << 16
         assert kind == _prometheus.CONTENT_TYPE
         assert status == 404
@@ -202,12 +191,12 @@ def look_at_both(rank: int, first: int) -> list[list[Any]]:
         assert cli.main(["top", "--json"]) == 0
     looks = (
         top.fetch_all(top.find([str(first), f"127.0.0.1:{first + 1}"])),
-        json.loads(told.getvalue()),
+        [Snapshot.from_dict(each) for each in json.loads(told.getvalue())],
         top.fetch_all(top.find([str(first)])),
     )
     dist.barrier()
     dist.destroy_process_group()
-    return [[each["rank"] for each in look] for look in looks]
+    return [[each.rank for each in look] for look in looks]
 
 
 def test_ranks_of_a_host_take_ports_side_by_side() -> None:
@@ -399,18 +388,16 @@ def test_changes_are_told_once() -> None:
     assert top.changes(before, told(time_s=101)) == []
     now = told(time_s=101, reconnects=2, last_error="cut by fault injection")
     (text,) = top.changes(before, now)
-    assert text == "rank 0: path 0 to rank 1: made again 2 times: cut by fault injection"
-    now = told(time_s=101)
-    now["peers"][0]["state"] = "dead"
-    now["peers"][0]["last_error"] = "its connections closed"
-    now["events"] = [{"time_s": 100.5, "kind": "plan", "text": "plan 2"}]
+    assert text == "rank 0: path tcp 0 to rank 1: reconnected 2 times: cut by fault injection"
+    dead = peer_stats(path_stats(), state="dead", last_error="its connections closed")
+    now = process_snapshot(dead, time_s=101, events=(Event(100.5, "plan", "plan 2"),))
     assert top.changes(before, now) == [
         "rank 0: plan 2",
         "rank 0: rank 1: up -> dead: its connections closed",
     ]
     assert top.changes(now, now) == []
     # The clock has been set back.
-    later = {**now, "events": [*now["events"], {"time_s": 40.0, "kind": "plan", "text": "plan 3"}]}
+    later = replace(now, events=(*now.events, Event(40.0, "plan", "plan 3")))
     assert top.changes(now, later) == ["rank 0: plan 3"]
 
 
@@ -419,21 +406,21 @@ def test_the_table_has_rates_of_the_interval() -> None:
     lines = top.frame([before], [now]).splitlines()
     assert lines[0].startswith("1 of 2 ranks, on a; 1 operations pending; ")
     cells = re.split(r"\s{2,}", lines[3])
-    assert cells[:7] == ["0", "1", "0", "up", "2.0", "0.0", "2.00"]
+    assert cells[:7] == ["0", "1", "tcp 0", "up", "2.0", "0.0", "2.00"]
     # A process that was not there before has no rates yet.
     assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[3])[4:6] == ["-", "-"]
 
 
 def test_processes_in_containers_may_share_a_number() -> None:
-    def look(time_s: float, *sent: int) -> list[dict[str, Any]]:
-        return [{**told(time_s, bytes_sent=n), "rank": rank} for rank, n in enumerate(sent)]
+    def look(time_s: float, *sent: int) -> list[Snapshot]:
+        return [replace(told(time_s, bytes_sent=n), rank=rank) for rank, n in enumerate(sent)]
 
     before, now = look(100, 0, 50_000_000), look(101, 1_000_000, 52_000_000)
     for looks in (now, now[::-1]):
         rows = [re.split(r"\s{2,}", line) for line in top.frame(before, looks).splitlines()[3:5]]
         assert sorted((row[0], row[4]) for row in rows) == [("0", "1.0"), ("1", "2.0")]
     # Without a default group it is still the same process.
-    none = {**now[1], "rank": None}
+    none = replace(now[1], rank=None)
     assert top.earlier_looks(before[1:], [none]) == before[1:]
     assert top.earlier_looks(before[:1], now) == [before[0], None]
 
@@ -446,7 +433,7 @@ def test_a_process_that_does_not_answer_has_not_ended(
         job.bind(str(tmp_path / "rank00000.1.sock"))
         job.listen()
 
-        def fetch_all(endpoints: Sequence[str]) -> list[dict[str, Any]]:
+        def fetch_all(endpoints: Sequence[str]) -> list[Snapshot]:
             if (told := next(looks, None)) is not None:
                 return told
             job.close()
@@ -461,9 +448,8 @@ def test_a_process_that_does_not_answer_has_not_ended(
 
 
 def test_datagrams_have_a_table_of_their_own() -> None:
-    def look(time_s: float, **counts: float) -> dict[str, Any]:
-        datagrams = {key: 0 for *_, key in _prometheus._OF_DATAGRAMS}
-        return told(time_s=time_s, slot=-2, datagrams=datagrams | {"burst_packets": 1.0} | counts)
+    def look(time_s: float, **counts: float) -> Snapshot:
+        return told(time_s=time_s, kind="udp", datagrams=datagram_stats(**counts))
 
     before = look(100, packets=1000, parity=100, retransmitted=10)
     now = look(
@@ -471,7 +457,7 @@ def test_datagrams_have_a_table_of_their_own() -> None:
         packets=3000,
         parity=200,
         retransmitted=30,
-        loss_rate=0.0125,
+        drop_rate=0.0125,
         burst_packets=2.5,
         pace_bytes_per_s=120e6,
         recovered=7,
@@ -490,22 +476,22 @@ def test_datagrams_have_a_table_of_their_own() -> None:
 def watched(rank: int) -> str:
     """Rank 0 shows the table of both; a connection is cut between its two looks."""
 
-    def paths() -> dict[int, Any]:
-        return {path["slot"]: path for path in stats()["peers"][0]["paths"]}
+    def paths() -> dict[str, PathStats]:
+        return {path.name: path for path in stats().peers[0].paths}
 
     dist.all_reduce(torch.ones(1000))
-    wait_until(lambda: -1 in paths(), "memory is shared")
+    wait_until(lambda: "shm" in paths(), "memory is shared")
     dist.barrier()
     output = io.StringIO()
     if rank == 0:
         folder = os.environ["TORCH_RESILIENT_METRICS"]
         fetch, looks = top.fetch_all, []
 
-        def look(endpoints: Sequence[str]) -> list[dict[str, Any]]:
+        def look(endpoints: Sequence[str]) -> list[Snapshot]:
             looks.append(fetch(endpoints))
             if len(looks) == 1:
                 faults.cut(peer=1, path=0)
-                wait_until(lambda: paths()[0]["reconnects"] > 0, "the path is made again")
+                wait_until(lambda: paths()["tcp 0"].reconnects > 0, "the path is made again")
             return looks[-1]
 
         top.fetch_all = look
@@ -519,8 +505,8 @@ def test_top_shows_the_ranks_and_what_happens(tmp_path: Path) -> None:
     text = run_ranks(watched, env={"TORCH_RESILIENT_METRICS": str(tmp_path)})[0]
     assert text.startswith("2 of 2 ranks, on ")
     rows = [re.split(r"\s{2,}", line)[:3] for line in text.splitlines()[3:7]]
-    assert rows == [["0", "1", "memory"], ["0", "1", "0"], ["1", "0", "memory"], ["1", "0", "0"]]
-    assert re.search(r"rank 0: path 0 to rank 1: made again: cut by fault injection", text)
+    assert rows == [[a, b, path] for a, b in ("01", "10") for path in ("shm", "tcp 0")]
+    assert re.search(r"rank 0: path tcp 0 to rank 1: reconnected: cut by fault injection", text)
 
 
 @pytest.mark.parametrize(
@@ -637,7 +623,7 @@ def test_json_is_what_the_processes_say(
     endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         assert cli.main(["top", str(tmp_path), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == [told()]
+        assert json.loads(capsys.readouterr().out) == [told().to_dict()]
     finally:
         endpoint.close()
     assert not list(tmp_path.iterdir())

@@ -23,12 +23,12 @@ UDP = {"TORCH_RESILIENT_WAN": "udp", "TORCH_RESILIENT_INTERFACE": "eth0"}
 
 def datagrams(row: Row) -> dict[str, Any]:
     """Of the one path of datagrams."""
-    (path,) = [p for p in row["paths"] if p["slot"] == -2]
+    (path,) = [p for p in row["paths"] if p["kind"] == "udp"]
     return path
 
 
 def connections(row: Row) -> list[dict[str, Any]]:
-    return [p for p in row["paths"] if p["slot"] >= 0]
+    return [p for p in row["paths"] if p["kind"] == "tcp"]
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_messages_are_exact_over_a_lossy_link(
             assert path["state"] == "up"
             counts = path["datagrams"]
             assert counts["packet_bytes"] == 1376
-            assert counts["lost"] > 0
+            assert counts["dropped"] > 0
             assert counts["zero_filled"] == 0
             # Most of it went this way.
             assert path["bytes_sent"] > sum(c["bytes_sent"] for c in connections(result))
@@ -98,8 +98,8 @@ def test_replicas_stay_identical_where_gradients_are_lost(
         job.until(both, "all results")
     assert all(digests[rank] == digests[0] for rank in results)
     assert len(set(digests[0].values())) == 12
-    ways = [p["datagrams"] for r in results.values() for p in r["paths"] if p["slot"] == -2]
-    assert sum(way["lost"] for way in ways) > 0
+    ways = [p["datagrams"] for r in results.values() for p in r["paths"] if p["kind"] == "udp"]
+    assert sum(way["dropped"] for way in ways) > 0
     # Something was really missing, at the receivers, and the senders know.
     assert sum(way["zero_filled"] for way in ways) > 0
     assert sum(r["statistics"]["bytes_zero_filled"] for r in results.values()) > 0
@@ -138,7 +138,7 @@ def test_activations_may_be_lost_within_a_bound(lab: NetworkLab) -> None:
     still_exact, of_exact = train_pipeline(hosts, control, bound=0)
     assert still_exact == exact
     assert of_exact[0]["tolerance"]["messages"] == 0
-    assert datagrams(of_exact[0])["datagrams"]["lost"] > 0
+    assert datagrams(of_exact[0])["datagrams"]["dropped"] > 0
     # At this loss a code of XOR leaves something unrepaired in most blocks, whatever its parity.
     lossy, results = train_pipeline(hosts, control, bound=0.2, TORCH_RESILIENT_WAN_PARITY="xor")
     assert len(lossy) == len(exact)
@@ -162,7 +162,7 @@ def test_copied_and_altered_datagrams_are_dropped(lab: NetworkLab) -> None:
         row = job.until(
             lambda row: (
                 row["rank"] == 0
-                and any(p["slot"] == -2 and p["state"] == "up" for p in row.get("paths", []))
+                and any(p["kind"] == "udp" and p["state"] == "up" for p in row.get("paths", []))
             ),
             "datagrams",
         )
@@ -204,7 +204,7 @@ def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> No
     finally:
         job.close()
     for result in results:
-        ways = [p for p in result["paths"] if p["slot"] <= -2]
+        ways = [p for p in result["paths"] if p["kind"] == "udp"]
         assert len(ways) == 2
         assert all(way["datagrams"]["parity"] > 0 for way in ways)
         # With two NICs a rank listens at all its addresses: no fragments there either.
@@ -230,18 +230,18 @@ def test_connections_take_over_where_datagrams_fall_silent(lab: NetworkLab) -> N
     settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.05}
     job = Job([a, b], control, settings, UDP)
 
-    def state(row: Row, slot: int) -> str:
-        found = [p for p in row.get("paths", []) if p["slot"] == slot]
+    def state(row: Row, kind: str) -> str:
+        found = [p for p in row.get("paths", []) if (p["kind"], p["index"]) == (kind, 0)]
         return found[0]["state"] if found else ""
 
     try:
-        job.until(lambda row: state(row, -2) == "up", "datagrams")
+        job.until(lambda row: state(row, "udp") == "up", "datagrams")
         filter_udp(b, True)
-        job.until(lambda row: state(row, 0) == "up", "connections took over")
+        job.until(lambda row: state(row, "tcp") == "up", "connections took over")
         filter_udp(b, False)
         for rank in (0, 1):
             row = job.until(
-                lambda row, rank=rank: row["rank"] == rank and state(row, -2) == "up",
+                lambda row, rank=rank: row["rank"] == rank and state(row, "udp") == "up",
                 "datagrams again",
             )
             assert row["wrong"] == 0

@@ -31,7 +31,7 @@ def made_up(way: demo_lossy.Way, **counts: int) -> demo_lossy.Run:
         for step in range(10):
             taken_s = 0.01 * (step + 1) + 0.001 * rank
             run.steps[rank].append({"loss": 5.0 - step, "taken_s": taken_s, "digest": str(step)})
-        names = ("lost", "recovered", "retransmitted", "zero_filled")
+        names = ("dropped", "recovered", "retransmitted", "zero_filled")
         datagrams = {name: counts.get(name, 0) for name in names} if way.datagrams else None
         run.results[rank] = {"paths": [{"datagrams": None}, {"datagrams": datagrams}]}
     return run

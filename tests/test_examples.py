@@ -23,6 +23,7 @@ import run_demo  # noqa: E402
 import train_pipeline  # noqa: E402
 from curves_svg import Curve, render_curves  # noqa: E402
 from op_recorder import Span, bubble_fraction, iteration_times  # noqa: E402
+from stats_doubles import group_stats, path_stats, peer_stats  # noqa: E402
 from text_data import batch, load_text  # noqa: E402
 from timeline_svg import LinkFault, Section, panel_of, pick_iteration, render  # noqa: E402
 
@@ -323,10 +324,10 @@ def test_the_loss_picture_has_a_line_for_each_run() -> None:
 def test_the_round_trip_is_that_of_paths_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     def stats(*paths: tuple[float, int]) -> Any:
         told = [
-            {"slot": slot, "round_trip_s": seconds, "round_trips": count}
-            for slot, (seconds, count) in enumerate(paths)
+            path_stats(index=index, round_trip_s=seconds, round_trips=count)
+            for index, (seconds, count) in enumerate(paths)
         ]
-        return lambda: {"peers": [{"rank": 3, "paths": told}, {"rank": 2, "paths": []}]}
+        return lambda: group_stats(peer_stats(*told, rank=3), peer_stats(rank=2))
 
     round_trips = train_pipeline.RoundTrips()
     for paths, expected_s in (
@@ -379,7 +380,7 @@ def faulty_summary(
 
     def path(rank: int, peer: int) -> dict[str, Any]:
         count = reconnects if {rank, peer} == link else elsewhere
-        return {"slot": 0, "reconnects": count, "chunks_retransmitted": 3 * count}
+        return {"kind": "tcp", "index": 0, "reconnects": count, "chunks_retransmitted": 3 * count}
 
     return {
         "steps": list(range(steps)),

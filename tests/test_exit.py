@@ -109,8 +109,8 @@ def end_in_good_order(rank: int, folder: str) -> None:
     dist.all_reduce(torch.ones(1000))
     wait_until(
         lambda: all(
-            {path["slot"] for path in peer["paths"]} == {-1, 0, 1, 2, 3}
-            for peer in stats()["peers"]
+            {path.name for path in peer.paths} == {"shm", "tcp 0", "tcp 1", "tcp 2", "tcp 3"}
+            for peer in stats().peers
         ),
         "all paths are up",
     )

@@ -80,14 +80,13 @@ def start_operation(name: str, rank: int, victim: int) -> dist.Work:
 def paths_bytes_sent() -> int:
     from torch_resilient import stats
 
-    peers = stats()["peers"]
-    return sum(path["bytes_sent"] for peer in peers for path in peer["paths"])
+    return sum(path.bytes_sent for peer in stats().peers for path in peer.paths)
 
 
 def bytes_acknowledged() -> int:
     from torch_resilient import stats
 
-    return sum(peer["bytes_sent"] for peer in stats()["peers"])
+    return sum(peer.bytes_sent for peer in stats().peers)
 
 
 def wait_until_in_barrier(store: dist.Store, ranks: list[int]) -> None:

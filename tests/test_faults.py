@@ -23,9 +23,9 @@ def counters() -> dict[str, int]:
     """Of all paths of this rank, together."""
     from torch_resilient import stats
 
-    paths = [path for peer in stats()["peers"] for path in peer["paths"]]
+    paths = [path for peer in stats().peers for path in peer.paths]
     return {
-        name: sum(path[name] for path in paths)
+        name: sum(getattr(path, name) for path in paths)
         for name in (
             "reconnects",
             "chunks_retransmitted",
@@ -354,7 +354,7 @@ def all_paths_come_up(rank: int) -> None:
     from torch_resilient import stats
 
     def states() -> list[str]:
-        return [path["state"] for peer in stats()["peers"] for path in peer["paths"]]
+        return [path.state for peer in stats().peers for path in peer.paths]
 
     dist.all_reduce(torch.ones(1 << 16))
     wait_until(lambda: states() == ["up"] * 6, "three paths to each of two peers are up")

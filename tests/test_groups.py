@@ -258,7 +258,7 @@ def other_settings(rank: int) -> None:
     def connections(options: Any = None) -> int:
         store = dist.HashStore()
         dist.init_process_group("resilient", store=store, rank=0, world_size=1, pg_options=options)
-        from torch_resilient._stats import find_backend
+        from torch_resilient._groups import find_backend
 
         found = find_backend().options.wan_connections
         dist.destroy_process_group()

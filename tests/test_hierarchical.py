@@ -56,7 +56,7 @@ def values(shape: tuple[int, ...], dtype: torch.dtype, *key: object) -> torch.Te
 def everything(rank: int, sites: str, algorithm: str) -> Any:
     join(rank, sites, algorithm)
     checks, size = Checks(), world_size()
-    assert torch_resilient.topology()["sites"] == list(sites)
+    assert torch_resilient.topology().sites == tuple(sites)
     for dtype, shape in itertools.product([torch.float32, torch.bfloat16, torch.int64], ELEMENTS):
         case = f"{dtype} {shape}"
         exact = [small(shape, dtype, "e", r, shape) for r in range(size)]
@@ -144,10 +144,10 @@ def crossing(rank: int, sites: str, count: int) -> dict[str, tuple[int, int]]:
 
     def written() -> int:
         return sum(
-            path["bytes_sent"]
-            for peer in torch_resilient.stats()["peers"]
-            if sites[peer["rank"]] != sites[rank]
-            for path in peer["paths"]
+            path.bytes_sent
+            for peer in torch_resilient.stats().peers
+            if sites[peer.rank] != sites[rank]
+            for path in peer.paths
         )
 
     def sent(operation: Any) -> int:
@@ -264,7 +264,7 @@ def subgroups(rank: int) -> Any:
     join(rank, "abba", "hierarchical")
     group = dist.new_group([0, 2, 3])
     if rank != 1:
-        assert torch_resilient.topology(group)["sites"] == ["a", "b", "a"]
+        assert torch_resilient.topology(group).sites == ("a", "b", "a")
         inputs = [values((1000,), torch.float32, "sub", r) for r in range(4)]
         got = inputs[rank].clone()
         dist.all_reduce(got, group=group)
@@ -283,7 +283,7 @@ def alone(rank: int) -> None:
         group = dist.new_group([each])
         if rank == each:
             found = torch_resilient.topology(group)
-            assert (found["sites"], found["hosts"]) == (["ab"[rank]], [0])
+            assert (found.sites, found.hosts) == (("ab"[rank],), (0,))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -323,7 +323,7 @@ def measured(rank: int) -> list[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch's too, of what it gives up
         sites = torch_resilient.group_by_round_trip(every_rank=True)
-    assert torch_resilient.topology()["sites"] == sites
+    assert torch_resilient.topology().sites == tuple(sites)
     after = inputs[rank].clone()
     dist.all_reduce(after)
     assert torch.equal(after, crossed)

@@ -1082,7 +1082,7 @@ import torch_resilient
 dist.init_process_group("resilient")
 for _ in range(3):
     dist.all_reduce(torch.ones(500_000))
-print("sites", torch_resilient.topology()["sites"])
+print("sites", list(torch_resilient.topology().sites))
 dist.destroy_process_group()
 """
 

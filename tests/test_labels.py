@@ -30,7 +30,7 @@ def join(name: str, rank: int) -> Any:
 
 def ranks_change(rank: int) -> dict[str, Any]:
     """Process 1 is rank 1 of the first group, rank 2 of the second one, and dies."""
-    from torch_resilient import _native
+    from torch_resilient import stats
 
     log = Path(scratch(), f"log {rank}")
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
@@ -50,7 +50,7 @@ def ranks_change(rank: int) -> dict[str, Any]:
     texts = {n: [error_of(work.wait)] for n, work in works.items()}
     for name, group in groups.items():
         texts[name].append(error_of(group.allreduce([torch.ones(3)]).wait))
-        peers = {p["rank"]: p["last_error"] for p in _native.load().stats(group)["peers"]}
+        peers = {p.rank: p.last_error for p in stats(group).peers}
         texts[name].append(peers[victims[name]])
     wait_until(lambda: f"pid {pid}" in log.read_text(), "the log names it")
     store.set(f"done {rank}", "")

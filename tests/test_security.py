@@ -20,7 +20,7 @@ import torch.distributed as dist
 from handshake_client import BUSY, OK, Caller, data_frame
 from harness import error_of, make_store, on_gloo, run_outcomes, run_ranks, scratch, wait_until
 
-from torch_resilient import stats
+from torch_resilient import ListenerStats, stats
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo lets everybody in")
 
@@ -70,12 +70,12 @@ class Worked(NamedTuple):
     rounds: int = 0
     longest_s: float = 0.0
     growth_bytes: int = 0
-    callers: dict[str, int] | None = None  # the listener's counters
+    callers: ListenerStats | None = None  # the listener's counters
 
 
-def strangers_counted(callers: dict[str, int]) -> int:
+def strangers_counted(callers: ListenerStats) -> int:
     """By the listener."""
-    return sum(callers[key] for key in ("refused", "timed_out", "broken_off", "dropped"))
+    return callers.refused + callers.timed_out + callers.broken_off + callers.dropped
 
 
 def work_until_told(rank: int, store: dist.Store, strangers: int = 0) -> Worked:
@@ -99,10 +99,8 @@ def work_until_told(rank: int, store: dist.Store, strangers: int = 0) -> Worked:
             break
     growth = memory_bytes() - before
     # The last ones may still be at the door.
-    wait_until(
-        lambda: strangers_counted(stats()["listener"]) >= strangers, f"{strangers} strangers"
-    )
-    callers = stats()["listener"]
+    wait_until(lambda: strangers_counted(stats().listener) >= strangers, f"{strangers} strangers")
+    callers = stats().listener
     dist.destroy_process_group()
     store.set(f"done/{rank}", "")
     return Worked(rounds, longest, growth, callers)
@@ -225,8 +223,8 @@ def test_a_job_does_not_notice(attack: str) -> None:
     # Each is counted, and none as one of us.
     callers = results[0].callers
     strangers = strangers_counted(callers)
-    assert callers["accepted"] == callers["admitted"] + strangers + callers["pending"]
-    assert callers["admitted"] <= 2
+    assert callers.accepted == callers.admitted + strangers + callers.pending
+    assert callers.admitted <= 2
 
 
 UIDS = 10_000
@@ -382,7 +380,7 @@ def test_a_replayed_handshake_is_refused() -> None:
     for seen in results[:2]:
         assert seen.rounds > 1
         assert seen.longest_s < 5
-    assert sum(seen.callers["refused"] for seen in results[:2]) > 0
+    assert sum(seen.callers.refused for seen in results[:2]) > 0
 
 
 # ---- settings -----------------------------------------------------------------------------

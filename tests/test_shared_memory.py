@@ -6,21 +6,20 @@ import os
 import resource
 import sys
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from harness import make_store, run_ranks, wait_until
 
-from torch_resilient import faults, stats
+from torch_resilient import PathStats, faults, stats
 
 OFF = {"TORCH_RESILIENT_SHARED_MEMORY": "0"}
 
 
-def paths() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def paths() -> tuple[list[PathStats], list[PathStats]]:
     """To the one peer: shared memory, and connections."""
-    found = stats()["peers"][0]["paths"]
-    return [p for p in found if p["slot"] < 0], [p for p in found if p["slot"] >= 0]
+    found = stats().peers[0].paths
+    return [p for p in found if p.kind == "shm"], [p for p in found if p.kind == "tcp"]
 
 
 def exchange(rank: int, size: int = 1 << 20) -> None:
@@ -42,9 +41,9 @@ def wait_until_shared() -> None:
 def carried(rank: int) -> tuple[int, int]:
     """Bytes that the memory and the connections carried of 4 MiB, once the memory is there."""
     wait_until_shared()
-    before = [sum(p["bytes_sent"] for p in kind) for kind in paths()]
+    before = [sum(p.bytes_sent for p in kind) for kind in paths()]
     exchange(rank)
-    after = [sum(p["bytes_sent"] for p in kind) for kind in paths()]
+    after = [sum(p.bytes_sent for p in kind) for kind in paths()]
     dist.barrier()  # nobody leaves before
     return after[0] - before[0], after[1] - before[1]
 
@@ -76,19 +75,19 @@ def with_a_rule(rank: int) -> None:
     dist.barrier()
     # One end's rule is enough: it stands for the network between the two.
     slow = faults.delay(0.001) if rank == 0 else None
-    wait_until(lambda: paths()[0][0]["state"] == "reserve", "the memory is avoided")
+    wait_until(lambda: paths()[0][0].state == "reserve", "the memory is avoided")
     dist.barrier()
-    before = sum(p["bytes_sent"] for p in paths()[0])
+    before = sum(p.bytes_sent for p in paths()[0])
     exchange(rank)
-    assert sum(p["bytes_sent"] for p in paths()[0]) == before
+    assert sum(p.bytes_sent for p in paths()[0]) == before
     dist.barrier()
     if slow is not None:
         slow.clear()
-    wait_until(lambda: paths()[0][0]["state"] == "up", "the memory is used again")
+    wait_until(lambda: paths()[0][0].state == "up", "the memory is used again")
     dist.barrier()
-    before = sum(p["bytes_sent"] for p in paths()[0])
+    before = sum(p.bytes_sent for p in paths()[0])
     exchange(rank)
-    assert sum(p["bytes_sent"] for p in paths()[0]) > before
+    assert sum(p.bytes_sent for p in paths()[0]) > before
     dist.barrier()
 
 

@@ -6,14 +6,35 @@ package by itself. Importing it makes the backend known, but loads no compiled c
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torch_resilient import _registration, faults
 from torch_resilient._version import __version__
 from torch_resilient.traffic import traffic_class
 
+if TYPE_CHECKING:
+    from torch_resilient._C import Options, dump
+    from torch_resilient._events import Event
+    from torch_resilient._stats import (
+        DatagramStats,
+        GroupStats,
+        ListenerStats,
+        PathStats,
+        PeerStats,
+        stats,
+    )
+    from torch_resilient._topology import Topology, group_by_round_trip, topology
+
 __all__ = [
+    "DatagramStats",
+    "Event",
+    "GroupStats",
+    "ListenerStats",
     "Options",
+    "PathStats",
+    "PeerStats",
+    "Topology",
     "__version__",
     "dump",
     "faults",
@@ -26,28 +47,34 @@ __all__ = [
 # The entry point; torch calls it at the end of `import torch`.
 _autoload = _registration.register_or_warn
 
+# The module that defines each name loaded on first use: importing this package must load neither
+# torch nor the compiled module. `Options` and `dump` come from the compiled module.
+_LAZY = {
+    "DatagramStats": "_stats",
+    "Event": "_events",
+    "GroupStats": "_stats",
+    "ListenerStats": "_stats",
+    "Options": "",
+    "PathStats": "_stats",
+    "PeerStats": "_stats",
+    "Topology": "_topology",
+    "dump": "",
+    "group_by_round_trip": "_topology",
+    "stats": "_stats",
+    "topology": "_topology",
+}
 
-def __getattr__(name: str) -> Any:
-    """What needs torch or the compiled module, on first use.
+if not TYPE_CHECKING:  # a module's __getattr__ would hide misspelled names from type checkers
 
-    `Options` is the type for `pg_options`; `stats(group=None)` tells what the backend knows of
-    its peers and paths; `topology(group=None)` where its ranks are, and
-    `group_by_round_trip(group=None)` finds it out; `dump()` gives the recent operations of this
-    process as text.
-    """
-    if name in ("Options", "dump"):
-        from torch_resilient import _native
+    def __getattr__(name: str) -> Any:
+        """Loads a public name on first use."""
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if not _LAZY[name]:
+            from torch_resilient import _native
 
-        return getattr(_native.load(), name)
-    if name == "stats":
-        from torch_resilient._stats import stats
-
-        return stats
-    if name in ("group_by_round_trip", "topology"):
-        from torch_resilient import _topology
-
-        return getattr(_topology, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(_native.load(), name)
+        return getattr(importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

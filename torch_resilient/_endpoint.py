@@ -49,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/metrics":
             self._answer(200, _prometheus.CONTENT_TYPE, _prometheus.render(snapshot()))
         elif path == "/stats":
-            self._answer(200, "application/json", json.dumps(snapshot()))
+            self._answer(200, "application/json", json.dumps(snapshot().to_dict()))
         else:
             self._answer(404, "text/plain", "there are /metrics and /stats\n")
 

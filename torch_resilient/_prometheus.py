@@ -2,65 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import get_args
+
+from torch_resilient._snapshot import Snapshot
+from torch_resilient._stats import (
+    DatagramStats,
+    ListenerStats,
+    PathState,
+    PathStats,
+    PeerState,
+    PeerStats,
+)
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# As in csrc/delegate/group.h.
-PATH_STATES = (
-    "up",
-    "reserve",
-    "suspect",
-    "stalled",
-    "proving",
-    "connecting",
-    "down",
-    "unused",
-)
-PEER_STATES = ("unconnected", "up", "suspect", "dead", "left")
+PATH_STATES: tuple[PathState, ...] = get_args(PathState)
+PEER_STATES: tuple[PeerState, ...] = get_args(PeerState)
 
-# (name, type, help, key of the path); units are Prometheus's: seconds, bytes.
+# (attribute of stats(), type, help). The metric has the attribute's name, with units spelled out
+# as Prometheus does; a counter's name ends in `_total`.
 _OF_PATHS = (
-    ("sent_bytes_total", "counter", "Bytes of messages sent, repeats included.", "bytes_sent"),
-    ("received_bytes_total", "counter", "Bytes of messages received.", "bytes_received"),
-    ("chunks_sent_total", "counter", "Chunks of messages sent.", "chunks_sent"),
-    ("chunks_retransmitted_total", "counter", "Of these, repeats.", "chunks_retransmitted"),
-    ("reconnects_total", "counter", "Times the connection was made again.", "reconnects"),
-    ("suspected_total", "counter", "Times it was silent for too long.", "times_suspect"),
-    ("round_trip_seconds", "gauge", "Smoothed round trip, 0 while unknown.", "round_trip_s"),
-    (
-        "goodput_bytes_per_second",
-        "gauge",
-        "Smoothed rate of acknowledged bytes.",
-        "goodput_bytes_per_s",
-    ),
-    (
-        "capacity_bytes_per_second",
-        "gauge",
-        "What it would carry, 0 while unknown.",
-        "capacity_bytes_per_s",
-    ),
+    ("bytes_sent", "counter", "Bytes of messages sent, retransmissions included."),
+    ("bytes_received", "counter", "Bytes of messages received."),
+    ("chunks_sent", "counter", "Chunks of messages sent."),
+    ("chunks_retransmitted", "counter", "Of these, retransmissions."),
+    ("reconnects", "counter", "Times the connection was made again."),
+    ("times_suspect", "counter", "Times it was silent for too long."),
+    ("round_trip_s", "gauge", "Smoothed round trip, 0 while unknown."),
+    ("goodput_bytes_per_s", "gauge", "Smoothed rate of acknowledged bytes."),
+    ("capacity_bytes_per_s", "gauge", "Estimate of what it could carry, 0 while unknown."),
 )
 _OF_DATAGRAMS = (
-    ("sent_packets_total", "counter", "Packets sent, of any kind.", "packets"),
-    ("sent_bytes_total", "counter", "Bytes of these, with all headers.", "bytes"),
-    ("sent_parity_total", "counter", "Of these packets, parity.", "parity"),
-    ("retransmitted_total", "counter", "Of these packets, repeats.", "retransmitted"),
-    ("lost_total", "counter", "Of these packets, lost, as the peer says.", "lost"),
-    ("loss_ratio", "gauge", "Part of the packets that was lost lately.", "loss_rate"),
-    ("pace_bytes_per_second", "gauge", "How fast packets may leave.", "pace_bytes_per_s"),
-    ("recovered_total", "counter", "Packets that parity has brought back here.", "recovered"),
-    ("zero_filled_total", "counter", "Packets that were tolerated as zeros here.", "zero_filled"),
-    ("forged_total", "counter", "Datagrams dropped: the peer had not sealed them.", "forged"),
+    ("packets", "counter", "Packets sent, of any kind."),
+    ("bytes", "counter", "Bytes of these, with all headers."),
+    ("parity", "counter", "Of these packets, parity."),
+    ("retransmitted", "counter", "Of these packets, retransmissions."),
+    ("dropped", "counter", "Of these packets, dropped on the way, as the peer reports."),
+    ("drop_rate", "gauge", "Fraction of the packets dropped lately."),
+    ("pace_bytes_per_s", "gauge", "The rate at which packets may leave."),
+    ("recovered", "counter", "Received packets restored from parity."),
+    ("zero_filled", "counter", "Received packets replaced by zeros within a tolerance."),
+    ("forged", "counter", "Datagrams discarded: the peer had not sealed them."),
 )
 _OF_PEERS = (
-    ("messages_sent_total", "counter", "Messages acknowledged whole.", "messages_sent"),
-    ("messages_received_total", "counter", "Messages received whole.", "messages_received"),
-    ("sent_bytes_total", "counter", "Bytes of messages sent.", "bytes_sent"),
-    ("received_bytes_total", "counter", "Bytes of messages received, once.", "bytes_received"),
+    ("messages_sent", "counter", "Messages acknowledged completely."),
+    ("messages_received", "counter", "Messages received completely."),
+    ("bytes_sent", "counter", "Bytes of messages sent."),
+    ("bytes_received", "counter", "Bytes of messages received, each counted once."),
 )
 _LISTENER_OUTCOMES = ("admitted", "refused", "timed_out", "broken_off", "dropped")
+
+
+def metric_name(prefix: str, attribute: str, kind: str) -> str:
+    """The metric of one attribute, without `torch_resilient_`."""
+    name = f"{prefix}_{attribute}"
+    if name.endswith("_s"):
+        name = f"{name.removesuffix('_s')}{'_second' if name.endswith('_per_s') else '_seconds'}"
+    return f"{name}_total" if kind == "counter" else name
 
 
 def _label(value: object) -> str:
@@ -75,7 +73,7 @@ class _Text:
         self._rank = rank
         self._metrics: dict[str, list[str]] = {}
 
-    def add(self, name: str, kind: str, text: str, value: float, **labels: object) -> None:
+    def add(self, name: str, kind: str, text: str, value: float, /, **labels: object) -> None:
         full = f"torch_resilient_{name}"
         if full not in self._metrics:
             self._metrics[full] = [f"# HELP {full} {text}", f"# TYPE {full} {kind}"]
@@ -86,65 +84,76 @@ class _Text:
     def add_all(
         self,
         prefix: str,
-        rows: Iterable[tuple[str, str, str, str]],
-        values: Mapping[str, Any],
+        rows: tuple[tuple[str, str, str], ...],
+        values: PathStats | DatagramStats | PeerStats,
+        /,
         **labels: object,
     ) -> None:
-        for name, kind, text, key in rows:
-            self.add(f"{prefix}_{name}", kind, text, values[key], **labels)
+        for attribute, kind, text in rows:
+            value = getattr(values, attribute)
+            self.add(metric_name(prefix, attribute, kind), kind, text, value, **labels)
 
     def text(self) -> str:
         return "".join(f"{line}\n" for lines in self._metrics.values() for line in lines)
 
 
-def render(snapshot: Mapping[str, Any]) -> str:
-    """The text for `snapshot`, which is that of torch_resilient._snapshot.snapshot()."""
-    rank = "" if snapshot["rank"] is None else snapshot["rank"]
-    out = _Text(rank)
-    about = {key: snapshot[key] for key in ("version", "host", "pid", "world_size")}
-    out.add("info", "gauge", "Always 1; the labels tell of the process.", 1, **about)
-    for group in snapshot["groups"]:
-        name = group["group"]
-        out.add(
-            "operations_pending",
-            "gauge",
-            "Operations that have begun and not ended.",
-            group["operations_pending"],
-            group=name,
-        )
-        out.add(
-            "collectives_total",
-            "counter",
-            "Collectives that were begun.",
-            group["collectives"],
-            group=name,
-        )
-    for peer in snapshot["peers"]:
-        labels = {"peer": peer["rank"], "peer_host": peer["host"]}
-        for state in PEER_STATES:
-            now = peer["state"] == state
-            out.add("peer_state", "gauge", "1 for the state it is in.", now, **labels, state=state)
-        out.add_all("peer", _OF_PEERS, peer, **labels)
-        heard = peer["last_heard_seconds_ago"]
-        if heard is not None:
-            text = "Since the last sign of life."
-            out.add("peer_silent_seconds", "gauge", text, heard, **labels)
-        for path in peer["paths"]:
-            where = {
-                "peer": peer["rank"],
-                "path": path["slot"],
-                "nic": path["nic"],
-                "peer_nic": path["remote_nic"],
-            }
-            for state in PATH_STATES:
-                now = path["state"] == state
-                text = "1 for the state it is in."
-                out.add("path_state", "gauge", text, now, **where, state=state)
-            out.add_all("path", _OF_PATHS, path, **where)
-            if path.get("datagrams"):
-                out.add_all("datagrams", _OF_DATAGRAMS, path["datagrams"], **where)
-    if listener := snapshot["listener"]:
-        for outcome in _LISTENER_OUTCOMES:
-            text = "Callers at the listening port, by what became of them."
-            out.add("callers_total", "counter", text, listener[outcome], outcome=outcome)
+def render(snapshot: Snapshot) -> str:
+    """`snapshot` in the text format."""
+    out = _Text("" if snapshot.rank is None else snapshot.rank)
+    out.add(
+        "info",
+        "gauge",
+        "Always 1; the labels tell of the process.",
+        1,
+        version=snapshot.version,
+        host=snapshot.host,
+        pid=snapshot.pid,
+        world_size=snapshot.world_size,
+    )
+    for group in snapshot.groups:
+        text = "Operations that have begun and not ended."
+        pending = group.operations_pending
+        out.add("operations_pending", "gauge", text, pending, group=group.group)
+        text = "Collectives that were begun."
+        out.add("collectives_total", "counter", text, group.collectives, group=group.group)
+    for peer in snapshot.peers:
+        _add_peer(out, peer)
+    if snapshot.listener is not None:
+        _add_listener(out, snapshot.listener)
     return out.text()
+
+
+def _add_peer(out: _Text, peer: PeerStats) -> None:
+    labels = {"peer": peer.rank, "peer_host": peer.host}
+    text = "1 for the state it is in."
+    for state in PEER_STATES:
+        out.add("peer_state", "gauge", text, peer.state == state, **labels, state=state)
+    out.add_all("peer", _OF_PEERS, peer, **labels)
+    heard = peer.last_heard_seconds_ago
+    if heard is not None:
+        text = "Since the last sign of life."
+        out.add("peer_last_heard_seconds_ago", "gauge", text, heard, **labels)
+    for path in peer.paths:
+        _add_path(out, peer.rank, path)
+
+
+def _add_path(out: _Text, peer: int, path: PathStats) -> None:
+    where = {
+        "peer": peer,
+        "kind": path.kind,
+        "index": path.index,
+        "nic": path.nic,
+        "remote_nic": path.remote_nic,
+    }
+    text = "1 for the state it is in."
+    for state in PATH_STATES:
+        out.add("path_state", "gauge", text, path.state == state, **where, state=state)
+    out.add_all("path", _OF_PATHS, path, **where)
+    if path.datagrams is not None:
+        out.add_all("datagrams", _OF_DATAGRAMS, path.datagrams, **where)
+
+
+def _add_listener(out: _Text, listener: ListenerStats) -> None:
+    text = "Callers at the listening port, by what became of them."
+    for outcome in _LISTENER_OUTCOMES:
+        out.add("callers_total", "counter", text, getattr(listener, outcome), outcome=outcome)

@@ -4,8 +4,8 @@ One file for each process, `rank<NNNNN>.<pid>.jsonl`, in which every line is a d
 
 begin      `rank`, `host`, `pid`; `start_s`: two moments between which the engine started, from
            which rules of TORCH_RESILIENT_FAULTS count their seconds; `period_s`: between two looks
-path       `time_s`, `peer`, `path` and what stats() says of it, whenever that changes in kind, and
-           every 0.1 s while bytes flow
+path       `time_s`, `peer`, `path_kind`, `path_index` and what stats() says of that path, whenever
+           its state or a count changes, and every 0.1 s while bytes flow
 operation  `id`, `began_s`, `took_s` (None: it had not ended), `text` (what it was, without its
            number), `name` (with it), `error`
 missed     `operations`: so many could not be read before they were overwritten
@@ -25,6 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +33,7 @@ from typing import Any, TextIO
 from torch_resilient import _native
 from torch_resilient._files import create_private
 from torch_resilient._snapshot import snapshot
+from torch_resilient._stats import PathKind, PathState, Record
 
 VARIABLE = "TORCH_RESILIENT_RECORD_DIR"
 
@@ -43,19 +45,55 @@ _FLOW_PERIOD_S = 0.1
 # The engine remembers 2000 operations; this is often enough for 20 000 of them a second.
 _OPERATIONS_PERIOD_S = 0.1
 
-_PATH_KEYS = (
-    "state",
-    "chunks_retransmitted",
-    "reconnects",
-    "times_suspect",
-    "bytes_sent",
-    "bytes_received",
-    "round_trip_s",
-    "goodput_bytes_per_s",
-    "last_error",
-)
-# A change of one of the first four is written at once.
-_TELLING = _PATH_KEYS[:4]
+
+@dataclass(frozen=True, slots=True)
+class PathRow(Record):
+    """A row of kind "path": a path at one moment, with the fields of PathStats."""
+
+    time_s: float
+    peer: int
+    path_kind: PathKind
+    path_index: int
+    state: PathState
+    chunks_retransmitted: int
+    reconnects: int
+    times_suspect: int
+    bytes_sent: int
+    bytes_received: int
+    round_trip_s: float
+    goodput_bytes_per_s: float
+    last_error: str
+
+    def same_counts(self, before: PathRow) -> bool:
+        """Whether only the flow of bytes has changed since, which is not written at once."""
+        return (
+            self.state == before.state
+            and self.chunks_retransmitted == before.chunks_retransmitted
+            and self.reconnects == before.reconnects
+            and self.times_suspect == before.times_suspect
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRow(Record):
+    """A row of kind "operation".
+
+    Attributes:
+        id: its number in the flight recorder.
+        began_s: seconds since the epoch.
+        took_s: seconds; None if it had not ended.
+        text: the call, without its number.
+        name: the call, with its number.
+        error: why it failed, or an empty string.
+    """
+
+    id: int
+    began_s: float
+    took_s: float | None
+    text: str
+    name: str
+    error: str
+
 
 _OPERATION = re.compile(
     r"#(?P<id>\d+) (?P<at>\d\d:\d\d:\d\d\.\d{3}) group (?P<group>.*?) "
@@ -77,8 +115,8 @@ def _moment(at: str, now: datetime) -> float:
     return moment.timestamp()
 
 
-def parse_operation(line: str, now: datetime) -> dict[str, Any] | None:
-    """What an `operation` holds, of one line of torch_resilient.dump(); None if it is none.
+def parse_operation(line: str, now: datetime) -> OperationRow | None:
+    """The operation in one line of torch_resilient.dump(); None if there is none.
 
     The dump has the time of day only; `now` is when it was made.
     """
@@ -91,14 +129,14 @@ def parse_operation(line: str, now: datetime) -> dict[str, Any] | None:
         f" of group {match['group']}" if match["group"] != "0" else ""
     )  # torch's name of the default
     name = f"{text}{where}" if number is None else f"collective #{number} {text}{where}"
-    return {
-        "id": int(match["id"]),
-        "began_s": _moment(match["at"], now),
-        "took_s": None if match["pending"] else float(match["took"]),
-        "text": f"{text}{where}",
-        "name": name,
-        "error": match["error"] or "",
-    }
+    return OperationRow(
+        id=int(match["id"]),
+        began_s=_moment(match["at"], now),
+        took_s=None if match["pending"] else float(match["took"]),
+        text=f"{text}{where}",
+        name=name,
+        error=match["error"] or "",
+    )
 
 
 class OperationLog:
@@ -109,7 +147,7 @@ class OperationLog:
         self._given: set[int] = set()  # of those after it
         self.missed = 0
 
-    def take(self, dump: str, now: datetime, last: bool = False) -> Iterator[dict[str, Any]]:
+    def take(self, dump: str, now: datetime, last: bool = False) -> Iterator[OperationRow]:
         """The operations that have ended since the last call, in order of their beginnings.
 
         `last`: those that have not, too.
@@ -138,7 +176,7 @@ class OperationLog:
             operation = parse_operation(line, now)
             if operation is None:
                 self.missed += 1  # not ours to guess
-            elif operation["took_s"] is None and not last:
+            elif operation.took_s is None and not last:
                 continue
             else:
                 yield operation
@@ -166,7 +204,7 @@ class Recorder:
         self._lock = threading.Lock()  # of the file
         self._stop = threading.Event()
         self._operations = OperationLog()
-        self._seen: dict[tuple[int, int], tuple[float, dict[str, Any]]] = {}
+        self._seen: dict[tuple[int, PathKind, int], PathRow] = {}
         self._looks = 0
         self._longest_s = 0.0
         about = {"rank": rank, "host": socket.gethostname(), "pid": os.getpid()}
@@ -228,23 +266,36 @@ class Recorder:
     def _look(self) -> None:
         self._looks += 1
         now = snapshot()
-        time_s = now["time_s"]
-        for peer in now["peers"]:
-            for path in peer["paths"]:
-                key = (peer["rank"], path["slot"])
-                row = {name: path[name] for name in _PATH_KEYS}
-                written_s, before = self._seen.get(key, (0.0, {}))
-                if row == before or (
-                    time_s - written_s < _FLOW_PERIOD_S
-                    and all(row[name] == before.get(name) for name in _TELLING)
+        for peer in now.peers:
+            for path in peer.paths:
+                row = PathRow(
+                    time_s=now.time_s,
+                    peer=peer.rank,
+                    path_kind=path.kind,
+                    path_index=path.index,
+                    state=path.state,
+                    chunks_retransmitted=path.chunks_retransmitted,
+                    reconnects=path.reconnects,
+                    times_suspect=path.times_suspect,
+                    bytes_sent=path.bytes_sent,
+                    bytes_received=path.bytes_received,
+                    round_trip_s=path.round_trip_s,
+                    goodput_bytes_per_s=path.goodput_bytes_per_s,
+                    last_error=path.last_error,
+                )
+                key = (peer.rank, *path.key)
+                before = self._seen.get(key)
+                if before is not None and (
+                    replace(row, time_s=before.time_s) == before
+                    or (row.time_s - before.time_s < _FLOW_PERIOD_S and row.same_counts(before))
                 ):
                     continue
-                self._seen[key] = (time_s, row)
-                self._write("path", time_s=time_s, peer=key[0], path=key[1], **row)
+                self._seen[key] = row
+                self._write("path", **row.to_dict())
 
     def _write_operations(self, last: bool) -> None:
         missed = self._operations.missed
         for operation in self._operations.take(_native.load().dump(), datetime.now(), last):
-            self._write("operation", **operation)
+            self._write("operation", **operation.to_dict())
         if self._operations.missed > missed:
             self._write("missed", operations=self._operations.missed - missed)

@@ -102,7 +102,7 @@ def end_group(group: ProcessGroup) -> None:
     """
     from torch_resilient._stats import stats
 
-    if stats(group)["operations_pending"]:
+    if stats(group).operations_pending:
         group.abort()
     else:
         group.shutdown()

@@ -1,119 +1,323 @@
-"""What the backend knows about a group: peers, paths, bytes, delays."""
+"""What the backend knows about a group, as typed values.
+
+This is the only module that reads the dicts of the compiled module. Everything else reads
+attributes; `to_dict()` gives JSON where a value leaves the process, and `from_dict()` reads it
+back.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from torch_resilient import _events, _native
+from torch_resilient import _events, _groups, _native
+from torch_resilient._events import Event
 
 if TYPE_CHECKING:
-    import torch
     from torch.distributed import ProcessGroup
 
-__all__ = ["carried_device", "carries", "find_backend", "stats"]
+__all__ = [
+    "DatagramStats",
+    "GroupCounts",
+    "GroupStats",
+    "ListenerStats",
+    "PathKind",
+    "PathState",
+    "PathStats",
+    "PeerState",
+    "PeerStats",
+    "Record",
+    "stats",
+]
+
+PathKind = Literal["tcp", "shm", "udp"]
+PathState = Literal[
+    "up", "reserve", "suspect", "stalled", "proving", "connecting", "down", "unused"
+]
+PeerState = Literal["unconnected", "up", "suspect", "dead", "left"]
 
 
-def find_backend(group: ProcessGroup | None = None) -> Any:
-    """The backend object (`_C.ProcessGroupResilient`) that carries `group`.
+def _to_json(value: Any) -> Any:
+    if isinstance(value, Record | Event):
+        return value.to_dict()
+    if isinstance(value, tuple):
+        return [_to_json(each) for each in value]
+    return value
 
-    `group` None means the default group. Groups wrapped for
-    TORCH_DISTRIBUTED_DEBUG=DETAIL are looked into.
 
-    Raises ValueError if the group does not use this backend, or this process is no member
-    of it, or no group has been initialized.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Base of the values below: attributes for programs, a dict for JSON."""
+
+    # The type of each field that holds another record, or a tuple of them.
+    nested: ClassVar[Mapping[str, type[Record | Event]]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, nested values included, fit for JSON."""
+        return {each.name: _to_json(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of to_dict(). Ignores unknown keys.
+
+        Raises KeyError for a missing field, TypeError for a nested value that is no dict.
+        """
+        return cls(
+            **{
+                each.name: _from_json(values[each.name], cls.nested.get(each.name))
+                for each in fields(cls)
+            }
+        )
+
+
+def _from_json(value: Any, record: type[Record | Event] | None) -> Any:
+    if isinstance(value, list):
+        return tuple(value if record is None else map(record.from_dict, value))
+    return value if record is None or value is None else record.from_dict(value)
+
+
+@dataclass(frozen=True, slots=True)
+class DatagramStats(Record):
+    """Packet counters of a UDP path since it was made.
+
+    Attributes:
+        packet_bytes: payload of a full packet.
+        packets: packets sent, of any kind.
+        bytes: bytes of these packets, with all headers.
+        parity: of these packets, those that carry parity.
+        retransmitted: of these packets, retransmissions.
+        dropped: of these packets, those that the peer reports as not received.
+        drop_rate: fraction of packets dropped lately.
+        burst_packets: mean length of a recent burst of drops, in packets.
+        pace_bytes_per_s: the rate at which packets may leave.
+        recovered: received packets that parity has restored.
+        zero_filled: received packets that were replaced by zeros within a tolerance.
+        duplicates: packets received more than once.
+        forged: datagrams discarded because the peer had not sealed them.
     """
-    import torch
-    import torch.distributed as dist
 
-    if group is None:
-        if not dist.is_initialized():
-            raise ValueError("there is no default process group: call init_process_group() first")
-        group = dist.group.WORLD
-    wanted = _native.load().ProcessGroupResilient
-    if isinstance(group, wanted):
-        return group
-    if group is None or not hasattr(group, "_get_backend"):  # torch hands out a number
-        raise ValueError("this process is not a member of the group")
-    for device in getattr(group, "_device_types", []) or [torch.device("cpu")]:
-        if (backend := _backend_of(group, torch.device(device))) is not None:
-            return backend
-    raise ValueError(f'the group {group.group_name!r} does not use the "resilient" backend')
+    packet_bytes: int
+    packets: int
+    bytes: int
+    parity: int
+    retransmitted: int
+    dropped: int
+    drop_rate: float
+    burst_packets: float
+    pace_bytes_per_s: float
+    recovered: int
+    zero_filled: int
+    duplicates: int
+    forged: int
 
 
-def carries(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors on `device` travel over this backend in `group`."""
-    return _backend_of(group, device) is not None
+@dataclass(frozen=True, slots=True)
+class PathStats(Record):
+    """One path to a peer.
 
-
-def carried_device(group: ProcessGroup | None = None) -> torch.device:
-    """A device whose tensors travel over this backend in `group` (None: the default group).
-
-    The CPU if it is one. Raises ValueError as find_backend() does.
+    Attributes:
+        kind: "tcp" (a connection), "shm" (memory shared with a rank of the same host) or "udp"
+            (datagrams).
+        index: its number among the peer's paths of this kind, from 0.
+        state: "up"; "reserve" (works, not needed now); "suspect" (silent, other paths have taken
+            over); "stalled" (silent, and no other path is left); "proving" (back, on probation);
+            "connecting"; "down"; "unused".
+        nic, remote_nic: interface names; empty where the system chooses.
+        local_address, remote_address: "host:port".
+        bytes_sent, bytes_received: of messages; sent bytes include retransmissions.
+        chunks_sent, chunks_retransmitted: chunks of messages.
+        times_suspect: how often it was silent for too long.
+        reconnects: how often the connection was made again.
+        round_trip_s: smoothed, 0 while unknown.
+        round_trip_least_s: minimum over the last one to two seconds, 0 while unknown.
+        round_trips: how many round trips were measured.
+        round_trips_s: the last 32 of them, oldest first.
+        goodput_bytes_per_s: smoothed rate of acknowledged bytes.
+        capacity_bytes_per_s: estimate of what the path could carry, 0 while unknown.
+        last_error: why it broke last, or an empty string.
+        datagrams: packet counters of a UDP path, None of any other.
     """
-    import torch
-    import torch.distributed as dist
 
-    find_backend(group)
-    group = group or dist.group.WORLD
-    assert group is not None
-    devices: list[torch.device] = [torch.device("cpu"), *group._device_types]
-    return next(device for device in devices if carries(group, device))
+    kind: PathKind
+    index: int
+    state: PathState
+    nic: str
+    remote_nic: str
+    local_address: str
+    remote_address: str
+    bytes_sent: int
+    bytes_received: int
+    chunks_sent: int
+    chunks_retransmitted: int
+    times_suspect: int
+    reconnects: int
+    round_trip_s: float
+    round_trip_least_s: float
+    round_trips: int
+    round_trips_s: tuple[float, ...]
+    goodput_bytes_per_s: float
+    capacity_bytes_per_s: float
+    last_error: str
+    datagrams: DatagramStats | None
+
+    nested: ClassVar = {"datagrams": DatagramStats}
+
+    @property
+    def key(self) -> tuple[PathKind, int]:
+        """Identifies the path among those of its peer."""
+        return self.kind, self.index
+
+    @property
+    def name(self) -> str:
+        """ "tcp 0", "udp 1" or "shm", for people."""
+        return self.kind if self.kind == "shm" else f"{self.kind} {self.index}"
 
 
-def _backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """The backend object for tensors on `device`; None if it is another backend's."""
-    wanted = _native.load().ProcessGroupResilient
-    try:
-        backend: Any = group._get_backend(device)
-    except RuntimeError:  # no backend for this type of device
-        return None
-    # Each debug wrapper holds what it wraps.
-    while not isinstance(backend, wanted) and hasattr(backend, "wrapped_pg"):
-        backend = backend.wrapped_pg
-    return backend if isinstance(backend, wanted) else None
+@dataclass(frozen=True, slots=True)
+class PeerStats(Record):
+    """One other rank of a group.
+
+    Attributes:
+        rank: in the group; in a Snapshot, in the default group.
+        host: its host name.
+        state: "unconnected", "up", "suspect", "dead" or "left".
+        messages_sent: messages that the peer has acknowledged completely.
+        messages_received: messages received completely.
+        bytes_sent, bytes_received: of messages, each byte counted once.
+        deliveries: how many point-to-point messages were timed from the call to the
+            acknowledgement of the last byte; at least all large ones.
+        deliveries_s: the last 32 of these times, oldest first.
+        last_heard_seconds_ago: None before the first sign of life.
+        last_error: the last error of any of its paths, or an empty string.
+        paths: all paths to it.
+    """
+
+    rank: int
+    host: str
+    state: PeerState
+    messages_sent: int
+    messages_received: int
+    bytes_sent: int
+    bytes_received: int
+    deliveries: int
+    deliveries_s: tuple[float, ...]
+    last_heard_seconds_ago: float | None
+    last_error: str
+    paths: tuple[PathStats, ...]
+
+    nested: ClassVar = {"paths": PathStats}
 
 
-def stats(group: ProcessGroup | None = None) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class ListenerStats(Record):
+    """Callers at this process's listening port.
+
+    Any number but `admitted` points at strangers, or at ranks with other settings; the log has
+    more.
+
+    Attributes:
+        accepted: connections accepted.
+        admitted: of these, callers that proved that they belong to the job.
+        refused: wrong proof, version or bytes, or not expected.
+        timed_out: callers that did not finish the handshake in time.
+        broken_off: connections closed by the caller.
+        dropped: closed because there were too many callers at a time.
+        pending: handshakes in progress now.
+    """
+
+    accepted: int
+    admitted: int
+    refused: int
+    timed_out: int
+    broken_off: int
+    dropped: int
+    pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupCounts(Record):
+    """A group as this process sees it, without its peers.
+
+    Attributes:
+        group: its name.
+        rank, size: of this process, and how many ranks there are.
+        collectives: how many were started.
+        operations_pending: operations that have begun and not ended.
+    """
+
+    group: str
+    rank: int
+    size: int
+    collectives: int
+    operations_pending: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStats(GroupCounts):
+    """All that the backend knows about one group.
+
+    Attributes:
+        group, rank, size, collectives, operations_pending: see GroupCounts.
+        peers: one entry for each other rank, in order of rank.
+        listener: of the process; all its groups share it.
+        events: recent decisions and changes of this process, oldest first.
+    """
+
+    peers: tuple[PeerStats, ...]
+    listener: ListenerStats
+    events: tuple[Event, ...]
+
+    nested: ClassVar = {"peers": PeerStats, "listener": ListenerStats, "events": Event}
+
+    @property
+    def counts(self) -> GroupCounts:
+        """The same without peers, listener and events."""
+        return GroupCounts(*(getattr(self, each.name) for each in fields(GroupCounts)))
+
+
+def _kind_and_index(slot: int) -> tuple[PathKind, int]:
+    """The compiled module numbers connections from 0, shared memory -1, datagrams -2 and down."""
+    if slot >= 0:
+        return "tcp", slot
+    return ("shm", 0) if slot == -1 else ("udp", -2 - slot)
+
+
+def _datagrams(native: dict[str, Any]) -> DatagramStats:
+    dropped, drop_rate = native.pop("lost"), native.pop("loss_rate")
+    return DatagramStats(**native, dropped=dropped, drop_rate=drop_rate)
+
+
+def _path(native: dict[str, Any]) -> PathStats:
+    kind, index = _kind_and_index(native.pop("slot"))
+    round_trips_s, datagrams = tuple(native.pop("round_trips_s")), native.pop("datagrams")
+    return PathStats(
+        **native,
+        kind=kind,
+        index=index,
+        round_trips_s=round_trips_s,
+        datagrams=None if datagrams is None else _datagrams(datagrams),
+    )
+
+
+def _peer(native: dict[str, Any]) -> PeerStats:
+    deliveries_s, paths = tuple(native.pop("deliveries_s")), native.pop("paths")
+    return PeerStats(**native, deliveries_s=deliveries_s, paths=tuple(map(_path, paths)))
+
+
+def stats(group: ProcessGroup | None = None) -> GroupStats:
     """A snapshot of what the backend knows about `group` (None: the default group).
-
-    The result is made of plain dicts, lists, numbers and strings, fit for JSON:
-
-    `group` (its name), `rank`, `size`, `collectives` (how many were started),
-    `operations_pending`, and `peers`, one dict for each other rank: `rank` (in this group),
-    `host`, `state` ("unconnected", "up", "suspect", "dead" or "left"), `messages_sent`,
-    `messages_received`, `bytes_sent`, `bytes_received`, `deliveries` (how many point-to-point
-    messages, the large ones at least, were measured from the call until the peer acknowledged the
-    last byte), `deliveries_s` (the last 32 of these times, oldest first), `last_heard_seconds_ago`
-    (None: never), `last_error`, and `paths`, one dict for each: `slot` (-1: memory shared with a
-    rank on the same host; -2 and below: datagrams), `state` ("up";
-    "reserve": it works and is not needed; "suspect": silent; "stalled":
-    the same, and there is no other to take over; "proving": back again;
-    "connecting", "down" or "unused"), `nic`, `remote_nic` (empty where the system chooses),
-    `local_address`, `remote_address`, `bytes_sent`, `bytes_received`, `chunks_sent`,
-    `chunks_retransmitted`, `times_suspect`, `capacity_bytes_per_s` (what it would carry; 0 while
-    unknown), `round_trip_s` (smoothed, 0 while unknown),
-    `round_trip_least_s` (the least of the last one to two seconds), `round_trips` (how many were
-    measured), `round_trips_s` (the last 32 of them, oldest first), `goodput_bytes_per_s`
-    (smoothed, acknowledged bytes only), `reconnects`, `last_error`, and `datagrams`: None, or
-    of a path of datagrams `packet_bytes` (of payload in a full packet), `packets` sent of any
-    kind, `bytes` of these with all headers, of these packets `parity`, `retransmitted` and
-    `lost` (as the peer says), `loss_rate` and `burst_packets` (the mean length of a burst of
-    losses) lately, `pace_bytes_per_s`, and of packets received `recovered` (by parity),
-    `zero_filled` (tolerated losses), `duplicates` and `forged` (not sealed by the peer: dropped).
-
-    `listener` counts the callers at this process's port: `accepted`, and of these `admitted`
-    (proved that they belong to the job), `refused` (wrong proof, version or bytes, or not
-    expected), `timed_out`, `broken_off` (by the caller), `dropped` (too many at a time) and
-    `pending` (now). Anything but `admitted` points at strangers or at ranks with other
-    settings; the log has more.
-
-    `events` lists what was decided or noticed in this process, oldest first: `time_s` (since the
-    epoch), `kind`, `text`, and numbers that depend on the kind.
 
     Counters belong to the process's one engine: groups with the same ranks share them.
 
-    Raises ValueError as find_backend() does; RuntimeError in a child of fork().
+    Raises ValueError if the group does not use this backend, if this process is no member of it,
+    or if no group has been initialized; RuntimeError in a child of fork().
     """
-    snapshot: dict[str, Any] = _native.load().stats(find_backend(group))
-    snapshot["events"] = _events.recent()
-    return snapshot
+    native: dict[str, Any] = _native.load().stats(_groups.find_backend(group))
+    peers, listener = native.pop("peers"), native.pop("listener")
+    return GroupStats(
+        **native,
+        peers=tuple(map(_peer, peers)),
+        listener=ListenerStats(**listener),
+        events=_events.recent(),
+    )

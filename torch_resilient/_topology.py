@@ -4,34 +4,49 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch_resilient import _native
-from torch_resilient._stats import carried_device, find_backend, stats
+from torch_resilient._groups import carried_device, find_backend
+from torch_resilient._stats import Record, stats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["clusters", "group_by_round_trip", "topology"]
+__all__ = ["Topology", "clusters", "group_by_round_trip", "topology"]
 
 # Messages that are exchanged before the round trips are read: the first ones open connections.
 _ROUNDS = 5
 _TAG = 0x7E57  # of these messages
 
 
-def topology(group: ProcessGroup | None = None) -> dict[str, Any]:
-    """Where the ranks of `group` (None: the default group) are, as all of them agree.
+@dataclass(frozen=True, slots=True)
+class Topology(Record):
+    """Where the ranks of a group are.
 
-    `sites`: by rank, the name of its site, or empty strings if none is known. `declared`: whether
-    TORCH_RESILIENT_SITE names them; else they are inferred from round trips. `hosts`: by rank, a
-    number; ranks with the same one share a host. `algorithm`: the option collective_algorithm.
+    Attributes:
+        sites: by rank, the name of its site; empty strings if none is known.
+        declared: whether TORCH_RESILIENT_SITE names the sites. If not, they are inferred from
+            round trips.
+        hosts: by rank, a number; ranks with the same number share a host.
+        algorithm: the option collective_algorithm.
+    """
+
+    sites: tuple[str, ...]
+    declared: bool
+    hosts: tuple[int, ...]
+    algorithm: str
+
+
+def topology(group: ProcessGroup | None = None) -> Topology:
+    """Where the ranks of `group` (None: the default group) are, as all of them agree.
 
     Waits, at most for the group's timeout, until all ranks have joined. Raises ValueError as
     stats() does, and if the ranks' options do not go together (some have a site, others have
     none); RuntimeError if not all have joined in time.
     """
-    found: dict[str, Any] = _native.load().topology(find_backend(group))
-    return found
+    return Topology.from_dict(_native.load().topology(find_backend(group)))
 
 
 def clusters(round_trips_s: Sequence[Sequence[float]], site_s: float) -> list[int]:
@@ -77,10 +92,10 @@ def group_by_round_trip(
         raise ValueError(f"group_by_round_trip: site_s={site_s}: expected a number above 0")
     backend, device = find_backend(group), carried_device(group)
     known = topology(group)
-    if known["declared"]:
-        return list(known["sites"])
+    if known.declared:
+        return list(known.sites)
     rank, size = backend.rank(), backend.size()
-    places = list(range(size)) if every_rank else known["hosts"]
+    places = list(range(size)) if every_rank else known.hosts
     first = {place: r for r, place in reversed(list(enumerate(places)))}
     leaders = sorted(first.values())
     measured = torch.full((size,), math.inf, dtype=torch.float64)
@@ -98,10 +113,10 @@ def group_by_round_trip(
             for work in works:
                 if work is not None:
                     work.wait()
-        for peer in stats(group)["peers"]:
-            times = [p["round_trip_least_s"] for p in peer["paths"] if p["round_trip_least_s"] > 0]
-            if peer["rank"] in peers and times:
-                measured[peer["rank"]] = min(times)
+        for peer in stats(group).peers:
+            times = [p.round_trip_least_s for p in peer.paths if p.round_trip_least_s > 0]
+            if peer.rank in peers and times:
+                measured[peer.rank] = min(times)
     table = torch.empty(size, size, dtype=torch.float64, device=device)
     dist.all_gather(list(table), measured.to(device), group=group)
     table = table.cpu()
@@ -117,6 +132,6 @@ def group_by_round_trip(
     sites = [""] * size
     if len(set(labels.values())) > 1:
         sites = [f"site{labels[first[place]]}" for place in places]
-    if sites != known["sites"]:
-        _native.load().set_topology(backend, sites, known["algorithm"])
+    if sites != list(known.sites):
+        _native.load().set_topology(backend, sites, known.algorithm)
     return sites

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from torch_resilient import recovery
-from torch_resilient._stats import carries, find_backend
+from torch_resilient._groups import carries, find_backend
 from torch_resilient._topology import topology
 from torch_resilient.gradient_loss import ErrorMemory, Layout, all_finite, sampled_cutoff
 from torch_resilient.recovery import Range, SmartOptions
@@ -183,7 +183,7 @@ class SmartState:
             self._never = "the group does not use the backend resilient"
             return
         if sites is None and size > 1:
-            sites = topology(self._group)["sites"]
+            sites = topology(self._group).sites
         if sites is None or not any(sites):
             sites = [f"rank {r}" for r in range(size)]
         self._plan = _Plan(rank, sites)

@@ -111,8 +111,8 @@ def delay(
 ) -> Fault:
     """Everything sent leaves `delay_s` seconds later, give or take up to `jitter_s`.
 
-    `peer` (rank) and `path` (slot number, from 0) narrow it down, None means all; with `rank`
-    the rule counts only if this process has that rank. It lasts `for_s` seconds, None: until
+    `peer` (rank) and `path` (index of the connection, from 0) narrow it down, None means all; with
+    `rank` the rule counts only if this process has that rank. It lasts `for_s` seconds, None: until
     cleared. Delays add up. Raises ValueError for a value that is out of range.
     """
     return inject(

@@ -25,6 +25,8 @@ from torch_resilient.cli.errors import bad_input
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from torch_resilient._stats import PathKind, PathStats
+
 ABOUT = """\
 examples:
   torchrun --standalone --nproc-per-node 2 --no-python torch-resilient bench
@@ -33,7 +35,7 @@ examples:
 
 Rank 0 prints three tables, from the rank of the row to the rank of the column: the round trip of a
 small message (median, milliseconds), goodput (MB/s of 10^6 bytes, once the link is up to speed),
-and the connections that carried it. What the network lost on the way is told below them.
+and the connections that carried it. Packets that the network dropped are listed below them.
 
 It takes about 1.3 s more than --seconds for each of the N * (N - 1) directions.
 exit status: 0; 1 if a direction could not be measured; 2 for bad input.
@@ -189,46 +191,46 @@ def _receive(peer: int) -> list[tuple[float, int]]:
     return arrivals
 
 
-def _paths_to(peer: int) -> dict[int, dict[str, Any]]:
+_Paths = dict[tuple["PathKind", int], "PathStats"]
+
+
+def _paths_to(peer: int) -> _Paths:
     from torch_resilient._stats import stats
 
-    for each in stats()["peers"]:
-        if each["rank"] == peer:
-            return {path["slot"]: path for path in each["paths"]}
+    for each in stats().peers:
+        if each.rank == peer:
+            return {path.key: path for path in each.paths}
     return {}
 
 
-def _used(before: dict[int, dict[str, Any]], after: dict[int, dict[str, Any]]) -> dict[str, Any]:
+def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
     """What a transfer has used, from the sender's paths before and after it."""
     nics: dict[tuple[str, str], dict[str, Any]] = {}
-    again = reconnects = packets = lost = 0
-    for slot, path in after.items():
-        old = before.get(slot)
-        if now := path.get("datagrams"):
-            was = (old or {}).get("datagrams") or {"packets": 0, "lost": 0}
-            packets += now["packets"] - was["packets"]
-            lost += now["lost"] - was["lost"]
-
-        def more(key: str, old: Any = old, path: Any = path) -> int:
-            return int(path[key]) - (int(old[key]) if old else 0)
-
-        again += more("chunks_retransmitted")
-        reconnects += more("reconnects")
+    retransmitted = reconnects = packets = dropped = 0
+    for place, path in after.items():
+        old = before.get(place)
+        if path.datagrams:
+            was = old.datagrams if old else None
+            packets += path.datagrams.packets - (was.packets if was else 0)
+            dropped += path.datagrams.dropped - (was.dropped if was else 0)
+        retransmitted += path.chunks_retransmitted - (old.chunks_retransmitted if old else 0)
+        reconnects += path.reconnects - (old.reconnects if old else 0)
+        nbytes = path.bytes_sent - (old.bytes_sent if old else 0)
         # Heartbeats and small answers count for nothing.
-        if more("bytes_sent") > _LEAST_BYTES // 2:
-            key = (path["nic"], path["remote_nic"])
+        if nbytes > _LEAST_BYTES // 2:
+            key = (path.nic, path.remote_nic)
             nic = nics.setdefault(
                 key, {"nic": key[0], "remote_nic": key[1], "connections": 0, "bytes": 0}
             )
             nic["connections"] += 1
-            nic["bytes"] += more("bytes_sent")
+            nic["bytes"] += nbytes
     return {
         "connections": sum(nic["connections"] for nic in nics.values()),
         "nics": list(nics.values()),
-        "chunks_retransmitted": again,
+        "chunks_retransmitted": retransmitted,
         "reconnects": reconnects,
         "packets": packets,  # datagrams; of connections only the kernel knows
-        "packets_lost": lost,
+        "packets_dropped": dropped,
     }
 
 
@@ -337,8 +339,9 @@ def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
                 f"{where}: {link['reconnects']} connections made again, "
                 f"{link['chunks_retransmitted']} chunks sent again"
             )
-        if link["packets_lost"]:
-            notes.append(f"{where}: {link['packets_lost']} of {link['packets']} datagrams lost")
+        if link["packets_dropped"]:
+            dropped, packets = link["packets_dropped"], link["packets"]
+            notes.append(f"{where}: {dropped} of {packets} datagrams dropped")
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 

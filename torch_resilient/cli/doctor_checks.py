@@ -12,7 +12,10 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch_resilient._stats import PathKind
 
 # Interfaces of containers and virtual machines: as in csrc/transport/address.cpp; a test compares.
 INWARD = (
@@ -95,7 +98,8 @@ class Link:
     """
 
     peer: int
-    path: int
+    kind: PathKind
+    index: int
     nic: str
     remote_nic: str
     state: str
@@ -295,7 +299,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
     remote_peers = max(0, facts.world_size - 1 - local_peers)
     pairs: dict[int, set[tuple[str, str]]] = {}
     for link in facts.links:
-        if link.path >= 0:
+        if link.kind == "tcp":
             pairs.setdefault(link.peer, set()).add((link.nic, link.remote_nic))
     routes = max(map(len, pairs.values()), default=1)
     remote = routes * (facts.wan_connections or CONNECTIONS_MOST)
@@ -603,7 +607,7 @@ def check_windows(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             nics = {
                 link.nic
                 for link in facts.links
-                if link.peer == peer and link.state == "up" and link.path >= 0
+                if link.peer == peer and link.state == "up" and link.kind == "tcp"
             }
             for nic in sorted(nics):
                 finding = _window_finding(facts, other, nic, round_trip_s)

@@ -7,13 +7,15 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_resilient.cli import doctor_facts
 from torch_resilient.cli.doctor_checks import Facts, Link
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+    from torch_resilient._stats import PathKind, PathStats
 
 # A path that is blocked tells so after the time-out of connect(), 5 s.
 _SETTLE_S = 12.0
@@ -100,10 +102,10 @@ def _start(facts: Facts, store: Store) -> None:
             dist.destroy_process_group()
 
 
-def _paths() -> list[tuple[int, dict[str, Any]]]:
+def _paths() -> list[tuple[int, PathStats]]:
     from torch_resilient._stats import stats
 
-    return [(peer["rank"], path) for peer in stats()["peers"] for path in peer["paths"]]
+    return [(peer.rank, path) for peer in stats().peers for path in peer.paths]
 
 
 def _settle(others: list[int]) -> None:
@@ -113,7 +115,7 @@ def _settle(others: list[int]) -> None:
         paths = _paths()
         known = {peer for peer, _ in paths}
         if known.issuperset(others) and all(
-            path["state"] in (*_WORKS, "unused") or path["last_error"]
+            path.state in (*_WORKS, "unused") or path.last_error
             for peer, path in paths
             if peer in others
         ):
@@ -149,23 +151,23 @@ def _try_pair(facts: Facts, a: int, b: int) -> None:
         return
     # Small messages pass. What stands now should stand after large ones; twice, since a busy
     # machine may have lost a connection by chance.
-    stalled = {path["slot"] for rank, path in _paths() if rank == peer and path["state"] in _WORKS}
+    stalled = {path.key for rank, path in _paths() if rank == peer and path.state in _WORKS}
     for _ in range(2):
-        before, suspected = _count("reconnects", peer), _count("times_suspect", peer)
+        before, suspected = _reconnects(peer), _suspicions(peer)
         error_text = _exchange_large(peer)
-        if _count("times_suspect", peer) != suspected:
+        if _suspicions(peer) != suspected:
             # Another path has taken over at once; this one is given up, and made again, later.
             time.sleep(_GIVEN_UP_S)
-        after = _count("reconnects", peer)
+        after = _reconnects(peer)
         if error_text:
             facts.peer_errors[peer] = error_text
             if "Timed out" not in error_text:
                 return
             break
-        stalled &= {slot for slot in after if after[slot] > before.get(slot, 0)}
+        stalled &= {key for key in after if after[key] > before.get(key, 0)}
         if not stalled:
             return
-    facts.links += [Link(peer, slot, "", "", "", large_stalled=True) for slot in sorted(stalled)]
+    facts.links += [Link(peer, *key, "", "", "", large_stalled=True) for key in sorted(stalled)]
 
 
 def _compare_clocks(facts: Facts, peer: int, asks: bool) -> None:
@@ -190,9 +192,14 @@ def _compare_clocks(facts: Facts, peer: int, asks: bool) -> None:
             facts.round_trips_s[peer] = round_trip_s
 
 
-def _count(key: str, peer: int) -> dict[int, int]:
-    """A counter of each path to `peer`, by slot."""
-    return {path["slot"]: path[key] for rank, path in _paths() if rank == peer}
+def _reconnects(peer: int) -> dict[tuple[PathKind, int], int]:
+    """How often each path to `peer` was made again."""
+    return {path.key: path.reconnects for rank, path in _paths() if rank == peer}
+
+
+def _suspicions(peer: int) -> dict[tuple[PathKind, int], int]:
+    """How often each path to `peer` was suspect."""
+    return {path.key: path.times_suspect for rank, path in _paths() if rank == peer}
 
 
 def _exchange_large(peer: int) -> str:
@@ -214,16 +221,17 @@ def _exchange_large(peer: int) -> str:
 
 def _links(suspects: Sequence[Link]) -> list[Link]:
     """All paths as they are now; those of `suspects` do not carry large messages."""
-    stalled = {(link.peer, link.path) for link in suspects}
+    stalled = {(link.peer, link.kind, link.index) for link in suspects}
     return [
         Link(
             peer,
-            path["slot"],
-            path["nic"],
-            path["remote_nic"],
-            path["state"],
-            path["last_error"],
-            large_stalled=(peer, path["slot"]) in stalled,
+            path.kind,
+            path.index,
+            path.nic,
+            path.remote_nic,
+            path.state,
+            path.last_error,
+            large_stalled=(peer, *path.key) in stalled,
         )
         for peer, path in _paths()
     ]

@@ -6,11 +6,13 @@ import bisect
 import json
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch_resilient._recorder import OperationRow, PathRow
+from torch_resilient._stats import PathKind
 from torch_resilient.cli.fault_script import PlannedFault
 
 # After a fault its traces may take this long to show: the limits that find a dead path, twice.
@@ -22,6 +24,9 @@ _WARM_UP_S = 1.0
 _NOT_UP = ("suspect", "stalled", "down", "connecting")
 _TROUBLE = (*_NOT_UP, "proving")
 
+# A path of one rank: the peer, and its kind and index.
+PathKey = tuple[int, PathKind, int]
+
 
 @dataclass
 class RankRecord:
@@ -30,7 +35,7 @@ class RankRecord:
     Attributes:
         start_s: two moments between which its engine started, since the epoch.
         period_s: between two looks at the paths.
-        paths: by (peer, slot), the rows of that path, oldest first.
+        paths: the rows of each path, oldest first.
         operations: those that began, oldest first.
         steps: (time, number) of faults.step().
         missed: operations that could not be read.
@@ -41,22 +46,22 @@ class RankRecord:
     host: str
     start_s: tuple[float, float]
     period_s: float
-    paths: dict[tuple[int, int], list[dict[str, Any]]] = field(default_factory=dict)
-    operations: list[dict[str, Any]] = field(default_factory=list)
+    paths: dict[PathKey, list[PathRow]] = field(default_factory=dict)
+    operations: list[OperationRow] = field(default_factory=list)
     steps: list[tuple[float, int]] = field(default_factory=list)
     missed: int = 0
     end_s: float | None = None
     last_s: float = 0.0
 
-    def row_at(self, peer: int, slot: int, time_s: float) -> dict[str, Any] | None:
+    def row_at(self, path: PathKey, time_s: float) -> PathRow | None:
         """What was known of a path at that moment."""
-        rows = self.paths.get((peer, slot), [])
-        at = bisect.bisect_right(rows, time_s, key=lambda row: row["time_s"])
+        rows = self.paths.get(path, [])
+        at = bisect.bisect_right(rows, time_s, key=lambda row: row.time_s)
         return rows[at - 1] if at else None
 
-    def rows_between(self, peer: int, slot: int, a_s: float, b_s: float) -> list[dict[str, Any]]:
+    def rows_between(self, path: PathKey, a_s: float, b_s: float) -> list[PathRow]:
         """The rows after `a_s`, up to `b_s`."""
-        return [row for row in self.paths.get((peer, slot), []) if a_s < row["time_s"] <= b_s]
+        return [row for row in self.paths.get(path, []) if a_s < row.time_s <= b_s]
 
 
 @dataclass(frozen=True)
@@ -151,13 +156,16 @@ def _read(path: Path, lines: Sequence[str]) -> RankRecord:
             first["rank"], first["host"], tuple(first["start_s"]), first["period_s"]
         )
         for row in rows:
-            kind = row.pop("kind")
+            kind = row["kind"]
             if kind == "path":
-                record.paths.setdefault((row["peer"], row["path"]), []).append(row)
-                record.last_s = row["time_s"]
+                path_row = PathRow.from_dict(row)
+                key = (path_row.peer, path_row.path_kind, path_row.path_index)
+                record.paths.setdefault(key, []).append(path_row)
+                record.last_s = path_row.time_s
             elif kind == "operation":
-                record.operations.append(row)
-                record.last_s = max(record.last_s, row["began_s"] + (row["took_s"] or 0.0))
+                operation = OperationRow.from_dict(row)
+                record.operations.append(operation)
+                record.last_s = max(record.last_s, operation.began_s + (operation.took_s or 0.0))
             elif kind == "step":
                 record.steps.append((row["time_s"], row["step"]))
             elif kind == "missed":
@@ -166,7 +174,7 @@ def _read(path: Path, lines: Sequence[str]) -> RankRecord:
                 record.end_s = row["time_s"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path}: no record of torch_resilient ({error!r})") from None
-    record.operations.sort(key=lambda operation: operation["id"])
+    record.operations.sort(key=lambda operation: operation.id)
     return record
 
 
@@ -201,12 +209,12 @@ def _ends(fault: PlannedFault, ranks: Mapping[int, RankRecord]) -> list[tuple[Ra
     return [(ranks[rank], peer) for rank, peer in pairs if rank in ranks]
 
 
-def _slots(fault: PlannedFault, record: RankRecord, peer: int) -> list[int]:
+def _paths_of(fault: PlannedFault, record: RankRecord, peer: int) -> list[PathKey]:
+    """The paths to `peer` that the fault reaches: faults do not reach shared memory."""
     return sorted(
-        slot
-        for other, slot in record.paths
-        # Faults do not reach shared memory, slot -1.
-        if other == peer and slot >= 0 and fault.path in (None, slot)
+        (other, kind, index)
+        for other, kind, index in record.paths
+        if other == peer and kind == "tcp" and fault.path in (None, index)
     )
 
 
@@ -223,13 +231,13 @@ def _windows(script: Sequence[PlannedFault], ranks: Mapping[int, RankRecord]) ->
     for window, following in zip(reached, [*reached[1:], None], strict=False):
         limit_s = following.begin_s if following else float("inf")
         for record, peer in _ends(window.fault, ranks):
-            for slot in _slots(window.fault, record, peer):
+            for path in _paths_of(window.fault, record, peer):
                 until_s = min(limit_s, window.end_s + _TRACES_S)
-                rows = record.rows_between(peer, slot, window.begin_s, until_s)
+                rows = record.rows_between(path, window.begin_s, until_s)
                 for row, after in zip(rows, [*rows[1:], None], strict=False):
-                    if row["state"] in _TROUBLE:
+                    if row.state in _TROUBLE:
                         # It was so up to the next row.
-                        window.well_s = max(window.well_s, (after or row)["time_s"])
+                        window.well_s = max(window.well_s, (after or row).time_s)
         window.well_s = min(limit_s, window.well_s)
     return windows
 
@@ -238,64 +246,71 @@ def _first_sign(window: _Window, ranks: Mapping[int, RankRecord]) -> tuple[float
     """When and how the fault first showed on its paths, at either end."""
     fault, signs = window.fault, []
     for record, peer in _ends(fault, ranks):
-        for slot in _slots(fault, record, peer):
-            before = record.row_at(peer, slot, window.begin_s)
+        for path in _paths_of(fault, record, peer):
+            before = record.row_at(path, window.begin_s)
             if before is None:
                 continue
             until_s = max(window.well_s, window.end_s + _TRACES_S)
-            for row in record.rows_between(peer, slot, window.begin_s, until_s):
+            for row in record.rows_between(path, window.begin_s, until_s):
                 how = _sign(fault, before, row)
                 if how:
-                    signs.append((row["time_s"], f"rank {record.rank}: path {slot} {how}"))
+                    signs.append((row.time_s, f"rank {record.rank}: path {row.path_index} {how}"))
                     break
     return min(signs) if signs else None
 
 
-def _sign(fault: PlannedFault, before: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    if row["reconnects"] > before["reconnects"]:
+def _sign(fault: PlannedFault, before: PathRow, row: PathRow) -> str:
+    if row.reconnects > before.reconnects:
         return "made again"
-    if row["state"] in _NOT_UP and row["state"] != before["state"]:
-        return row["state"]  # type: ignore[no-any-return]
-    if row["times_suspect"] > before["times_suspect"]:
+    if row.state in _NOT_UP and row.state != before.state:
+        return row.state
+    if row.times_suspect > before.times_suspect:
         return "was suspect"
-    if fault.kind == "delay" and row["round_trip_s"] > before["round_trip_s"] + fault.delay_s / 2:
-        return f"has a round trip of {row['round_trip_s'] * 1e3:.0f} ms"
+    if fault.kind == "delay" and row.round_trip_s > before.round_trip_s + fault.delay_s / 2:
+        return f"has a round trip of {row.round_trip_s * 1e3:.0f} ms"
     return ""
 
 
-def _rate(rows: Sequence[Mapping[str, Any]]) -> float | None:
+def _rate(rows: Sequence[PathRow]) -> float | None:
     """Bytes per second that a path sent from the first to the last row; None: too few rows."""
     if len(rows) < 2:
         return None
-    sent = rows[-1]["bytes_sent"] - rows[0]["bytes_sent"]
-    return float(sent / (rows[-1]["time_s"] - rows[0]["time_s"]))
+    return (rows[-1].bytes_sent - rows[0].bytes_sent) / (rows[-1].time_s - rows[0].time_s)
 
 
 def _limit_sign(window: _Window, record: RankRecord) -> str:
     """Whether paths carried what the limit allows, and much more before. Nothing notices that, so
     there is no moment at which it was."""
     fault = window.fault
-    for slot in _slots(fault, record, fault.peer):
+    for path in _paths_of(fault, record, fault.peer):
         before_s = window.begin_s - _TRACES_S
-        before = _rate(record.rows_between(fault.peer, slot, before_s, window.begin_s))
-        rate = _rate(record.rows_between(fault.peer, slot, window.begin_s, window.end_s))
+        before = _rate(record.rows_between(path, before_s, window.begin_s))
+        rate = _rate(record.rows_between(path, window.begin_s, window.end_s))
         # A little may still be queued below the limit when it begins.
         if before and rate and before > 2 * fault.bytes_per_s and rate < 1.5 * fault.bytes_per_s:
-            return f"path {slot}: from {before / 1e6:.1f} to {rate / 1e6:.1f} MB/s"
+            return f"path {path[2]}: from {before / 1e6:.1f} to {rate / 1e6:.1f} MB/s"
     return ""
 
 
-def _increase(key: str, window: _Window, ranks: Mapping[int, RankRecord], slots: str) -> int:
-    """Of a counter, over a fault's window, both ends together; `slots`: "its" or "all"."""
+def _increase(
+    count: Callable[[PathRow], int],
+    window: _Window,
+    ranks: Mapping[int, RankRecord],
+    *,
+    all_paths: bool,
+) -> int:
+    """Of a counter, over a fault's window, both ends together; of the fault's paths or of all."""
+    chosen = window.fault.path
     total = 0
     until_s = max(window.well_s, window.end_s + _AFTER_S)
     for record, peer in _ends(window.fault, ranks):
-        for other, slot in record.paths:
-            if other == peer and (slots == "all" or window.fault.path in (None, slot)):
-                before = record.row_at(peer, slot, window.begin_s)
-                after = record.row_at(peer, slot, until_s)
+        for path in record.paths:
+            reached = all_paths or chosen is None or path[1:] == ("tcp", chosen)
+            if path[0] == peer and reached:
+                before = record.row_at(path, window.begin_s)
+                after = record.row_at(path, until_s)
                 if after is not None:
-                    total += after[key] - (before[key] if before is not None else 0)
+                    total += count(after) - (count(before) if before is not None else 0)
     return total
 
 
@@ -307,27 +322,27 @@ class _Operations:
         self._windows = [window for window in windows if window.reached]
         calm: dict[tuple[int, str], list[float]] = defaultdict(list)
         for record in ranks.values():
-            for operation in self._calm(record):
-                calm[record.rank, operation["text"]].append(operation["took_s"])
+            for operation, took_s in self._calm(record):
+                calm[record.rank, operation.text].append(took_s)
         self._usual_s = {key: statistics.median(times) for key, times in calm.items()}
 
-    def _calm(self, record: RankRecord) -> Iterable[dict[str, Any]]:
-        """The operations away from all faults, and from the start."""
+    def _calm(self, record: RankRecord) -> Iterable[tuple[OperationRow, float]]:
+        """The operations away from all faults, and from the start, with their durations."""
         for operation in record.operations:
-            if operation["took_s"] is None or operation["error"]:
+            if operation.took_s is None or operation.error:
                 continue
-            if operation["began_s"] >= record.start_s[1] + _WARM_UP_S and not any(
+            if operation.began_s >= record.start_s[1] + _WARM_UP_S and not any(
                 _overlap(operation, window.begin_s, window.well_s + _AFTER_S)
                 for window in self._windows
             ):
-                yield operation
+                yield operation, operation.took_s
 
-    def _pause(self, record: RankRecord, operation: Mapping[str, Any]) -> Pause:
-        took_s = operation["took_s"]
+    def _pause(self, record: RankRecord, operation: OperationRow) -> Pause:
+        took_s = operation.took_s
         if took_s is None:
-            took_s = record.last_s - operation["began_s"]
-        usual_s = self._usual_s.get((record.rank, operation["text"]))
-        return Pause(record.rank, operation["name"], took_s, usual_s)
+            took_s = record.last_s - operation.began_s
+        usual_s = self._usual_s.get((record.rank, operation.text))
+        return Pause(record.rank, operation.name, took_s, usual_s)
 
     def worst_in(self, window: _Window) -> Pause | None:
         """The operation of all ranks that lost the most in a fault's window."""
@@ -348,17 +363,17 @@ class _Operations:
             (
                 self._pause(r, operation)
                 for r in self._ranks.values()
-                for operation in self._calm(r)
+                for operation, _ in self._calm(r)
             ),
             key=lambda pause: pause.extra_s,
             default=None,
         )
 
 
-def _overlap(operation: Mapping[str, Any], a_s: float, b_s: float) -> bool:
-    took_s = operation["took_s"]
-    end_s = float("inf") if took_s is None else operation["began_s"] + took_s
-    return bool(operation["began_s"] <= b_s and end_s >= a_s)
+def _overlap(operation: OperationRow, a_s: float, b_s: float) -> bool:
+    took_s = operation.took_s
+    end_s = float("inf") if took_s is None else operation.began_s + took_s
+    return operation.began_s <= b_s and end_s >= a_s
 
 
 def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -> Report:
@@ -380,17 +395,20 @@ def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -
             continue
         outcome.at_s = window.begin_s - first_s
         known = [
-            record.row_at(peer, slot, window.begin_s)
+            record.row_at(path, window.begin_s)
             for record, peer in _ends(window.fault, ranks)
-            for slot in _slots(window.fault, record, peer)
+            for path in _paths_of(window.fault, record, peer)
         ]
-        if not any(row and row["state"] not in ("unused", "down") for row in known):
+        if not any(row and row.state not in ("unused", "down") for row in known):
             outcome.state = "no connection"
             continue
         sign = _first_sign(window, ranks)
-        outcome.chunks_again = _increase("chunks_retransmitted", window, ranks, "all")
+        outcome.chunks_again = _increase(
+            lambda row: row.chunks_retransmitted, window, ranks, all_paths=True
+        )
         # Each end counts the same connection.
-        outcome.reconnects = -(-_increase("reconnects", window, ranks, "its") // 2)
+        reconnects = _increase(lambda row: row.reconnects, window, ranks, all_paths=False)
+        outcome.reconnects = -(-reconnects // 2)
         outcome.pause = operations.worst_in(window)
         if window.fault.kind == "rate":
             outcome.how = _limit_sign(window, ranks[window.fault.rank])
@@ -407,10 +425,10 @@ def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -
         operations=sum(len(record.operations) for record in records),
         missed=sum(record.missed for record in records),
         failed=[
-            f"rank {record.rank}: {operation['name']}: {operation['error']}"
+            f"rank {record.rank}: {operation.name}: {operation.error}"
             for record in records
             for operation in record.operations
-            if operation["error"]
+            if operation.error
         ],
         noise=operations.worst_calm() if all(fault.rank in ranks for fault in script) else None,
         resolution_s=max((record.period_s for record in records), default=0.0),

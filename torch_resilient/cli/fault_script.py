@@ -19,7 +19,7 @@ class PlannedFault:
     Attributes:
         kind: one of KINDS.
         rank: who applies it.
-        path: connection (slot) between the two; None: all of them.
+        path: index of the connection between the two; None: all of them.
         at_s: since the rank's engine started; None if it comes with a step.
         for_s: how long; 0 for a cut, which is done at once.
         step: number given to torch_resilient.faults.step(), or None.
@@ -128,7 +128,7 @@ def make_script(seed: int, settings: ScriptSettings) -> list[PlannedFault]:
         rank, peer = settings.links[pick(settings.links)]
         if draw() < 0.5:
             rank, peer = peer, rank
-        slot = pick(range(settings.paths))
+        index = pick(range(settings.paths))
         # A slow link is slow as a whole; what falls silent is one connection, or all.
         whole = settings.all_paths or kind in ("delay", "rate")
         # The rest of the interval is for the way back to health, and to compare with.
@@ -140,7 +140,7 @@ def make_script(seed: int, settings: ScriptSettings) -> list[PlannedFault]:
                 kind,
                 rank,
                 peer,
-                None if whole else slot,
+                None if whole else index,
                 at_s=None if settings.steps else float(time),
                 for_s=0.0 if settings.steps else max(for_s, 0.1 if kind != "cut" else 0.0),
                 step=int(time) if settings.steps else None,

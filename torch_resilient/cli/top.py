@@ -26,6 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch_resilient._snapshot import Snapshot
+from torch_resilient._stats import DatagramStats, PathKind, PathStats, PeerStats
 from torch_resilient.cli.chaos import table
 from torch_resilient.cli.errors import bad_input
 
@@ -37,9 +39,9 @@ examples:
   torch-resilient top node0:9400 node0:9401      with TORCH_RESILIENT_METRICS=0.0.0.0:9400
   curl --unix-socket /tmp/job/rank00000.*.sock http://localhost/metrics
 
-A line for each path (connection): rates of the last interval, chunks sent again, connections made
-again and times it was suspect since the job's start. For paths of datagrams, what was lost and what
-became of it. Below it what happened while you watched. The key q ends it.
+One line for each path: rates of the last interval, and since the start of the job the chunks
+retransmitted, the reconnects and how often it was suspect. UDP paths have a second table: packets
+dropped, and how they were repaired. Below are the events of the time you watched. Press q to quit.
 
 exit status: 0; 1 if no process answers, or only those of another user; 2 for bad input.
 """
@@ -166,21 +168,20 @@ def is_there(endpoint: str) -> bool:
     return True
 
 
-def fetch(endpoint: str) -> dict[str, Any] | None:
+def fetch(endpoint: str) -> Snapshot | None:
     """The snapshot of the process at `endpoint`; None if it does not answer with one."""
     connection = _connection(endpoint)
     try:
         connection.request("GET", "/stats")
         answer = connection.getresponse()
-        told = json.loads(answer.read()) if answer.status == 200 else None
-    except (OSError, http.client.HTTPException, ValueError):
+        return Snapshot.from_dict(json.loads(answer.read())) if answer.status == 200 else None
+    except (OSError, http.client.HTTPException, KeyError, TypeError, ValueError):
         return None
     finally:
         connection.close()
-    return told if isinstance(told, dict) and "peers" in told else None
 
 
-def fetch_all(endpoints: Sequence[str]) -> list[dict[str, Any]]:
+def fetch_all(endpoints: Sequence[str]) -> list[Snapshot]:
     """Of all that answer, by rank."""
     if not endpoints:
         return []
@@ -189,13 +190,11 @@ def fetch_all(endpoints: Sequence[str]) -> list[dict[str, Any]]:
     return sorted(told, key=_order)
 
 
-def _order(told: dict[str, Any]) -> tuple[float, int]:
-    return (float("inf") if told["rank"] is None else told["rank"], told["pid"])
+def _order(told: Snapshot) -> tuple[float, int]:
+    return (float("inf") if told.rank is None else told.rank, told.pid)
 
 
-def earlier_looks(
-    before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]
-) -> list[dict[str, Any] | None]:
+def earlier_looks(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> list[Snapshot | None]:
     """For each process of `now` the look at the same one before.
 
     Those in containers of one host may share a number; then their ranks tell them apart. A process
@@ -203,126 +202,116 @@ def earlier_looks(
     """
     by_number = collections.defaultdict(list)
     for told in before:
-        by_number[told["host"], told["pid"]].append(told)
-    found: list[dict[str, Any] | None] = []
+        by_number[told.host, told.pid].append(told)
+    found: list[Snapshot | None] = []
     for told in now:
         same = [
             each
-            for each in by_number[told["host"], told["pid"]]
-            if each["rank"] == told["rank"] or None in (each["rank"], told["rank"])
+            for each in by_number[told.host, told.pid]
+            if each.rank == told.rank or None in (each.rank, told.rank)
         ]
-        exact = [each for each in same if each["rank"] == told["rank"]] or same
+        exact = [each for each in same if each.rank == told.rank] or same
         found.append(exact[0] if len(exact) == 1 else None)
     return found
 
 
-def _paths(told: dict[str, Any]) -> dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]]:
-    """(peer, path) by peer's rank and slot."""
-    return {
-        (peer["rank"], path["slot"]): (peer, path)
-        for peer in told["peers"]
-        for path in peer["paths"]
-    }
+def _paths(
+    told: Snapshot | None,
+) -> dict[tuple[int, tuple[PathKind, int]], tuple[PeerStats, PathStats]]:
+    """(peer, path) by the peer's rank and the path's key."""
+    peers = told.peers if told is not None else ()
+    return {(peer.rank, path.key): (peer, path) for peer in peers for path in peer.paths}
 
 
-def _path_name(path: dict[str, Any]) -> str:
-    slot = path["slot"]
-    return str(slot) if slot >= 0 else "memory" if slot == -1 else f"udp {-2 - slot}"
-
-
-def _rate(key: str, now: dict[str, Any], before: dict[str, Any] | None, elapsed_s: float) -> str:
+def _rate(now: int, before: int | None, elapsed_s: float) -> str:
+    """MB/s of a counter of bytes."""
     if before is None or elapsed_s <= 0:
         return "-"
-    return f"{max(0.0, now[key] - before[key]) / elapsed_s / 1e6:.1f}"
+    return f"{max(0.0, now - before) / elapsed_s / 1e6:.1f}"
 
 
-def _share(key: str, now: dict[str, Any], before: dict[str, Any] | None) -> str:
-    """Of the packets sent between two looks at a path of datagrams, in percent."""
-    packets = now["packets"] - before["packets"] if before else 0
-    if before is None or packets <= 0:
-        return "-"
-    return f"{100 * (now[key] - before[key]) / packets:.1f}"
+def _share(count: int, packets: int) -> str:
+    """Of the packets sent between two looks at a UDP path, in percent."""
+    return f"{100 * count / packets:.1f}" if packets > 0 else "-"
 
 
-def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+def changes(before: Snapshot, now: Snapshot) -> list[str]:
     """What happened in one process between two snapshots, for people."""
     found = []
     old = _paths(before)
     # Not those later than the last: the clock may have been set back.
-    known = {(event["time_s"], event["text"]) for event in before["events"]}
-    found += [
-        event["text"] for event in now["events"] if (event["time_s"], event["text"]) not in known
-    ]
-    peers = {peer["rank"]: peer["state"] for peer in before["peers"]}
-    for peer in now["peers"]:
-        was = peers.get(peer["rank"], "unconnected")
-        if was != peer["state"]:
-            why = f": {peer['last_error']}" if peer["state"] in ("dead", "left") else ""
-            found.append(f"rank {peer['rank']}: {was} -> {peer['state']}{why}")
+    known = {(event.time_s, event.text) for event in before.events}
+    found += [event.text for event in now.events if (event.time_s, event.text) not in known]
+    peers = {peer.rank: peer.state for peer in before.peers}
+    for peer in now.peers:
+        was = peers.get(peer.rank, "unconnected")
+        if was != peer.state:
+            why = f": {peer.last_error}" if peer.state in ("dead", "left") else ""
+            found.append(f"rank {peer.rank}: {was} -> {peer.state}{why}")
     for key, (peer, path) in _paths(now).items():
         if key not in old:
             continue
         was_path = old[key][1]
-        name = f"path {_path_name(path)} to rank {peer['rank']}"
-        again = path["reconnects"] - was_path["reconnects"]
-        if was_path["state"] != path["state"]:
-            found.append(f"{name}: {was_path['state']} -> {path['state']}")
-        if again > 0:
-            why = f": {path['last_error']}" if path["last_error"] else ""
-            found.append(f"{name}: made again{f' {again} times' if again > 1 else ''}{why}")
-        elif path["times_suspect"] > was_path["times_suspect"]:
+        name = f"path {path.name} to rank {peer.rank}"
+        reconnects = path.reconnects - was_path.reconnects
+        if was_path.state != path.state:
+            found.append(f"{name}: {was_path.state} -> {path.state}")
+        if reconnects > 0:
+            why = f": {path.last_error}" if path.last_error else ""
+            times = f" {reconnects} times" if reconnects > 1 else ""
+            found.append(f"{name}: reconnected{times}{why}")
+        elif path.times_suspect > was_path.times_suspect:
             found.append(f"{name}: was suspect")
-    return [f"rank {now['rank']}: {text}" for text in found]
+    return [f"rank {now.rank}: {text}" for text in found]
 
 
-def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> str:
+def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
     """The table of all processes; rates are those between the two looks."""
     old = earlier_looks(before, now)
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             "rank",
             "peer",
             "path",
             "state",
-            "sends MB/s",
-            "gets MB/s",
+            "sent MB/s",
+            "received MB/s",
             "round trip ms",
-            "again",
-            "remade",
-            "suspect",
-            "interfaces",
+            "retransmitted",
+            "reconnects",
+            "times suspect",
+            "nics",
         )
     ]
     for told, earlier in zip(now, old, strict=True):
-        elapsed_s = told["time_s"] - earlier["time_s"] if earlier else 0.0
-        old_paths = _paths(earlier) if earlier else {}
-        name = "?" if told["rank"] is None else str(told["rank"])
-        for peer in told["peers"]:
-            if not peer["paths"]:
-                rows.append((name, str(peer["rank"]), "-", peer["state"], *["-"] * 7))
-            for path in peer["paths"]:
-                was = old_paths.get((peer["rank"], path["slot"]), (None, None))[1]
-                good = peer["state"] in ("up", "unconnected")
+        elapsed_s = told.time_s - earlier.time_s if earlier else 0.0
+        old_paths = _paths(earlier)
+        name = _rank_name(told)
+        for peer in told.peers:
+            if not peer.paths:
+                rows.append((name, str(peer.rank), "-", peer.state, *["-"] * 7))
+            for path in peer.paths:
+                _, was = old_paths.get((peer.rank, path.key), (None, None))
+                good = peer.state in ("up", "unconnected")
+                has_nics = path.nic and path.kind != "shm"
                 rows.append(
                     (
                         name,
-                        str(peer["rank"]),
-                        _path_name(path),
-                        path["state"] if good else f"{path['state']}, rank {peer['state']}",
-                        _rate("bytes_sent", path, was, elapsed_s),
-                        _rate("bytes_received", path, was, elapsed_s),
-                        f"{path['round_trip_s'] * 1e3:.2f}" if path["round_trip_s"] else "-",
-                        str(path["chunks_retransmitted"]),
-                        str(path["reconnects"]),
-                        str(path["times_suspect"]),
-                        f"{path['nic']}-{path['remote_nic']}"
-                        if path["nic"] and path["slot"] != -1
-                        else "local",
+                        str(peer.rank),
+                        path.name,
+                        path.state if good else f"{path.state}, rank {peer.state}",
+                        _rate(path.bytes_sent, was.bytes_sent if was else None, elapsed_s),
+                        _rate(path.bytes_received, was.bytes_received if was else None, elapsed_s),
+                        f"{path.round_trip_s * 1e3:.2f}" if path.round_trip_s else "-",
+                        str(path.chunks_retransmitted),
+                        str(path.reconnects),
+                        str(path.times_suspect),
+                        f"{path.nic}-{path.remote_nic}" if has_nics else "local",
                     )
                 )
-    pending = sum(group["operations_pending"] for told in now for group in told["groups"])
-    hosts = ", ".join(sorted({told["host"] for told in now})) or "no host"
-    size = max((told["world_size"] or 0 for told in now), default=0)
+    pending = sum(group.operations_pending for told in now for group in told.groups)
+    hosts = ", ".join(sorted({told.host for told in now})) or "no host"
+    size = max((told.world_size or 0 for told in now), default=0)
     head = (
         f"{len(now)} of {size or '?'} ranks, on {hosts}; {pending} operations pending; "
         f"{time.strftime('%H:%M:%S')}"
@@ -331,48 +320,50 @@ def frame(before: Sequence[dict[str, Any]], now: Sequence[dict[str, Any]]) -> st
     return "\n\n".join([head, table(rows), *([table(datagrams)] if datagrams else [])])
 
 
-def _datagrams(
-    old: Sequence[dict[str, Any] | None], now: Sequence[dict[str, Any]]
-) -> list[tuple[str, ...]]:
-    """The rows of a table of the paths of datagrams; empty if there are none. Shares are of the
-    packets sent since the `old` look of the same process."""
+def _rank_name(told: Snapshot) -> str:
+    return "?" if told.rank is None else str(told.rank)
+
+
+def _datagrams(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
+    """The rows of a table of the UDP paths; empty if there are none. Shares are of the packets
+    sent since the `old` look of the same process."""
     rows = []
     for told, earlier in zip(now, old, strict=True):
-        old_paths = _paths(earlier) if earlier else {}
-        for (peer, slot), (_, path) in _paths(told).items():
-            found = path.get("datagrams")
-            if not found:
+        old_paths = _paths(earlier)
+        for (peer, key), (_, path) in _paths(told).items():
+            if path.datagrams is None:
                 continue
-            was = old_paths.get((peer, slot), ({}, {}))[1].get("datagrams")
-            rows.append(
-                (
-                    "?" if told["rank"] is None else str(told["rank"]),
-                    str(peer),
-                    _path_name(path),
-                    f"{found['pace_bytes_per_s'] / 1e6:.1f}",
-                    f"{100 * found['loss_rate']:.2f}",
-                    f"{found['burst_packets']:.1f}",
-                    _share("parity", found, was),
-                    _share("retransmitted", found, was),
-                    str(found["recovered"]),
-                    str(found["zero_filled"]),
-                    str(found["forged"]),
-                )
-            )
+            _, was = old_paths.get((peer, key), (None, None))
+            names = (_rank_name(told), str(peer), path.name)
+            rows.append((*names, *_datagram_cells(path.datagrams, was.datagrams if was else None)))
     head = (
         "rank",
         "peer",
         "path",
         "pace MB/s",
-        "lost %",
-        "burst",
+        "drop rate %",
+        "burst packets",
         "parity %",
-        "again %",
-        "repaired",
+        "retransmitted %",
+        "recovered",
         "zero-filled",
         "forged",
     )
     return [head, *rows] if rows else []
+
+
+def _datagram_cells(now: DatagramStats, before: DatagramStats | None) -> tuple[str, ...]:
+    packets = now.packets - before.packets if before else 0
+    return (
+        f"{now.pace_bytes_per_s / 1e6:.1f}",
+        f"{100 * now.drop_rate:.2f}",
+        f"{now.burst_packets:.1f}",
+        _share(now.parity - (before.parity if before else 0), packets),
+        _share(now.retransmitted - (before.retransmitted if before else 0), packets),
+        str(now.recovered),
+        str(now.zero_filled),
+        str(now.forged),
+    )
 
 
 def _cut_to_terminal(text: str) -> str:
@@ -410,7 +401,7 @@ def run(options: argparse.Namespace) -> int:
             )
             return 1
         if options.json:
-            print(json.dumps(before))
+            print(json.dumps([told.to_dict() for told in before]))
             return 0
         _show(options, look, before)
     except ValueError as error:
@@ -474,7 +465,7 @@ class _Keyboard:
 
 
 def _show(
-    options: argparse.Namespace, look: Callable[[], list[str]], before: list[dict[str, Any]]
+    options: argparse.Namespace, look: Callable[[], list[str]], before: list[Snapshot]
 ) -> None:
     with _Keyboard() as keyboard:
         _watch(options, look, before, keyboard)
@@ -483,7 +474,7 @@ def _show(
 def _watch(
     options: argparse.Namespace,
     look: Callable[[], list[str]],
-    before: list[dict[str, Any]],
+    before: list[Snapshot],
     keyboard: _Keyboard,
 ) -> None:
     events: list[str] = []
@@ -498,7 +489,7 @@ def _watch(
                 events += [f"{clock} {text}" for text in changes(earlier, told)]
         answer = set(map(id, old))
         events += [
-            f"{clock} rank {told['rank']}: no answer any more"
+            f"{clock} rank {told.rank}: no answer any more"
             for told in before
             if id(told) not in answer
         ]

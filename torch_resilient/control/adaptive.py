@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-from torch_resilient import _events, _stats
+from torch_resilient import _events
+from torch_resilient._stats import stats
 from torch_resilient.control.detector import DelayDetector
 from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import Orchestrator
@@ -296,7 +297,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         """What a report says of the links to the next and to the previous stage."""
         result: dict[str, float] = {}
         if self._monitors:
-            peers = {peer["rank"]: peer for peer in _stats.stats(self._group)["peers"]}
+            peers = {peer.rank: peer for peer in stats(self._group).peers}
             ranks = self.stage.stage_index_to_group_rank
             index = self.stage.stage_index
             for place, neighbour in (("next", index + 1), ("previous", index - 1)):

@@ -6,7 +6,8 @@ import itertools
 import math
 import statistics
 from collections import deque
-from typing import Any
+
+from torch_resilient._stats import PathKind, PeerStats
 
 # A typical round trip is the median of the last samples: of all that came with the last updates
 # that had so many together, an iteration or two.
@@ -19,24 +20,24 @@ class RoundTrips:
     """The round trips to one neighbour, from snapshots of stats()."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, int] = {}  # by path
+        self._seen: dict[tuple[PathKind, int], int] = {}  # by path
         self._recent: deque[list[float]] = deque()  # by update, oldest first
 
-    def update(self, peer: dict[str, Any]) -> list[float]:
-        """Takes one entry of stats()["peers"]; returns the samples that are new, in seconds.
+    def update(self, peer: PeerStats) -> list[float]:
+        """Takes one entry of stats().peers; returns the samples that are new, in seconds.
 
         A snapshot holds the last 32 of each path: those of a longer time between two snapshots are
         lost, which a median does not mind.
         """
         new: list[float] = []
-        for path in peer["paths"]:
-            count = path["round_trips"]
-            seen = self._seen.get(path["slot"], 0)
-            if count < seen:  # another connection in this slot
+        for path in peer.paths:
+            count = path.round_trips
+            seen = self._seen.get(path.key, 0)
+            if count < seen:  # another connection with this index
                 seen = 0
-            self._seen[path["slot"]] = count
+            self._seen[path.key] = count
             if count > seen:
-                new += path["round_trips_s"][-(count - seen) :]
+                new += path.round_trips_s[-(count - seen) :]
         if new:
             self._recent.append(new)
             while sum(map(len, self._recent)) - len(self._recent[0]) >= _ENOUGH:
@@ -70,17 +71,17 @@ class Transfers:
         self._seen = 0
         self._excess_s: deque[float] = deque(maxlen=_MESSAGES)
 
-    def update(self, peer: dict[str, Any], round_trip_s: float) -> None:
-        """Takes one entry of stats()["peers"], and the typical round trip of that time."""
-        new = min(peer["deliveries"] - self._seen, len(peer["deliveries_s"]))
-        self._seen = peer["deliveries"]
+    def update(self, peer: PeerStats, round_trip_s: float) -> None:
+        """Takes one entry of stats().peers, and the typical round trip of that time."""
+        new = min(peer.deliveries - self._seen, len(peer.deliveries_s))
+        self._seen = peer.deliveries
         if new > 0 and not math.isnan(round_trip_s):
-            self._excess_s += [each - round_trip_s for each in peer["deliveries_s"][-new:]]
+            self._excess_s += [each - round_trip_s for each in peer.deliveries_s[-new:]]
 
-    def forget(self, peer: dict[str, Any]) -> None:
-        """The link has changed: what there was until this entry of stats()["peers"] tells nothing
+    def forget(self, peer: PeerStats) -> None:
+        """The link has changed: what there was until this entry of stats().peers tells nothing
         beside the round trips of now."""
-        self._seen = peer["deliveries"]
+        self._seen = peer.deliveries
         self._excess_s.clear()
 
     @property

@@ -8,7 +8,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from torch_resilient import _stats
+from torch_resilient._groups import carried_device
+from torch_resilient._stats import stats
 from torch_resilient.control.link_monitor import RoundTrips
 
 # The backend measures a path's round trip at most this often where little is sent.
@@ -31,16 +32,16 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
     """
     if rounds < 1:
         raise ValueError(f"rounds: expected at least 1, got {rounds}")
-    device = _stats.carried_device(group)
+    device = carried_device(group)
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     others = [other for other in range(size) if other != rank]
     monitors = {other: RoundTrips() for other in others}
     least_s = dict.fromkeys(others, math.inf)
 
     def look() -> None:
-        for peer in _stats.stats(group)["peers"]:
-            new = monitors[peer["rank"]].update(peer)
-            least_s[peer["rank"]] = min([least_s[peer["rank"]], *new])
+        for peer in stats(group).peers:
+            new = monitors[peer.rank].update(peer)
+            least_s[peer.rank] = min([least_s[peer.rank], *new])
 
     look()
     least_s = dict.fromkeys(others, math.inf)  # what was measured before may be long ago
@@ -68,7 +69,7 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
         silent = [other for other, each in least_s.items() if each == math.inf]
         raise RuntimeError(
             f"links of rank {rank} without a round trip after {rounds + _MORE_ROUNDS} rounds: to "
-            f'ranks {silent} of the group; see their paths in torch_resilient.stats()["peers"]'
+            f"ranks {silent} of the group; see their paths in torch_resilient.stats().peers"
         )
     mine = [least_s[other] / 2 if other != rank else 0.0 for other in range(size)]
     rows: list[list[float]] = [[]] * size

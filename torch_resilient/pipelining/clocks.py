@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torch_resilient import _native
-from torch_resilient._stats import carries
+from torch_resilient._groups import carries
 from torch_resilient.pipelining.timeline_files import clock_offset_s
 from torch_resilient.pipelining.torch_actions import AnyStage, control_device, group_of
 from torch_resilient.traffic import traffic_class

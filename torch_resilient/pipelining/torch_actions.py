@@ -25,7 +25,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_resilient import recovery
-from torch_resilient._stats import carries
+from torch_resilient._groups import carries
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.traffic import traffic_class
 

@@ -1,0 +1,118 @@
+"""Values of stats() and of a process's snapshot, made up: a test gives what it looks at."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch_resilient._snapshot import Snapshot
+from torch_resilient._stats import (
+    DatagramStats,
+    GroupCounts,
+    GroupStats,
+    ListenerStats,
+    PathStats,
+    PeerStats,
+)
+
+_LISTENER = ListenerStats(
+    accepted=0, admitted=0, refused=0, timed_out=0, broken_off=0, dropped=0, pending=0
+)
+
+
+def datagram_stats(**values: Any) -> DatagramStats:
+    """Of a UDP path that has carried nothing."""
+    idle = DatagramStats(
+        packet_bytes=1376,
+        packets=0,
+        bytes=0,
+        parity=0,
+        retransmitted=0,
+        dropped=0,
+        drop_rate=0.0,
+        burst_packets=1.0,
+        pace_bytes_per_s=0.0,
+        recovered=0,
+        zero_filled=0,
+        duplicates=0,
+        forged=0,
+    )
+    return replace(idle, **values)
+
+
+def path_stats(**values: Any) -> PathStats:
+    """Of a connection that is up."""
+    up = PathStats(
+        kind="tcp",
+        index=0,
+        state="up",
+        nic="eth0",
+        remote_nic="eth0",
+        local_address="10.0.0.1:1",
+        remote_address="10.0.0.2:2",
+        bytes_sent=1000,
+        bytes_received=500,
+        chunks_sent=3,
+        chunks_retransmitted=0,
+        times_suspect=0,
+        reconnects=0,
+        round_trip_s=0.002,
+        round_trip_least_s=0.001,
+        round_trips=0,
+        round_trips_s=(),
+        goodput_bytes_per_s=1e6,
+        capacity_bytes_per_s=2e6,
+        last_error="",
+        datagrams=None,
+    )
+    return replace(up, **values)
+
+
+def peer_stats(*paths: PathStats, **values: Any) -> PeerStats:
+    """Of rank 1, which is up."""
+    up = PeerStats(
+        rank=1,
+        host="b",
+        state="up",
+        messages_sent=1,
+        messages_received=1,
+        bytes_sent=1000,
+        bytes_received=500,
+        deliveries=0,
+        deliveries_s=(),
+        last_heard_seconds_ago=0.1,
+        last_error="",
+        paths=paths,
+    )
+    return replace(up, **values)
+
+
+def group_stats(*peers: PeerStats) -> GroupStats:
+    """Of rank 0 in the default group."""
+    return GroupStats(
+        group="0",
+        rank=0,
+        size=len(peers) + 1,
+        collectives=7,
+        operations_pending=1,
+        peers=peers,
+        listener=_LISTENER,
+        events=(),
+    )
+
+
+def process_snapshot(*peers: PeerStats, **values: Any) -> Snapshot:
+    """Of rank 0 of 2."""
+    running = Snapshot(
+        version="0.1.0",
+        time_s=100.0,
+        host="a",
+        pid=42,
+        rank=0,
+        world_size=2,
+        groups=(GroupCounts(group="0", rank=0, size=2, collectives=7, operations_pending=1),),
+        peers=peers,
+        listener=_LISTENER,
+        events=(),
+    )
+    return replace(running, **values)
