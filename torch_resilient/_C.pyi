@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, TypedDict, overload
 
 from torch.distributed import ProcessGroup, Work
 
@@ -19,6 +19,15 @@ class OptionRow(TypedDict):
 class CallError(ValueError, RuntimeError):
     """The arguments of an operation cannot be used; nothing was sent."""
 
+class _Bytes:
+    """A size: set as a number or as text such as "64M", read as a number."""
+
+    @overload
+    def __get__(self, instance: None, owner: type[Options]) -> _Bytes: ...
+    @overload
+    def __get__(self, instance: Options, owner: type[Options]) -> int: ...
+    def __set__(self, instance: Options, value: int | str) -> None: ...
+
 class Options:
     """Settings of a group and, for the first one, of the process's engine."""
 
@@ -34,18 +43,23 @@ class Options:
     site: str
     collective_algorithm: str
     paths_same_host: int
+    shared_memory: bool
+    shared_ring_bytes: _Bytes
     wan_connections: int | str
     wan_rate_limit: str
     wan_dscp: str
     wan_congestion_control: str
+    wan: str
+    wan_recovery: str
+    wan_parity: str
     nic_policy: str
     nic_classes: str
-    chunk_bytes: int
-    starvation_bytes: int
-    socket_buffer_bytes: int
-    eager_bytes: int
-    staging_bytes: int
-    copy_bytes: int
+    chunk_bytes: _Bytes
+    starvation_bytes: _Bytes
+    socket_buffer_bytes: _Bytes
+    eager_bytes: _Bytes
+    staging_bytes: _Bytes
+    copy_bytes: _Bytes
     stage_after_s: float
     connect_timeout_s: float
     handshake_timeout_s: float
@@ -66,7 +80,51 @@ class Options:
     dump_on_sigusr1: bool
     faults: str
 
-    def __init__(self, **values: int | float | bool | str) -> None: ...
+    def __init__(
+        self,
+        *,
+        listen_port: int = ...,
+        interface: str = ...,
+        site: str = ...,
+        collective_algorithm: str = ...,
+        paths_same_host: int = ...,
+        shared_memory: bool = ...,
+        shared_ring_bytes: int | str = ...,
+        wan_connections: int | str = ...,
+        wan_rate_limit: str = ...,
+        wan_dscp: str = ...,
+        wan_congestion_control: str = ...,
+        wan: str = ...,
+        wan_recovery: str = ...,
+        wan_parity: str = ...,
+        nic_policy: str = ...,
+        nic_classes: str = ...,
+        chunk_bytes: int | str = ...,
+        starvation_bytes: int | str = ...,
+        socket_buffer_bytes: int | str = ...,
+        eager_bytes: int | str = ...,
+        staging_bytes: int | str = ...,
+        copy_bytes: int | str = ...,
+        stage_after_s: float = ...,
+        connect_timeout_s: float = ...,
+        handshake_timeout_s: float = ...,
+        max_pending_handshakes: int = ...,
+        heartbeat_s: float = ...,
+        suspect_after_s: float = ...,
+        stall_timeout_s: float = ...,
+        reconnect_min_s: float = ...,
+        reconnect_max_s: float = ...,
+        hold_down_max_s: float = ...,
+        linger_s: float = ...,
+        eager_connect: bool = ...,
+        secret: str = ...,
+        secret_file: str = ...,
+        log_level: str = ...,
+        flight_recorder_entries: int = ...,
+        dump_dir: str = ...,
+        dump_on_sigusr1: bool = ...,
+        faults: str = ...,
+    ) -> None: ...
     def __copy__(self) -> Options: ...
     def __deepcopy__(self, memo: dict[int, Any]) -> Options: ...
     def validate(self) -> None: ...

@@ -35,11 +35,12 @@ __all__ = [
     "propose_layout",
 ]
 
+if not TYPE_CHECKING:  # it would hide misspelled names from type checkers
 
-def __getattr__(name: str) -> Any:
-    """What needs torch, on first use."""
-    if name == "ScheduleAdaptiveZB":
-        from torch_resilient.control.adaptive import ScheduleAdaptiveZB
+    def __getattr__(name: str) -> Any:
+        """What needs torch, on first use."""
+        if name == "ScheduleAdaptiveZB":
+            from torch_resilient.control.adaptive import ScheduleAdaptiveZB
 
-        return ScheduleAdaptiveZB
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return ScheduleAdaptiveZB
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -52,15 +52,16 @@ __all__ = [
     "zb_h2",
 ]
 
+if not TYPE_CHECKING:  # it would hide misspelled names from type checkers
 
-def __getattr__(name: str) -> Any:
-    """The schedule classes, which need torch."""
-    if name == "ScheduleAdaptiveZB":  # built on top of this package, looked for in it
-        from torch_resilient.control.adaptive import ScheduleAdaptiveZB
+    def __getattr__(name: str) -> Any:
+        """The schedule classes, which need torch."""
+        if name == "ScheduleAdaptiveZB":  # built on top of this package, looked for in it
+            from torch_resilient.control.adaptive import ScheduleAdaptiveZB
 
-        return ScheduleAdaptiveZB
-    if name in ("ScheduleLive", "SchedulePlanned"):
-        from torch_resilient.pipelining import schedule
+            return ScheduleAdaptiveZB
+        if name in ("ScheduleLive", "SchedulePlanned"):
+            from torch_resilient.pipelining import schedule
 
-        return getattr(schedule, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(schedule, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
