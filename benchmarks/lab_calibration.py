@@ -1,4 +1,4 @@
-"""Is the lab right? Its rates, delays and losses as iperf3 and ping see them.
+"""Is the lab right? Its rates, delays and drops as iperf3 and ping see them.
 
     python benchmarks/lab_calibration.py
 
@@ -125,21 +125,21 @@ def measure(quick: bool) -> Iterator[Row]:
                     }
 
         link.set(delay_s=0.001)
-        for loss, burst in ((0.001, None), (0.01, None), (0.01, 10.0), (0.1, None)):
-            link.set(loss=loss, burst_packets=burst)
-            before = link.counters("a->b").lost.packets
+        for drop, burst in ((0.001, None), (0.01, None), (0.01, 10.0), (0.1, None)):
+            link.set(drop=drop, burst_packets=burst)
+            before = link.counters("a->b").dropped.packets
             end = iperf(
                 a, b, link.address(b), seconds, "--udp", "--bitrate", "40M", "--length", "1000"
             )["sum"]
             yield {
-                "table": "loss",
-                "asked": loss,
+                "table": "drop",
+                "asked": drop,
                 "burst_packets": burst or 1,
                 "packets": end["packets"],
                 "seen": end["lost_packets"] / end["packets"],
-                "counted": link.counters("a->b").lost.packets - before,
+                "counted": link.counters("a->b").dropped.packets - before,
             }
-        link.set(loss=0, burst_packets=None)
+        link.set(drop=0, burst_packets=None)
 
         for streams in (1, 16):
             for delay_ms, paper in ATLAS_TABLE_1.items():
@@ -177,9 +177,9 @@ def describe_row(row: Row) -> str:
                 f"RTT {row['asked_ms']:2} ms, {row['busy_cores']} cores busy: p50 {p50:+.2f} ms, "
                 f"p99 {p99:+.2f}, max {most:+.2f}"
             )
-        case "loss":
+        case "drop":
             return (
-                f"loss {row['asked']:.1%} in runs of {row['burst_packets']:g}: "
+                f"drop {row['asked']:.1%} in runs of {row['burst_packets']:g}: "
                 f"{row['seen']:.3%} of {row['packets']} packets, "
                 f"{row['counted'] / row['packets']:.3%} as the lab counts"
             )

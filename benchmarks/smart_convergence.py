@@ -19,27 +19,27 @@ import torch.nn.functional as F
 from common import Row, add_common_arguments, write_rows
 from torch import Tensor, nn
 
-from torch_resilient.gradient_loss import ErrorMemory, Range, sampled_cutoff
+from torch_resilient.gradient_drop import ErrorMemory, Range, sampled_cutoff
 
 ABOUT = """\
 A language model of two LSTM layers with tied embeddings, dropout 0.3, learns the words of the
 Python standard library's sources: Adam at 1e-3, cosine to 1e-6, gradients clipped to norm 1. Each
 step's gradient is cut into packets of 1376 bytes; those whose mean magnitude is below the cut-off
-of the largest 1 % of the elements (sampled) are lost with the given probability and read as zeros.
+of the largest 1 % of the elements (sampled) are dropped with the given probability: zeros are read.
 
-  baseline     nothing is lost
-  no feedback  what is lost is gone
-  feedback     what is lost is added to the next gradient, by the code that the DDP hook uses
+  baseline     nothing is dropped
+  no feedback  what is dropped is gone
+  feedback     what is dropped is added to the next gradient, by the code that the DDP hook uses
 
 One process; every replica would apply the same gradient, so one is enough. A seed fixes weights,
 data and dropout, so settings are compared seed by seed: "vs baseline" is the mean of the
 differences with its standard deviation, which is what to look at; the columns beside it vary with
 the seed far more.
 
---burst: packets are lost in runs of so many. --hold: what is lost stays lost for so many steps in
-a row, as on a path that fails for a while; 1: every step draws anew. The paper says
+--burst: packets are dropped in runs of so many. --hold: a packet stays dropped for so many steps
+in a row, as on a path that fails for a while; 1: every step draws anew. The paper says
 "consecutive" loss without saying which. Its figures, WikiText-2, GPT-2's tokens, width 512, 20
-epochs, one seed: perplexity 161.37 without loss; no feedback 161.98, 162.30, 163.15 at 1, 2, 5 %;
+epochs, one seed: perplexity 161.37 without drops; no feedback 161.98, 162.30, 163.15 at 1, 2, 5 %;
 feedback 161.59, 161.34, 161.29: differences of up to 0.011 in the logarithm.
 
 Exit status 1 if with feedback the mean of the differences is above 0.02 nats (2 % in perplexity)
@@ -110,7 +110,7 @@ def loss_of(model: Language, rows: Tensor) -> Tensor:
 
 
 class LossyNetwork:
-    """Decides which packets of each step are lost, and sends a gradient over itself."""
+    """Decides which packets of each step are dropped, and sends a gradient over itself."""
 
     def __init__(self, rate: float, burst: int, hold: int, feedback: bool, seed: int) -> None:
         self.rate, self.burst, self.hold = rate, burst, hold
@@ -118,10 +118,10 @@ class LossyNetwork:
         self.generator = torch.Generator().manual_seed(seed)
         self.steps = 0
         self.unlucky = torch.zeros(0, dtype=torch.bool)
-        self.packets = self.low = self.lost = 0
+        self.packets = self.low = self.dropped = 0
 
     def _draw(self, packets: int) -> Tensor:
-        """Which packets would be lost, if they may."""
+        """Which packets would be dropped, if they may."""
         starts = torch.rand(packets, generator=self.generator) < self.rate / self.burst
         unlucky = starts.clone()
         for _ in range(self.burst - 1):
@@ -141,12 +141,12 @@ class LossyNetwork:
         if self.steps % self.hold == 0:
             self.unlucky = self._draw(packets)
         self.steps += 1
-        lost = (self.unlucky & low).nonzero().flatten().tolist()
+        dropped = (self.unlucky & low).nonzero().flatten().tolist()
         self.packets += packets
         self.low += int(low.sum())
-        self.lost += len(lost)
+        self.dropped += len(dropped)
         ranges: list[Range] = [
-            (i * PACKET_ELEMENTS, min((i + 1) * PACKET_ELEMENTS, payload.numel())) for i in lost
+            (i * PACKET_ELEMENTS, min((i + 1) * PACKET_ELEMENTS, payload.numel())) for i in dropped
         ]
         if self.memory is not None:
             self.memory.remember(payload, layout, ranges)
@@ -213,7 +213,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             curves.append(Curve(row["setting"], values[late:], steps[late], every, note))
     picture = render_curves(
         "Training that loses gradients",
-        f"{100 * rate:g} % of the low-priority packets lost; the second half of the training",
+        f"{100 * rate:g} % of the low-priority packets dropped; the second half of the training",
         "validation loss, nats per token",
         curves,
     )
@@ -230,8 +230,10 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, help="default 3, with --quick 1")
     parser.add_argument("--steps", type=int, help="default 500, with --quick 40")
     parser.add_argument("--rates", type=float, nargs="+", default=None, help="default: the paper's")
-    parser.add_argument("--burst", type=int, default=1, help="packets lost in a row")
-    parser.add_argument("--hold", type=int, default=1, help="steps for which a packet stays lost")
+    parser.add_argument("--burst", type=int, default=1, help="packets dropped in a row")
+    parser.add_argument(
+        "--hold", type=int, default=1, help="steps for which a packet stays dropped"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw curves")
     options = parser.parse_args()
     for name in ("seeds", "steps", "burst", "hold"):
@@ -252,7 +254,7 @@ def main() -> int:
     rows: list[Row] = []
     print(f"{size}\n{len(seeds)} seeds, burst {options.burst}, hold {options.hold}\n")
     print(
-        "setting      rate   nats/token ± sd   perplexity   vs baseline ± sd  high priority  lost"
+        "setting      rate   nats/token ± sd   perplexity   vs baseline ± sd  high priority  drops"
     )
     cases: list[tuple[str, float]] = [("baseline", 0.0)]
     cases += [(setting, rate) for rate in rates for setting in SETTINGS]
@@ -288,7 +290,7 @@ def main() -> int:
             "difference_nats": difference,
             "difference_deviation_nats": spread,
             "high_priority_share": 1 - sum(n.low for n in networks) / packets,
-            "lost_share": sum(n.lost for n in networks) / packets,
+            "drop_share": sum(n.dropped for n in networks) / packets,
             "curve": [sum(values) / len(values) for values in zip(*curves, strict=True)],
             "curve_steps": [
                 min(size.steps, (i + 1) * max(1, size.steps // size.evaluations))
@@ -297,7 +299,7 @@ def main() -> int:
             "seconds": time.monotonic() - start,
         }
         rows.append(row)
-        shares = f"{row['high_priority_share']:12.2%} {row['lost_share']:7.2%}" if networks else ""
+        shares = f"{row['high_priority_share']:12.2%} {row['drop_share']:7.2%}" if networks else ""
         print(
             f"{setting:<12} {rate:5.1%}   {mean:.4f} ± {deviation:.4f}   {math.exp(mean):10.2f}   "
             f"{difference:+.4f} ± {spread:.4f}  {shares}",

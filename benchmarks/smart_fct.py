@@ -36,9 +36,9 @@ and a flow's completion time is from the send to the end of the receive. (Paper:
 Figures 3 and 4, where the link has 400 Gbit/s and 0.4 ms: there, as here, a message takes less than
 a round trip on the wire.) All contenders are connected all the while and take turns of some flows.
 
-  repeat     datagrams, wan_recovery=selective_repeat: what is lost is sent again
+  repeat     datagrams, wan_recovery=selective_repeat: what is dropped is sent again
   uniform    datagrams with XOR (100, 10) for everything: LoWAR's parity
-  exact      datagrams with Reed-Solomon by measured loss (the default of TORCH_RESILIENT_WAN=udp),
+  exact      datagrams with Reed-Solomon by measured drops (the default of TORCH_RESILIENT_WAN=udp),
              every byte delivered
   smart      the same, and what SMART tolerates: PP, up to 1 % of an activation's packets are zero;
              DP, the small packets of a gradient, up to a tenth of them
@@ -57,8 +57,8 @@ and 73.0 % against uniform.
              100 Mbit/s: the share of each, in units of half the link
 
 Exit status 1 if `exact` or `smart` take more than 1.2 times the lossless time of `repeat` in the
-99th percentile, for 1 MiB at up to 2 % loss (`exact` at random loss only), or if either flow of the
-fairness part has less than 0.5 or more than 2 times the fair share.
+99th percentile, for 1 MiB at up to 2 % dropped (`exact` at random drops only), or if either flow of
+the fairness part has less than 0.5 or more than 2 times the fair share.
 """
 
 RATE_BYTES_PER_S = 125e6
@@ -226,7 +226,7 @@ def main() -> int:
         "--sizes", default="", metavar="LIST", help="default 100K,256K,1M,4M; quick 1M"
     )
     parser.add_argument(
-        "--loss", default="", metavar="LIST", help="in percent; default 0,0.1,0.5,1,2,5; quick 0,2"
+        "--drop", default="", metavar="LIST", help="in percent; default 0,0.1,0.5,1,2,5; quick 0,2"
     )
     parser.add_argument("--bursts", default="1,6", metavar="LIST", help="mean lengths, in packets")
     parser.add_argument("--traffic", default="PP,DP", metavar="LIST")
@@ -246,8 +246,8 @@ def main() -> int:
         parse_size(s)
         for s in (arguments.sizes or ("1M" if quick else "100K,256K,1M,4M")).split(",")
     ]
-    losses = [
-        float(x) for x in (arguments.loss or ("0,2" if quick else "0,0.1,0.5,1,2,5")).split(",")
+    drop_rates = [
+        float(x) for x in (arguments.drop or ("0,2" if quick else "0,0.1,0.5,1,2,5")).split(",")
     ]
     bursts = [float(x) for x in ("1" if quick else arguments.bursts).split(",")]
     count = arguments.flows or (30 if quick else 100)
@@ -265,7 +265,14 @@ def main() -> int:
     missed: list[str] = []
     if arguments.only != "fairness":
         missed += completion(
-            names, sizes, losses, bursts, arguments.traffic.split(","), count, arguments.seed, rows
+            names,
+            sizes,
+            drop_rates,
+            bursts,
+            arguments.traffic.split(","),
+            count,
+            arguments.seed,
+            rows,
         )
     if arguments.only != "fct":
         for algorithm in ("cubic", "bbr"):
@@ -279,7 +286,7 @@ def main() -> int:
 def completion(
     names: Sequence[str],
     sizes: Sequence[int],
-    losses: Sequence[float],
+    drop_rates: Sequence[float],
     bursts: Sequence[float],
     traffic: Sequence[str],
     count: int,
@@ -297,14 +304,14 @@ def completion(
         contenders(names, hosts, control) as jobs,
     ):
         cells = [
-            (loss, burst, kind, size)
-            for loss in losses
-            for burst in (bursts if loss > 0 else bursts[:1])
+            (drop, burst, kind, size)
+            for drop in drop_rates
+            for burst in (bursts if drop > 0 else bursts[:1])
             for kind in traffic
             for size in sizes
         ]
-        for loss, burst, kind, size in cells:
-            network.set(loss=loss / 100, burst_packets=burst if burst > 1 else None)
+        for drop, burst, kind, size in cells:
+            network.set(drop=drop / 100, burst_packets=burst if burst > 1 else None)
             times: dict[str, list[float]] = {name: [] for name in names}
             spent: dict[str, list[float]] = {name: [] for name in names}
             turn = {"do": "flows", "traffic": kind, "bytes": size}
@@ -320,11 +327,11 @@ def completion(
                 "benchmark": "smart_fct",
                 "traffic": kind,
                 "bytes": size,
-                "loss": loss / 100,
+                "drop": drop / 100,
                 "burst_packets": burst,
                 "flows": count,
             }
-            line = f"{kind} {format_size(size):>8} {loss:4g} % x {burst:<4g}   "
+            line = f"{kind} {format_size(size):>8} {drop:4g} % x {burst:<4g}   "
             p99 = {name: quantile(times[name], 0.99) for name in names}
             for name in names:
                 mean = sum(times[name]) / len(times[name])
@@ -337,19 +344,21 @@ def completion(
                 best[kind, name] = max(best.get((kind, name), 0.0), gain)
             rows.append(row)
             print(line, flush=True)
-            if loss == 0 and "repeat" in p99:
+            if drop == 0 and "repeat" in p99:
                 lossless[kind, size] = p99["repeat"]
             base = lossless.get((kind, size))
-            if base is not None and size == 1 << 20 and 0 < loss <= 2:
+            if base is not None and size == 1 << 20 and 0 < drop <= 2:
                 held = {"exact", "smart"} if burst == 1 else {"smart"}
                 for name in held & p99.keys():
                     if p99[name] > LIMIT * base:
                         missed.append(
-                            f"{kind} {format_size(size)} {loss:g} % x {burst:g}: {name} "
+                            f"{kind} {format_size(size)} {drop:g} % x {burst:g}: {name} "
                             f"{p99[name] / base:.2f} of the lossless time"
                         )
         if any(key not in lossless for key in ((kind, 1 << 20) for kind in traffic)):
-            print("not judged against the lossless time: that takes repeat, 1M and a loss of 0")
+            print(
+                "not judged against the lossless time: that takes repeat, 1M and a drop rate of 0"
+            )
         for kind in traffic:
             gains = ", ".join(f"{name} {100 * best[kind, name]:.1f} %" for name in names)
             print(f"{kind}: largest reduction of the 99th percentile by smart against {gains}")

@@ -1,4 +1,4 @@
-"""A small transformer under DDP over a lossy link: what tolerated loss does to its own loss."""
+"""A small transformer under DDP over a lossy link: what tolerated drops do to its loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ network namespaces (needs root) with 200 Mbit/s and 20 ms one way between them, 
 exactly, and with SMART's hook, seed by seed. A seed fixes weights and batches. The loss is the mean
 of the last fifth of the steps, in nats per byte. (Paper: SMART §4.2, there in one process.)
 
-Exit status 1 if the two ranks' parameters differ after any step, if nothing was lost, or if the
+Exit status 1 if the two ranks' parameters differ after any step, if nothing was dropped, or if the
 mean difference of the losses is above one standard deviation of the seeds' exact losses.
 """
 
@@ -52,25 +52,25 @@ def train(
     for row in results.values():
         if row["smart"] and row["smart"]["exact_reason"]:
             raise RuntimeError(f"seed {seed}: not tolerant to the end: {row['smart']}")
-    lost = sum(row["smart"]["bytes_zero_filled"] for row in results.values() if row["smart"])
-    return statistics.fmean(losses[-max(steps // 5, 1) :]), lost
+    dropped = sum(row["smart"]["bytes_zero_filled"] for row in results.values() if row["smart"])
+    return statistics.fmean(losses[-max(steps // 5, 1) :]), dropped
 
 
 def main() -> int:
-    """One row for each rate of loss."""
+    """One row for each drop rate."""
     parser = argparse.ArgumentParser(
         description=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common_arguments(parser)
     parser.add_argument(
-        "--loss", default="", metavar="LIST", help="in percent; default 2,5; quick 5"
+        "--drop", default="", metavar="LIST", help="in percent; default 2,5; quick 5"
     )
     parser.add_argument("--seeds", type=int, help="default 3, quick 2")
     parser.add_argument("--steps", type=int, help="default 60, quick 10")
     arguments = parser.parse_args()
     if reason := unavailable():
         parser.error(reason)
-    rates = [float(x) for x in (arguments.loss or ("5" if arguments.quick else "2,5")).split(",")]
+    rates = [float(x) for x in (arguments.drop or ("5" if arguments.quick else "2,5")).split(",")]
     seeds = arguments.seeds or (2 if arguments.quick else 3)
     steps = arguments.steps or (10 if arguments.quick else 60)
     if seeds < 2:
@@ -79,16 +79,16 @@ def main() -> int:
     missed = []
     port = 29400
     link = {"delay_s": 0.02, "rate_bytes_per_s": 25e6}
-    print(f"{'lost':>6}{'exact':>18}{'smart':>18}{'difference':>20}{'zero-filled':>14}")
+    print(f"{'drops':>6}{'exact':>18}{'smart':>18}{'difference':>20}{'zero-filled':>14}")
     with two_hosts([link]) as (_, hosts, (network,), control):
         for rate in rates:
-            network.set(loss=rate / 100)
-            exact, smart, lost = [], [], 0
+            network.set(drop=rate / 100)
+            exact, smart, dropped = [], [], 0
             for seed in range(seeds):
                 exact.append(train(hosts, control, seed, steps, False, port)[0])
                 loss, zero_filled = train(hosts, control, seed, steps, True, port + 1)
                 smart.append(loss)
-                lost += zero_filled
+                dropped += zero_filled
                 port += 2
             differences = [a - b for a, b in zip(smart, exact, strict=True)]
             mean, spread = statistics.fmean(differences), statistics.stdev(exact)
@@ -97,18 +97,20 @@ def main() -> int:
                 for each in (exact, smart)
             ]
             cells.append(f"{mean:+.4f} ± {statistics.stdev(differences):.4f}")
-            print(f"{rate:4g} %{cells[0]:>18}{cells[1]:>18}{cells[2]:>20}{lost:>12,} B", flush=True)
+            print(
+                f"{rate:4g} %{cells[0]:>18}{cells[1]:>18}{cells[2]:>20}{dropped:>12,} B", flush=True
+            )
             rows.append(
                 {
                     "benchmark": "smart_training",
-                    "loss": rate / 100,
+                    "drop": rate / 100,
                     "steps": steps,
                     "exact_nats": exact,
                     "smart_nats": smart,
-                    "bytes_zero_filled": lost,
+                    "bytes_zero_filled": dropped,
                 }
             )
-            if lost == 0:
+            if dropped == 0:
                 missed.append(f"{rate:g} %: nothing was zero-filled")
             if mean > spread:
                 missed.append(f"{rate:g} %: worse by {mean:.4f}, the seeds spread {spread:.4f}")

@@ -4,7 +4,7 @@
 
 Two ranks train a small GPT with DDP on two emulated hosts, joined by a long link that loses 2 % of
 all packets: over TCP; over datagrams with parity, exactly; and over datagrams with SMART's hook,
-where small gradients may be lost and come with the next step. Checks that packets really got lost,
+where small gradients may be dropped and come with the next step. Checks that packets were dropped,
 that both ranks have the same parameters after every step, bit for bit, and that what is exact is
 the same over TCP and datagrams; then compares and draws the times of the steps. Needs root and
 /dev/net/tun for the hosts. Exit status 0: all of that holds; 1: something does not, and the text
@@ -28,8 +28,8 @@ from curves_svg import Curve, render_curves
 
 from torch_resilient.testing import LabJob, NetworkLab, unavailable
 
-LOSS = 0.02
-# Not counted: connections open, the size of packets and the rate of loss are being found out.
+DROP = 0.02
+# Not counted: connections open, the size of packets and the drop rate are being found out.
 WARM_UP = 5
 LEAST_STEPS = WARM_UP + 5
 STEP_TIMEOUT_S = 60.0
@@ -70,7 +70,7 @@ class Run:
     Attributes:
         steps: by rank, then by step: the rows of train_ddp_lossy.py.
         results: by rank, its last row.
-        dropped: packets that the link has lost, of all kinds.
+        dropped: packets that the link has dropped, of all kinds.
     """
 
     way: Way
@@ -116,7 +116,7 @@ def train(lab: NetworkLab, way: Way, steps: int, port: int) -> Run:
     if way.datagrams:
         environment["TORCH_RESILIENT_WAN"] = "udp"
     run = Run(way)
-    before = link.counters().lost.packets
+    before = link.counters().dropped.packets
     progress = Progress(steps, f"{way.name:<16}")
     control = lab.networks["control"]
     with LabJob(command, hosts, control, environment=environment, port=port) as job:
@@ -134,7 +134,7 @@ def train(lab: NetworkLab, way: Way, steps: int, port: int) -> Run:
         progress.close()
         if any(statuses := job.wait(STEP_TIMEOUT_S)) or None in statuses:
             raise DemoError(f"{way.name}: the ranks ended with {statuses}")
-    run.dropped = link.counters().lost.packets - before
+    run.dropped = link.counters().dropped.packets - before
     return run
 
 
@@ -157,17 +157,17 @@ def check_exact(run: Run, reference: Run) -> None:
             )
 
 
-def check_losses_happened(run: Run) -> None:
-    """Raises DemoError unless the link has lost packets and they were treated as they should."""
+def check_packets_were_dropped(run: Run) -> None:
+    """Raises DemoError unless the link has dropped packets and they were treated as they should."""
     name = run.way.name
     if run.dropped == 0:
-        raise DemoError(f"{name}: the link has lost nothing, so this run proves nothing")
+        raise DemoError(f"{name}: the link has dropped nothing, so this run proves nothing")
     if not run.way.datagrams:
         return
     if run.packets("dropped") == 0:
-        raise DemoError(f"{name}: no datagram was lost: went everything over TCP?")
+        raise DemoError(f"{name}: no datagram was dropped: went everything over TCP?")
     if run.way.smart and run.packets("zero_filled") == 0:
-        raise DemoError(f"{name}: nothing was zero-filled: the hook has tolerated no loss")
+        raise DemoError(f"{name}: nothing was zero-filled: the hook has tolerated no drop")
     if not run.way.smart and run.packets("zero_filled") > 0:
         raise DemoError(f"{name}: packets were zero-filled, though all was to be exact")
 
@@ -215,7 +215,7 @@ def picture(runs: Sequence[Run], where: str) -> str:
         note = f"mean {statistics.fmean(times_ms):.0f} ms, longest {max(times_ms):.0f} ms"
         curves.append(Curve(run.way.name, times_ms, first=WARM_UP + 1, note=note))
     return render_curves(
-        f"Training over a link that loses {100 * LOSS:g} % of its packets",
+        f"Training over a link that loses {100 * DROP:g} % of its packets",
         f"Time of each step, two DDP ranks, {where}. The parameters of both ranks are bitwise "
         "equal after every step.",
         "time of a step, ms",
@@ -232,11 +232,11 @@ def why_smart_is_slower(runs: Sequence[Run]) -> list[str]:
     if means[smart.way.name] <= means[exact.way.name]:
         return []
     return [
-        "SMART is slower than exact datagrams here. Parity repairs nearly all losses: of "
+        "SMART is slower than exact datagrams here. Parity repairs nearly all drops: of "
         f"{exact.packets('dropped'):,} dropped packets {exact.packets('retransmitted'):,} were "
         "retransmitted.",
         "So the hook has little waiting to save, and takes a few milliseconds itself, with or "
-        "without loss.",
+        "without drops.",
     ]
 
 
@@ -249,7 +249,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--steps", type=int, default=30, help=f"of each run, at least {LEAST_STEPS} (default: 30)")
     add("--rate-mbit", type=float, default=200.0, help="of the link (default: 200)")
     add("--delay-ms", type=float, default=20.0, help="of the link, one way (default: 20)")
-    add("--seed", type=int, default=1, help="decides which packets are lost (default: 1)")
+    add("--seed", type=int, default=1, help="decides which packets are dropped (default: 1)")
     add("--out", type=Path, default=Path("demo_output"), help="(default: ./demo_output)")
     options = parser.parse_args(arguments)
     if options.steps < LEAST_STEPS:
@@ -269,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     began_s = time.monotonic()
     where = f"{options.rate_mbit:g} Mbit/s, {options.delay_ms:g} ms one way"
-    print(f"Two ranks train a byte-level GPT, {where}, {100 * LOSS:g} % loss.", flush=True)
+    print(
+        f"Two ranks train a byte-level GPT, {where}, {100 * DROP:g} % dropped packets.", flush=True
+    )
     runs: list[Run] = []
     try:
         with NetworkLab(seed=options.seed) as lab:
@@ -278,13 +280,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 *hosts,
                 delay_s=options.delay_ms / 1e3,
                 rate_bytes_per_s=options.rate_mbit * 1e6 / 8,
-                loss=LOSS,
+                drop=DROP,
             )
             lab.link(*hosts, name="control")
             for number, way in enumerate(WAYS):
                 run = train(lab, way, options.steps, FIRST_PORT + number)
                 check_replicas(run)
-                check_losses_happened(run)
+                check_packets_were_dropped(run)
                 if runs and not way.smart:
                     check_exact(run, runs[0])
                 runs.append(run)

@@ -7,7 +7,7 @@ On one host of each site; without --smart every gradient is exact, over datagram
 
 The same on two emulated hosts of this machine, which needs root:
 
-    TORCH_RESILIENT_WAN=udp torch-resilient lab --delay 20ms --rate 200mbit --loss 2% -- \\
+    TORCH_RESILIENT_WAN=udp torch-resilient lab --delay 20ms --rate 200mbit --drop 2% -- \\
         torchrun --nproc-per-node 1 examples/train_ddp_lossy.py --smart
 
 examples/demo_lossy.py runs it in three ways and compares them. See docs/lossy-links.md.

@@ -28,7 +28,7 @@ def main() -> None:
     wrapped = DistributedDataParallel(model)
     state = None
     if settings["hook"]:
-        options = SmartOptions(max_low_priority_loss=0.3)
+        options = SmartOptions(max_low_priority_drop=0.3)
         state = SmartState(model=wrapped, options=options, sites=settings["sites"])
         wrapped.register_comm_hook(state, smart_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

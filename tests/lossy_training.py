@@ -1,4 +1,4 @@
-"""A network that loses what may be lost, and trainings over it.
+"""A network that drops what may be dropped, and trainings over it.
 
 The network is a stand-in: every message travels exactly, then its receiver zero-fills what a seed
 picks among the packets below the threshold, and the sender computes the same ranges from the same
@@ -21,26 +21,26 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_resilient import recovery
 from torch_resilient.ddp import SmartOptions, SmartState, SmartStatistics, smart_hook
-from torch_resilient.gradient_loss import Range
+from torch_resilient.gradient_drop import Range
 
 lossy_only = pytest.mark.skipif(on_gloo(), reason="gloo loses nothing")
 
 PACKET_BYTES = 256
 # All messages of the small models here may lose something, and no guard stops it.
 OPEN = SmartOptions(
-    top_fraction=0.1, max_low_priority_loss=1.0, max_mean_loss=1.0, exact_below_bytes=0
+    top_fraction=0.1, max_low_priority_drop=1.0, max_mean_drop=1.0, exact_below_bytes=0
 )
 
 
-def losses_of(
-    message: Tensor, threshold: float, max_lost_fraction: float, rate: float, seed: int
+def drops_of(
+    message: Tensor, threshold: float, max_drop_fraction: float, rate: float, seed: int
 ) -> list[Range]:
-    """What of a message gets lost: packets below the threshold, each with probability `rate`."""
+    """What of a message gets dropped: packets below the threshold, each with probability `rate`."""
     if threshold < 0:
         return []
     generator = torch.Generator().manual_seed(seed)
     length = PACKET_BYTES // message.element_size()
-    budget = int(max_lost_fraction * message.numel())
+    budget = int(max_drop_fraction * message.numel())
     ranges = []
     for start in range(0, message.numel(), length):
         stop = min(start + length, message.numel())
@@ -70,11 +70,11 @@ class LossyNetwork:
         *,
         tag: int,
         threshold: float = -1.0,
-        max_lost_fraction: float = 0.0,
+        max_drop_fraction: float = 0.0,
     ) -> Any:
         """As recovery.exchange, with losses."""
         self.thresholds.append(threshold)
-        limits = torch.tensor([threshold, max_lost_fraction], dtype=torch.float64)
+        limits = torch.tensor([threshold, max_drop_fraction], dtype=torch.float64)
         theirs = {peer: torch.empty_like(limits) for peer in incoming}
         first = self.exact_exchange(dict.fromkeys(outgoing, limits), theirs, group, tag=tag)
         made = self.exact_exchange(outgoing, incoming, group, tag=tag)
@@ -86,14 +86,14 @@ class LossyNetwork:
         def lose(_: Any) -> None:
             for peer, message in incoming.items():
                 theirs_threshold, fraction = theirs[peer].tolist()
-                for start, stop in losses_of(
+                for start, stop in drops_of(
                     message, theirs_threshold, fraction, rate, seed_of(peer, rank)
                 ):
                     message[start:stop] = 0
 
-        def lost() -> dict[int, list[Range]]:
+        def dropped() -> dict[int, list[Range]]:
             found = {
-                peer: losses_of(message, threshold, max_lost_fraction, rate, seed_of(rank, peer))
+                peer: drops_of(message, threshold, max_drop_fraction, rate, seed_of(rank, peer))
                 for peer, message in outgoing.items()
             }
             self.messages_hit += sum(1 for ranges in found.values() if ranges)
@@ -103,7 +103,7 @@ class LossyNetwork:
             received = torch.futures.collect_all([*first.received, *made.received]).then(lose)
             made.received = [received]
         made.sent = [*first.sent, *made.sent]
-        made.lost = lost
+        made.dropped = dropped
         return made
 
 

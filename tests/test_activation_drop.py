@@ -1,4 +1,4 @@
-"""torch_resilient.activation_loss: what arrives of a message, and where models are cut."""
+"""torch_resilient.activation_drop: what arrives of a message, and where models are cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_resilient.activation_loss import (
+from torch_resilient.activation_drop import (
     CHUNK_BYTES,
     PACKET_BYTES,
     Boundary,
@@ -35,15 +35,15 @@ def crossed(tensor: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Bounda
     return module(tensor), boundary
 
 
-def lost_packets(arrived: torch.Tensor) -> list[int]:
+def dropped_packets(arrived: torch.Tensor) -> list[int]:
     """Packets of all zeros; each other one must be whole. Of a tensor of ones."""
-    lost = []
+    dropped = []
     elements = PACKET_BYTES // arrived.element_size()
     for number, packet in enumerate(arrived.flatten().split(elements)):
-        assert packet.unique().numel() == 1, "a packet is lost whole or arrives whole"
+        assert packet.unique().numel() == 1, "a packet is dropped whole or arrives whole"
         if packet[0] == 0:
-            lost.append(number)
-    return lost
+            dropped.append(number)
+    return dropped
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -57,11 +57,11 @@ def test_as_many_packets_are_lost_as_the_bound_allows(
     arrived, boundary = crossed(
         torch.ones(elements, dtype=dtype), forward=bound, packets=packets, seed=3
     )
-    lost = lost_packets(arrived)
-    assert len(lost) == int(bound * 40)
-    assert 0 not in lost, "the first has the header of the frame"
+    dropped = dropped_packets(arrived)
+    assert len(dropped) == int(bound * 40)
+    assert 0 not in dropped, "the first has the header of the frame"
     traffic = boundary.forward.traffic
-    assert (traffic.messages, traffic.packets, traffic.lost) == (1, 41, len(lost))
+    assert (traffic.messages, traffic.packets, traffic.dropped) == (1, 41, len(dropped))
     assert traffic.largest_bytes == elements * dtype.itemsize
     assert boundary.backward.traffic.messages == 0
 
@@ -71,11 +71,11 @@ def test_the_bound_is_that_of_the_whole_message() -> None:
     arrived, boundary = crossed(torch.ones(2 * chunk + 10), forward=0.02)
     assert int(0.02 * CHUNK_BYTES / PACKET_BYTES) == 7
     # 7.62 packets of each chunk.
-    counts = [len(lost_packets(arrived[begin : begin + chunk])) for begin in (0, chunk)]
+    counts = [len(dropped_packets(arrived[begin : begin + chunk])) for begin in (0, chunk)]
     assert counts == [7, 8]
     assert (arrived[2 * chunk :] == 1).all()
     assert may_miss(4 * (2 * chunk + 10), 0.02) == 15
-    assert boundary.forward.traffic.lost == 15
+    assert boundary.forward.traffic.dropped == 15
 
 
 def test_small_messages_arrive_whole() -> None:
@@ -99,14 +99,14 @@ def test_small_packets_are_those_of_the_smallest_mean() -> None:
 
 
 def test_messages_below_a_size_and_those_that_are_not_finite_arrive_whole() -> None:
-    for elements, lost in ((9999, False), (10_000, True)):
+    for elements, dropped in ((9999, False), (10_000, True)):
         arrived, _ = crossed(torch.ones(elements), forward=0.5, exact_below_bytes=40_000)
-        assert bool(lost_packets(arrived)) == lost
+        assert bool(dropped_packets(arrived)) == dropped
     broken = torch.ones(10_000)
     broken[7] = math.inf
     arrived, boundary = crossed(broken, forward=0.5)
     assert (arrived == broken).all()
-    assert boundary.forward.traffic.lost == 0
+    assert boundary.forward.traffic.dropped == 0
 
 
 def test_the_gradient_of_what_was_lost_is_ignored() -> None:
@@ -114,7 +114,7 @@ def test_the_gradient_of_what_was_lost_is_ignored() -> None:
     arrived, _ = crossed(2 * weight, forward=0.5)
     (3 * arrived).sum().backward()
     assert weight.grad is not None
-    assert lost_packets(weight.grad) == lost_packets(arrived.detach())
+    assert dropped_packets(weight.grad) == dropped_packets(arrived.detach())
     assert weight.grad.max() == 6
 
 
@@ -124,22 +124,22 @@ def test_gradients_lose_packets_apart() -> None:
     assert (arrived == 2).all()
     arrived.sum().backward()
     assert weight.grad is not None
-    lost = lost_packets(weight.grad)
-    assert len(lost) == boundary.backward.traffic.lost == int(0.5 * 40_000 / PACKET_BYTES)
+    dropped = dropped_packets(weight.grad)
+    assert len(dropped) == boundary.backward.traffic.dropped == int(0.5 * 40_000 / PACKET_BYTES)
 
 
 def test_the_same_seed_loses_the_same_and_leaves_other_random_numbers_alone() -> None:
-    def lost(seed: int) -> list[list[int]]:
+    def dropped(seed: int) -> list[list[int]]:
         boundary = Boundary("b", forward=0.3, seed=seed)
         module = Identity()
         boundary.watch(module)
-        return [lost_packets(module(torch.ones(20_000))) for _ in range(3)]
+        return [dropped_packets(module(torch.ones(20_000))) for _ in range(3)]
 
     state = torch.get_rng_state()
-    first = lost(1)
+    first = dropped(1)
     assert (torch.get_rng_state() == state).all()
-    assert lost(1) == first
-    assert lost(2) != first
+    assert dropped(1) == first
+    assert dropped(2) != first
     assert first[0] != first[1], "each message loses others"
 
 
@@ -181,7 +181,7 @@ def test_names_are_those_of_the_users_model() -> None:
 
 
 def test_boundaries_are_exact_where_nothing_else_was_asked_for() -> None:
-    def lost(direction: str) -> list[tuple[bool, bool]]:
+    def dropped(direction: str) -> list[tuple[bool, bool]]:
         made = make_boundaries(
             ["a", "b"], {"b": 1.0}, direction=direction, packets="random", seed=0
         )
@@ -196,6 +196,6 @@ def test_boundaries_are_exact_where_nothing_else_was_asked_for() -> None:
             found.append((bool((arrived == 0).any()), bool((weight.grad == 0).any())))
         return found
 
-    assert lost("forward") == [(False, False), (True, True)]
-    assert lost("backward") == [(False, False), (False, True)]
-    assert lost("both") == [(False, False), (True, True)]
+    assert dropped("forward") == [(False, False), (True, True)]
+    assert dropped("backward") == [(False, False), (False, True)]
+    assert dropped("both") == [(False, False), (True, True)]

@@ -1,4 +1,4 @@
-"""`torch-resilient profile-loss`: real runs of small scripts, and what is concluded from runs."""
+"""`torch-resilient profile-drop`: real runs of small scripts, and what is concluded from runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from conftest import ROOT
 from harness import wait_until
 
 from torch_resilient import cli
-from torch_resilient.cli import profile_loss
+from torch_resilient.cli import profile_drop
 
 # What comes out is what goes in, so that nothing else than activations can tell it.
 SCRIPT = """\
@@ -84,7 +84,7 @@ def profile(
     capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0
 ) -> tuple[str, str]:
     """Runs the command; returns what it prints to stdout and to stderr."""
-    assert cli.main(["profile-loss", *map(str, arguments)]) == status
+    assert cli.main(["profile-drop", *map(str, arguments)]) == status
     return tuple(capsys.readouterr())  # type: ignore[return-value]
 
 
@@ -103,7 +103,7 @@ def test_lost_activations_do_harm_and_the_scripts_losses_are_seen(
     output, progress = profile(capsys, *options, train, 20, tmp_path / "told")
     found = json.loads(output)
     assert (found["steps"], found["last"], found["activation_bound"]) == (20, 4, [0.0])
-    # In the order of runs: two seeds without loss, two with it.
+    # In the order of runs: two seeds without drops, two with.
     told = [float(line.split()[1]) for line in (tmp_path / "told").read_text().splitlines()]
     assert found["loss"] == pytest.approx(told[:2], rel=1e-5)
     assert found["loss"][0] != found["loss"][1]
@@ -111,10 +111,10 @@ def test_lost_activations_do_harm_and_the_scripts_losses_are_seen(
     assert (boundary["name"], boundary["message_bytes"]) == ("blocks.0", 64 * 64 * 4)
     (harm,) = boundary["harm"]
     assert harm["by_seed"] == pytest.approx([told[2] - told[0], told[3] - told[1]], rel=1e-4)
-    # Of 12 packets, 11 are lost, and with them nearly all that could be known.
+    # Of 12 packets, 11 are dropped, and with them nearly all that could be known.
     assert min(harm["by_seed"]) > 0.5
     assert progress.count("\n") == 4
-    assert "run 4 of 4: 1 of blocks.0 lost, seed 1: loss " in progress
+    assert "run 4 of 4: 1 of blocks.0 dropped, seed 1: loss " in progress
 
 
 def test_stages_of_a_pipeline_are_its_boundaries(
@@ -148,7 +148,7 @@ def test_a_script_that_raises_is_reported(
     assert said[-1] == "| KeyError: 'tokens'"
     assert any("line 2, in main" in each for each in said)
     assert line == (
-        f"torch-resilient profile-loss: {train} failed with exit status 1, without loss, seed 0; "
+        f"torch-resilient profile-drop: {train} failed with exit status 1, without drops, seed 0; "
         "its last words are above"
     )
 
@@ -164,7 +164,7 @@ def test_a_signal_ends_the_training_too(number: signal.Signals, tmp_path: Path) 
         f"path.rename({str(told)!r})\n"
         "signal.pause()\n",
     )
-    command = [sys.executable, "-m", "torch_resilient.cli", "profile-loss", str(train)]
+    command = [sys.executable, "-m", "torch_resilient.cli", "profile-drop", str(train)]
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
 
     def heed() -> None:  # it may be ignored here, as under nohup
@@ -178,7 +178,7 @@ def test_a_signal_ends_the_training_too(number: signal.Signals, tmp_path: Path) 
     with pytest.raises(ProcessLookupError):
         os.kill(training, signal.SIGKILL)
     assert status == 128 + number
-    assert not list(tmp_path.glob("profile-loss-*"))
+    assert not list(tmp_path.glob("profile-drop-*"))
 
 
 @pytest.mark.parametrize(
@@ -234,7 +234,7 @@ def test_bad_input_is_named_in_one_line(
 ) -> None:
     output, errors = profile(capsys, *arguments, status=2)
     assert (output, errors.count("\n")) == ("", 1)
-    assert errors.startswith(f"torch-resilient profile-loss: {text}")
+    assert errors.startswith(f"torch-resilient profile-drop: {text}")
 
 
 # ---- what is concluded, from made-up runs -----------------------------------------------------
@@ -255,11 +255,11 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Losses], list[dict[str
                 "forward": {"messages": 4, "largest_bytes": 200_000, "packets": 600},
                 "may_miss": [int(fraction * 145) for fraction in request.fractions],
             }
-            return profile_loss.Outcome(
+            return profile_drop.Outcome(
                 [9.0, losses(bounds, seed)], {"early": seen, "late": seen}, "", ["early", "late"]
             )
 
-        monkeypatch.setattr(profile_loss, "run_once", run_once)
+        monkeypatch.setattr(profile_drop, "run_once", run_once)
         return runs
 
     return pretend

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_resilient import _cuda_loss, _loss
-from torch_resilient.gradient_loss import all_finite
+from torch_resilient.gradient_drop import all_finite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 gpu = pytest.mark.skipif(

@@ -32,19 +32,19 @@ def connections(row: Row) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("loss", "recovery"),
+    ("drops", "recovery"),
     [
-        ({"loss": 0.02}, "semantic"),
-        ({"loss": 0.02, "burst_packets": 6.0}, "semantic"),
-        ({"loss": 0.02}, "selective_repeat"),
-        ({"loss": 0.02}, "uniform_fec:100:10"),
+        ({"drop": 0.02}, "semantic"),
+        ({"drop": 0.02, "burst_packets": 6.0}, "semantic"),
+        ({"drop": 0.02}, "selective_repeat"),
+        ({"drop": 0.02}, "uniform_fec:100:10"),
     ],
 )
 def test_messages_are_exact_over_a_lossy_link(
-    lab: NetworkLab, loss: dict[str, float], recovery: str
+    lab: NetworkLab, drops: dict[str, float], recovery: str
 ) -> None:
     a, b = lab.host("a"), lab.host("b")
-    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=25e6, **loss)
+    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=25e6, **drops)
     control = lab.link(a, b, name="control")
     settings = {"job": "exchange", "count": 100, "pause_s": 0.005}
     job = Job([a, b], control, settings, {**UDP, "TORCH_RESILIENT_WAN_RECOVERY": recovery})
@@ -75,7 +75,7 @@ def test_replicas_stay_identical_where_gradients_are_lost(
     """With two ranks on each host, each is a site, and what crosses is a sum of its ranks."""
     a, b = lab.host("a"), lab.host("b")
     ranks = [a] * ranks_per_host + [b] * ranks_per_host
-    lab.link(a, b, delay_s=0.005, rate_bytes_per_s=50e6, loss=0.05)
+    lab.link(a, b, delay_s=0.005, rate_bytes_per_s=50e6, drop=0.05)
     control = lab.link(a, b, name="control")
     program = str(PROGRAM.with_name("lossy_program.py"))
     sites = [host.name for host in ranks] if ranks_per_host > 1 else None
@@ -134,7 +134,7 @@ def test_activations_may_be_lost_within_a_bound(lab: NetworkLab) -> None:
     control = lab.link(*hosts, name="control")
     # Exact also where a full queue drops something.
     exact, _ = train_pipeline(hosts, control, bound=0)
-    link.set(loss=0.1)
+    link.set(drop=0.1)
     still_exact, of_exact = train_pipeline(hosts, control, bound=0)
     assert still_exact == exact
     assert of_exact[0]["tolerance"]["messages"] == 0
@@ -189,7 +189,7 @@ def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> No
     """Over two pairs of NICs, since each alone is never faster than the cap."""
     a, b = lab.host("a"), lab.host("b")
     for _ in range(2):
-        lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6, loss=0.05)
+        lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6, drop=0.05)
     control = lab.link(a, b, name="control")
     cap = 2e6
     settings = {"job": "exchange", "count": 50, "pause_s": 0.0}

@@ -55,24 +55,24 @@ def test_it_fails_if_exact_gradients_were_changed() -> None:
 
 
 def test_it_fails_if_nothing_was_lost() -> None:
-    demo_lossy.check_losses_happened(made_up(TCP))
-    demo_lossy.check_losses_happened(made_up(EXACT, lost=5))
-    demo_lossy.check_losses_happened(made_up(SMART, lost=5, zero_filled=2))
+    demo_lossy.check_packets_were_dropped(made_up(TCP))
+    demo_lossy.check_packets_were_dropped(made_up(EXACT, dropped=5))
+    demo_lossy.check_packets_were_dropped(made_up(SMART, dropped=5, zero_filled=2))
     for run, why in (
         (made_up(EXACT), "no datagram was lost"),
-        (made_up(EXACT, lost=5, zero_filled=1), "though all was to be exact"),
-        (made_up(SMART, lost=5), "tolerated no loss"),
+        (made_up(EXACT, dropped=5, zero_filled=1), "though all was to be exact"),
+        (made_up(SMART, dropped=5), "tolerated no drop"),
     ):
         with pytest.raises(demo_lossy.DemoError, match=why):
-            demo_lossy.check_losses_happened(run)
+            demo_lossy.check_packets_were_dropped(run)
     healthy = made_up(TCP)
     healthy.dropped = 0
-    with pytest.raises(demo_lossy.DemoError, match="the link has lost nothing"):
-        demo_lossy.check_losses_happened(healthy)
+    with pytest.raises(demo_lossy.DemoError, match="the link has dropped nothing"):
+        demo_lossy.check_packets_were_dropped(healthy)
 
 
 def test_the_table_counts_what_comes_after_the_warm_up() -> None:
-    runs = [made_up(TCP), made_up(SMART, lost=1000, recovered=3, zero_filled=2)]
+    runs = [made_up(TCP), made_up(SMART, dropped=1000, recovered=3, zero_filled=2)]
     _, _, tcp, smart = demo_lossy.table(runs).splitlines()
     # Steps 5 to 9, of the slower rank.
     assert re.split(r"\s{2,}", tcp) == ["TCP", "81", "101", "7", "-4.0000"]
@@ -111,13 +111,12 @@ def test_the_curves_show_every_value_and_name_the_axes() -> None:
 
 @pytest.mark.parametrize("slower", [True, False])
 def test_the_picture_says_why_smart_is_slower(slower: bool) -> None:
-    exact, smart = made_up(EXACT, lost=1000, retransmitted=4), made_up(SMART, lost=1000)
+    exact = made_up(EXACT, dropped=1000, retransmitted=4)
+    smart = made_up(SMART, dropped=1000)
     for row in [row for rank in (0, 1) for row in (smart if slower else exact).steps[rank]]:
         row["taken_s"] += 0.02
     picture = demo_lossy.picture([made_up(TCP), exact, smart], "somewhere")
-    why = (
-        "SMART is slower than exact datagrams here. Parity repairs nearly all losses: of 2,000 lost"
-    )
+    why = "slower than exact datagrams here. Parity repairs nearly all drops: of 2,000 dropped"
     assert (why in picture) == slower
 
 

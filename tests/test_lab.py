@@ -247,12 +247,12 @@ def test_the_seed_decides_what_is_lost(burst: float | None) -> None:
     def arrived(seed: int) -> list[int]:
         with NetworkLab(seed=seed) as lab:
             a, b = lab.host("a"), lab.host("b")
-            link = lab.link(a, b, loss=0.1, burst_packets=burst)
+            link = lab.link(a, b, drop=0.1, burst_packets=burst)
             with udp(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
                 for number in range(1000):
                     sock.sendto(number.to_bytes(2, "big"), target.getsockname())
                 numbers = [int.from_bytes(message, "big") for message in received(target)]
-            assert link.counters("a->b").lost.packets == 1000 - len(numbers)
+            assert link.counters("a->b").dropped.packets == 1000 - len(numbers)
             return numbers
 
     first = arrived(5)
@@ -269,7 +269,7 @@ def numbers_lost(arrived: list[int]) -> int:
 def test_super_packets_are_lost_by_wire_packet(pair: tuple[Host, Host, Network]) -> None:
     """UDP segmentation: one call sends 40 packets, which cross the lab in one piece or in parts."""
     a, b, link = pair
-    link.set(loss=0.2)
+    link.set(drop=0.2)
     for address in (link.address(b), link.nics[1].address_v6):
         mine = link.address(a) if "." in address else link.nics[0].address_v6
         before = link.counters("a->b")
@@ -282,7 +282,7 @@ def test_super_packets_are_lost_by_wire_packet(pair: tuple[Host, Host, Network])
         numbers = [int.from_bytes(message[:2], "big") for message in messages]
         assert all(message == message[:2] * 500 for message in messages)
         assert numbers == sorted(set(numbers))
-        lost = link.counters("a->b").lost.packets - before.lost.packets
+        lost = link.counters("a->b").dropped.packets - before.dropped.packets
         assert len(numbers) == 400 - lost
         assert 30 < lost < 150
 
@@ -311,13 +311,13 @@ def test_corruption_is_found_by_the_receivers_kernel(pair: tuple[Host, Host, Net
 
 def test_tcp_gets_through_everything_at_once(pair: tuple[Host, Host, Network]) -> None:
     a, b, link = pair
-    link.set(delay_s=0.001, loss=0.01, burst_packets=3, duplicate=0.01, corrupt=0.005, reorder=0.02)
+    link.set(delay_s=0.001, drop=0.01, burst_packets=3, duplicate=0.01, corrupt=0.005, reorder=0.02)
     data = os.urandom(3_000_000)
     for address in (link.address(b), link.nics[1].address_v6):
         _, got = transfer(a, b, address, data)
         assert hashlib.sha256(got).digest() == hashlib.sha256(data).digest()
     counters = link.counters()
-    for happened in ("lost", "duplicated", "corrupted", "reordered"):
+    for happened in ("dropped", "duplicated", "corrupted", "reordered"):
         assert getattr(counters, happened).packets > 0, happened
 
 
@@ -882,7 +882,7 @@ def test_a_script_is_played_at_its_times(pair: tuple[Host, Host, Network]) -> No
         """
         # comment
         0.3s eth0 up ; 0.1s: eth0 down blackhole
-        400ms eth0 a->b set delay=30ms loss=5% rate=80mbit queue=1MiB burst=2
+        400ms eth0 a->b set delay=30ms drop=5% rate=80mbit queue=1MiB burst=2
         """
     )
     eventually(lambda: len(player.done) == 1)
@@ -893,12 +893,12 @@ def test_a_script_is_played_at_its_times(pair: tuple[Host, Host, Network]) -> No
     assert [text for _, text in player.done] == [
         "eth0 down blackhole",
         "eth0 up",
-        "eth0 a->b set delay=30ms loss=5% rate=80mbit queue=1MiB burst=2",
+        "eth0 a->b set delay=30ms drop=5% rate=80mbit queue=1MiB burst=2",
     ]
     for at_s, (done_s, _) in zip((0.1, 0.3, 0.4), player.done, strict=True):
         assert at_s <= done_s < at_s + 2
     assert link.settings("a->b") == LinkSettings(
-        delay_s=0.03, loss=0.05, rate_bytes_per_s=1e7, queue_bytes=1 << 20, burst_packets=2
+        delay_s=0.03, drop=0.05, rate_bytes_per_s=1e7, queue_bytes=1 << 20, burst_packets=2
     )
     assert link.settings("b->a") == LinkSettings()
     lab.play([(0.0, lambda: called.append(1))], wait=True)
@@ -932,11 +932,11 @@ def test_flapping_ends_up(pair: tuple[Host, Host, Network]) -> None:
         ("1s eth0 down carrier a b", "'b': expected nothing more"),
         ("1s eth0 a->b down carrier", "only a black hole has a direction"),
         ("1s eth0 a->a down", "holds no two hosts"),
-        ("1s eth0 a->c set loss=1%", "c is not on eth0"),
+        ("1s eth0 a->c set drop=1%", "c is not on eth0"),
         ("1s eth0 set", "expected settings such as delay=40ms"),
         ("1s eth0 set speed=3", "'speed=3': expected one of delay="),
         ("1s eth0 set delay=none", "delay: 'none': expected a time with its unit"),
-        ("1s eth0 set loss=200%", "loss: expected a share of packets, 0 to 1"),
+        ("1s eth0 set drop=200%", "drop: expected a share of packets, 0 to 1"),
         ("1s eth0 flap carrier 1s", "flap: expected KIND PERIOD END_TIME"),
         ("5s eth0 flap carrier 1s 4s", "an end after its start"),
     ],
@@ -951,7 +951,7 @@ def test_a_script_with_a_mistake_does_nothing(
 
 
 def test_quantities() -> None:
-    assert parse_settings(["rate=1gbit", "delay=1.5ms", "queue=none", "loss=0.1%"]) == {
+    assert parse_settings(["rate=1gbit", "delay=1.5ms", "queue=none", "drop=0.1%"]) == {
         "rate_bytes_per_s": 125e6,
         "delay_s": 0.0015,
         "queue_bytes": None,
@@ -972,11 +972,11 @@ def test_quantities() -> None:
         ({"delay_s": -1}, "delay_s: expected a finite number >= 0, got -1"),
         ({"delay_s": float("nan")}, "delay_s"),
         ({"delay_s": None}, "delay_s: expected a number, got None"),
-        ({"loss": 1.5}, "loss: expected a share of packets, 0 to 1, got 1.5"),
+        ({"drop": 1.5}, "drop: expected a share of packets, 0 to 1, got 1.5"),
         ({"rate_bytes_per_s": 0}, "rate_bytes_per_s: expected at least 1, got 0; None for no"),
         ({"rate_bytes_per_s": "1gbit"}, "rate_bytes_per_s: expected a number"),
         ({"burst_packets": 0.5}, "burst_packets: expected at least 1"),
-        ({"loss": 0.9, "burst_packets": 4}, "loss: 0.9 is too much for bursts of 4 packets"),
+        ({"drop": 0.9, "burst_packets": 4}, "drop: 0.9 is too much for bursts of 4 packets"),
         ({"reorder": True}, "reorder: expected a number, got True"),
         ({"speed": 1}, "speed"),
     ],
@@ -1003,10 +1003,10 @@ def test_mistakes_with_the_lab_itself(lab: NetworkLab) -> None:
         (lambda: lab.link(a, b, name="all"), "network name: 'all' is taken"),
         (lambda: lab.network([a]), "expected at least two hosts"),
         (lambda: lab.link(a, b, mtu=100), "mtu: expected 1280 to 65535 bytes, got 100"),
-        (lambda: lab.link(a, b, loss=2), "loss: expected a share"),
+        (lambda: lab.link(a, b, drop=2), "drop: expected a share"),
         (lambda: link.down("fire"), "kind: expected one of blackhole, carrier, admin, got 'fire'"),
         (lambda: link.down("carrier", direction="a->b"), "only a black hole has one"),
-        (lambda: link.set(direction="a to b", loss=1), "direction: expected a->b"),
+        (lambda: link.set(direction="a to b", drop=1), "direction: expected a->b"),
         (lambda: link.down(end="c"), "c is not on eth0; there are a/eth0, b/eth0"),
         (lambda: lab.host("c").address, "host c has no NIC yet"),
         (lambda: a.nic("eth7"), "host a has no NIC eth7; it has eth0"),
@@ -1067,7 +1067,7 @@ print("sum", int(tensor[0]))
 
 
 def test_the_backend_runs_in_a_lab(lab: NetworkLab, capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["lab", "--delay", "2ms", "--loss", "0.5%", "--", sys.executable, "-c", JOB]
+    command = ["lab", "--delay", "2ms", "--drop", "0.5%", "--", sys.executable, "-c", JOB]
     assert cli.main(command) == 0
     out, err = capfd.readouterr()
     assert "[a] sum 3\n" in out

@@ -87,11 +87,11 @@ def guarded(
     if breaks_promise:
         promised = network.exchange
 
-        def careless(*arguments: Any, max_lost_fraction: float, **named: Any) -> Any:
-            return promised(*arguments, max_lost_fraction=1.0, **named)
+        def careless(*arguments: Any, max_drop_fraction: float, **named: Any) -> Any:
+            return promised(*arguments, max_drop_fraction=1.0, **named)
 
         recovery.exchange = careless  # type: ignore[assignment]
-    lost = []
+    dropped = []
     wanted, delivered = torch.zeros(4096), torch.zeros(4096)
     for _ in range(8):
         gradient = torch.arange(4096.0) % 64
@@ -99,38 +99,38 @@ def guarded(
         bucket = Bucket(gradient.clone(), [parameter])
         before = state.statistics().bytes_zero_filled
         delivered += smart_hook(state, bucket).wait()  # type: ignore[arg-type]
-        lost.append(state.statistics().bytes_zero_filled - before)
-    return lost, state.statistics().exact_reason, torch.equal(wanted, delivered)
+        dropped.append(state.statistics().bytes_zero_filled - before)
+    return dropped, state.statistics().exact_reason, torch.equal(wanted, delivered)
 
 
 @lossy_only
-def test_at_most_the_bound_of_a_message_is_lost() -> None:
-    options = dataclasses.replace(OPEN, max_low_priority_loss=0.1)
-    for lost, reason, _ in run_ranks(guarded, 0.9, options, False, world_size=2):
-        assert 0 < max(lost) <= 0.1 * 2048 * 4
+def test_at_most_the_bound_of_a_message_is_dropped() -> None:
+    options = dataclasses.replace(OPEN, max_low_priority_drop=0.1)
+    for dropped, reason, _ in run_ranks(guarded, 0.9, options, False, world_size=2):
+        assert 0 < max(dropped) <= 0.1 * 2048 * 4
         assert reason == ""
 
 
 @lossy_only
 def test_a_network_that_loses_more_than_the_bound_is_not_trusted_again() -> None:
-    options = dataclasses.replace(OPEN, max_low_priority_loss=0.1)
-    for lost, reason, whole in run_ranks(guarded, 0.9, options, True, world_size=2):
-        assert lost[0] > 0.1 * 2048 * 4
-        assert not any(lost[1:])
+    options = dataclasses.replace(OPEN, max_low_priority_drop=0.1)
+    for dropped, reason, whole in run_ranks(guarded, 0.9, options, True, world_size=2):
+        assert dropped[0] > 0.1 * 2048 * 4
+        assert not any(dropped[1:])
         assert "bound of 10.0%" in reason
-        assert whole, "what was lost in the first step came later"
+        assert whole, "what was dropped in the first step came later"
 
 
 @lossy_only
 def test_too_much_loss_in_the_mean_ends_the_tolerance() -> None:
-    options = dataclasses.replace(OPEN, max_mean_loss=0.3, loss_window_steps=3)
-    for lost, reason, whole in run_ranks(guarded, 0.6, options, False, world_size=2):
-        assert all(lost[:3])
-        assert not any(lost[3:])
-        assert "in the last 3 steps, more than max_mean_loss=30.0%" in reason
+    options = dataclasses.replace(OPEN, max_mean_drop=0.3, drop_window_steps=3)
+    for dropped, reason, whole in run_ranks(guarded, 0.6, options, False, world_size=2):
+        assert all(dropped[:3])
+        assert not any(dropped[3:])
+        assert "in the last 3 steps, more than max_mean_drop=30.0%" in reason
         assert whole
-    for lost, reason, _ in run_ranks(guarded, 0.1, options, False, world_size=2):
-        assert sum(lost) > 0
+    for dropped, reason, _ in run_ranks(guarded, 0.1, options, False, world_size=2):
+        assert sum(dropped) > 0
         assert reason == ""
 
 
@@ -176,10 +176,10 @@ def test_what_was_asked_to_be_exact_is() -> None:
     [
         ("top_fraction", 0.0),
         ("top_fraction", 1.0),
-        ("max_low_priority_loss", 1.1),
-        ("max_low_priority_loss", math.nan),
-        ("max_mean_loss", -0.1),
-        ("loss_window_steps", 0),
+        ("max_low_priority_drop", 1.1),
+        ("max_low_priority_drop", math.nan),
+        ("max_mean_drop", -0.1),
+        ("drop_window_steps", 0),
         ("exact_below_bytes", -1),
         ("exact_every", -1),
         ("samples", 99),
@@ -195,8 +195,8 @@ def test_options_are_checked_at_once(name: str, value: float) -> None:
     [
         (math.nan, 0.1, "threshold"),
         (math.inf, 0.1, "threshold"),
-        (1.0, -0.1, "max_lost_fraction"),
-        (1.0, math.nan, "max_lost_fraction"),
+        (1.0, -0.1, "max_drop_fraction"),
+        (1.0, math.nan, "max_drop_fraction"),
     ],
 )
 def test_tolerate_checks_its_numbers(threshold: float, fraction: float, name: str) -> None:

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_resilient import ddp, recovery
 from torch_resilient.ddp import SmartState, SmartStatistics, smart_hook, smart_reduce_scatter
-from torch_resilient.gradient_loss import ErrorMemory
+from torch_resilient.gradient_drop import ErrorMemory
 
 # ---- replicas stay identical --------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ def test_ddps_options_change_no_bit(option: str) -> None:
 def test_tolerance_without_loss_gives_the_bits_of_exact() -> None:
     tolerant = run_ranks(smart_training, 0.0, OPEN, world_size=3)
     exact = run_ranks(
-        smart_training, 0.9, dataclasses.replace(OPEN, max_low_priority_loss=0.0), world_size=3
+        smart_training, 0.9, dataclasses.replace(OPEN, max_low_priority_drop=0.0), world_size=3
     )
     assert [steps for steps, _ in tolerant] == [steps for steps, _ in exact]
     assert tolerant[0][1].bytes_tolerant > 0
@@ -150,9 +150,9 @@ def test_copies_of_device_tensors_that_end_late_change_no_bit(sites: list[str]) 
 def from_a_checkpoint(rank: int) -> list[float]:
     parameter = nn.Parameter(torch.zeros(10))
     state = SmartState(model=nn.ParameterList([parameter]))
-    lost = ErrorMemory()
-    lost.remember(torch.full((10,), 4.0), [("0", 10)], [(2, 4)])
-    state.load_state_dict({**state.state_dict(), "error_memory": lost.state_dict()})
+    dropped = ErrorMemory()
+    dropped.remember(torch.full((10,), 4.0), [("0", 10)], [(2, 4)])
+    state.load_state_dict({**state.state_dict(), "error_memory": dropped.state_dict()})
     means = torch.zeros(10)
     for _ in range(2):
         bucket = Bucket(torch.ones(10), [parameter])
@@ -286,7 +286,7 @@ def held_send(rank: int) -> tuple[bool, bool]:
 
 
 @lossy_only
-def test_a_bucket_ends_when_it_is_known_what_was_lost() -> None:
+def test_a_bucket_ends_when_it_is_known_what_was_dropped() -> None:
     assert run_ranks(held_send, world_size=2) == [(False, True)] * 2
 
 
@@ -453,7 +453,7 @@ class Heads(nn.Module):
 
 
 def sharded_heads(rank: int) -> list[tuple[float, float]]:
-    """Steps with loss, and an exact one: what was to come and what came, by head."""
+    """Steps with drops, and an exact one: what was to come and what came, by head."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

@@ -1,4 +1,4 @@
-"""What SMART's hook has lost is remembered, sent later, and survives a checkpoint."""
+"""What SMART's hook has dropped is remembered, sent later, and survives a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_resilient.ddp import SmartState, smart_hook
-from torch_resilient.gradient_loss import ErrorMemory, Range, sampled_cutoff
+from torch_resilient.gradient_drop import ErrorMemory, Range, sampled_cutoff
 
 Gradients = list[list[float]]
 
@@ -83,7 +83,7 @@ def test_delivered_is_sent_less_what_is_remembered(
     results = run_ranks(conservation, seed, 0.3, sites, dtype, [301, 77, 1, 450], world_size=4)
     wanted = sum(torch.tensor(result[0][0]) for result in results)
     remembered = sum(torch.tensor(result[2][0]) for result in results)
-    assert sum(result[3] for result in results) > 10, "hardly anything was lost"
+    assert sum(result[3] for result in results) > 10, "hardly anything was dropped"
     assert float(remembered.abs().sum()) > 0  # type: ignore[union-attr]
     for rank, result in enumerate(results):
         delivered = torch.tensor(result[1][0])
@@ -129,19 +129,19 @@ def layouts_and_losses(draw: Any) -> tuple[list[int], list[Range]]:
 
 @given(layouts_and_losses(), st.integers(0, 99))
 @settings(max_examples=150, deadline=None)
-def test_the_memory_is_the_payload_where_it_was_lost(
+def test_the_memory_is_the_payload_where_it_was_dropped(
     case: tuple[list[int], list[Range]], seed: int
 ) -> None:
     """Paper: SMART §3.3, Equations 3 to 6, against the same with a dense vector."""
-    sizes, lost = case
+    sizes, dropped = case
     layout = [(str(i), n) for i, n in enumerate(sizes)]
-    total = max([sum(sizes), *(stop for _, stop in lost)])
+    total = max([sum(sizes), *(stop for _, stop in dropped)])
     payload = torch.randn(total, generator=torch.Generator().manual_seed(seed))
     memory = ErrorMemory()
     memory.remember(payload + 1, layout, [(0, total)] if total else [])  # is replaced
-    memory.remember(payload, layout, lost)
+    memory.remember(payload, layout, dropped)
     dense = torch.zeros(total)
-    for start, stop in lost:
+    for start, stop in dropped:
         dense[start:stop] = payload[start:stop]
     dense[sum(sizes) :] = 0  # padding belongs to nobody
     for entry in memory.state_dict().values():
@@ -159,7 +159,7 @@ def test_the_memory_is_the_payload_where_it_was_lost(
             at += elements
 
 
-def test_the_memory_takes_as_much_as_was_lost() -> None:
+def test_the_memory_takes_as_much_as_was_dropped() -> None:
     memory = ErrorMemory()
     memory.remember(torch.ones(1000), [("a", 600), ("b", 400)], [])
     assert memory.elements() == 0
@@ -168,10 +168,10 @@ def test_the_memory_takes_as_much_as_was_lost() -> None:
     assert memory.elements() == 20
 
 
-@pytest.mark.parametrize("lost", [[(3, 2)], [(0, 5), (4, 6)], [(5, 6), (0, 1)], [(0, 11)]])
-def test_ranges_that_make_no_sense_are_refused(lost: list[Range]) -> None:
-    with pytest.raises(ValueError, match="lost range"):
-        ErrorMemory().remember(torch.ones(10), [("a", 10)], lost)
+@pytest.mark.parametrize("dropped", [[(3, 2)], [(0, 5), (4, 6)], [(5, 6), (0, 1)], [(0, 11)]])
+def test_ranges_that_make_no_sense_are_refused(dropped: list[Range]) -> None:
+    with pytest.raises(ValueError, match="dropped range"):
+        ErrorMemory().remember(torch.ones(10), [("a", 10)], dropped)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_the_threshold_is_the_cutoff_of_the_largest() -> None:
 def restarted(
     rank: int, break_at: int | None, bucket_cap_mb: float, keep_memory: bool = True
 ) -> tuple[list[list[str]], list[float]]:
-    """Seven steps with loss; with `break_at`, everything is made anew from a checkpoint there.
+    """Seven steps with drops; with `break_at`, everything is made anew from a checkpoint there.
 
     Returns the parameters after each step, and the thresholds of all messages.
     """

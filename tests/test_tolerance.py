@@ -67,9 +67,9 @@ def test_a_network_that_loses_more_than_the_bound_is_not_trusted_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     tolerance, activation = ActivationTolerance(bound=0.1), torch.ones(100)
-    for lost, bound in (((0, 10), 0.1), ((0, 11), 0.0)):
-        monkeypatch.setattr(recovery, "zero_filled", lambda work, lost=lost: [lost])
-        assert tolerance.arrived(None, activation) == [lost]  # type: ignore[arg-type]
+    for dropped, bound in (((0, 10), 0.1), ((0, 11), 0.0)):
+        monkeypatch.setattr(recovery, "zero_filled", lambda work, dropped=dropped: [dropped])
+        assert tolerance.arrived(None, activation) == [dropped]  # type: ignore[arg-type]
         assert tolerance.bound == bound
     assert not tolerance.applies_to(activation)
     assert tolerance.bytes_zero_filled == 84
@@ -87,14 +87,14 @@ def module_of(rank: int) -> torch.nn.Module:
 
 
 def gradient_of_first(rank: int, options: SmartOptions) -> tuple[torch.Tensor, dict[str, float]]:
-    """Of the first stage's weights, where its backend says that LOST was lost."""
+    """Of the first stage's weights, where its backend says that LOST was dropped."""
     if rank == 0:
 
-        def lost(work: dist.Work) -> list[recovery.Range]:
+        def dropped(work: dist.Work) -> list[recovery.Range]:
             assert work.is_completed()
             return LOST
 
-        recovery.zero_filled = lost
+        recovery.zero_filled = dropped
     module = module_of(rank)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     loss = torch.nn.functional.mse_loss

@@ -69,7 +69,7 @@ def test_loss_without_a_queue_changes_the_congestion_control(lab: NetworkLab) ->
         pytest.skip("this kernel has no bbr")
     sysctl = {"net.ipv4.tcp_congestion_control": "reno"}
     a, b = lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)
-    lab.link(a, b, delay_s=0.02, rate_bytes_per_s=12.5e6, loss=0.01)
+    lab.link(a, b, delay_s=0.02, rate_bytes_per_s=12.5e6, drop=0.01)
     lab.link(a, b, name="control")
     system = rate(lab, "stream", 32, None, WAN_CONNECTIONS="2", WAN_CONGESTION_CONTROL="system")
     auto = rate(lab, "stream", 200, None, WAN_CONNECTIONS="2")

@@ -1,10 +1,10 @@
-"""Activations that lose packets where a model would be cut into pipeline stages.
+"""Activations that drop packets where a model would be cut into pipeline stages.
 
 What crosses a boundary is cut into packets as on a datagram path, and some of them arrive as
 zeros: the activations of the forward pass, their gradients on the way back, or both. For
-`torch-resilient profile-loss`, which looks how much of it a training stands.
+`torch-resilient profile-drop`, which looks how much of it a training stands.
 
-Paper: SMART §2.2, Figure 1; what is lost, and how much of a message at most, is §3.2.
+Paper: SMART §2.2, Figure 1; what is dropped, and how much of a message at most, is §3.2.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PACKET_BYTES = 1376
 # A message is sent in chunks of at most this (TORCH_RESILIENT_CHUNK_BYTES).
 CHUNK_BYTES = 512 << 10
 
-# "random": any packet may be lost, as on the network, which does not look into activations.
+# "random": any packet may be dropped, as on the network, which does not look into activations.
 # "small": those whose values are the smallest, if it did.
 Packets = Literal["random", "small"]
 
@@ -82,14 +82,14 @@ class Traffic:
     messages: int = 0
     largest_bytes: int = 0  # message
     packets: int = 0
-    lost: int = 0  # packets
+    dropped: int = 0  # packets
 
 
 class _Way:
     """One direction of a boundary: zero-fills as much of each message as the bound allows.
 
-    The same messages lose the same packets for the same seed. Draws from a generator of its own,
-    so that the training's random numbers stay what they are without loss.
+    The same messages drop the same packets for the same seed. Draws from a generator of its own,
+    so that the training's random numbers stay what they are without drops.
     """
 
     def __init__(self, bound: float, packets: Packets, seed: int, exact_below_bytes: int) -> None:
@@ -99,7 +99,7 @@ class _Way:
         self.traffic = Traffic()
 
     def carry(self, tensor: Tensor) -> Tensor:
-        """A contiguous copy of a floating point `tensor`, with zeros for what was lost."""
+        """A contiguous copy of a floating point `tensor`, with zeros for what was dropped."""
         arrived = tensor.detach().clone(memory_format=torch.contiguous_format)
         width = arrived.element_size()
         message_bytes = arrived.numel() * width
@@ -114,13 +114,13 @@ class _Way:
             packets = -(-chunk_bytes // PACKET_BYTES)
             traffic.packets += packets
             if count:
-                traffic.lost += count
-                lost = self._choose(chunk, packets, count)
+                traffic.dropped += count
+                dropped = self._choose(chunk, packets, count)
                 elements = PACKET_BYTES // width
                 whole = chunk.numel() // elements
-                places = lost[lost < whole].to(chunk.device)
+                places = dropped[dropped < whole].to(chunk.device)
                 chunk[: whole * elements].view(whole, elements)[places] = 0
-                if bool((lost >= whole).any()):
+                if bool((dropped >= whole).any()):
                     chunk[whole * elements :] = 0
         return arrived
 
@@ -139,7 +139,7 @@ class _Way:
 class _Link(torch.autograd.Function):
     """What the next stage gets, and what this one takes of the gradient that comes back.
 
-    As in the schedules, not that of what was lost: nothing depends on it.
+    As in the schedules, not that of what was dropped: nothing depends on it.
     """
 
     @staticmethod
@@ -158,10 +158,10 @@ class _Link(torch.autograd.Function):
 class Boundary:
     """A place where a model is cut: the output of a module, on its way to the next stage.
 
-    `forward` and `backward`: the fractions of each message that are lost of activations and of
+    `forward` and `backward`: the fractions of each message that are dropped of activations and of
     their gradients, 0 to 1. `seed`: decides which packets. Messages below `exact_below_bytes` and
     those with NaN or infinity arrive whole, and so does what is evaluated in between: only while
-    the module is in training something is lost.
+    the module is in training something is dropped.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ def make_boundaries(
 ) -> list[Boundary]:
     """A Boundary for each name, exact where `bounds` has none.
 
-    `direction`: what loses packets: "forward" activations, "backward" their gradients, "both".
+    `direction`: what drops packets: "forward" activations, "backward" their gradients, "both".
     `settings`: further ones of each Boundary.
     """
     return [

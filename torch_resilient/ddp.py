@@ -1,4 +1,4 @@
-"""Data-parallel gradients over links that lose packets: DDP's hook with error feedback.
+"""Data-parallel gradients over links that drop packets: DDP's hook with error feedback.
 
     state = SmartState(model=model)            # every rank, at the same point of the program
     model.register_comm_hook(state, smart_hook)
@@ -28,7 +28,7 @@ from torch.futures import Future
 from torch_resilient import recovery
 from torch_resilient._groups import carries, find_backend
 from torch_resilient._topology import topology
-from torch_resilient.gradient_loss import ErrorMemory, Layout, all_finite, sampled_cutoff
+from torch_resilient.gradient_drop import ErrorMemory, Layout, all_finite, sampled_cutoff
 from torch_resilient.recovery import Range, SmartOptions
 
 __all__ = [
@@ -57,8 +57,8 @@ class SmartStatistics:
     messages: int  # sent towards the rank that reduces them, other than within a site
     bytes_sent: int  # of these messages
     bytes_tolerant: int  # of those sent with a tolerance
-    bytes_zero_filled: int  # of those, lost
-    mean_loss: float  # bytes zero-filled / bytes tolerant, over the last loss_window_steps
+    bytes_zero_filled: int  # of those, dropped
+    mean_drop: float  # bytes zero-filled / bytes tolerant, over the last drop_window_steps
     error_elements: int  # in the error memory
     error_norm: float  # its Euclidean norm
     exact_reason: str  # why the state is exact for good; "": it is not
@@ -127,7 +127,7 @@ class SmartState:
     `model` (the module, or DDP around it) gives parameters their names; needed for state_dict().
     `sites`: the site of each rank, by rank, the same on all ranks. Ranks of one site add up their
     gradients exactly before anything is sent to another site, and only there anything may be
-    lost. None: as `torch_resilient.topology()` knows; without any, each rank is its own site.
+    dropped. None: as `torch_resilient.topology()` knows; without any, each rank is its own site.
 
     Raises ValueError for `sites` of the wrong length, or without a process group.
 
@@ -161,18 +161,18 @@ class SmartState:
         self._named = model is not None
         self._modules: dict[str, None] = {}  # keys of FSDP's modules, of sizes that it chooses
         self._memory = ErrorMemory()
-        self._never = ""  # why nothing can be lost here, whatever the program wants
+        self._never = ""  # why nothing can be dropped here, whatever the program wants
         self._exact_reason = ""
         self._exact_next = False
         # Of its own: the program's random numbers must not depend on the network.
         self._generator = torch.Generator().manual_seed(rank)
         self._steps = self._exact_steps = self._messages = 0
-        self._bytes_sent = self._bytes_tolerant = self._bytes_lost = 0
-        self._step_lost = self._step_tolerant = 0
+        self._bytes_sent = self._bytes_tolerant = self._bytes_dropped = 0
+        self._step_dropped = self._step_tolerant = 0
         self._step_exact = False
         self._step_bad = False  # a result was not finite
         self._step_memory = self._memory.snapshot()  # of before the step
-        self._window: deque[tuple[int, int]] = deque(maxlen=self.options.loss_window_steps)
+        self._window: deque[tuple[int, int]] = deque(maxlen=self.options.drop_window_steps)
         self._seen: set[str] = set()
         self._said: set[str] = set()
         self._carried: dict[str, bool] = {}  # by type of device: whether this backend carries it
@@ -233,15 +233,15 @@ class SmartState:
     def statistics(self) -> SmartStatistics:
         """What this rank's state has done so far. Reads all of the error memory for its norm."""
         tolerant = self._step_tolerant + sum(tolerant for _, tolerant in self._window)
-        lost = self._step_lost + sum(lost for lost, _ in self._window)
+        dropped = self._step_dropped + sum(dropped for dropped, _ in self._window)
         return SmartStatistics(
             steps=self._steps,
             exact_steps=self._exact_steps + (1 if self._step_exact else 0),
             messages=self._messages,
             bytes_sent=self._bytes_sent,
             bytes_tolerant=self._bytes_tolerant,
-            bytes_zero_filled=self._bytes_lost,
-            mean_loss=lost / tolerant if tolerant else 0.0,
+            bytes_zero_filled=self._bytes_dropped,
+            mean_drop=dropped / tolerant if tolerant else 0.0,
             error_elements=self._memory.elements(),
             error_norm=self._memory.norm(),
             exact_reason=self._never or self._exact_reason,
@@ -259,7 +259,7 @@ class SmartState:
             "generator": self._generator.get_state(),
             "steps": self._steps,
             "window": list(self._window),
-            "unfinished_step": (self._step_lost, self._step_tolerant),
+            "unfinished_step": (self._step_dropped, self._step_tolerant),
             "exact_reason": self._exact_reason,
             "exact_next": self._exact_next,
         }
@@ -276,8 +276,8 @@ class SmartState:
         self._step_memory = self._memory.snapshot()
         self._generator.set_state(state["generator"])
         self._steps = state["steps"]
-        self._window = deque(state["window"], maxlen=self.options.loss_window_steps)
-        self._step_lost, self._step_tolerant = state["unfinished_step"]
+        self._window = deque(state["window"], maxlen=self.options.drop_window_steps)
+        self._step_dropped, self._step_tolerant = state["unfinished_step"]
         # All parameters belong to the step before, if there was one.
         self._seen = set(sizes) if self._steps else set()
         self._exact_next = state["exact_next"]
@@ -422,7 +422,7 @@ class SmartState:
             outgoing
             and not self.exact
             and not self._step_exact
-            and options.max_low_priority_loss > 0
+            and options.max_low_priority_drop > 0
             and message_bytes >= options.exact_below_bytes
         ):
             # All of the bucket, unless some of its shards are for others of the site to send.
@@ -449,7 +449,7 @@ class SmartState:
             self._own,
             tag=2 * (flight.number % _TAGS) + 1,
             threshold=threshold,
-            max_lost_fraction=options.max_low_priority_loss if flight.tolerant else 0.0,
+            max_drop_fraction=options.max_low_priority_drop if flight.tolerant else 0.0,
         )
         self._after(flight, flight.exchange.received, self._reduce)
 
@@ -482,7 +482,7 @@ class SmartState:
         self._after(flight, waiting, self._finish)
 
     def _finish(self, flight: _Flight) -> None:
-        """What was lost becomes the new error memory, and the result is handed over."""
+        """What was dropped becomes the new error memory, and the result is handed over."""
         assert flight.exchange is not None
         assert flight.shard is not None
         if flight.gathered is not None:
@@ -491,7 +491,7 @@ class SmartState:
         else:
             assert flight.output is not None
             value = flight.output.copy_(flight.shard)
-        lost = self._lost(flight)
+        dropped = self._dropped(flight)
         # A step with such a result is skipped or ruins the model, and what its other buckets have
         # delivered with it: what the memory was before the step, it is again. With DDP all ranks
         # see the same result.
@@ -499,27 +499,27 @@ class SmartState:
             self._step_bad = True
             self._memory.rewind(self._step_memory)
             self._say_once("a result with NaN or infinite values: the error memory is kept")
-        if not self._step_bad and (lost or self._memory.holds(flight.layout)):
-            self._memory.remember(flight.payload.view(-1), flight.layout, lost)
+        if not self._step_bad and (dropped or self._memory.holds(flight.layout)):
+            self._memory.remember(flight.payload.view(-1), flight.layout, dropped)
         flight.result.set_result(value)
 
-    def _lost(self, flight: _Flight) -> list[Range]:
+    def _dropped(self, flight: _Flight) -> list[Range]:
         """What of the payload others have zero-filled, ascending; counts and guards."""
         assert flight.exchange is not None
-        lost = []
+        dropped = []
         chunk, element_bytes = flight.wire.shape[1], flight.wire.element_size()
-        bound = self.options.max_low_priority_loss if flight.tolerant else 0.0
-        for peer, ranges in sorted(flight.exchange.lost().items()):
+        bound = self.options.max_low_priority_drop if flight.tolerant else 0.0
+        for peer, ranges in sorted(flight.exchange.dropped().items()):
             count = sum(stop - start for start, stop in ranges)
-            self._bytes_lost += count * element_bytes
-            self._step_lost += count * element_bytes
+            self._bytes_dropped += count * element_bytes
+            self._step_dropped += count * element_bytes
             if count > bound * chunk and not self.exact:
                 self._make_exact(
                     f"rank {peer} zero-filled {count / chunk:.1%} of a message, more than "
                     f"the bound of {bound:.1%}"
                 )
-            lost += [(peer * chunk + start, peer * chunk + stop) for start, stop in ranges]
-        return lost
+            dropped += [(peer * chunk + start, peer * chunk + stop) for start, stop in ranges]
+        return dropped
 
     def _fail(self, flight: _Flight, error: Exception) -> None:
         """Ends this bucket and those that would be gathered after it: their turn never comes."""
@@ -549,16 +549,20 @@ class SmartState:
         self._exact_next = False
 
     def _judge(self) -> None:
-        """Notes the loss of the step that has ended; too much of it ends all tolerance."""
-        self._window.append((self._step_lost, self._step_tolerant))
-        self._step_lost = self._step_tolerant = 0
+        """Notes the drops of the step that has ended; too much of it ends all tolerance."""
+        self._window.append((self._step_dropped, self._step_tolerant))
+        self._step_dropped = self._step_tolerant = 0
         tolerant = sum(tolerant for _, tolerant in self._window)
-        lost = sum(lost for lost, _ in self._window)
-        limit = self.options.max_mean_loss
-        if len(self._window) == self._window.maxlen and lost > limit * tolerant and not self.exact:
+        dropped = sum(dropped for dropped, _ in self._window)
+        limit = self.options.max_mean_drop
+        if (
+            len(self._window) == self._window.maxlen
+            and dropped > limit * tolerant
+            and not self.exact
+        ):
             self._make_exact(
-                f"{lost / tolerant:.1%} of the bytes were lost in the last {len(self._window)} "
-                f"steps, more than max_mean_loss={limit:.1%}"
+                f"{dropped / tolerant:.1%} of the bytes were dropped in the last "
+                f"{len(self._window)} steps, more than max_mean_drop={limit:.1%}"
             )
 
     def _make_exact(self, reason: str) -> None:

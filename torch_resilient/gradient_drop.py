@@ -1,4 +1,4 @@
-"""Gradients that may be lost on the way: what counts as small, and the memory of what was lost.
+"""Gradients that may be dropped on the way: which are small, and the memory of what was dropped.
 
 Pure: tensors in, tensors out. The DDP hook (`torch_resilient.ddp`) and the convergence study use
 the same code.
@@ -53,8 +53,8 @@ def all_finite(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class _Lost:
-    """What of one key was lost: the values, one after the other, of ascending disjoint ranges."""
+class _Dropped:
+    """What of one key was dropped: the values of ascending disjoint ranges, concatenated."""
 
     elements: int  # of the key, all of them
     ranges: Tensor  # int64 on the CPU, one row [start, stop) for each, in elements of the key
@@ -74,18 +74,18 @@ class ErrorMemory:
     """What was sent and has not arrived, to be sent again with the next gradient.
 
     Kept by key (the name of a parameter), not by bucket: buckets change. Sparse: it takes as much
-    memory as was lost, and nothing without a loss. Values have the type of the payload (float32,
+    memory as was dropped, and nothing without a drop. Values have the type of the payload (float32,
     or float64 for such gradients) and its device.
 
     Not thread-safe: its owner calls it from one thread at a time.
     """
 
     def __init__(self) -> None:
-        self._lost: dict[str, _Lost] = {}
+        self._dropped: dict[str, _Dropped] = {}
 
     def holds(self, layout: Layout) -> bool:
         """Whether anything is remembered of the keys in `layout`."""
-        return any(key in self._lost for key, _ in layout)
+        return any(key in self._dropped for key, _ in layout)
 
     def add_to(self, payload: Tensor, layout: Layout) -> None:
         """Adds what is remembered to the flat `payload`, in place: p = x + e.
@@ -98,95 +98,95 @@ class ErrorMemory:
         """
         start = 0
         for key, elements in layout:
-            if (lost := self._lost.get(key)) is not None:
-                if lost.elements != elements:
+            if (dropped := self._dropped.get(key)) is not None:
+                if dropped.elements != elements:
                     raise ValueError(
-                        f"the error memory of {key!r} is of {lost.elements} elements, its gradient "
-                        f"has {elements}: was it saved with another model, or other ranks?"
+                        f"the error memory of {key!r} is of {dropped.elements} elements, its "
+                        f"gradient has {elements}: was it saved with another model, or other ranks?"
                     )
                 part = payload[start : start + elements]
-                values = lost.values.to(device=payload.device, dtype=payload.dtype)
+                values = dropped.values.to(device=payload.device, dtype=payload.dtype)
                 # No place occurs twice, so this is the same on every device and in every run.
-                part[lost.places().to(payload.device)] += values
+                part[dropped.places().to(payload.device)] += values
             start += elements
 
-    def remember(self, payload: Tensor, layout: Layout, lost: Sequence[Range]) -> None:
-        """Replaces the memory of the keys in `layout` by `payload` where it was lost.
+    def remember(self, payload: Tensor, layout: Layout, dropped: Sequence[Range]) -> None:
+        """Replaces the memory of the keys in `layout` by `payload` where it was dropped.
 
-        `lost` are ranges of `payload`, ascending and disjoint; what lies beyond the layout
-        (padding) is ignored. Keys that lost nothing are forgotten.
+        `dropped` are ranges of `payload`, ascending and disjoint; what lies beyond the layout
+        (padding) is ignored. Keys of which nothing was dropped are forgotten.
 
         Raises ValueError for ranges that are not ascending or not within the payload.
 
         Paper: SMART §3.3, Equations 4 and 5.
         """
         end = 0
-        for start, stop in lost:
+        for start, stop in dropped:
             if not end <= start < stop <= payload.numel():
                 raise ValueError(
-                    f"lost range [{start}, {stop}): expected ascending, disjoint ranges within "
+                    f"dropped range [{start}, {stop}): expected ascending, disjoint ranges within "
                     f"{payload.numel()} elements; the one before ended at {end}"
                 )
             end = stop
-        starts = [start for start, _ in lost]
-        stops = [stop for _, stop in lost]
+        starts = [start for start, _ in dropped]
+        stops = [stop for _, stop in dropped]
         begin = 0
         for key, elements in layout:
             end = begin + elements
             first, last = bisect.bisect_right(stops, begin), bisect.bisect_left(starts, end)
             if elements and first < last:
-                ranges = torch.tensor(lost[first:last], dtype=torch.int64)
+                ranges = torch.tensor(dropped[first:last], dtype=torch.int64)
                 ranges = ranges.clamp(begin, end) - begin
                 count = int((ranges[:, 1] - ranges[:, 0]).sum())
-                places = _Lost(elements, ranges, payload.new_empty(count)).places()
-                self._lost[key] = _Lost(elements, ranges, payload[begin:end][places])
+                places = _Dropped(elements, ranges, payload.new_empty(count)).places()
+                self._dropped[key] = _Dropped(elements, ranges, payload[begin:end][places])
             else:
-                self._lost.pop(key, None)
+                self._dropped.pop(key, None)
             begin = end
 
     def snapshot(self) -> object:
         """What is remembered now, for rewind(); shares its values, so it costs next to nothing."""
-        return dict(self._lost)
+        return dict(self._dropped)
 
     def rewind(self, snapshot: object) -> None:
         """Remembers what a snapshot() of this memory did."""
         assert isinstance(snapshot, dict)
-        self._lost = dict(snapshot)
+        self._dropped = dict(snapshot)
 
     def norm(self) -> float:
         """The Euclidean norm of all that is remembered."""
-        return math.sqrt(sum(float(lost.values.double().square().sum()) for lost in self))
+        return math.sqrt(sum(float(dropped.values.double().square().sum()) for dropped in self))
 
     def elements(self) -> int:
         """How many elements are remembered."""
-        return sum(lost.values.numel() for lost in self)
+        return sum(dropped.values.numel() for dropped in self)
 
     def __iter__(self) -> Any:
-        return iter(self._lost.values())
+        return iter(self._dropped.values())
 
     def dense(self, key: str, elements: int) -> Tensor:
         """What is remembered of `key`, which has so many elements: a flat tensor with zeros."""
-        lost = self._lost.get(key)
-        if lost is None:
+        dropped = self._dropped.get(key)
+        if dropped is None:
             return torch.zeros(elements)
-        whole = lost.values.new_zeros(elements)
-        whole[lost.places()] = lost.values
+        whole = dropped.values.new_zeros(elements)
+        whole[dropped.places()] = dropped.values
         return whole
 
     def scale(self, factor: float) -> None:
         """Multiplies all that is remembered, for gradients whose unit changes."""
-        for key, lost in self._lost.items():
-            self._lost[key] = _Lost(lost.elements, lost.ranges, lost.values * factor)
+        for key, dropped in self._dropped.items():
+            self._dropped[key] = _Dropped(dropped.elements, dropped.ranges, dropped.values * factor)
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """All that is remembered, by key: `elements`, `ranges`, `values`; copies on the CPU."""
         return {
             key: {
-                "elements": lost.elements,
-                "ranges": lost.ranges.clone(),
-                "values": lost.values.cpu().clone(),
+                "elements": dropped.elements,
+                "ranges": dropped.ranges.clone(),
+                "values": dropped.values.cpu().clone(),
             }
-            for key, lost in self._lost.items()
+            for key, dropped in self._dropped.items()
         }
 
     def load_state_dict(
@@ -212,5 +212,5 @@ class ErrorMemory:
                     f"the error memory of {key!r}, of {elements} elements, does not fit the "
                     f"model's {sizes[key]}"
                 )
-            loaded[key] = _Lost(elements, ranges.clone(), values.clone())
-        self._lost = loaded
+            loaded[key] = _Dropped(elements, ranges.clone(), values.clone())
+        self._dropped = loaded

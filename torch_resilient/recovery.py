@@ -1,4 +1,4 @@
-"""Sends that may lose what matters little, and what of them was lost."""
+"""Sends that may lose what matters little, and what of them was dropped."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _EXACT = (-1.0, 0.0)
 
 @dataclass(frozen=True)
 class SmartOptions:
-    """What may be lost. Raises ValueError, naming the field, for a value out of its limits.
+    """What may be dropped. Raises ValueError, naming the field, for a value out of its limits.
 
     `top_fraction` (0 to 1, without the ends): a packet whose mean magnitude reaches that of the
     largest `top_fraction` of the bucket's elements arrives for certain. The paper's K. Larger
     values protect more.
 
-    `max_low_priority_loss` (0 to 1): the part of each message's bytes that may be lost; what is
-    lost beyond that is sent again. 0: exact.
+    `max_low_priority_drop` (0 to 1): the part of each message's bytes that may be dropped; what is
+    dropped beyond that is sent again. 0: exact.
 
-    `max_mean_loss` (0 to 1): if more than this part of the bytes was lost in the mean of the last
-    `loss_window_steps` steps, the link is worse than error feedback is known to be good for (the
-    paper: up to 5 %), and the state becomes exact for the rest of the run.
+    `max_mean_drop` (0 to 1): if more than this part of the bytes was dropped in the mean of the
+    last `drop_window_steps` steps, the link is worse than error feedback is known to be good for
+    (the paper: up to 5 %), and the state becomes exact for the rest of the run.
 
     `exact_below_bytes` (0 or more): smaller messages are exact. A message is one rank's share of
     a bucket. A few packets more do not pay; biases and the like stay out of it where they have
@@ -53,16 +53,16 @@ class SmartOptions:
     may be missing where it arrives; the next stage then computes with zeros there, and nothing
     makes up for it. One number holds for the boundaries of low priority, and those of high priority
     are exact; several hold for one boundary each, the first stage's first, as `torch-resilient
-    profile-loss` suggests them. 0: exact. The gradients of activations are always exact.
+    profile-drop` suggests them. 0: exact. The gradients of activations are always exact.
 
     `depth_ratio` (0 to 1): boundaries in this first part of the model are of high priority, the
     paper's k. The default is where its Figure 1 finds the earlier boundary, layer 6 of 24.
     """
 
     top_fraction: float = 0.01
-    max_low_priority_loss: float = 0.1
-    max_mean_loss: float = 0.08
-    loss_window_steps: int = 50
+    max_low_priority_drop: float = 0.1
+    max_mean_drop: float = 0.08
+    drop_window_steps: int = 50
     exact_below_bytes: int = 65536
     exact_every: int = 0
     samples: int = 4096
@@ -75,9 +75,9 @@ class SmartOptions:
                 raise ValueError(f"SmartOptions: {name}={getattr(self, name)}: expected {expected}")
 
         check("top_fraction", 0 < self.top_fraction < 1, "a fraction above 0 and below 1")
-        for name in ("max_low_priority_loss", "max_mean_loss", "depth_ratio"):
+        for name in ("max_low_priority_drop", "max_mean_drop", "depth_ratio"):
             check(name, 0 <= getattr(self, name) <= 1, "a fraction, 0 to 1")
-        check("loss_window_steps", self.loss_window_steps >= 1, "a number of steps, 1 or more")
+        check("drop_window_steps", self.drop_window_steps >= 1, "a number of steps, 1 or more")
         check("exact_below_bytes", self.exact_below_bytes >= 0, "bytes, 0 or more")
         check("exact_every", self.exact_every >= 0, "a number of steps, or 0 for never")
         check("samples", self.samples >= 100, "100 or more")
@@ -125,12 +125,12 @@ class tolerate:
 
     A context manager::
 
-        with tolerate(threshold=1e-4, max_lost_fraction=0.1):
+        with tolerate(threshold=1e-4, max_drop_fraction=0.1):
             work = dist.isend(gradients, dst=1)
 
-    A packet whose values have a mean magnitude below `threshold` may be lost: the receiver finds
+    A packet whose values have a mean magnitude below `threshold` may be dropped: the receiver finds
     zeros there. In the traffic classes of activations any packet may, whatever its values, but
-    messages with a NaN or infinity are exact. Of each message at most `max_lost_fraction` (0 to 1)
+    messages with a NaN or infinity are exact. Of each message at most `max_drop_fraction` (0 to 1)
     of the bytes; packets beyond that, and those that reach the threshold, are sent until they
     arrive. A negative threshold means exact, as without this block. It holds for point-to-point
     sends of floating point tensors that the calling thread issues within the block; the innermost
@@ -142,23 +142,23 @@ class tolerate:
     Paper: SMART §3.2, low-priority packets of gradients, and activations.
     """
 
-    __slots__ = ("max_lost_fraction", "threshold")
+    __slots__ = ("max_drop_fraction", "threshold")
 
-    def __init__(self, threshold: float, max_lost_fraction: float) -> None:
+    def __init__(self, threshold: float, max_drop_fraction: float) -> None:
         if not math.isfinite(threshold):
             raise ValueError(
                 f"tolerate: threshold={threshold}: expected a finite number (negative: exact)"
             )
-        if not 0 <= max_lost_fraction <= 1:
+        if not 0 <= max_drop_fraction <= 1:
             raise ValueError(
-                f"tolerate: max_lost_fraction={max_lost_fraction}: expected 0 to 1, the part of a "
+                f"tolerate: max_drop_fraction={max_drop_fraction}: expected 0 to 1, the part of a "
                 "message's bytes"
             )
         self.threshold = float(threshold)
-        self.max_lost_fraction = float(max_lost_fraction)
+        self.max_drop_fraction = float(max_drop_fraction)
 
     def __enter__(self) -> tolerate:
-        before = _native.load().set_tolerance(self.threshold, self.max_lost_fraction)
+        before = _native.load().set_tolerance(self.threshold, self.max_drop_fraction)
         _previous.stack.append(_EXACT if before is None else before)
         return self
 
@@ -171,7 +171,7 @@ class tolerate:
         _native.load().set_tolerance(*_previous.stack.pop())
 
     def __repr__(self) -> str:
-        return f"tolerate({self.threshold}, {self.max_lost_fraction})"
+        return f"tolerate({self.threshold}, {self.max_drop_fraction})"
 
 
 def zero_filled(work: Work) -> list[Range]:
@@ -195,7 +195,7 @@ class Exchange:
         self.sent: list[Future[Any]] = [work.get_future() for work in sends.values()]
         self.received: list[Future[Any]] = [work.get_future() for work in receives.values()]
 
-    def lost(self) -> dict[int, list[Range]]:
+    def dropped(self) -> dict[int, list[Range]]:
         """After all sends are done: by receiver, the element ranges that it has zero-filled."""
         return {peer: zero_filled(work) for peer, work in self._sends.items()}
 
@@ -207,11 +207,11 @@ def exchange(
     *,
     tag: int,
     threshold: float = -1.0,
-    max_lost_fraction: float = 0.0,
+    max_drop_fraction: float = 0.0,
 ) -> Exchange:
     """Sends `outgoing[r]` to rank r of `group` and receives `incoming[r]` from there.
 
-    The tensors must be contiguous. `threshold` and `max_lost_fraction` as for `tolerate`, for all
+    The tensors must be contiguous. `threshold` and `max_drop_fraction` as for `tolerate`, for all
     of the sends; the default is exact. Messages match by `tag`, in the order of the calls.
     Returns at once.
     """
@@ -235,6 +235,6 @@ def exchange(
         if threshold < 0:
             post_sends()
         else:
-            with tolerate(threshold, max_lost_fraction):
+            with tolerate(threshold, max_drop_fraction):
                 post_sends()
     return Exchange(sends, receives)

@@ -43,7 +43,7 @@ def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
     parser = commands.add_parser(
         "lab",
-        help="run a job on emulated hosts, over links with delay, loss and outages",
+        help="run a job on emulated hosts, over links with delay, drops and outages",
         description=__doc__,
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -62,13 +62,13 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="share the hosts among N sites: --delay, --rate, --loss and --set hold between sites "
+        help="share the hosts among N sites: --delay, --rate, --drop and --set hold between sites "
         "only; inside, the network is as fast as the machine. Sets TORCH_RESILIENT_SITE",
     )
     for name, what in (
         ("delay", "one way, such as 20ms"),
         ("rate", "of each direction between two hosts, such as 1gbit"),
-        ("loss", "share of packets, such as 0.1%%"),
+        ("drop", "share of packets, such as 0.1%%"),
     ):
         parser.add_argument(f"--{name}", metavar="X", help=what)
     parser.add_argument(
@@ -89,7 +89,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--script", metavar="TEXT", help="events, timed from the commands' start")
     parser.add_argument("--script-file", type=Path, metavar="FILE", help="the same from a file")
-    parser.add_argument("--seed", type=int, default=1, help="decides which packets are lost")
+    parser.add_argument("--seed", type=int, default=1, help="decides which packets are dropped")
     parser.add_argument(
         "--sysctl",
         action="append",
@@ -128,7 +128,7 @@ def _build(lab: NetworkLab, options: argparse.Namespace) -> str:
         raise ValueError("--uplink: is for a site; give --sites, or --rate for a host")
     if options.script and options.script_file:
         raise ValueError("--script: excludes --script-file")
-    asked = [f"{n}={getattr(options, n)}" for n in ("delay", "rate", "loss") if getattr(options, n)]
+    asked = [f"{n}={getattr(options, n)}" for n in ("delay", "rate", "drop") if getattr(options, n)]
     settings: dict[str, Any] = script.parse_settings(asked + options.set)
     sysctl = {}
     for each in options.sysctl:
@@ -221,7 +221,7 @@ def _report(name: str, direction: str, network: Any) -> None:
         return
     causes = ", ".join(
         f"{cause.replace('_', ' ')} {amount.packets}"
-        for cause in ("lost", "queue_full", "outage", "overrun", "refused", "corrupted")
+        for cause in ("dropped", "queue_full", "outage", "overrun", "refused", "corrupted")
         if (amount := getattr(counters, cause)).packets
     )
     sys.stderr.write(

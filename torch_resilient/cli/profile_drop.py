@@ -1,4 +1,4 @@
-"""`torch-resilient profile-loss`: how much lost activation a training stands, by boundary."""
+"""`torch-resilient profile-drop`: how many dropped activations a training stands, by boundary."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from typing import Any
 from torch_resilient.cli.errors import bad_input
 
 ABOUT = """\
-Runs SCRIPT, a training as it is, again and again: without loss, and with a part of what crosses
-one boundary between pipeline stages lost and read as zeros. The training loss at the end tells
+Runs SCRIPT, a training as it is, again and again: without drops, and with a part of what crosses
+one boundary between pipeline stages dropped and read as zeros. The training loss at the end tells
 what that costs, and so which bound each boundary stands (SMART, Figure 1). Each run is a process
-of its own on this machine, with a fixed seed: a run with loss sees the data of one without.
+of its own on this machine, with a fixed seed: a run with drops sees the data of one without.
 
-what is lost
+what is dropped
   The output of a boundary's module goes through packets of 1376 bytes, as over datagrams. Of each
-  message the fraction that is tried is lost, rounded down, never the first packet: the most that
-  a bound of this fraction allows. Messages too small to lose a packet, or below --exact-below,
+  message the fraction that is tried is dropped, rounded down, never the first packet: the most that
+  a bound of this fraction allows. Messages too small to drop a packet, or below --exact-below,
   are marked "exact": profile with the batch that will be trained. Modules in evaluation lose
   nothing.
   --direction forward: activations, as SmartOptions.activation_bound allows. backward: their
@@ -56,10 +56,10 @@ what is told
   loss says something. What the script writes, it writes in every run. torch.compile is off.
 
 examples:
-  torch-resilient profile-loss --steps 200 train.py --batch 32
-  torch-resilient profile-loss --boundary blocks.3 --boundary blocks.7 --fractions 0.01,0.05 \\
+  torch-resilient profile-drop --steps 200 train.py --batch 32
+  torch-resilient profile-drop --boundary blocks.3 --boundary blocks.7 --fractions 0.01,0.05 \\
       train.py
-  torch-resilient profile-loss --nproc-per-node 4 train_pipeline.py --steps 50
+  torch-resilient profile-drop --nproc-per-node 4 train_pipeline.py --steps 50
 
 exit status: 0; 1 if the script fails, with the end of what it said; 2 for bad input.
 """
@@ -95,7 +95,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Harm:
-    """Loss at the end above that of the same seed without loss, by seed."""
+    """Loss at the end above that of the same seed without drops, by seed."""
 
     by_seed: Sequence[float]
 
@@ -131,8 +131,8 @@ def _deviation(values: Sequence[float]) -> float:
 def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
     parser = commands.add_parser(
-        "profile-loss",
-        help="how much lost activation a training stands at each pipeline boundary",
+        "profile-drop",
+        help="how many dropped activations a training stands at each pipeline boundary",
         description=__doc__,
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -151,7 +151,7 @@ def add_parser(commands: Any) -> None:
         "--fractions",
         default="0.005,0.01,0.02,0.05",
         metavar="LIST",
-        help="of each message, to be lost; default: %(default)s",
+        help="of each message, to be dropped; default: %(default)s",
     )
     add("--direction", choices=("forward", "backward", "both"), default="forward")
     add("--packets", choices=("random", "small"), default="random")
@@ -198,7 +198,7 @@ def _request(options: argparse.Namespace) -> _Request:
             fraction = math.nan
         if not 0 <= fraction <= 1:
             raise ValueError(f"--fractions: expected fractions, 0 to 1, got {text!r}")
-        if fraction > 0:  # without loss it runs anyway
+        if fraction > 0:  # without drops it runs anyway
             fractions.append(fraction)
     if not fractions:
         raise ValueError("--fractions: expected one above 0")
@@ -289,7 +289,7 @@ def run_once(
     request: _Request, names: Sequence[str] | None, bounds: Mapping[str, float], seed: int
 ) -> Outcome:
     """One training. Raises ScriptError, after the end of what the script said, if it fails."""
-    with tempfile.TemporaryDirectory(prefix="profile-loss-") as folder:
+    with tempfile.TemporaryDirectory(prefix="profile-drop-") as folder:
         settings = {**request.settings, "out": folder, "names": names, "bounds": dict(bounds)}
         settings["seed"] = seed
         log = Path(folder, "log")
@@ -301,7 +301,7 @@ def run_once(
         if status != 0 or not files:
             said = log.read_text(errors="replace").splitlines()[-_LINES_SHOWN:]
             sys.stderr.write("".join(f"| {line}\n" for line in said))
-            what = "without loss" if not bounds else f"with {_told(bounds)} lost"
+            what = "without drops" if not bounds else f"with {_told(bounds)} dropped"
             raise ScriptError(
                 f"{request.script[0]} failed with exit status {status}, {what}, seed {seed}; its "
                 "last words are above"
@@ -336,7 +336,7 @@ class Profile:
 
     Attributes:
         names: of the boundaries, the first first.
-        final: loss at the end by seed, without loss.
+        final: loss at the end by seed, without drops.
         harm: by boundary and fraction; without those that could lose nothing.
         bounds: suggested, by boundary.
         together: harm with all of them at once, as often as they were tried; the last counts. Empty
@@ -385,7 +385,7 @@ class Progress:
 
 
 def _check(first: Outcome, request: _Request) -> None:
-    """Raises ValueError if the run without loss cannot be judged."""
+    """Raises ValueError if the run without drops cannot be judged."""
     script = request.script[0]
     if len(first.losses) < 2:
         raise ValueError(
@@ -447,15 +447,15 @@ def profile(request: _Request) -> Profile:
     for seed in request.seeds:
         outcome = first if seed == request.seeds[0] else run_once(request, names, {}, seed)
         without.append(final(outcome))
-        progress.say("without loss", seed, without[-1])
+        progress.say("without drops", seed, without[-1])
     if not all(map(math.isfinite, without)):
-        raise ValueError(f"{request.script[0]}: without any loss the training diverges: {without}")
+        raise ValueError(f"{request.script[0]}: without any drop the training diverges: {without}")
 
     def harm_of(bounds: Mapping[str, float]) -> Harm:
         by_seed = []
         for seed, expected in zip(request.seeds, without, strict=True):
             loss = final(run_once(request, names, bounds, seed))
-            progress.say(f"{_told(bounds)} lost", seed, loss)
+            progress.say(f"{_told(bounds)} dropped", seed, loss)
             by_seed.append(loss - expected if math.isfinite(loss) else math.inf)
         return Harm(by_seed)
 
@@ -526,7 +526,7 @@ def table(found: Profile) -> str:
         )
     if not any(found.harm.values()):
         lines.append(
-            "nothing was tried: at these fractions no message loses a packet; raise --fractions, "
+            "nothing was tried: at these fractions no message drops a packet; raise --fractions, "
             "or profile with larger batches"
         )
     return "\n".join(lines)
@@ -594,9 +594,9 @@ def run(options: argparse.Namespace) -> int:
         with _ends_in_order():
             found = profile(_request(options))
     except (ValueError, OSError) as error:
-        return bad_input("profile-loss", error)
+        return bad_input("profile-drop", error)
     except ScriptError as error:
-        bad_input("profile-loss", error)
+        bad_input("profile-drop", error)
         return 1
     except KeyboardInterrupt:
         return 130

@@ -1,4 +1,4 @@
-"""One run of `torch-resilient profile-loss`: a training script, its boundaries and its losses.
+"""One run of `torch-resilient profile-drop`: a training script, its boundaries and its losses.
 
     python -m torch_resilient.cli.profile_run SETTINGS SCRIPT [ARGUMENT...]
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_resilient.activation_loss import (
+from torch_resilient.activation_drop import (
     Boundary,
     Packets,
     evenly_spaced,
@@ -43,11 +43,11 @@ class Settings:
         out: folder for what it has seen.
         names: boundaries, the first first; None: to be found.
         stages: into how many the model is cut, where boundaries are to be found.
-        bounds: by boundary, the fraction of each message that is lost; others are exact.
+        bounds: by boundary, the fraction of each message that is dropped; others are exact.
         fractions: for which to tell how many packets of a message they are.
         direction: as for make_boundaries().
         packets, exact_below_bytes: as for Boundary.
-        seed: of everything: the script's random numbers and the lost packets.
+        seed: of everything: the script's random numbers and the dropped packets.
         steps: after so many the script is ended; None: it ends by itself.
         module: SCRIPT is the name of a module, as for `python -m`.
     """
@@ -201,7 +201,7 @@ class Watcher:
                 boundary.watch(modules[boundary.name])
 
     def _may_miss(self, message_bytes: int) -> list[int]:
-        """Packets of such a message that are lost, by fraction."""
+        """Packets of such a message that are dropped, by fraction."""
         settings = self._settings
         if message_bytes < settings.exact_below_bytes:
             return [0] * len(settings.fractions)

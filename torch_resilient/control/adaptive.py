@@ -76,8 +76,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             accelerator after the first iteration, where copies of activations fit beside the
             computation; on the CPU all stay.
         adapt: False keeps the first plan.
-        smart: what of the activations may be lost between stages, see
-            SmartOptions.activation_bound. The default is nothing; what is lost changes the bits.
+        smart: what of the activations may be dropped between stages, see
+            SmartOptions.activation_bound. The default is nothing; what is dropped changes the bits.
         timeline_dir: what all ranks measure is written there, for `torch-resilient timeline`; the
             environment variable TORCH_RESILIENT_TIMELINE stands in for it.
 

@@ -72,11 +72,11 @@ class DispatchedSchedule(StageSchedule):
     """What SchedulePlanned, ScheduleLive and ScheduleAdaptiveZB share: operations are measured and,
     if wanted, written down.
 
-    `smart`: what of the activations may be lost between stages, see SmartOptions.activation_bound;
+    `smart`: what of the activations may be dropped between stages (SmartOptions.activation_bound);
     the default is nothing. It takes effect over datagrams ("resilient" with wan=udp).
 
     Attributes:
-        tolerance: that of this stage's activations, and what was lost of them.
+        tolerance: that of this stage's activations, and what was dropped of them.
         recorder: what the stage did in the last iteration.
         waits: how the compute thread was blocked.
         recording: the file of this run; None if none is written.
@@ -148,10 +148,10 @@ class SchedulePlanned(DispatchedSchedule):
     schedules; every rank gives the same `orders`: one list per stage, of Operation or texts such as
     "F0". In `eval()`, only the forwards run. It works on any backend. `timeline_dir`, for which the
     environment variable TORCH_RESILIENT_TIMELINE stands in: what all ranks measure is written
-    there, for `torch-resilient timeline`. `smart` is what of the activations may be lost on lossy
+    there, for `torch-resilient timeline`. `smart` says which activations may be dropped on lossy
     links (SmartOptions.activation_bound); by default they are exact.
 
-    Gradients and losses have the bits they have with any other order, unless something was lost.
+    Gradients and losses have the bits they have with any other order, unless something was dropped.
     Within DDP or FSDP2, gradients are reduced after the last W.
 
     Raises as `checked_orders`.

@@ -19,7 +19,7 @@ _log = logging.getLogger("torch_resilient")
 class ActivationTolerance:
     """What of the activations that a stage sends may be missing, and what was.
 
-    The gradient that comes back for what was lost is ignored: nothing depends on it.
+    The gradient that comes back for what was dropped is ignored: nothing depends on it.
 
     Attributes:
         bound: the part of the bytes of a message that may be; 0: all arrive.
@@ -57,10 +57,10 @@ class ActivationTolerance:
     def granted(self) -> contextlib.AbstractContextManager[object]:
         """The context in which to issue the send of an activation that this applies to."""
         # Activations have no threshold: which of their values matter, nobody knows.
-        return recovery.tolerate(threshold=0.0, max_lost_fraction=self.bound)
+        return recovery.tolerate(threshold=0.0, max_drop_fraction=self.bound)
 
     def arrived(self, work: dist.Work, tensor: Tensor) -> list[recovery.Range]:
-        """Counts a completed send of such an activation; returns what of it was lost.
+        """Counts a completed send of such an activation; returns what of it was dropped.
 
         If that is more than the bound, which the network should never do, all is exact from then
         on, and the log says so.
@@ -68,13 +68,13 @@ class ActivationTolerance:
         ranges = recovery.zero_filled(work)
         self.messages += 1
         self.bytes_sent += tensor.nbytes
-        lost = tensor.element_size() * sum(b - a for a, b in ranges)
-        self.bytes_zero_filled += lost
-        if lost > self.bound * tensor.nbytes + 1:  # but for rounding
+        dropped = tensor.element_size() * sum(b - a for a, b in ranges)
+        self.bytes_zero_filled += dropped
+        if dropped > self.bound * tensor.nbytes + 1:  # but for rounding
             _log.warning(
                 "activations are exact from now on: %d of %d bytes of one were zero-filled, more "
                 "than the bound of %g",
-                lost,
+                dropped,
                 tensor.nbytes,
                 self.bound,
             )

@@ -210,7 +210,7 @@ class StageActions:
         # By microbatch: activations that may lose something, with their place among the outputs.
         self._tolerant_sends: dict[int, list[tuple[int, Tensor, dist.Work]]] = {}
         self._ours = carries_messages(self._stage)
-        # Only this backend tolerates losses.
+        # Only this backend tolerates drops.
         self._tolerance = schedule.tolerance if self._ours else ActivationTolerance()
         self.num_microbatches = schedule.num_microbatches
         self.backward: bool = schedule._has_backward
@@ -281,7 +281,7 @@ class StageActions:
         On the first stage, whose inputs need no gradient, W is the whole backward. Where the
         backward cannot be split (`splits_backward`), B is, and W nothing.
         """
-        self._ignore_gradients_of_lost(microbatch)
+        self._ignore_gradients_of_dropped(microbatch)
         loss = self._schedule._maybe_get_loss(self._stage, microbatch)  # type: ignore[no-untyped-call]
         self._stage.backward_one_chunk(
             microbatch,
@@ -317,7 +317,7 @@ class StageActions:
     def wait_for_sends(self) -> None:
         """Until all buffers that were sent may be reused. Raises what a send ended with."""
         for microbatch in list(self._tolerant_sends):
-            self._lost_of(microbatch)  # without a backward, nobody has asked
+            self._dropped_of(microbatch)  # without a backward, nobody has asked
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -327,21 +327,21 @@ class StageActions:
             self._sends.pop(0).wait()  # raises its error
         self._sends += _post(operations)
 
-    def _lost_of(self, microbatch: int) -> dict[int, list[recovery.Range]]:
+    def _dropped_of(self, microbatch: int) -> dict[int, list[recovery.Range]]:
         """By output, what of it the next stage has replaced by zeros; waits until that is known."""
-        lost = {}
+        dropped = {}
         for index, activation, work in self._tolerant_sends.pop(microbatch, []):
             work.wait()
-            lost[index] = self._tolerance.arrived(work, activation)
-        return lost
+            dropped[index] = self._tolerance.arrived(work, activation)
+        return dropped
 
-    def _ignore_gradients_of_lost(self, microbatch: int) -> None:
-        """Nothing depends on what was lost, so its gradient is 0.
+    def _ignore_gradients_of_dropped(self, microbatch: int) -> None:
+        """Nothing depends on what was dropped, so its gradient is 0.
 
         The next stage, which has computed with zeros there, sends what their gradient would be: a
         row of zeros has no deviation, so that of a layer norm is huge.
         """
-        for index, ranges in self._lost_of(microbatch).items():
+        for index, ranges in self._dropped_of(microbatch).items():
             gradient = self._stage.grad_recv_info[microbatch][index].buffer
             if gradient is None or not ranges:
                 continue

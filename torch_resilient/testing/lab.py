@@ -325,7 +325,7 @@ class Network:
         end: Host | str | None = None,
         direction: str | None = None,
     ) -> None:
-        """Takes the network down until up(). Packets on their way are lost, too.
+        """Takes the network down until up(). Packets on their way are dropped, too.
 
         kind: "blackhole", nothing arrives and nobody is told; "carrier", the NICs lose their
         carrier, as when a cable is pulled; "admin", the NICs are switched off, and their routes
@@ -446,7 +446,7 @@ class Network:
                 "jitter": s.jitter_s,
                 "rate": s.rate_bytes_per_s or 0,
                 "queue": s.queue_limit_bytes(),
-                "loss": s.loss,
+                "loss": s.drop,
                 "burst": s.burst_packets or 0,
                 "duplicate": s.duplicate,
                 "corrupt": s.corrupt,
@@ -492,7 +492,7 @@ class NetworkLab:
             job = a.popen(["ping", b.address])
             wan.down("blackhole")
 
-    seed: decides which packets are lost and so on, with the number of the direction.
+    seed: decides which packets are dropped and so on, with the number of the direction.
     Raises LabUnavailable if unavailable() has something to say. Usable from any thread.
     """
 

@@ -6,7 +6,7 @@ One event a line (or between semicolons); `#` begins a comment:
     2.5s  eth0 up
     3s    eth1 down carrier a          # only the NIC of host a
     4s    eth1 up a
-    5s    wan set delay=40ms loss=1% rate=100mbit
+    5s    wan set delay=40ms drop=1% rate=100mbit
     6s    wan a->b down                # one direction, as a black hole
     7s    wan a,b<->c,d set rate=none
     8s    eth0 flap blackhole 200ms 38s     # down and up every 200 ms, until 38 s; then up
@@ -63,7 +63,7 @@ _FIELDS: dict[str, tuple[str, Units, bool]] = {
     "jitter": ("jitter_s", TIME, False),
     "rate": ("rate_bytes_per_s", RATE, True),
     "queue": ("queue_bytes", SIZE, True),
-    "loss": ("loss", SHARE, False),
+    "drop": ("drop", SHARE, False),
     "burst": ("burst_packets", COUNT, True),
     "duplicate": ("duplicate", SHARE, False),
     "corrupt": ("corrupt", SHARE, False),

@@ -24,10 +24,10 @@ class LinkSettings:
     """None: as fast as the machine can."""
     queue_bytes: float | None = None
     """In front of the rate; more is dropped. None: one round trip's worth, at least 512 KiB."""
-    loss: float = 0.0
-    """Share of packets lost by chance, 0 to 1. They have used the link's time."""
+    drop: float = 0.0
+    """Share of packets dropped by chance, 0 to 1. They have used the link's time."""
     burst_packets: float | None = None
-    """Mean length of runs of lost packets (Gilbert's model); None: each for itself."""
+    """Mean length of bursts of dropped packets (Gilbert's model); None: each for itself."""
     duplicate: float = 0.0
     """Share of packets that arrive twice."""
     corrupt: float = 0.0
@@ -45,7 +45,7 @@ class LinkSettings:
                 raise TypeError(f"{field.name}: expected a number, got {value!r}")
             if not math.isfinite(value) or value < 0:
                 raise ValueError(f"{field.name}: expected a finite number >= 0, got {value!r}")
-        for name in ("loss", "duplicate", "corrupt", "reorder"):
+        for name in ("drop", "duplicate", "corrupt", "reorder"):
             if getattr(self, name) > 1:
                 raise ValueError(
                     f"{name}: expected a share of packets, 0 to 1, got {getattr(self, name)!r}"
@@ -59,9 +59,9 @@ class LinkSettings:
                 raise ValueError(f"burst_packets: expected at least 1, got {self.burst_packets!r}")
             # Between bursts at least one packet arrives.
             most = self.burst_packets / (self.burst_packets + 1)
-            if most < self.loss < 1:
+            if most < self.drop < 1:
                 raise ValueError(
-                    f"loss: {self.loss!r} is too much for bursts of {self.burst_packets!r} packets "
+                    f"drop: {self.drop!r} is too much for bursts of {self.burst_packets!r} packets "
                     f"with one between them; at most {most:.3g}"
                 )
 
@@ -90,7 +90,8 @@ class Counters:
     entered: Amount = Amount()
     delivered: Amount = Amount()
     """With duplicates."""
-    lost: Amount = Amount()
+    dropped: Amount = Amount()
+    """By chance."""
     queue_full: Amount = Amount()
     outage: Amount = Amount()
     overrun: Amount = Amount()
