@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -158,6 +158,62 @@ def test_python_layers() -> None:
         name = path.relative_to(package).as_posix()
         faults += python_faults(name, path.read_text(encoding="utf-8"))
     assert not faults, "\n" + "\n".join(faults)
+
+
+def circles(files: Mapping[str, str]) -> list[list[str]]:
+    """Circles of imports among Python files, given by name (relative to torch_resilient) and text.
+
+    Imports in functions and those for type checkers only count, too.
+    """
+    modules = {
+        "torch_resilient."
+        + name.removesuffix(".py").replace("/", ".").removesuffix(".__init__"): name
+        for name in files
+    }
+    graph: dict[str, set[str]] = {}
+    for module, name in modules.items():
+        found = set()
+        for imported, attribute in _imports(files[name]):
+            target = f"{imported}.{attribute}" if f"{imported}.{attribute}" in modules else imported
+            if target in modules and target != module:
+                found.add(target)
+        graph[module] = found
+    found_circles: list[list[str]] = []
+    done: set[str] = set()
+
+    def visit(module: str, path: list[str]) -> None:
+        if module in path:
+            found_circles.append([*path[path.index(module) :], module])
+            return
+        if module not in done:
+            for target in sorted(graph[module]):
+                visit(target, [*path, module])
+            done.add(module)
+
+    for module in sorted(graph):
+        visit(module, [])
+    return found_circles
+
+
+def test_no_python_module_imports_itself_by_way_of_others() -> None:
+    package = ROOT / "torch_resilient"
+    files = {
+        path.relative_to(package).as_posix(): path.read_text(encoding="utf-8")
+        for path in _files(package, ".py")
+    }
+    assert circles(files) == []
+
+
+def test_the_check_for_circles_finds_them() -> None:
+    files = {
+        "testing/__init__.py": "from torch_resilient.testing.lab import Lab",
+        "testing/lab.py": "from torch_resilient.testing.script import parse",
+        "testing/script.py": "if TYPE_CHECKING:\n    from torch_resilient.testing import lab",
+    }
+    (found,) = circles(files)
+    assert found == [f"torch_resilient.testing.{name}" for name in ("lab", "script", "lab")]
+    files["testing/script.py"] = "from torch_resilient import options"
+    assert circles(files) == []
 
 
 @pytest.mark.parametrize(

@@ -23,10 +23,23 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from torch_resilient.testing.lab import Network
+from torch_resilient.testing.settings import LinkSettings
+
+
+class ScriptedNetwork(Protocol):
+    """What a script does to a network; `lab.Network` fits."""
+
+    def set(self, *, direction: str | None, **settings: Any) -> None: ...
+
+    def settings(self, direction: str) -> LinkSettings: ...
+
+    def down(self, kind: str, *, end: str | None, direction: str | None) -> None: ...
+
+    def up(self, *, end: str | None, direction: str | None) -> None: ...
+
+    def address(self, host: str) -> str: ...
 
 
 class Units(NamedTuple):
@@ -117,7 +130,7 @@ def parse_settings(words: Sequence[str]) -> dict[str, float | None]:
     return fields
 
 
-def parse_script(text: str, networks: Mapping[str, Network]) -> list[Event]:
+def parse_script(text: str, networks: Mapping[str, ScriptedNetwork]) -> list[Event]:
     """Events of a script, in the order of their times. Raises ScriptError."""
     events: list[Event] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -133,7 +146,7 @@ def parse_script(text: str, networks: Mapping[str, Network]) -> list[Event]:
     return sorted(events, key=lambda event: event.at_s)
 
 
-def _events(words: list[str], networks: Mapping[str, Network]) -> list[Event]:
+def _events(words: list[str], networks: Mapping[str, ScriptedNetwork]) -> list[Event]:
     if len(words) < 3:
         raise ValueError("expected TIME NETWORK ACTION")
     at_s = parse_quantity(words[0], TIME)
@@ -142,14 +155,13 @@ def _events(words: list[str], networks: Mapping[str, Network]) -> list[Event]:
         raise ValueError(f"no network {words[1]}; there are {', '.join(networks) or 'none'}")
     rest = words[2:]
     direction = rest.pop(0) if "->" in rest[0] else None
-    network._directions(direction)
+    if direction is not None:
+        network.settings(direction)  # raises if there is no such direction
     if not rest:
         raise ValueError("expected an action after the direction: set, down, up or flap")
     action, *arguments = rest
     text = " ".join(words[1:])
     if action == "set":
-        from torch_resilient.testing.settings import LinkSettings
-
         fields: dict[str, Any] = parse_settings(arguments)
         if not fields:
             raise ValueError("set: expected settings such as delay=40ms")
@@ -177,7 +189,7 @@ def _events(words: list[str], networks: Mapping[str, Network]) -> list[Event]:
 
 
 def _outage(
-    network: Network, kind: str, direction: str | None, arguments: list[str]
+    network: ScriptedNetwork, kind: str, direction: str | None, arguments: list[str]
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """(what begins it, what ends it)."""
     if kind not in _KINDS:
