@@ -16,7 +16,7 @@ from stragglers import PacedStage, loss_of
 from torch import nn
 
 from torch_resilient import faults
-from torch_resilient.control import Layout, LayoutCosts, ScheduleAdaptiveZB, propose_layout
+from torch_resilient.control import Layout, LayoutCosts, propose_layout
 from torch_resilient.control.links import measure_delays
 from torch_resilient.control.migrate import (
     build_groups,
@@ -24,7 +24,7 @@ from torch_resilient.control.migrate import (
     migrate_state,
     restore_state,
 )
-from torch_resilient.pipelining import PipelineCosts, SchedulePlanned, zb_h2
+from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, SchedulePlanned, zb_h2
 
 ABOUT = """\
 Two replicas of four stages in eight processes, real messages over the resilient backend, a delay

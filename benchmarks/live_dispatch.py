@@ -21,7 +21,7 @@ from torch_resilient.pipelining import (
     gates_for,
     plan_schedule,
 )
-from torch_resilient.pipelining.dispatch import (
+from torch_resilient.planning.dispatch import (
     Expectation,
     Patience,
     Progress,
@@ -29,9 +29,9 @@ from torch_resilient.pipelining.dispatch import (
     predicted_orders,
     worth_holding,
 )
-from torch_resilient.pipelining.generator import Limits
-from torch_resilient.pipelining.orders import FORWARD, INPUT_BACKWARD, KINDS, Kinds
-from torch_resilient.pipelining.planner import limits_of
+from torch_resilient.planning.generator import Limits
+from torch_resilient.planning.orders import FORWARD, INPUT_BACKWARD, KINDS, Kinds
+from torch_resilient.planning.planner import limits_of
 
 ABOUT = """\
 The delay of each link is drawn from N(30, 10) ms, at least 0, and drawn anew at intervals from

@@ -25,15 +25,19 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch_resilient import _planning
-from torch_resilient.pipelining import evaluator, generator
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Rules, no_limits
-from torch_resilient.pipelining.orders import classic_kinds
-from torch_resilient.pipelining.planner import Plan, limits_of, plan_schedule
-from torch_resilient.pipelining.warmup import adapted_warmup
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.generator import Rules, no_limits
+from torch_resilient.planning.orders import classic_kinds
+from torch_resilient.planning.planner import Plan, limits_of, plan_schedule
+from torch_resilient.planning.warmup import adapted_warmup
+
+# The same loops in Python, which the tests compare with.
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from planner_twins import evaluator, generator
 
 # Kinds of limits, and what the mean gap of the best plans may be, in percent.
 LIMITS = {"no limit": 0.1, "limit on F-B": 0.3, "limit on F-W": 0.5}

@@ -20,8 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from torch_resilient import faults
-from torch_resilient.control import ScheduleAdaptiveZB
-from torch_resilient.pipelining import PipelineCosts, SchedulePlanned, plan_schedule, zb_h1, zb_h2
+from torch_resilient.pipelining import (
+    PipelineCosts,
+    ScheduleAdaptiveZB,
+    SchedulePlanned,
+    plan_schedule,
+    zb_h1,
+    zb_h2,
+)
 
 ABOUT = """\
 Real processes, real messages over the resilient backend, injected delays. A stage's operations do

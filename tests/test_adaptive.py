@@ -41,13 +41,13 @@ from torch_resilient.control.orchestrator import PLANNER_PATIENCE_S, Orchestrato
 from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, PlanId, initial_plan
 from torch_resilient.control.report import StageReport, costs_of, links_measured
 from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, offload
-from torch_resilient.pipelining.dispatch import predicted_s
-from torch_resilient.pipelining.generator import Limits
 from torch_resilient.pipelining.offload import MemoryRoom
-from torch_resilient.pipelining.orders import held_at_most
-from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.schedule import checked_orders
 from torch_resilient.pipelining.timeline_files import read_run
+from torch_resilient.planning.dispatch import predicted_s
+from torch_resilient.planning.generator import Limits
+from torch_resilient.planning.orders import held_at_most
+from torch_resilient.planning.replay import replay
 
 COUNT = 12
 NO_LIMITS = Limits((COUNT,) * 4, (COUNT,) * 4)

@@ -54,12 +54,12 @@ def test_it_fails_if_exact_gradients_were_changed() -> None:
         demo_lossy.check_exact(run, reference)
 
 
-def test_it_fails_if_nothing_was_lost() -> None:
+def test_it_fails_if_nothing_was_dropped() -> None:
     demo_lossy.check_packets_were_dropped(made_up(TCP))
     demo_lossy.check_packets_were_dropped(made_up(EXACT, dropped=5))
     demo_lossy.check_packets_were_dropped(made_up(SMART, dropped=5, zero_filled=2))
     for run, why in (
-        (made_up(EXACT), "no datagram was lost"),
+        (made_up(EXACT), "no datagram was dropped"),
         (made_up(EXACT, dropped=5, zero_filled=1), "though all was to be exact"),
         (made_up(SMART, dropped=5), "tolerated no drop"),
     ):

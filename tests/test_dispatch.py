@@ -21,7 +21,7 @@ from torch_resilient.pipelining import (
     gates_for,
     plan_schedule,
 )
-from torch_resilient.pipelining.dispatch import (
+from torch_resilient.planning.dispatch import (
     Expectation,
     Patience,
     Progress,
@@ -30,7 +30,7 @@ from torch_resilient.pipelining.dispatch import (
     predicted_s,
     worth_holding,
 )
-from torch_resilient.pipelining.generator import Limits
+from torch_resilient.planning.generator import Limits
 
 
 def simulate(

@@ -955,7 +955,7 @@ def test_quantities() -> None:
         "rate_bytes_per_s": 125e6,
         "delay_s": 0.0015,
         "queue_bytes": None,
-        "loss": pytest.approx(0.001),
+        "drop": pytest.approx(0.001),
     }
     assert parse_quantity("3s", TIME) == 3
     for units, example in ((TIME, "20ms"), (RATE, "100mbit"), (SIZE, "512KiB")):

@@ -91,14 +91,14 @@ def cpp_faults(name: str, text: str) -> list[str]:
 # Sub-packages of torch_resilient and what each may import; modules at the top see no sub-package.
 PACKAGES: dict[str, set[str]] = {
     "": set(),
-    "pipelining": {""},
-    "control": {"", "pipelining"},
-    "geo": {"", "pipelining"},
+    "planning": {""},  # pure: what to run when
+    "control": {"", "planning"},  # decides: what has changed, and which plan follows
+    "pipelining": {"", "planning", "control"},  # runs stages of torch's
     "testing": {""},
-    "cli": {"", "pipelining", "control", "geo", "testing"},
+    "cli": {"", "planning", "control", "pipelining", "testing"},
 }
-# Files that hand out what users look for in a package but what stands on top of it.
-FACADES = {("pipelining/__init__.py", "control")}
+# Packages that must be importable where torch is not.
+WITHOUT_TORCH = {"planning"}
 # The one importer of torch's private names for pipelining.
 TORCH_PRIVATE = "pipelining/torch_actions.py"
 
@@ -126,10 +126,10 @@ def python_faults(name: str, text: str) -> list[str]:
         parts = [*module.split("."), imported]
         if parts[0] == "torch_resilient":
             target = parts[1] if parts[1] in PACKAGES else ""
-            if (name, target) in FACADES:
-                continue
             if target != package and target not in PACKAGES[package]:
                 faults.append(f"{name}: imports {target}, which is not below {package or 'it'}")
+        elif parts[0] == "torch" and package in WITHOUT_TORCH:
+            faults.append(f"{name}: imports torch, which {package} does without")
         elif parts[0] == "torch" and package == "pipelining" and name != TORCH_PRIVATE:
             private = [part for part in parts if part.startswith("_") and part != "__future__"]
             if private:
@@ -279,11 +279,12 @@ def test_the_cpp_check_allows(name: str, line: str) -> None:
 @pytest.mark.parametrize(
     ("name", "line", "fault"),
     [
-        ("options.py", "from torch_resilient.geo import sites", "imports geo"),
+        ("options.py", "from torch_resilient.control import detector", "imports control"),
         ("options.py", "def f():\n    import torch_resilient.cli", "imports cli"),
-        ("pipelining/x.py", "from torch_resilient import control", "imports control"),
-        ("geo/x.py", "import torch_resilient.control.plan", "imports control"),
-        ("geo/x.py", "from . import sites", "relative import"),
+        ("control/x.py", "from torch_resilient import pipelining", "imports pipelining"),
+        ("planning/x.py", "import torch_resilient.control.plan", "imports control"),
+        ("planning/x.py", "import torch", "imports torch"),
+        ("control/x.py", "from . import sites", "relative import"),
         ("testing/x.py", "from torch_resilient import cli", "imports cli"),
         (
             "pipelining/x.py",
@@ -304,8 +305,9 @@ def test_the_python_check_finds(name: str, line: str, fault: str) -> None:
     [
         ("pipelining/torch_actions.py", "from torch.distributed.pipelining.schedules import _A"),
         ("pipelining/x.py", "from __future__ import annotations\nimport torch"),
-        ("cli/x.py", "from torch_resilient import geo\nimport torch_resilient.options"),
-        ("geo/x.py", "from torch_resilient.pipelining.replay import simulate"),
+        ("cli/x.py", "from torch_resilient import control\nimport torch_resilient.options"),
+        ("control/x.py", "from torch_resilient.planning.replay import simulate"),
+        ("pipelining/x.py", "from torch_resilient.control.plan import Decider"),
     ],
 )
 def test_the_python_check_allows(name: str, line: str) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from torch_resilient.pipelining import PipelineCosts, adapted_warmup, gates_for, replay
-from torch_resilient.pipelining.dispatch import predicted_s
-from torch_resilient.pipelining.generator import no_limits
-from torch_resilient.pipelining.orders import WEIGHT_BACKWARD, orders_from_kinds
+from torch_resilient.planning.dispatch import predicted_s
+from torch_resilient.planning.generator import no_limits
+from torch_resilient.planning.orders import WEIGHT_BACKWARD, orders_from_kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -14,9 +14,9 @@ import pytest
 from conftest import ROOT
 
 from torch_resilient import cli
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.orders import Operation
-from torch_resilient.pipelining.replay import replay
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import Operation
+from torch_resilient.planning.replay import replay
 
 # Figure 5 of PIPEMORPH, 20 ms on the first link.
 INPUT: dict[str, Any] = {

@@ -12,13 +12,13 @@ import pytest
 from conftest import ROOT
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from planner_twins.local_search import Search
 
-from torch_resilient.pipelining import orders
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Limits, Rules, generate, paper_schedule
-from torch_resilient.pipelining.local_search import Search
-from torch_resilient.pipelining.orders import OrderError, alternating, held_at_most
-from torch_resilient.pipelining.planner import (
+from torch_resilient.planning import orders
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.generator import Limits, Rules, generate, paper_schedule
+from torch_resilient.planning.orders import OrderError, alternating, held_at_most
+from torch_resilient.planning.planner import (
     POLICIES,
     Plan,
     disturbances,
@@ -26,14 +26,14 @@ from torch_resilient.pipelining.planner import (
     lower_bound_s,
     plan_schedule,
 )
-from torch_resilient.pipelining.replay import replay
-from torch_resilient.pipelining.slackness import (
+from torch_resilient.planning.replay import replay
+from torch_resilient.planning.slackness import (
     accumulated_delay_s,
     slackness,
     tolerated_delay_s,
     warmup_of,
 )
-from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup, require_warmup
+from torch_resilient.planning.warmup import adapted_warmup, initial_warmup, require_warmup
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 

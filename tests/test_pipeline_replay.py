@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_twins.evaluator import Evaluator
 
-from torch_resilient.pipelining import orders, timeline
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.evaluator import Evaluator
-from torch_resilient.pipelining.orders import KINDS, Operation, Order, OrderError, to_kinds
-from torch_resilient.pipelining.replay import replay
-from torch_resilient.pipelining.slackness import warmup_of
+from torch_resilient.pipelining import timeline
+from torch_resilient.planning import orders
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import KINDS, Operation, Order, OrderError, to_kinds
+from torch_resilient.planning.replay import replay
+from torch_resilient.planning.slackness import warmup_of
 
 # Figures 4 and 5 of the paper: 4 stages, 12 microbatches, all operations 10 ms. The unit does not
 # matter, and whole numbers are exact.

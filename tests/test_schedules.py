@@ -32,10 +32,10 @@ from torch_resilient.pipelining import (
     zb_h1,
     zb_h2,
 )
-from torch_resilient.pipelining.dispatch import choose
 from torch_resilient.pipelining.executor import StageRun
-from torch_resilient.pipelining.orders import Order
 from torch_resilient.pipelining.schedule import checked_orders
+from torch_resilient.planning.dispatch import choose
+from torch_resilient.planning.orders import Order
 
 WIDTH = 12
 ROWS = 3

@@ -24,16 +24,16 @@ from hypothesis import strategies as st
 
 from torch_resilient import cli
 from torch_resilient.pipelining import run_timeline
-from torch_resilient.pipelining.costs import PipelineCosts
 from torch_resilient.pipelining.measured import CAUSES, MeasuredRun, Waiting
-from torch_resilient.pipelining.orders import Operation, Order, gpipe, one_f_one_b, zb_h1, zb_h2
-from torch_resilient.pipelining.replay import Replay, replay
 from torch_resilient.pipelining.timeline_files import (
     TimelineError,
     TimelineWriter,
     clock_offset_s,
     read_run,
 )
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import Operation, Order, gpipe, one_f_one_b, zb_h1, zb_h2
+from torch_resilient.planning.replay import Replay, replay
 
 # Figures 4 and 5 of PIPEMORPH.
 PAPER = PipelineCosts.of(4, forward_s=0.01, input_backward_s=0.01, weight_backward_s=0.01)

@@ -28,6 +28,16 @@ def check_versions(built_for: str, found: str) -> None:
         )
 
 
+def not_built(module: str) -> str:
+    """The text of the error where a compiled module of this package is missing."""
+    return (
+        f"torch_resilient.{module} is missing, since this copy of torch_resilient "
+        f"({__file__.rpartition('/')[0]}) has not been built: run `{_BUILD}` in its source; "
+        "or, if you have done so already, keep your program out of it and start Python from "
+        "another directory, else this copy is found first"
+    )
+
+
 @functools.cache
 def load() -> Any:
     """Returns torch_resilient._C.
@@ -40,12 +50,7 @@ def load() -> Any:
     try:
         built_for = importlib.import_module("torch_resilient._build_info").TORCH_VERSION
     except ModuleNotFoundError:
-        raise ImportError(
-            "torch_resilient._C is missing, since this copy of torch_resilient "
-            f"({__file__.rpartition('/')[0]}) has not been built: run `{_BUILD}` in its source; "
-            "or, if you have done so already, keep your program out of it and start Python from "
-            "another directory, else this copy is found first"
-        ) from None
+        raise ImportError(not_built("_C")) from None
     check_versions(built_for, str(torch.__version__))
     try:
         return importlib.import_module("torch_resilient._C")

@@ -1,13 +1,13 @@
 """The compiled inner loops of the planner (csrc/planning/bindings.cpp).
 
-Twins of what has the same name in torch_resilient.pipelining.generator, evaluator and local_search.
+Twins of what has the same name in torch_resilient.planning.generator, evaluator and local_search.
 ValueError for sizes that do not fit together. The GIL is released meanwhile.
 """
 
 from collections.abc import Sequence
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Limits, Rules
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.generator import Limits, Rules
 
 def generate(
     costs: PipelineCosts, num_microbatches: int, rules: Rules, limits: Limits

@@ -34,7 +34,7 @@ perPlace(const py::object& owner, const char* name, size_t count) {
   return values;
 }
 
-// Of torch_resilient.pipelining.costs.PipelineCosts.
+// Of torch_resilient.planning.costs.PipelineCosts.
 PipelineCosts readCosts(const py::object& from) {
   const size_t stages = py::len(from.attr("forward_s"));
   if (stages == 0) {

@@ -17,7 +17,7 @@ struct StageTimes {
 };
 
 // Iteration times of compact orders, the same to the last bit as those of
-// torch_resilient/pipelining/replay.py. Keeps its memory from run to run.
+// torch_resilient/planning/replay.py. Keeps its memory from run to run.
 class Evaluator {
  public:
   // The durations of one stage's F, B and W.

@@ -9,7 +9,7 @@
 namespace resilient {
 
 // How a stage chooses among the operations that could start now; Rules in
-// torch_resilient/pipelining/generator.py says what each does.
+// torch_resilient/planning/generator.py says what each does.
 struct Rules {
   std::vector<size_t> warmup; // by stage, x_i of the paper
   bool waitForWarmup = false;

@@ -11,7 +11,7 @@
 namespace resilient {
 
 // Betters given orders by small changes on the critical path. The readable text
-// of the algorithm is torch_resilient/pipelining/local_search.py; this one
+// of the algorithm is tests/planner_twins/local_search.py; this one
 // makes the same choices.
 class Search {
  public:

@@ -1,6 +1,6 @@
 """Iteration times and memory of compact orders: what `replay` says, and no more of it.
 
-csrc/planning/evaluator.cpp is the same in C++; `core` chooses.
+csrc/planning/evaluator.cpp must give the same to the last bit.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.orders import FORWARD, INPUT_BACKWARD, Kinds
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import FORWARD, INPUT_BACKWARD, Kinds
 
 
 class Evaluator:

@@ -1,16 +1,16 @@
 """Betters given orders by small changes on the critical path.
 
-csrc/planning/local_search.cpp is the same in C++; `core` chooses.
+csrc/planning/local_search.cpp must give the same to the last bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.evaluator import Evaluator
-from torch_resilient.pipelining.generator import Limits
-from torch_resilient.pipelining.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kinds
+from planner_twins.evaluator import Evaluator
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.generator import Limits
+from torch_resilient.planning.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kinds
 
 # Late acceptance: a change is kept if the result is no longer than that of so many changes ago.
 # Fewer and the search is stuck sooner, more and it wanders when time is short. So large pipelines,

@@ -11,9 +11,9 @@ from typing import Any
 from torch_resilient.cli import pictures
 from torch_resilient.cli.errors import bad_input
 from torch_resilient.pipelining import timeline
-from torch_resilient.pipelining.costs import PipelineCosts, per_place
-from torch_resilient.pipelining.planner import POLICIES, Plan, plan_schedule
-from torch_resilient.pipelining.replay import replay
+from torch_resilient.planning.costs import PipelineCosts, per_place
+from torch_resilient.planning.planner import POLICIES, Plan, plan_schedule
+from torch_resilient.planning.replay import replay
 
 ABOUT = """\
 input, a JSON object; times in milliseconds; all but the first five fields may be left out:

@@ -1,12 +1,10 @@
-"""Reacts to slow links: finds them, and re-plans who does what.
+"""Reacts to slow links: finds them, and decides who does what.
 
-`DelayDetector` says which link has changed; `ScheduleAdaptiveZB` re-plans a pipeline while it runs;
-`propose_layout` says which ranks should change places so that a slow link does the least harm.
-`torch_resilient.control.migrate`, which is not imported here because it needs torch, carries that
-out.
+`DelayDetector` says which link has changed; `propose_layout` says which ranks should change places
+so that a slow link does the least harm. `torch_resilient.pipelining.ScheduleAdaptiveZB` uses this
+package to re-plan a pipeline while it runs. `torch_resilient.control.migrate` moves ranks; it needs
+torch and is not imported here.
 """
-
-from typing import TYPE_CHECKING, Any
 
 from torch_resilient.control.detector import DelayChange, DelayDetector
 from torch_resilient.control.layout import (
@@ -19,9 +17,6 @@ from torch_resilient.control.layout import (
     propose_layout,
 )
 
-if TYPE_CHECKING:
-    from torch_resilient.control.adaptive import ScheduleAdaptiveZB
-
 __all__ = [
     "DelayChange",
     "DelayDetector",
@@ -30,17 +25,6 @@ __all__ = [
     "LayoutProposal",
     "Place",
     "Prediction",
-    "ScheduleAdaptiveZB",
     "predict",
     "propose_layout",
 ]
-
-if not TYPE_CHECKING:  # it would hide misspelled names from type checkers
-
-    def __getattr__(name: str) -> Any:
-        """What needs torch, on first use."""
-        if name == "ScheduleAdaptiveZB":
-            from torch_resilient.control.adaptive import ScheduleAdaptiveZB
-
-            return ScheduleAdaptiveZB
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

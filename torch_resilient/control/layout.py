@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from torch_resilient.pipelining import POLICIES, PipelineCosts, plan_schedule
-from torch_resilient.pipelining.costs import per_place
+from torch_resilient.planning.costs import PipelineCosts, per_place
+from torch_resilient.planning.planner import POLICIES, plan_schedule
 
 Matrix = Sequence[Sequence[float]]
 _Floats = npt.NDArray[np.float64]

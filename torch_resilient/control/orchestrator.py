@@ -20,7 +20,7 @@ from typing import Protocol
 from torch_resilient import _events
 from torch_resilient.control.plan import AdaptivePlan, Decider, PlanId
 from torch_resilient.control.report import StageReport, costs_of, links_measured
-from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.planning.costs import PipelineCosts
 
 # For so many iterations after a change was found, one opinion is enough for a new plan: the first
 # measurements may still be half of before.

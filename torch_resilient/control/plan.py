@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import Gates, gates_for, predicted_s
-from torch_resilient.pipelining.generator import Limits
-from torch_resilient.pipelining.orders import Operation, Order, held_at_most
-from torch_resilient.pipelining.planner import disturbances, plan_schedule
-from torch_resilient.pipelining.replay import replay
-from torch_resilient.pipelining.slackness import tolerated_delay_s
-from torch_resilient.pipelining.warmup import LEAST_SLACKNESS, adapted_warmup, initial_warmup
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.dispatch import Gates, gates_for, predicted_s
+from torch_resilient.planning.generator import Limits
+from torch_resilient.planning.orders import Operation, Order, held_at_most
+from torch_resilient.planning.planner import disturbances, plan_schedule
+from torch_resilient.planning.replay import replay
+from torch_resilient.planning.slackness import tolerated_delay_s
+from torch_resilient.planning.warmup import LEAST_SLACKNESS, adapted_warmup, initial_warmup
 
 # A plan must promise this much to be worth a switch, or the pipeline would follow the noise.
 LEAST_GAIN = 0.01

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 
-from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.planning.costs import PipelineCosts
 
 UNKNOWN = math.nan
 

@@ -7,10 +7,10 @@ does with them. Nothing of this imports torch. `ScheduleAdaptiveZB`, `SchedulePl
 
 from typing import TYPE_CHECKING, Any
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import Gates, StageGates, gates_for
-from torch_resilient.pipelining.generator import paper_schedule
-from torch_resilient.pipelining.orders import (
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.dispatch import Gates, StageGates, gates_for
+from torch_resilient.planning.generator import paper_schedule
+from torch_resilient.planning.orders import (
     Operation,
     OrderError,
     gpipe,
@@ -18,13 +18,13 @@ from torch_resilient.pipelining.orders import (
     zb_h1,
     zb_h2,
 )
-from torch_resilient.pipelining.planner import POLICIES, Plan, plan_schedule
-from torch_resilient.pipelining.replay import Replay, replay
-from torch_resilient.pipelining.slackness import tolerated_delay_s
-from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
+from torch_resilient.planning.planner import POLICIES, Plan, plan_schedule
+from torch_resilient.planning.replay import Replay, replay
+from torch_resilient.planning.slackness import tolerated_delay_s
+from torch_resilient.planning.warmup import adapted_warmup, initial_warmup
 
 if TYPE_CHECKING:
-    from torch_resilient.control.adaptive import ScheduleAdaptiveZB
+    from torch_resilient.pipelining.adaptive import ScheduleAdaptiveZB
     from torch_resilient.pipelining.schedule import ScheduleLive, SchedulePlanned
 
 __all__ = [
@@ -56,8 +56,8 @@ if not TYPE_CHECKING:  # it would hide misspelled names from type checkers
 
     def __getattr__(name: str) -> Any:
         """The schedule classes, which need torch."""
-        if name == "ScheduleAdaptiveZB":  # built on top of this package, looked for in it
-            from torch_resilient.control.adaptive import ScheduleAdaptiveZB
+        if name == "ScheduleAdaptiveZB":
+            from torch_resilient.pipelining.adaptive import ScheduleAdaptiveZB
 
             return ScheduleAdaptiveZB
         if name in ("ScheduleLive", "SchedulePlanned"):

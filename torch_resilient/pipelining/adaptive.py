@@ -24,11 +24,8 @@ from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, alike, initial_plan
 from torch_resilient.control.report import StageReport
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import Patience, predicted_orders
 from torch_resilient.pipelining.executor import StageRun
 from torch_resilient.pipelining.offload import HostOffload
-from torch_resilient.pipelining.planner import limits_of
 from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.torch_actions import (
     AnyStage,
@@ -38,6 +35,9 @@ from torch_resilient.pipelining.torch_actions import (
     control_store,
     group_of,
 )
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.dispatch import Patience, predicted_orders
+from torch_resilient.planning.planner import limits_of
 from torch_resilient.recovery import SmartOptions
 from torch_resilient.traffic import traffic_class
 

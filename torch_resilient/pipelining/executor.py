@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from torch_resilient import _native
-from torch_resilient.pipelining.dispatch import (
+from torch_resilient.pipelining.recorder import Recorder
+from torch_resilient.pipelining.torch_actions import StageActions
+from torch_resilient.planning.dispatch import (
     Expectation,
     Patience,
     Progress,
@@ -17,9 +19,7 @@ from torch_resilient.pipelining.dispatch import (
     choose,
     worth_holding,
 )
-from torch_resilient.pipelining.orders import Operation
-from torch_resilient.pipelining.recorder import Recorder
-from torch_resilient.pipelining.torch_actions import StageActions
+from torch_resilient.planning.orders import Operation
 
 # For the number of microbatches between F and W, the context in which the next F runs.
 AroundForward = Callable[[int], contextlib.AbstractContextManager[None]]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from torch_resilient.pipelining.orders import Operation
-from torch_resilient.pipelining.replay import Message, Span
+from torch_resilient.planning.orders import Operation
+from torch_resilient.planning.replay import Message, Span
 
 # Why a stage idled. The first, second, third and last are those of `replay.Bubble`, but for the
 # time in which another operation could have run: that is "order" here.

@@ -11,19 +11,19 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.dispatch import Patience, StageGates
 from torch_resilient.pipelining.executor import StageRun, Waits
-from torch_resilient.pipelining.orders import Operation, Order, OrderError
 from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
 from torch_resilient.pipelining.recording import (
     Recording,
     agreed_folder,
     folder_from_environment,
 )
-from torch_resilient.pipelining.replay import replay
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.pipelining.torch_actions import AnyStage, StageActions, StageSchedule
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.dispatch import Patience, StageGates
+from torch_resilient.planning.orders import Operation, Order, OrderError
+from torch_resilient.planning.replay import replay
 from torch_resilient.recovery import SmartOptions
 
 

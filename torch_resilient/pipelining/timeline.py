@@ -6,7 +6,7 @@ from typing import Any
 
 from torch_resilient.pipelining import picture
 from torch_resilient.pipelining.picture import Box, Picture, Row
-from torch_resilient.pipelining.replay import Replay, Span
+from torch_resilient.planning.replay import Replay, Span
 
 MEANINGS = {"F": "forward", "B": "backward of inputs", "W": "backward of weights"}
 

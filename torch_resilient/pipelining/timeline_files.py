@@ -27,8 +27,8 @@ from torch_resilient.pipelining.measured import (
     StageStep,
     idle_of,
 )
-from torch_resilient.pipelining.orders import Operation
-from torch_resilient.pipelining.replay import Span
+from torch_resilient.planning.orders import Operation
+from torch_resilient.planning.replay import Span
 
 FORMAT = 1
 _WAIT = "wait"

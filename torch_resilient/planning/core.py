@@ -1,22 +1,25 @@
-"""The planner's inner loops: compiled (csrc/planning), or in Python in a tree that is not built.
+"""The planner's inner loops, which are compiled (csrc/planning).
 
-Both give the same results to the last bit. The Python ones are the text to read.
+In a tree that has not been built the package can still be imported; calling one of these raises
+ImportError.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from torch_resilient.pipelining.evaluator import evaluate, memory_peaks
-    from torch_resilient.pipelining.generator import generate
-    from torch_resilient.pipelining.local_search import Search
+    from torch_resilient._planning import Search, evaluate, generate, memory_peaks
 else:
     try:
         from torch_resilient._planning import Search, evaluate, generate, memory_peaks
-    except ImportError:
-        from torch_resilient.pipelining.evaluator import evaluate, memory_peaks
-        from torch_resilient.pipelining.generator import generate
-        from torch_resilient.pipelining.local_search import Search
+    except ModuleNotFoundError:
+
+        def _missing(*_: Any) -> NoReturn:
+            from torch_resilient import _native
+
+            raise ImportError(_native.not_built("_planning"))
+
+        Search = evaluate = generate = memory_peaks = _missing
 
 __all__ = ["Search", "evaluate", "generate", "memory_peaks"]

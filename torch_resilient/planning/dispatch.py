@@ -11,11 +11,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from torch_resilient.pipelining.core import evaluate, generate
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Limits, Rules
-from torch_resilient.pipelining.orders import KINDS, Kinds
-from torch_resilient.pipelining.warmup import adapted_warmup
+from torch_resilient.planning.core import evaluate, generate
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.generator import Limits, Rules
+from torch_resilient.planning.orders import KINDS, Kinds
+from torch_resilient.planning.warmup import adapted_warmup
 
 # Stages times microbatches up to which several orders are compared: it takes some milliseconds.
 _MOST_VARIED = 2048

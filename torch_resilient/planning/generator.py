@@ -1,29 +1,25 @@
 """Orders made by simulating the pipeline and choosing, at each moment: Algorithms 3 and 4.
 
-One function serves the paper's policy and the others of the planner, which differ in `Rules`. It
-works on compact orders (`orders.Kinds`). csrc/planning/generator.cpp is the same in C++; `core`
-chooses.
+One compiled function, `core.generate`, serves the paper's policy and the others of the planner,
+which differ in `Rules`. It works on compact orders (`orders.Kinds`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from dataclasses import dataclass
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.orders import (
+from torch_resilient.planning.core import generate
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import (
     FORWARD,
     INPUT_BACKWARD,
-    WEIGHT_BACKWARD,
     Kinds,
     Order,
     from_kinds,
     require_microbatches,
 )
-from torch_resilient.pipelining.warmup import adapted_warmup, require_warmup
-
-_NEVER = float("inf")
+from torch_resilient.planning.warmup import adapted_warmup, require_warmup
 
 
 @dataclass(frozen=True)
@@ -82,122 +78,6 @@ class Rules:
     forward_first: bool = False
     weight_share: float = 0.0
     most_weights: int | None = None
-
-
-@dataclass(slots=True)
-class _Stage:
-    """A stage in the simulation of `generate`: its limits, then what has happened so far."""
-
-    duration_s: tuple[float, float, float]  # by kind
-    quota: int  # x_i, as far as the limits and the stage before allow
-    most_held: int  # microbatches between F and B
-    most_pending: int  # between F and W
-    inputs: list[float]  # when the input of each F arrives, as far as known
-    gradients: list[float] = field(default_factory=list)  # the same for B
-    order: bytearray = field(default_factory=bytearray)
-    done: list[int] = field(default_factory=lambda: [0, 0, 0])  # by kind
-    free_s: float = 0.0  # when its last operation ends
-
-
-def _stages(costs: PipelineCosts, count: int, rules: Rules, limits: Limits) -> list[_Stage]:
-    """The stages at the start, when only the inputs of the first one are there."""
-    stages: list[_Stage] = []
-    for i in range(costs.num_stages):
-        quota = min(rules.warmup[i], limits.activations[i], limits.pending[i])
-        if stages:
-            # A stage that waited for more than the one before it gives would wait forever.
-            quota = min(quota, stages[-1].quota)
-        stages.append(
-            _Stage(
-                (costs.forward_s[i], costs.input_backward_s[i], costs.weight_backward_s[i]),
-                quota,
-                quota if rules.gate else limits.activations[i],
-                limits.pending[i],
-                [] if i else [0.0] * count,
-            )
-        )
-    return stages
-
-
-def _choose(stage: _Stage, rules: Rules, most_weights: int, now_s: float) -> int | None:
-    """The kind of operation that an idle stage starts now; None: it waits for a message."""
-    forwards, backwards, weights = stage.done
-    held = forwards - backwards
-    may_hold_more = held < stage.most_held and forwards - weights < stage.most_pending
-    input_s = stage.inputs[forwards] if forwards < len(stage.inputs) and may_hold_more else _NEVER
-    gradient_s = stage.gradients[backwards] if backwards < len(stage.gradients) else _NEVER
-    if rules.wait_for_warmup and forwards < stage.quota:
-        return FORWARD if input_s <= now_s else None
-    keeps_slack = rules.forward_first and input_s <= now_s and held < stage.quota
-    if gradient_s <= now_s and not keeps_slack:
-        return INPUT_BACKWARD
-    if input_s <= now_s and backwards - weights < most_weights:
-        return FORWARD
-    if weights == backwards:
-        return None
-    if rules.weight_share and backwards - weights < most_weights:
-        next_s = min(input_s, gradient_s)
-        if next_s - now_s < rules.weight_share * stage.duration_s[WEIGHT_BACKWARD]:
-            return None
-    return WEIGHT_BACKWARD
-
-
-def _deliver(
-    stages: list[_Stage], costs: PipelineCosts, sender: int, kind: int
-) -> tuple[float, int] | None:
-    """Sends the result of the operation that ends when `sender` is free.
-
-    Returns when it arrives at which other stage; None if it stays in this one.
-    """
-    end_s = stages[sender].free_s
-    if kind == FORWARD and sender + 1 < len(stages):
-        arrival_s = end_s + costs.delay_forward_s[sender]
-        stages[sender + 1].inputs.append(arrival_s)
-        return arrival_s, sender + 1
-    if kind == FORWARD:
-        stages[sender].gradients.append(end_s)
-    elif kind == INPUT_BACKWARD and sender > 0:
-        arrival_s = end_s + costs.delay_backward_s[sender - 1]
-        stages[sender - 1].gradients.append(arrival_s)
-        return arrival_s, sender - 1
-    return None
-
-
-def generate(
-    costs: PipelineCosts, num_microbatches: int, rules: Rules, limits: Limits
-) -> tuple[list[Kinds], float]:
-    """The orders by these rules, within the limits, and the iteration time in seconds.
-
-    Of the paper's listing these parts are read otherwise. Operations become available by arrival,
-    `end of the operation + c`, and not `t + c`. On the last stage F makes its own B available. W is
-    available when the local B has ended. What has not arrived cannot be chosen. Stages choose when
-    something ends or arrives, which gives the orders of a time step that divides all times.
-    """
-    # Paper: PIPEMORPH §4.3, Algorithms 3 and 4
-    count = num_microbatches
-    most_weights = count if rules.most_weights is None else max(rules.most_weights, 1)
-    stages = _stages(costs, count, rules, limits)
-    # (time, stage): when a stage looks what it can do.
-    events = [(0.0, 0)]
-    while events:
-        now_s, number = heappop(events)
-        stage = stages[number]
-        if stage.free_s > now_s:
-            continue  # it looks again when its operation ends
-        kind = _choose(stage, rules, most_weights, now_s)
-        if kind is None:
-            continue
-        stage.order.append(kind)
-        stage.done[kind] += 1
-        stage.free_s = now_s + stage.duration_s[kind]
-        if len(stage.order) < 3 * count:
-            heappush(events, (stage.free_s, number))
-        arrival = _deliver(stages, costs, number, kind)
-        # A neighbour that is busy beyond the arrival looks when it is free. At the very moment it
-        # is free it may have looked already.
-        if arrival is not None and stages[arrival[1]].free_s <= arrival[0]:
-            heappush(events, arrival)
-    return [bytes(stage.order) for stage in stages], max(stage.free_s for stage in stages)
 
 
 def no_limits(num_stages: int, num_microbatches: int) -> Limits:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch_resilient.pipelining.warmup import require_warmup
+from torch_resilient.planning.warmup import require_warmup
 
 # The kinds of operations; their place here is their number in the planner's compact orders.
 KINDS = "FBW"

@@ -7,18 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from torch_resilient.pipelining.core import Search, evaluate, generate, memory_peaks
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.generator import Limits, Rules, paper_rules
-from torch_resilient.pipelining.orders import (
+from torch_resilient.planning.core import Search, evaluate, generate, memory_peaks
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.generator import Limits, Rules, paper_rules
+from torch_resilient.planning.orders import (
     Kinds,
     Order,
     classic_kinds,
     orders_from_kinds,
     require_microbatches,
 )
-from torch_resilient.pipelining.replay import Bubble
-from torch_resilient.pipelining.warmup import adapted_warmup, initial_warmup
+from torch_resilient.planning.replay import Bubble
+from torch_resilient.planning.warmup import adapted_warmup, initial_warmup
 
 # "best": all of the below and a local search; "portfolio": all rules, no search, any time it takes;
 # the others: one alone.

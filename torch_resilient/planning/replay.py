@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.orders import Operation, OrderError
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import Operation, OrderError
 
 
 class Span(NamedTuple):

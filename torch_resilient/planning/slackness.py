@@ -8,9 +8,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from torch_resilient.pipelining.costs import PipelineCosts
-from torch_resilient.pipelining.orders import Operation
-from torch_resilient.pipelining.warmup import require_warmup
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.orders import Operation
+from torch_resilient.planning.warmup import require_warmup
 
 
 def warmup_of(orders: Sequence[Sequence[Operation]]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torch_resilient.pipelining.costs import PipelineCosts
+from torch_resilient.planning.costs import PipelineCosts
 
 # The least slackness that Algorithm 2 gives a link: with 2, a link without delay costs nothing.
 LEAST_SLACKNESS = 2
