@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torch_resilient._snapshot import Snapshot
+from torch_resilient._observe.snapshot import Snapshot
 from torch_resilient._stats import (
     DatagramStats,
     GroupCounts,

@@ -22,7 +22,8 @@ from conftest import ROOT
 from harness import run_ranks, wait_until
 from stats_doubles import path_stats, peer_stats, process_snapshot
 
-from torch_resilient import _native, _recorder, cli, faults
+from torch_resilient import _native, cli, faults
+from torch_resilient._observe import recorder
 from torch_resilient.cli import chaos, fault_report
 from torch_resilient.cli.fault_report import make_report, read_records
 from torch_resilient.cli.fault_script import (
@@ -201,7 +202,7 @@ def dump_of(first: int, *lines: str) -> str:
 
 def test_lines_of_the_dump_are_read() -> None:
     send, pending, failed, received = (
-        _recorder.parse_operation(line, NOW) for line in dump_of(1, *LINES).splitlines()
+        recorder.parse_operation(line, NOW) for line in dump_of(1, *LINES).splitlines()
     )
     assert send is not None
     assert pending is not None
@@ -214,10 +215,10 @@ def test_lines_of_the_dump_are_read() -> None:
     assert pending.text == "all_reduce(float32[8], SUM)"
     assert (failed.text, failed.error) == ("barrier of group a b", "no: why?")
     assert received.text == "recv from any tag 0 uint8[1]"
-    assert _recorder.parse_operation("#1 something else", NOW) is None
+    assert recorder.parse_operation("#1 something else", NOW) is None
     # Yesterday, just before midnight.
     early = datetime(2026, 11, 21, 0, 0, 1)
-    late = _recorder.parse_operation(LINES[0].format(id=1).replace("12:00", "23:59"), early)
+    late = recorder.parse_operation(LINES[0].format(id=1).replace("12:00", "23:59"), early)
     assert late is not None
     assert late.began_s == datetime(2026, 11, 20, 23, 59, 0, 250000).timestamp()
 
@@ -229,7 +230,7 @@ def test_the_hour_that_comes_twice_is_the_right_one(monkeypatch: pytest.MonkeyPa
         line = LINES[0].format(id=1).replace("12:00", "02:30")
         for utc_hour in (0, 1):  # 2:30 both times
             end_s = datetime(2026, 10, 25, utc_hour, 30, 1, tzinfo=UTC).timestamp()
-            operation = _recorder.parse_operation(line, datetime.fromtimestamp(end_s))
+            operation = recorder.parse_operation(line, datetime.fromtimestamp(end_s))
             assert operation is not None
             assert operation.began_s == end_s - 0.75
     finally:
@@ -238,7 +239,7 @@ def test_the_hour_that_comes_twice_is_the_right_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_every_operation_is_given_once() -> None:
-    log = _recorder.OperationLog()
+    log = recorder.OperationLog()
     done, pending = LINES[0], LINES[1]
 
     def take(dump: str, last: bool = False) -> list[int]:
@@ -268,29 +269,29 @@ def test_a_record_is_for_its_owner_only(tmp_path: Path) -> None:
     path.parent.mkdir()
     path.symlink_to(victim)  # by somebody who may write there
     for _ in range(2):  # also in place of its own last one
-        _recorder.Recorder(str(path.parent), 3, (0.0, 0.0)).close()
+        recorder.Recorder(str(path.parent), 3, (0.0, 0.0)).close()
         assert victim.read_text() == "mine"
         assert stat.S_IMODE(path.lstat().st_mode) == 0o600
         assert '"rank": 3' in path.read_text()
 
 
 def test_what_tells_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_recorder, "_PERIOD_S", 3600.0)  # the test looks itself
+    monkeypatch.setattr(recorder, "_PERIOD_S", 3600.0)  # the test looks itself
 
     def look(time_s: float, **values: Any) -> None:
         path = path_stats(index=2, bytes_sent=int(1e6 * time_s), **values)
         seen = process_snapshot(peer_stats(path), time_s=time_s)
-        monkeypatch.setattr(_recorder, "snapshot", lambda: seen)
-        recorder._look()
+        monkeypatch.setattr(recorder, "snapshot", lambda: seen)
+        writer._look()
 
-    recorder = _recorder.Recorder(str(tmp_path), 0, (0.0, 0.0))
+    writer = recorder.Recorder(str(tmp_path), 0, (0.0, 0.0))
     look(1.00)
     look(1.01)  # only bytes: told every tenth of a second
     look(1.02, state="suspect", times_suspect=1)
     look(1.03, times_suspect=1)
     look(1.04, times_suspect=1)
     look(1.14, times_suspect=1)
-    recorder.close()
+    writer.close()
     ((key, rows),) = read_records(tmp_path)[0].paths.items()
     assert key == (1, "tcp", 2)
     assert [each.time_s for each in rows] == [1.00, 1.02, 1.03, 1.14]
@@ -316,7 +317,7 @@ def work_and_cut(rank: int) -> None:
 
 
 def folder_of_records() -> Path:
-    return Path(os.environ[_recorder.VARIABLE])
+    return Path(os.environ[recorder.VARIABLE])
 
 
 def test_a_process_leaves_a_true_record(tmp_path: Path) -> None:

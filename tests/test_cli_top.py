@@ -35,15 +35,12 @@ from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapsh
 from torch_resilient import (
     Event,
     PathStats,
-    _endpoint,
-    _observers,
-    _prometheus,
-    _recorder,
     cli,
     faults,
     stats,
 )
-from torch_resilient._snapshot import Snapshot
+from torch_resilient._observe import endpoint, observers, prometheus, recorder
+from torch_resilient._observe.snapshot import Snapshot
 from torch_resilient._stats import PeerState
 from torch_resilient.cli import top
 
@@ -80,7 +77,7 @@ def told(time_s: float = 100.0, state: PeerState = "up", **path: Any) -> Snapsho
 
 
 def test_the_text_for_prometheus_is_well_formed() -> None:
-    found = samples(_prometheus.render(told(state="suspect", reconnects=3)))
+    found = samples(prometheus.render(told(state="suspect", reconnects=3)))
     assert found["torch_resilient_collectives_total"] == {'rank="0",group="0"': 7}
     labels = 'rank="0",peer="1",kind="tcp",index="0",nic="eth0",remote_nic="eth0"'
     assert found["torch_resilient_path_reconnects_total"] == {labels: 3}
@@ -93,7 +90,7 @@ def test_the_text_for_prometheus_is_well_formed() -> None:
 
 def test_the_document_lists_every_metric() -> None:
     path = path_stats(kind="udp", datagrams=datagram_stats())
-    rendered = set(samples(_prometheus.render(process_snapshot(peer_stats(path)))))
+    rendered = set(samples(prometheus.render(process_snapshot(peer_stats(path)))))
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text.partition("| metric |")[2].partition("\n\n")[0]
     listed = set()
@@ -107,16 +104,16 @@ def test_the_document_lists_every_metric() -> None:
 
 
 def test_datagrams_have_numbers_of_their_own() -> None:
-    counts = {name: place for place, (name, *_) in enumerate(_prometheus._OF_DATAGRAMS)}
+    counts = {name: place for place, (name, *_) in enumerate(prometheus._OF_DATAGRAMS)}
     path = {"kind": "udp", "datagrams": datagram_stats(**counts)}
-    found = samples(_prometheus.render(told(**path)))
+    found = samples(prometheus.render(told(**path)))
     labels = 'rank="0",peer="1",kind="udp",index="0",nic="eth0",remote_nic="eth0"'
-    for attribute, kind, _ in _prometheus._OF_DATAGRAMS:
-        name = _prometheus.metric_name("torch_resilient_datagrams", attribute, kind)
+    for attribute, kind, _ in prometheus._OF_DATAGRAMS:
+        name = prometheus.metric_name("torch_resilient_datagrams", attribute, kind)
         assert found[name] == {labels: counts[attribute]}
     assert "torch_resilient_datagrams_pace_bytes_per_second" in found
     assert "torch_resilient_datagrams_packets_total" in found
-    assert not any("datagrams" in name for name in samples(_prometheus.render(told())))
+    assert not any("datagrams" in name for name in samples(prometheus.render(told())))
 
 
 def serve(rank: int) -> list[Any]:
@@ -161,7 +158,7 @@ def test_every_process_serves_its_state(tmp_path: Path) -> None:
         found = samples(text)
         sent = found["torch_resilient_path_bytes_sent_total"]
         assert sum(sent.values()) > 1 << 16
-        assert kind == _prometheus.CONTENT_TYPE
+        assert kind == prometheus.CONTENT_TYPE
         assert status == 404
         # Nobody else may look.
         assert mode == (0o600, 0o700)
@@ -234,7 +231,7 @@ def warned(rank: int) -> list[str]:
 
 def test_a_port_beyond_the_last_is_named() -> None:
     with pytest.raises(ValueError, match="METRICS=65530: local rank 6 would have port 65536"):
-        _endpoint.Endpoint("65530", rank=0, local_rank=6)
+        endpoint.Endpoint("65530", rank=0, local_rank=6)
 
 
 def test_a_folder_that_cannot_be_made_does_not_end_the_job(tmp_path: Path) -> None:
@@ -247,8 +244,8 @@ def test_a_folder_that_cannot_be_made_does_not_end_the_job(tmp_path: Path) -> No
 
 
 def test_nothing_runs_unless_asked_for() -> None:
-    assert _observers._METRICS == _endpoint.VARIABLE
-    assert _observers._RECORD == _recorder.VARIABLE
+    assert observers._METRICS == endpoint.VARIABLE
+    assert observers._RECORD == recorder.VARIABLE
     for names in run_ranks(nothing):
         assert not [name for name in names if "resilient" in name]
     env = {"TORCH_RESILIENT_METRICS": "127.0.0.1:0"}
@@ -258,7 +255,7 @@ def test_nothing_runs_unless_asked_for() -> None:
 
 def create_and_destroy(rank: int) -> int:
     """Groups come and go while another thread looks; returns how often it looked."""
-    from torch_resilient._snapshot import snapshot
+    from torch_resilient._observe.snapshot import snapshot
 
     looks, over = 0, threading.Event()
     errors: list[BaseException] = []
@@ -293,11 +290,11 @@ def test_looking_while_groups_come_and_go() -> None:
 def clients(rank: int) -> tuple[int, int]:
     """How many of many slow clients are let in, and whether others are served after them."""
     dist.barrier()
-    (endpoint,) = top.find([f"{os.environ['TORCH_RESILIENT_METRICS']}"])
+    (where,) = top.find([f"{os.environ['TORCH_RESILIENT_METRICS']}"])
     slow = []
-    for _ in range(_endpoint._CLIENTS_MAX + 4):
+    for _ in range(endpoint._CLIENTS_MAX + 4):
         client = socket.socket(socket.AF_UNIX)
-        client.connect(endpoint)
+        client.connect(where)
         slow.append(client)
     closed = 0
 
@@ -317,29 +314,29 @@ def clients(rank: int) -> tuple[int, int]:
     still = len(slow)
     for client in slow:
         client.close()
-    wait_until(lambda: bool(top.fetch_all([endpoint])), "others are served")
+    wait_until(lambda: bool(top.fetch_all([where])), "others are served")
     return closed, still
 
 
 def test_clients_are_limited(tmp_path: Path) -> None:
     env = {"TORCH_RESILIENT_METRICS": str(tmp_path)}
-    assert run_ranks(clients, world_size=1, env=env) == [(4, _endpoint._CLIENTS_MAX)]
+    assert run_ranks(clients, world_size=1, env=env) == [(4, endpoint._CLIENTS_MAX)]
 
 
 def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match=r"METRICS=.*mode 0777.*chmod 700"):
-        _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+        endpoint.Endpoint(f"{tmp_path}/", rank=0)
     tmp_path.chmod(0o1777)  # as /tmp: names stay with their owners
-    _endpoint.Endpoint(f"{tmp_path}/", rank=0).close()
+    endpoint.Endpoint(f"{tmp_path}/", rank=0).close()
 
 
 def test_a_client_gets_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_endpoint, "_CLIENT_MOST_S", 0.3)
-    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    monkeypatch.setattr(endpoint, "_CLIENT_MOST_S", 0.3)
+    served = endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(endpoint.address))
+            client.connect(str(served.address))
             client.settimeout(0.02)
 
             def sent_away() -> bool:
@@ -353,7 +350,7 @@ def test_a_client_gets_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
             wait_until(sent_away, "a client that takes for ever is sent away")
     finally:
-        endpoint.close()
+        served.close()
 
 
 def test_no_processor_is_taken_while_no_descriptor_is_left(
@@ -372,14 +369,14 @@ def test_no_processor_is_taken_while_no_descriptor_is_left(
 
     monkeypatch.setattr(socketserver.TCPServer, "get_request", no_descriptor)
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=sleep)
-    monkeypatch.setattr(_endpoint, "time", clock)
-    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    monkeypatch.setattr(endpoint, "time", clock)
+    served = endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(endpoint.address))
+            client.connect(str(served.address))
             wait_until(lambda: tries > 2, "it is tried again")
     finally:
-        endpoint.close()
+        served.close()
     assert pauses == tries
 
 
@@ -550,11 +547,11 @@ sys.exit(cli.main(["top", "--once", "--interval", "0.05", *sys.argv[1:]]))
 def test_a_job_of_another_user_is_named_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
 ) -> None:
-    monkeypatch.setattr(_endpoint, "snapshot", lambda: told())
+    monkeypatch.setattr(endpoint, "snapshot", lambda: told())
     # Outside pytest's own folder, which is closed to others.
     with tempfile.TemporaryDirectory(dir="/tmp") as top_folder:
         folder = Path(top_folder) / "parent" / "job"
-        endpoint = _endpoint.Endpoint(f"{folder}/", rank=0)
+        served = endpoint.Endpoint(f"{folder}/", rank=0)
         try:
             for each in (folder, *folder.parents):
                 if top_folder in str(each):
@@ -571,7 +568,7 @@ def test_a_job_of_another_user_is_named_in_one_line(
                 timeout=60,
             )
         finally:
-            endpoint.close()
+            served.close()
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"torch-resilient top: {folder}")
@@ -582,8 +579,8 @@ def test_a_job_of_another_user_is_named_in_one_line(
 def test_q_ends_it_and_leaves_the_terminal_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_endpoint, "snapshot", lambda: told(time_s=time.time()))
-    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    monkeypatch.setattr(endpoint, "snapshot", lambda: told(time_s=time.time()))
+    served = endpoint.Endpoint(f"{tmp_path}/", rank=0)
     ours, its = os.openpty()
     try:
         before = termios.tcgetattr(its)
@@ -605,25 +602,25 @@ def test_q_ends_it_and_leaves_the_terminal_as_it_was(
         assert process.returncode == 0
         assert termios.tcgetattr(its) == before
     finally:
-        endpoint.close()
+        served.close()
         os.close(ours)
         os.close(its)
 
 
 def test_a_port_without_a_host_is_on_this_one() -> None:
     assert top.find([":9400"]) == top.find(["9400"]) == ["127.0.0.1:9400"]
-    assert _endpoint.parse_tcp(":9400") == ("127.0.0.1", 9400)
+    assert endpoint.parse_tcp(":9400") == ("127.0.0.1", 9400)
     assert top.find(["[::1]:9400", "node0:9400"]) == ["[::1]:9400", "node0:9400"]
 
 
 def test_json_is_what_the_processes_say(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_endpoint, "snapshot", lambda: told())
-    endpoint = _endpoint.Endpoint(f"{tmp_path}/", rank=0)
+    monkeypatch.setattr(endpoint, "snapshot", lambda: told())
+    served = endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         assert cli.main(["top", str(tmp_path), "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == [told().to_dict()]
     finally:
-        endpoint.close()
+        served.close()
     assert not list(tmp_path.iterdir())

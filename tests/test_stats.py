@@ -24,7 +24,7 @@ from torch_resilient import (
     stats,
     topology,
 )
-from torch_resilient._snapshot import Snapshot
+from torch_resilient._observe.snapshot import Snapshot
 
 
 @pytest.mark.parametrize(

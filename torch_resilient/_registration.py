@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch_resilient import _native, _observers
+from torch_resilient import _native
+from torch_resilient._observe import observers
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -22,14 +23,14 @@ NAME = "resilient"
 
 def create_backend(dist_opts: Any, options: Any = None) -> Any:
     """Called by torch for each new group; loads the compiled module on first use."""
-    if not _observers.asked_for():
+    if not observers.asked_for():
         return _native.load().create(dist_opts, options)
-    _observers.check()
+    observers.check()
     before_s = time.time()
     backend = _native.load().create(dist_opts, options)
     ranks = dist_opts.global_ranks_in_group
     rank = ranks[dist_opts.group_rank] if ranks else dist_opts.group_rank
-    _observers.begin(rank, (before_s, time.time()))
+    observers.begin(rank, (before_s, time.time()))
     return backend
 
 

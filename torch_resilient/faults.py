@@ -30,7 +30,8 @@ import math
 from types import TracebackType
 from typing import final
 
-from torch_resilient import _native, _observers
+from torch_resilient import _native
+from torch_resilient._observe import observers
 
 __all__ = ["Fault", "cut", "delay", "drop", "inject", "limit", "stall", "step"]
 
@@ -77,7 +78,7 @@ def inject(rule: str) -> Fault:
 def step(number: int) -> None:
     """Tells rules with a step condition that training step `number` begins."""
     _native.load().set_fault_step(number)
-    _observers.step(number)
+    observers.step(number)
 
 
 def _rule(

@@ -21,8 +21,7 @@ namespace {
 
 constexpr std::string_view kPrefix = "TORCH_RESILIENT_";
 
-// By pipelining/recording.py, _endpoint.py and _recorder.py of torch_resilient,
-// and setup.py.
+// By pipelining/recording.py and _observe/ of torch_resilient, and setup.py.
 constexpr std::array<std::string_view, 4> kReadByPython = {
     "TORCH_RESILIENT_TIMELINE",
     "TORCH_RESILIENT_METRICS",

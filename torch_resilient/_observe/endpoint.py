@@ -19,8 +19,8 @@ from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
-from torch_resilient import _prometheus
-from torch_resilient._snapshot import snapshot
+from torch_resilient._observe import prometheus
+from torch_resilient._observe.snapshot import snapshot
 
 # A folder, or where to listen.
 VARIABLE = "TORCH_RESILIENT_METRICS"
@@ -47,7 +47,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
         if path == "/metrics":
-            self._answer(200, _prometheus.CONTENT_TYPE, _prometheus.render(snapshot()))
+            self._answer(200, prometheus.CONTENT_TYPE, prometheus.render(snapshot()))
         elif path == "/stats":
             self._answer(200, "application/json", json.dumps(snapshot().to_dict()))
         else:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_resilient._endpoint import Endpoint
-    from torch_resilient._recorder import Recorder
+    from torch_resilient._observe.endpoint import Endpoint
+    from torch_resilient._observe.recorder import Recorder
 
 # Named here as well, so that those who ask for neither import neither; a test compares them.
 _METRICS = "TORCH_RESILIENT_METRICS"
@@ -31,7 +31,7 @@ def check() -> None:
     """Raises ValueError, with what is expected, if a variable cannot be understood."""
     where = os.environ.get(_METRICS, "")
     if where and "/" not in where:
-        from torch_resilient._endpoint import parse_tcp
+        from torch_resilient._observe.endpoint import parse_tcp
 
         parse_tcp(where)
 
@@ -50,13 +50,13 @@ def begin(rank: int, start_s: tuple[float, float]) -> None:
     _pid = os.getpid()
     _endpoint = _recorder = None  # those of the parent process, if this is a fork
     if where := os.environ.get(_METRICS, ""):
-        from torch_resilient._endpoint import Endpoint
+        from torch_resilient._observe.endpoint import Endpoint
 
         local_rank = os.environ.get("LOCAL_RANK", "0")
         local = int(local_rank) if local_rank.isdecimal() else 0
         _endpoint = _started(f"{_METRICS}={where}", lambda: Endpoint(where, rank, local))
     if folder := os.environ.get(_RECORD, ""):
-        from torch_resilient._recorder import Recorder
+        from torch_resilient._observe.recorder import Recorder
 
         _recorder = _started(f"{_RECORD}={folder}", lambda: Recorder(folder, rank, start_s))
     # After the compiled module has registered its own end, and so before it in the end.

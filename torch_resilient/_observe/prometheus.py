@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
-from torch_resilient._snapshot import Snapshot
+from torch_resilient._observe.snapshot import Snapshot
 from torch_resilient._stats import (
     DatagramStats,
     ListenerStats,

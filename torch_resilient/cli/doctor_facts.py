@@ -210,7 +210,8 @@ def _look_at_build(facts: Facts) -> None:
     with contextlib.suppress(ModuleNotFoundError):
         built = importlib.import_module("torch_resilient._build_info")
         facts.built_for = str(built.TORCH_VERSION)
-    from torch_resilient import _endpoint, _native, _recorder
+    from torch_resilient import _native
+    from torch_resilient._observe import endpoint, recorder
     from torch_resilient.pipelining import recording
 
     try:
@@ -220,7 +221,7 @@ def _look_at_build(facts: Facts) -> None:
         return
     facts.known_variables = [
         *(row["variable"] for row in native.option_table()),
-        *(module.VARIABLE for module in (_endpoint, _recorder, recording)),
+        *(module.VARIABLE for module in (endpoint, recorder, recording)),
         "TORCH_RESILIENT_CUDA",  # setup.py
     ]
     with contextlib.suppress(ValueError):  # told by the trial
@@ -234,10 +235,10 @@ def start_no_watchers() -> None:
 
     Raises ValueError, as the job would, if the variables that ask for them cannot be understood.
     """
-    from torch_resilient import _endpoint, _observers, _recorder
+    from torch_resilient._observe import endpoint, observers, recorder
 
-    _observers.check()
-    for module in (_endpoint, _recorder):
+    observers.check()
+    for module in (endpoint, recorder):
         os.environ.pop(module.VARIABLE, None)
 
 

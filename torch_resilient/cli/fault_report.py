@@ -1,4 +1,4 @@
-"""What faults did to a job, from the records that its ranks left (torch_resilient._recorder)."""
+"""What faults did to a job, from the records that its ranks left (_observe/recorder.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_resilient._recorder import OperationRow, PathRow
+from torch_resilient._observe.recorder import OperationRow, PathRow
 from torch_resilient._stats import PathKind
 from torch_resilient.cli.fault_script import PlannedFault
 
