@@ -17,7 +17,8 @@ import numpy.typing as npt
 import torch
 from common import Row, add_common_arguments, median, write_rows
 
-from torch_resilient import _cuda_loss, _loss
+from torch_resilient import _loss
+from torch_resilient.smart import _cuda_loss
 
 ABOUT = """\
 Packets of 1376 bytes in blocks of 100 + 10 or 20 + 2, one thread, once over a working set that no

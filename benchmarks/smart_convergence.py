@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from common import Row, add_common_arguments, write_rows
 from torch import Tensor, nn
 
-from torch_resilient.gradient_drop import ErrorMemory, Range, sampled_cutoff
+from torch_resilient.smart.gradient_drop import ErrorMemory, Range, sampled_cutoff
 
 ABOUT = """\
 A language model of two LSTM layers with tied embeddings, dropout 0.3, learns the words of the

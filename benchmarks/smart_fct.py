@@ -94,7 +94,7 @@ def flows(turn: dict[str, Any]) -> None:
     import torch.distributed as dist
 
     import torch_resilient
-    from torch_resilient.recovery import tolerate
+    from torch_resilient.smart import tolerate
 
     elements = turn["bytes"] // 4
     generator = torch.Generator().manual_seed(1)

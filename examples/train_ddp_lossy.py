@@ -30,7 +30,7 @@ from text_data import batch, load_text, standard_library
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_resilient
-from torch_resilient.ddp import SmartState, smart_hook
+from torch_resilient.smart import SmartState, smart_hook
 
 
 def digest_of(model: torch.nn.Module) -> str:

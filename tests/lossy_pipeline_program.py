@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
 import torch_resilient
-from torch_resilient.ddp import SmartOptions
 from torch_resilient.pipelining import ScheduleAdaptiveZB
+from torch_resilient.smart import SmartOptions
 
 WIDTH = 1024
 MICROBATCHES = 4

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_resilient
-from torch_resilient.ddp import SmartOptions, SmartState, smart_hook
+from torch_resilient.smart import SmartOptions, SmartState, smart_hook
 
 
 def main() -> None:

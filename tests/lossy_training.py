@@ -19,9 +19,8 @@ from harness import on_gloo
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_resilient import recovery
-from torch_resilient.ddp import SmartOptions, SmartState, SmartStatistics, smart_hook
-from torch_resilient.gradient_drop import Range
+from torch_resilient.smart import SmartOptions, SmartState, SmartStatistics, recovery, smart_hook
+from torch_resilient.smart.gradient_drop import Range
 
 lossy_only = pytest.mark.skipif(on_gloo(), reason="gloo loses nothing")
 

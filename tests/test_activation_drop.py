@@ -1,4 +1,4 @@
-"""torch_resilient.activation_drop: what arrives of a message, and where models are cut."""
+"""torch_resilient.smart.activation_drop: what arrives of a message, and where models are cut."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torch_resilient.activation_drop import (
+from torch_resilient.smart.activation_drop import (
     CHUNK_BYTES,
     PACKET_BYTES,
     Boundary,

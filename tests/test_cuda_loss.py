@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_resilient import _cuda_loss, _loss
-from torch_resilient.gradient_drop import all_finite
+from torch_resilient import _loss
+from torch_resilient.smart import _cuda_loss
+from torch_resilient.smart.gradient_drop import all_finite
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 gpu = pytest.mark.skipif(

@@ -12,8 +12,7 @@ from harness import error_of, run_ranks
 from lossy_training import OPEN, Bucket, LossyNetwork, lossy_only, net
 from torch import nn
 
-from torch_resilient import recovery
-from torch_resilient.ddp import SmartOptions, SmartState, smart_hook
+from torch_resilient.smart import SmartOptions, SmartState, recovery, smart_hook
 
 
 def not_finite(rank: int, bad: float) -> tuple[list[bool], bool, float, float]:

@@ -27,9 +27,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_resilient import ddp, recovery
-from torch_resilient.ddp import SmartState, SmartStatistics, smart_hook, smart_reduce_scatter
-from torch_resilient.gradient_drop import ErrorMemory
+from torch_resilient.smart import (
+    SmartState,
+    SmartStatistics,
+    ddp,
+    recovery,
+    smart_hook,
+    smart_reduce_scatter,
+)
+from torch_resilient.smart.gradient_drop import ErrorMemory
 
 # ---- replicas stay identical --------------------------------------------------------------------
 

@@ -17,8 +17,8 @@ from lossy_training import OPEN, Bucket, LossyNetwork, lossy_only, net, train
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_resilient.ddp import SmartState, smart_hook
-from torch_resilient.gradient_drop import ErrorMemory, Range, sampled_cutoff
+from torch_resilient.smart import SmartState, smart_hook
+from torch_resilient.smart.gradient_drop import ErrorMemory, Range, sampled_cutoff
 
 Gradients = list[list[float]]
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from harness import on_gloo, run_ranks
 from torch.distributed.pipelining import PipelineStage
 
-from torch_resilient import recovery
-from torch_resilient.ddp import SmartOptions
 from torch_resilient.pipelining import ScheduleAdaptiveZB
 from torch_resilient.pipelining.tolerance import ActivationTolerance
+from torch_resilient.smart import SmartOptions, recovery
 
 
 def bounds(options: SmartOptions, num_stages: int) -> list[float]:

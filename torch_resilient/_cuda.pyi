@@ -1,6 +1,6 @@
 """Kernels for priorities and XOR parity (csrc/cuda), on addresses in the current device's memory.
 
-Only where torch has CUDA and its compiler was there. For torch_resilient._cuda_loss, which checks
+Only where torch has CUDA and its compiler was there. For smart/_cuda_loss.py, which checks
 what it gives to these. RuntimeError, with CUDA's text, if a kernel cannot be started.
 """
 

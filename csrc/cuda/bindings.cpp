@@ -1,5 +1,5 @@
 // The Python module torch_resilient._cuda: kernels on addresses. It knows
-// nothing of torch: torch_resilient/_cuda_loss.py checks tensors, chooses
+// nothing of torch: torch_resilient/smart/_cuda_loss.py checks tensors, chooses
 // device and stream, and makes the results.
 
 #include <pybind11/pybind11.h>

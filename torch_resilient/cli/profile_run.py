@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_resilient.activation_drop import (
+from torch_resilient.smart.activation_drop import (
     Boundary,
     Packets,
     evenly_spaced,

@@ -38,7 +38,7 @@ from torch_resilient.pipelining.torch_actions import (
 from torch_resilient.planning.costs import PipelineCosts
 from torch_resilient.planning.dispatch import Patience, predicted_orders
 from torch_resilient.planning.planner import limits_of
-from torch_resilient.recovery import SmartOptions
+from torch_resilient.smart.options import SmartOptions
 from torch_resilient.traffic import traffic_class
 
 DISPATCH = ("live", "fixed")

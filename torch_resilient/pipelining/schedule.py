@@ -24,7 +24,7 @@ from torch_resilient.planning.costs import PipelineCosts
 from torch_resilient.planning.dispatch import Patience, StageGates
 from torch_resilient.planning.orders import Operation, Order, OrderError
 from torch_resilient.planning.replay import replay
-from torch_resilient.recovery import SmartOptions
+from torch_resilient.smart.options import SmartOptions
 
 
 def checked_orders(

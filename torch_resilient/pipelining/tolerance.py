@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_resilient import recovery
-from torch_resilient.recovery import SmartOptions
+from torch_resilient.smart import recovery
+from torch_resilient.smart.options import SmartOptions
 
 _log = logging.getLogger("torch_resilient")
 

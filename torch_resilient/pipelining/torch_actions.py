@@ -24,9 +24,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_resilient import recovery
 from torch_resilient._groups import carries
 from torch_resilient.pipelining.tolerance import ActivationTolerance
+from torch_resilient.smart import recovery
 from torch_resilient.traffic import traffic_class
 
 # torch's PipelineStage, or what its tracer makes (Pipe.build_stage()).

@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from torch_resilient import recovery
 from torch_resilient._groups import carries, find_backend
 from torch_resilient._topology import topology
-from torch_resilient.gradient_drop import ErrorMemory, Layout, all_finite, sampled_cutoff
-from torch_resilient.recovery import Range, SmartOptions
+from torch_resilient.smart import recovery
+from torch_resilient.smart.gradient_drop import ErrorMemory, Layout, all_finite, sampled_cutoff
+from torch_resilient.smart.options import SmartOptions
+from torch_resilient.smart.recovery import Range
 
 __all__ = [
-    "SmartOptions",
     "SmartReduceScatter",
     "SmartState",
     "SmartStatistics",

@@ -1,7 +1,7 @@
 """Gradients that may be dropped on the way: which are small, and the memory of what was dropped.
 
-Pure: tensors in, tensors out. The DDP hook (`torch_resilient.ddp`) and the convergence study use
-the same code.
+Pure: tensors in, tensors out. The DDP hook (ddp.py) and the convergence study use the same
+code.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_resilient import _cuda_loss
-from torch_resilient.recovery import Range
+from torch_resilient.smart import _cuda_loss
+from torch_resilient.smart.recovery import Range
 
 __all__ = ["ErrorMemory", "Layout", "all_finite", "sampled_cutoff"]
 
