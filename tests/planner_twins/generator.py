@@ -5,6 +5,7 @@ csrc/planning/generator.cpp must give the same to the last bit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from torch_resilient.planning.costs import PipelineCosts
@@ -12,6 +13,85 @@ from torch_resilient.planning.generator import Limits, Rules
 from torch_resilient.planning.orders import FORWARD, INPUT_BACKWARD, WEIGHT_BACKWARD, Kinds
 
 _NEVER = float("inf")
+
+
+@dataclass(slots=True)
+class _Stage:
+    """A stage in the simulation of `generate`: its limits, then what has happened so far."""
+
+    duration_s: tuple[float, float, float]  # by kind
+    quota: int  # x_i, as far as the limits and the stage before allow
+    most_held: int  # microbatches between F and B
+    most_pending: int  # between F and W
+    inputs: list[float]  # when the input of each F arrives, as far as known
+    gradients: list[float] = field(default_factory=list)  # the same for B
+    order: bytearray = field(default_factory=bytearray)
+    done: list[int] = field(default_factory=lambda: [0, 0, 0])  # by kind
+    free_s: float = 0.0  # when its last operation ends
+
+
+def _stages(costs: PipelineCosts, count: int, rules: Rules, limits: Limits) -> list[_Stage]:
+    """The stages at the start, when only the inputs of the first one are there."""
+    stages: list[_Stage] = []
+    for i in range(costs.num_stages):
+        quota = min(rules.warmup[i], limits.activations[i], limits.pending[i])
+        if stages:
+            # A stage that waited for more than the one before it gives would wait forever.
+            quota = min(quota, stages[-1].quota)
+        stages.append(
+            _Stage(
+                (costs.forward_s[i], costs.input_backward_s[i], costs.weight_backward_s[i]),
+                quota,
+                quota if rules.gate else limits.activations[i],
+                limits.pending[i],
+                [] if i else [0.0] * count,
+            )
+        )
+    return stages
+
+
+def _choose(stage: _Stage, rules: Rules, most_weights: int, now_s: float) -> int | None:
+    """The kind of operation that an idle stage starts now; None: it waits for a message."""
+    forwards, backwards, weights = stage.done
+    held = forwards - backwards
+    may_hold_more = held < stage.most_held and forwards - weights < stage.most_pending
+    input_s = stage.inputs[forwards] if forwards < len(stage.inputs) and may_hold_more else _NEVER
+    gradient_s = stage.gradients[backwards] if backwards < len(stage.gradients) else _NEVER
+    if rules.wait_for_warmup and forwards < stage.quota:
+        return FORWARD if input_s <= now_s else None
+    keeps_slack = rules.forward_first and input_s <= now_s and held < stage.quota
+    if gradient_s <= now_s and not keeps_slack:
+        return INPUT_BACKWARD
+    if input_s <= now_s and backwards - weights < most_weights:
+        return FORWARD
+    if weights == backwards:
+        return None
+    if rules.weight_share and backwards - weights < most_weights:
+        next_s = min(input_s, gradient_s)
+        if next_s - now_s < rules.weight_share * stage.duration_s[WEIGHT_BACKWARD]:
+            return None
+    return WEIGHT_BACKWARD
+
+
+def _deliver(
+    stages: list[_Stage], costs: PipelineCosts, sender: int, kind: int
+) -> tuple[float, int] | None:
+    """Sends the result of the operation that ends when `sender` is free.
+
+    Returns when it arrives at which other stage; None if it stays in this one.
+    """
+    end_s = stages[sender].free_s
+    if kind == FORWARD and sender + 1 < len(stages):
+        arrival_s = end_s + costs.delay_forward_s[sender]
+        stages[sender + 1].inputs.append(arrival_s)
+        return arrival_s, sender + 1
+    if kind == FORWARD:
+        stages[sender].gradients.append(end_s)
+    elif kind == INPUT_BACKWARD and sender > 0:
+        arrival_s = end_s + costs.delay_backward_s[sender - 1]
+        stages[sender - 1].gradients.append(arrival_s)
+        return arrival_s, sender - 1
+    return None
 
 
 def generate(
@@ -25,88 +105,27 @@ def generate(
     something ends or arrives, which gives the orders of a time step that divides all times.
     """
     # Paper: PIPEMORPH §4.3, Algorithms 3 and 4
-    num_stages = costs.num_stages
-    last = num_stages - 1
     count = num_microbatches
-    length = 3 * count
-    forward_s, backward_s = costs.forward_s, costs.input_backward_s
-    weight_s = costs.weight_backward_s
-    kinds = [bytearray() for _ in range(num_stages)]
-    inputs: list[list[float]] = [[] for _ in range(num_stages)]
-    inputs[0] = [0.0] * count
-    gradients: list[list[float]] = [[] for _ in range(num_stages)]
-    done = [[0, 0, 0] for _ in range(num_stages)]
-    free_s = [0.0] * num_stages
     most_weights = count if rules.most_weights is None else max(rules.most_weights, 1)
-    wait_for_warmup, forward_first = rules.wait_for_warmup, rules.forward_first
-    share = rules.weight_share
-    quota: list[int] = []
-    for stage in range(num_stages):
-        most = min(rules.warmup[stage], limits.activations[stage], limits.pending[stage])
-        # A stage that waited for more than the one before it gives would wait forever.
-        quota.append(min(most, quota[-1]) if quota else most)
-    most_held = quota if rules.gate else limits.activations
+    stages = _stages(costs, count, rules, limits)
     # (time, stage): when a stage looks what it can do.
     events = [(0.0, 0)]
     while events:
-        now_s, stage = heappop(events)
-        if free_s[stage] > now_s:
+        now_s, number = heappop(events)
+        stage = stages[number]
+        if stage.free_s > now_s:
             continue  # it looks again when its operation ends
-        counts = done[stage]
-        forwards, backwards, weights = counts
-        arrived = inputs[stage]
-        answered = gradients[stage]
-        held = forwards - backwards
-        input_s = (
-            arrived[forwards]
-            if forwards < len(arrived)
-            and held < most_held[stage]
-            and forwards - weights < limits.pending[stage]
-            else _NEVER
-        )
-        gradient_s = answered[backwards] if backwards < len(answered) else _NEVER
-        if wait_for_warmup and forwards < quota[stage]:
-            if input_s > now_s:
-                continue
-            kind = FORWARD
-        elif gradient_s <= now_s and not (
-            forward_first and input_s <= now_s and held < quota[stage]
-        ):
-            kind = INPUT_BACKWARD
-        elif input_s <= now_s and backwards - weights < most_weights:
-            kind = FORWARD
-        elif weights < backwards:
-            if share and backwards - weights < most_weights:
-                next_s = input_s if input_s < gradient_s else gradient_s
-                if next_s - now_s < share * weight_s[stage]:
-                    continue
-            kind = WEIGHT_BACKWARD
-        else:
+        kind = _choose(stage, rules, most_weights, now_s)
+        if kind is None:
             continue
-        kinds[stage].append(kind)
-        counts[kind] += 1
-        other = -1
-        if kind == FORWARD:
-            end_s = now_s + forward_s[stage]
-            if stage < last:
-                other = stage + 1
-                arrival_s = end_s + costs.delay_forward_s[stage]
-                inputs[other].append(arrival_s)
-            else:
-                answered.append(end_s)
-        elif kind == INPUT_BACKWARD:
-            end_s = now_s + backward_s[stage]
-            if stage:
-                other = stage - 1
-                arrival_s = end_s + costs.delay_backward_s[other]
-                gradients[other].append(arrival_s)
-        else:
-            end_s = now_s + weight_s[stage]
-        free_s[stage] = end_s
-        if len(kinds[stage]) < length:
-            heappush(events, (end_s, stage))
+        stage.order.append(kind)
+        stage.done[kind] += 1
+        stage.free_s = now_s + stage.duration_s[kind]
+        if len(stage.order) < 3 * count:
+            heappush(events, (stage.free_s, number))
+        arrival = _deliver(stages, costs, number, kind)
         # A neighbour that is busy beyond the arrival looks when it is free. At the very moment it
         # is free it may have looked already.
-        if other >= 0 and free_s[other] <= arrival_s:
-            heappush(events, (arrival_s, other))
-    return [bytes(each) for each in kinds], max(free_s)
+        if arrival is not None and stages[arrival[1]].free_s <= arrival[0]:
+            heappush(events, arrival)
+    return [bytes(stage.order) for stage in stages], max(stage.free_s for stage in stages)
