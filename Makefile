@@ -1,9 +1,11 @@
 # `make help` lists what there is to do. Everything is put into .venv and build.
 
 PYTHON3 ?= python3
+# Prints versions and packages from third_party/versions.toml.
+THIRD_PARTY := torch_resilient/_third_party.py
 # The version of torch that is installed and built against. Where its package index
 # has several builds, PIP_INDEX_URL and the other variables of pip choose one.
-TORCH ?= 2.13.0
+TORCH ?= $(shell $(PYTHON3) $(THIRD_PARTY) default torch)
 JOBS ?= 2
 ARGS ?=
 CASES ?= 100000
@@ -11,11 +13,6 @@ FUZZ_SECONDS ?= 60
 
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := "setuptools>=77.0.3" wheel ninja numpy pytest pytest-timeout \
-  hypothesis expecttest matplotlib ruff==0.17.5 mypy==2.4.1 clang-format==23.1.5
-
-# What docs/works-with.md promises to work with.
-FRAMEWORKS := lightning transformers accelerate torchmetrics torchft
 
 CPP_FILES = $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # What the installed package is made from; Python files are used in place.
@@ -40,8 +37,10 @@ $(VENV)/pyvenv.cfg:
 	$(PYTHON3) -m venv $(VENV)
 
 # torch stands in the same command as everything else, so nothing replaces it.
-$(VENV)/tools: $(VENV)/pyvenv.cfg Makefile
-	$(BIN)/python -m pip install --quiet "torch==$(TORCH)" $(PACKAGES)
+$(VENV)/tools: $(VENV)/pyvenv.cfg Makefile third_party/versions.toml
+	@mkdir -p build
+	$(BIN)/python $(THIRD_PARTY) packages run build optional test lint >build/tools.txt
+	$(BIN)/python -m pip install --quiet "torch==$(TORCH)" -r build/tools.txt
 	@touch $@
 
 # --no-deps: installing this package must never change torch.
@@ -88,7 +87,7 @@ slow-test: setup ## the tests that take long or much memory
 
 # A copy of the source has its own environment, so neither torch nor the extension of this one
 # changes. A second run compiles what has changed.
-TRIAL := build/$(notdir $(PYTHON3))-torch-$(TORCH)
+TRIAL = build/$(notdir $(PYTHON3))-torch-$(TORCH)
 test-torch: ## tests of the package with TORCH=2.15.0, or PYTHON3=python3.13, in an environment apart
 	mkdir -p $(TRIAL)
 	find $(TRIAL) -mindepth 1 -maxdepth 1 ! -name build ! -name $(VENV) -exec rm -rf {} +
@@ -98,14 +97,16 @@ test-torch: ## tests of the package with TORCH=2.15.0, or PYTHON3=python3.13, in
 	$(MAKE) -C $(TRIAL) python-test TORCH=$(TORCH)
 
 # An environment on top of .venv: the same torch, and what the frameworks need.
-build/frameworks/tools: build/installed Makefile
+build/frameworks/tools: build/installed Makefile third_party/versions.toml
 	$(BIN)/python -m venv --clear build/frameworks
 	build/frameworks/bin/python -c 'import sys, sysconfig; \
 	  own = sysconfig.get_path("purelib"); \
 	  print("import site; site.addsitedir(%r)" % sys.argv[1], file=open(own + "/base.pth", "w"))' \
 	  "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 	$(BIN)/python -c 'import torch; print("torch==" + torch.__version__)' >build/frameworks/torch.txt
-	build/frameworks/bin/python -m pip install --quiet --constraint build/frameworks/torch.txt $(FRAMEWORKS)
+	$(BIN)/python $(THIRD_PARTY) packages framework >build/frameworks/packages.txt
+	build/frameworks/bin/python -m pip install --quiet --constraint build/frameworks/torch.txt \
+	  -r build/frameworks/packages.txt
 	@touch $@
 
 test-frameworks: build/frameworks/tools ## tests with Lightning, torchft and so on, ARGS="-k expression"

@@ -183,6 +183,8 @@ class BuildForTorch(BuildExtension):
         self.force = True
 
     def run(self) -> None:
+        if (warning := setup_support.untested_torch(str(torch.__version__))) is not None:
+            print(warning, file=sys.stderr)
         super().run()
         package = Path(self.get_ext_fullpath("torch_resilient._C")).parent
         if self.without_cuda:  # an earlier build may have left some
@@ -230,20 +232,27 @@ class BuildForTorch(BuildExtension):
             print(text, file=sys.stderr)
 
 
-class BuildWithOptions(build_py):
-    """Adds the table of options, from which torch_resilient.options makes its text."""
+class BuildWithTables(build_py):
+    """Adds the table of options and the list of third-party software, which the package reads."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            target = Path(self.build_lib) / "torch_resilient" / "options.def"
-            self.copy_file(str(ROOT / "csrc" / "base" / "options.def"), str(target))
+            package = Path(self.build_lib) / "torch_resilient"
+            for source in (
+                ROOT / "csrc" / "base" / "options.def",
+                ROOT / "third_party" / "versions.toml",
+            ):
+                self.copy_file(str(source), str(package / source.name))
 
 
 setup(
     ext_modules=extensions(),
     # The binary fits one minor version of torch.
-    install_requires=[setup_support.torch_requirement(torch.__version__), "numpy"],
+    install_requires=[
+        setup_support.torch_requirement(torch.__version__),
+        setup_support.LISTED["numpy"].requirement,
+    ],
     options={"bdist_wheel": {"build_number": setup_support.build_tag(torch.__version__)}},
-    cmdclass={"build_ext": BuildForTorch, "build_py": BuildWithOptions},
+    cmdclass={"build_ext": BuildForTorch, "build_py": BuildWithTables},
 )

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-# The oldest that reads a licence expression in pyproject.toml, which names the same version.
-SETUPTOOLS = (77, 0, 3)
+
+def _load_third_party() -> Any:
+    """torch_resilient/_third_party.py, without the package, which is not built yet."""
+    path = Path(__file__).resolve().parent.parent / "torch_resilient" / "_third_party.py"
+    spec = importlib.util.spec_from_file_location("_third_party", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+third_party = _load_third_party()
+LISTED = third_party.table()
+SETUPTOOLS = LISTED["setuptools"]
 
 INSTALL = "pip install --no-build-isolation ."
-_TOOLS = "pip install torch 'setuptools>=77.0.3' wheel ninja"
+_TOOLS = f"pip install torch '{SETUPTOOLS.requirement}' wheel ninja"
 # Names of the folders that pip and build (build-env-), and uv (builds-v0) make for isolated builds.
 _ISOLATED = re.compile(r"/(?:pip-)?build-env-|/builds-v\d+/")
 
@@ -58,13 +75,20 @@ def without_torch(error: ImportError, setuptools_file: str) -> str:
 
 def old_setuptools(version: str) -> str | None:
     """The message for a build with setuptools `version`; None if it is new enough."""
-    found = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
-    if found >= SETUPTOOLS or "unknown" in version:  # a copy without its metadata
-        return None
+    if "unknown" in version or third_party.within(version, SETUPTOOLS.versions):
+        return None  # "unknown": a copy without its metadata
     return (
         f"setuptools {version} is too old to build torch_resilient: run "
-        f"`pip install --upgrade 'setuptools>={'.'.join(map(str, SETUPTOOLS))}'`, then `{INSTALL}`"
+        f"`pip install --upgrade '{SETUPTOOLS.requirement}'`, then `{INSTALL}`"
     )
+
+
+def untested_torch(version: str) -> str | None:
+    """A warning for a build against torch `version`; None if it is in the supported range."""
+    versions = LISTED["torch"].versions
+    if third_party.within(version, versions):
+        return None
+    return f"torch_resilient supports torch {versions} and has not been tested with {version}"
 
 
 def cuda_wanted(value: str) -> bool | None:

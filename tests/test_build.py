@@ -105,7 +105,7 @@ case "$1" in
 esac
 """
 
-PACKED = ("csrc", "docs", "tests", "benchmarks", "examples", "torch_resilient")
+PACKED = ("csrc", "third_party", "docs", "tests", "benchmarks", "examples", "torch_resilient")
 # Written by builds and tests, not by people.
 MADE = {".pyc", ".so", ".o", ".d"}
 
@@ -195,6 +195,13 @@ def test_a_build_that_hides_torch_is_told_apart_from_one_without_torch(
 @pytest.mark.parametrize("version", ["65.5.0", "77.0", "77.0.2"])
 def test_setuptools_that_cannot_read_the_metadata_are_refused(version: str) -> None:
     assert "pip install --upgrade 'setuptools>=77.0.3'" in support.old_setuptools(version)
+
+
+@pytest.mark.parametrize(("version", "warned"), [("2.10.2", True), ("2.13.0+cpu", False)])
+def test_a_build_warns_about_a_torch_that_is_not_supported(version: str, warned: bool) -> None:
+    warning = support.untested_torch(version)
+    assert (warning is not None) == warned
+    assert warning is None or warning.endswith(f"has not been tested with {version}")
 
 
 def test_newer_setuptools_are_accepted() -> None:

@@ -269,6 +269,23 @@ def test_the_wrong_torch() -> None:
     assert "pip install --no-build-isolation" in missing.remedy
 
 
+@pytest.mark.parametrize(("version", "supported"), [("2.14.1+cpu", True), ("2.16.0", False)])
+def test_a_torch_outside_the_supported_range(version: str, supported: bool) -> None:
+    versions = {"python": "3.11.7", "torch": version}
+    ranges = {"python": ">=3.11,<3.15", "torch": ">=2.11,<2.16"}
+    findings = check_host(host(versions=versions, built_for=version, supported=ranges))
+    if supported:
+        assert findings == []
+    else:
+        assert only(findings).seen == "torch 2.16.0 is outside the supported range >=2.11,<2.16"
+
+
+def test_the_supported_ranges_are_those_of_the_list() -> None:
+    supported = doctor_facts.collect().supported
+    assert supported["python"].startswith(">=3.11,")
+    assert supported["torch"].startswith(">=2.11,")
+
+
 def test_a_backend_that_does_not_start() -> None:
     error = "listen on port 29600: Address already in use; another process has that port"
     remedy = only(check_host(host(backend_error=error))).remedy

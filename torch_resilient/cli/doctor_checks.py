@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch_resilient._stats import PathKind
 
+from torch_resilient import _third_party
+
 # Interfaces of containers and virtual machines: as in csrc/transport/address.cpp; a test compares.
 INWARD = (
     "docker",
@@ -112,6 +114,7 @@ class Facts:
     """What was seen on one host, by one rank in a job (else rank None).
 
     Attributes:
+        supported: version ranges of third_party/versions.toml, by the names in versions.
         host_key: equal for ranks of one host and network namespace.
         name_addresses: where the host's own name leads on this host.
         hosts_line: the line of /etc/hosts that says so, if any.
@@ -133,6 +136,7 @@ class Facts:
     rank: int | None = None
     world_size: int = 1
     versions: dict[str, str] = field(default_factory=dict)
+    supported: dict[str, str] = field(default_factory=dict)
     built_for: str = ""
     torch_error: str = ""
     backend_error: str = ""
@@ -244,6 +248,21 @@ def _remedy_of_start(error: str) -> str:
     if match:
         return f"`unset {match[1]}`, or give it what is expected"
     return "the text names the cause; `python -m torch_resilient.options` lists all settings"
+
+
+def check_supported(facts: Facts) -> Iterator[Finding]:
+    """Python and torch are in the ranges that third_party/versions.toml gives."""
+    for name, versions in facts.supported.items():
+        found = facts.versions.get(name, "")
+        if not _third_party.within(found, versions):
+            yield Finding(
+                "versions",
+                facts.where,
+                f"{name} {found} is outside the supported range {versions}",
+                "torch_resilient has not been tested with it",
+                f"install {name} {versions} and build torch_resilient again, or run its tests "
+                "with this version: `make test` in its source",
+            )
 
 
 def check_variables(facts: Facts) -> Iterator[Finding]:
@@ -419,6 +438,7 @@ def check_host(facts: Facts, several_hosts: bool = False) -> list[Finding]:
     """All that one host's facts tell by themselves."""
     return [
         *check_torch(facts),
+        *check_supported(facts),
         *check_variables(facts),
         *check_master(facts, several_hosts),
         *check_reverse_dns(facts),

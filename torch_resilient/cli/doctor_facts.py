@@ -14,6 +14,7 @@ import struct
 import time
 from pathlib import Path
 
+from torch_resilient import _third_party
 from torch_resilient._version import __version__
 from torch_resilient.cli.doctor_checks import Facts, Interface, Target
 
@@ -34,6 +35,8 @@ _VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
 )
+# Software whose version is checked against third_party/versions.toml.
+_SUPPORTED = ("python", "torch")
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _SIOCGIFADDR = 0x8915
 _SO_SNDBUFFORCE = 32
@@ -182,6 +185,9 @@ def collect(master: str = "") -> Facts:
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
         buffers_forced=_may_force_buffers(),
     )
+    with contextlib.suppress(FileNotFoundError):  # installed without the list
+        listed = _third_party.table()
+        facts.supported = {name: listed[name].versions for name in _SUPPORTED}
     _look_at_build(facts)
     return facts
 
