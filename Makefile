@@ -134,7 +134,7 @@ fuzz: ## each fuzzer for FUZZ_SECONDS=60; needs clang
 	$(MAKE) -C csrc VARIANT=fuzz CXX=clang++ -j$(JOBS) fuzzers
 	$(MAKE) -C csrc VARIANT=fuzz FUZZ_SECONDS=$(FUZZ_SECONDS) fuzz
 
-bench: setup ## measurements against gloo and the machine's limits
+bench: setup ## measurements; ARGS="--record NAME.py" keeps them in docs/measurements.md
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 options-doc: setup ## write docs/options.md anew from csrc/base/options.def

@@ -1,12 +1,15 @@
-"""All benchmarks, and one summary: quick by default (some minutes), --full for the record."""
+"""All benchmarks, and one summary: quick by default (some minutes); --record keeps the results."""
 
 from __future__ import annotations
 
 import argparse
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+
+import measurements
 
 from torch_resilient.testing import unavailable
 
@@ -33,6 +36,9 @@ LAB_SCRIPTS = (
 )
 # Takes five minutes even if quick.
 LONG_SCRIPTS = ("stragglers.py",)
+# Run only if named.
+NAMED_SCRIPTS = ("lab_calibration.py",)
+ALL_SCRIPTS = SCRIPTS + LAB_SCRIPTS + LONG_SCRIPTS + NAMED_SCRIPTS
 
 ABOUT = """\
 Runs compare_gloo.py, local_copy.py, scale.py, parity_codes.py, hol_blocking.py, idle_cpu.py,
@@ -42,7 +48,23 @@ and smart_training.py; and, with --full, stragglers.py: one after the other. Eac
 with --help. local_copy.py and wan_training.py compare and have no limits of time, nor has
 compare_gloo.py without --full; the others end with status 1 if they miss one, and then so does
 this.
+
+With --record each benchmark runs in full, and if it succeeds its rows become its section of
+docs/measurements.md; the other sections stay. Record on a machine without other work.
 """
+
+
+def run(script: str, arguments: list[str], record: bool) -> int:
+    """Runs one; keeps its rows if asked to and if it succeeds. Returns its exit status."""
+    with tempfile.TemporaryDirectory(prefix="benchmark-") as folder:
+        rows = Path(folder) / "rows.jsonl"
+        if record:
+            arguments = [*arguments, "--json", str(rows)]
+        command = [sys.executable, HERE / script, *arguments]
+        status = subprocess.run(command, check=False).returncode
+        if record and status == 0 and rows.exists():
+            measurements.record(Path(script).stem, rows)
+        return status
 
 
 def main() -> int:
@@ -50,11 +72,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "scripts", nargs="*", metavar="SCRIPT", help="only these, such as compare_gloo.py"
+    )
+    parser.add_argument(
+        "--record", action="store_true", help="as --full, and keep the rows in docs/measurements.md"
+    )
     parser.add_argument("--full", action="store_true", help="the whole measurement, long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append all rows to this file")
     parser.add_argument("--realtime", action="store_true", help="at real-time priority")
     options = parser.parse_args()
-    common = [] if options.full else ["--quick"]
+    if unknown := sorted(set(options.scripts) - set(ALL_SCRIPTS)):
+        parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join(ALL_SCRIPTS)}")
+    if options.record and options.json:
+        parser.error("--record keeps the rows in benchmarks/results; --json cannot name a file too")
+    full = options.full or options.record
+    common = [] if full else ["--quick"]
     if options.json:
         common += ["--json", str(options.json.resolve())]
     if options.realtime:
@@ -62,13 +95,13 @@ def main() -> int:
 
     results = []
     reason = unavailable()
-    for script in SCRIPTS + LAB_SCRIPTS + (LONG_SCRIPTS if options.full else ()):
-        if script in LAB_SCRIPTS and reason is not None:
+    for script in options.scripts or SCRIPTS + LAB_SCRIPTS + (LONG_SCRIPTS if full else ()):
+        if script in LAB_SCRIPTS + NAMED_SCRIPTS and reason is not None:
             results.append(f"{script:<18} skipped: {reason}")
             continue
         print(f"== {script}", flush=True)
         start = time.monotonic()
-        status = subprocess.run([sys.executable, HERE / script, *common], check=False).returncode
+        status = run(script, common, options.record)
         result = "ok" if status == 0 else f"FAILED ({status})"
         results.append(f"{script:<18} {result}, {time.monotonic() - start:.0f} s")
         print(flush=True)
