@@ -87,7 +87,7 @@ def describe() -> Row:
             "processor": processor,
             "cores": len(os.sched_getaffinity(0)),
             "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "kernel": platform.release(),
+            "kernel": platform.release().partition("-")[0],
         },
         "environment": {
             key: value
