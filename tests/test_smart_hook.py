@@ -246,7 +246,9 @@ def out_of_order(rank: int) -> list[float]:
             # Long after the second has been reduced.
             gone = torch.futures.collect_all(made.received)
             gone.add_done_callback(
-                lambda _: state._worker.submit(state._worker.submit, second.set_result, None)
+                lambda _: state._transfers._worker.submit(
+                    state._transfers._worker.submit, second.set_result, None
+                )
             )
         return made
 
@@ -313,7 +315,12 @@ def first_fails(rank: int) -> list[str]:
     recovery.exchange = failing
     buckets = [Bucket(torch.ones(1000), [parameter]) for parameter in parameters]
     futures = [smart_hook(state, bucket) for bucket in buckets]  # type: ignore[arg-type]
-    wait_until(lambda: len(state._gathers) == 2 and state._gathers[1].shard is not None, "waiting")
+    wait_until(
+        lambda: (
+            len(state._transfers.gathers) == 2 and state._transfers.gathers[1].shard is not None
+        ),
+        "waiting",
+    )
     first.set_exception(RuntimeError("the network is gone"))
     return [error_of(future.wait) for future in futures]
 
@@ -349,7 +356,12 @@ def second_gather_fails(rank: int) -> list[str]:
     recovery.exchange, ddp._all_gather = slow_first, failing_second
     buckets = [Bucket(torch.ones(1000), [parameter]) for parameter in parameters]
     futures = [smart_hook(state, bucket) for bucket in buckets]  # type: ignore[arg-type]
-    wait_until(lambda: len(state._gathers) == 2 and state._gathers[1].shard is not None, "waiting")
+    wait_until(
+        lambda: (
+            len(state._transfers.gathers) == 2 and state._transfers.gathers[1].shard is not None
+        ),
+        "waiting",
+    )
     first.set_result(None)
     return [error_of(future.wait) for future in futures]
 

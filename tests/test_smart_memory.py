@@ -228,7 +228,7 @@ def restarted(
     for step in range(7):
         # Losses depend on the step alone, not on how many messages there were before.
         network.seed = step
-        state._flights = 0
+        state._transfers.begun = 0
         if step == break_at:
             saved = state.state_dict(), model.module.state_dict(), optimizer.state_dict()
             assert saved[0]["error_memory"]

@@ -8,10 +8,10 @@
 from torch_resilient.smart.ddp import (
     SmartReduceScatter,
     SmartState,
-    SmartStatistics,
     smart_hook,
     smart_reduce_scatter,
 )
+from torch_resilient.smart.guard import SmartStatistics
 from torch_resilient.smart.options import SmartOptions
 from torch_resilient.smart.recovery import tolerate, zero_filled
 

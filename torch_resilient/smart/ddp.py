@@ -11,13 +11,8 @@ Paper: SMART §3.3; the priority of packets is §3.1, and what is sent again is 
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with types.
 
-import contextlib
-import logging
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,91 +24,24 @@ from torch_resilient._groups import carries, find_backend
 from torch_resilient._topology import topology
 from torch_resilient.smart import recovery
 from torch_resilient.smart.gradient_drop import ErrorMemory, Layout, all_finite, sampled_cutoff
+from torch_resilient.smart.guard import Guard, SmartStatistics
 from torch_resilient.smart.options import SmartOptions
+from torch_resilient.smart.plan import ReducePlan
 from torch_resilient.smart.recovery import Range
+from torch_resilient.smart.transfers import Transfer, Transfers
 
 __all__ = [
     "SmartReduceScatter",
     "SmartState",
-    "SmartStatistics",
     "smart_hook",
     "smart_reduce_scatter",
 ]
 
-_log = logging.getLogger("torch_resilient")
 # Matching uses the number of the bucket; c10d's tags are 32 bits.
 _TAGS = 1 << 29
 # torch 2.13 has new names for these.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-@dataclass(frozen=True)
-class SmartStatistics:
-    """What one rank's SmartState has done so far; `error_norm` and so on are of this moment."""
-
-    steps: int
-    exact_steps: int  # of these, those in which this rank had to be exact throughout
-    messages: int  # sent towards the rank that reduces them, other than within a site
-    bytes_sent: int  # of these messages
-    bytes_tolerant: int  # of those sent with a tolerance
-    bytes_zero_filled: int  # of those, dropped
-    mean_drop: float  # bytes zero-filled / bytes tolerant, over the last drop_window_steps
-    error_elements: int  # in the error memory
-    error_norm: float  # its Euclidean norm
-    exact_reason: str  # why the state is exact for good; "": it is not
-
-
-class _Plan:
-    """Who sends what to whom: a shard for each rank, and for each site an agent for each shard.
-
-    The agent of a site for shard j adds up what the ranks of its site have of it and sends the
-    partial sum to rank j, which adds up those of all sites. Rank j is its own site's agent for
-    shard j. Where each rank is a site of its own, it is its own agent for all shards.
-    """
-
-    def __init__(self, rank: int, sites: Sequence[str]) -> None:
-        names = list(dict.fromkeys(sites))
-        members = {site: [r for r, s in enumerate(sites) if s == site] for site in names}
-
-        def agent(site: str, shard: int) -> int:
-            if sites[shard] == site:
-                return shard
-            ranks = members[site]
-            # Ranks of another site share out its shards by their place in it.
-            return ranks[members[sites[shard]].index(shard) % len(ranks)]
-
-        mine = sites[rank]
-        self.rank, self.size = rank, len(sites)
-        self.site_members = members[mine]
-        self.duties = {
-            peer: [j for j in range(self.size) if agent(mine, j) == peer] for peer in members[mine]
-        }
-        # Shards of which this rank sends its site's partial sum to another site.
-        self.remote_shards = [j for j in self.duties[rank] if sites[j] != mine]
-        # In the order of the sites: who sends this rank's shard; itself for its own site.
-        self.senders = [agent(site, rank) for site in names]
-
-
-@dataclass
-class _Flight:
-    """One bucket on its way. Thread: the worker's, once it is under way."""
-
-    buffer: Tensor  # one-dimensional; input, and output unless `output` is set
-    layout: Layout
-    result: Future[Tensor]
-    ready: Any  # an event of the device after which `buffer` holds the gradients; None on the CPU
-    output: Tensor | None = None  # set: only this rank's shard is wanted, and goes here
-    divide: bool = True
-    number: int = 0  # of all buckets of this state
-    tolerant: bool = False
-    finite: bool = True  # False: this rank sends NaN or infinity
-    payload: Tensor = field(init=False)  # (ranks, chunk): p = x + e, in the type of the sums
-    wire: Tensor = field(init=False)  # the same in the type of the buffer; maybe the same tensor
-    incoming: dict[int, Tensor] = field(default_factory=dict)
-    exchange: recovery.Exchange | None = None
-    shard: Tensor | None = None  # this rank's, reduced
-    gathered: Tensor | None = None
 
 
 class SmartState:
@@ -161,36 +89,22 @@ class SmartState:
         self._named = model is not None
         self._modules: dict[str, None] = {}  # keys of FSDP's modules, of sizes that it chooses
         self._memory = ErrorMemory()
-        self._never = ""  # why nothing can be dropped here, whatever the program wants
-        self._exact_reason = ""
-        self._exact_next = False
         # Of its own: the program's random numbers must not depend on the network.
         self._generator = torch.Generator().manual_seed(rank)
-        self._steps = self._exact_steps = self._messages = 0
-        self._bytes_sent = self._bytes_tolerant = self._bytes_dropped = 0
-        self._step_dropped = self._step_tolerant = 0
-        self._step_exact = False
         self._step_bad = False  # a result was not finite
         self._step_memory = self._memory.snapshot()  # of before the step
-        self._window: deque[tuple[int, int]] = deque(maxlen=self.options.drop_window_steps)
-        self._seen: set[str] = set()
-        self._said: set[str] = set()
         self._carried: dict[str, bool] = {}  # by type of device: whether this backend carries it
+        self._guard = Guard(self.options, rank)
+        self._transfers = Transfers()
 
         self._group = _own_group(self.process_group)
-        self._rank = rank
         if self._group is None:
-            self._never = "the group does not use the backend resilient"
-            return
-        if sites is None and size > 1:
+            self._guard.never = "the group does not use the backend resilient"
+        elif sites is None and size > 1:
             sites = topology(self._group).sites
         if sites is None or not any(sites):
             sites = [f"rank {r}" for r in range(size)]
-        self._plan = _Plan(rank, sites)
-        self._worker = ThreadPoolExecutor(1, "torch_resilient smart")
-        self._streams: dict[torch.device, Any] = {}
-        self._flights = 0
-        self._gathers: deque[_Flight] = deque()  # in the order of buckets
+        self._plan = ReducePlan(rank, sites)
 
     # ---- for the program ------------------------------------------------------------------------
 
@@ -200,18 +114,18 @@ class SmartState:
 
         Ranks need not agree: each decides about what it sends.
         """
-        return bool(self._never or self._exact_reason)
+        return self._guard.exact
 
     @exact.setter
     def exact(self, value: bool) -> None:
-        self._exact_reason = "the program asked for it" if value else ""
+        self._guard.set_exact(value)
 
     def exact_next_step(self) -> None:
         """Makes the next step exact, on this rank: it sends all of the error memory, too.
 
         Before the last step, or a checkpoint that will go on with another number of ranks.
         """
-        self._exact_next = True
+        self._guard.exact_next = True
 
     def scale_error_memory(self, factor: float) -> None:
         """Multiplies the error memory, where the unit of gradients changes: a new loss scale.
@@ -232,20 +146,7 @@ class SmartState:
 
     def statistics(self) -> SmartStatistics:
         """What this rank's state has done so far. Reads all of the error memory for its norm."""
-        tolerant = self._step_tolerant + sum(tolerant for _, tolerant in self._window)
-        dropped = self._step_dropped + sum(dropped for dropped, _ in self._window)
-        return SmartStatistics(
-            steps=self._steps,
-            exact_steps=self._exact_steps + (1 if self._step_exact else 0),
-            messages=self._messages,
-            bytes_sent=self._bytes_sent,
-            bytes_tolerant=self._bytes_tolerant,
-            bytes_zero_filled=self._bytes_dropped,
-            mean_drop=dropped / tolerant if tolerant else 0.0,
-            error_elements=self._memory.elements(),
-            error_norm=self._memory.norm(),
-            exact_reason=self._never or self._exact_reason,
-        )
+        return self._guard.statistics(self._memory)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint of this rank needs; every rank's is different and must be saved.
@@ -257,11 +158,7 @@ class SmartState:
         return {
             "error_memory": self._memory.state_dict(),
             "generator": self._generator.get_state(),
-            "steps": self._steps,
-            "window": list(self._window),
-            "unfinished_step": (self._step_dropped, self._step_tolerant),
-            "exact_reason": self._exact_reason,
-            "exact_next": self._exact_next,
+            **self._guard.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -275,14 +172,7 @@ class SmartState:
         self._memory.load_state_dict(state["error_memory"], sizes)
         self._step_memory = self._memory.snapshot()
         self._generator.set_state(state["generator"])
-        self._steps = state["steps"]
-        self._window = deque(state["window"], maxlen=self.options.drop_window_steps)
-        self._step_dropped, self._step_tolerant = state["unfinished_step"]
-        # All parameters belong to the step before, if there was one.
-        self._seen = set(sizes) if self._steps else set()
-        self._exact_next = state["exact_next"]
-        if state["exact_reason"]:
-            self._make_exact(state["exact_reason"])
+        self._guard.load_state_dict(state, sizes)
 
     def _need_names(self) -> None:
         if not self._named:
@@ -301,73 +191,15 @@ class SmartState:
         divide: bool = True,
     ) -> Future[Tensor]:
         """Begins to reduce `buffer`, in place; the future gives `buffer`, or `output` if set."""
-        on_cpu = buffer.device.type == "cpu"
-        result: Future[Tensor] = Future() if on_cpu else Future(devices=[buffer.device])
-        ready = None
-        if not on_cpu:
-            device = buffer.device
-            ready = torch.get_device_module(device).current_stream(device).record_event()
-        flight = _Flight(buffer, layout, result, ready, output, divide)
-        self._submit(flight, self._begin)
-        # A future made in Python keeps an error as its value, which C++ would take for a tensor;
-        # one that comes from then() fails for C++, too.
-        delivered: Future[Tensor] = result.then(lambda future: future.value())
-        return delivered
+        return self._transfers.start(buffer, layout, output, divide, self._begin)
 
-    def _submit(self, flight: _Flight, function: Callable[[_Flight], None]) -> None:
-        """Runs `function(flight)` on the worker; an error of it fails the flight."""
-
-        def run() -> None:
-            try:
-                with self._on_stream(flight), torch.no_grad():
-                    function(flight)
-            except Exception as error:
-                self._fail(flight, error)
-
-        self._worker.submit(run)
-
-    def _after(
-        self, flight: _Flight, futures: Iterable[Future[Any]], function: Callable[[_Flight], None]
-    ) -> None:
-        """Runs `function(flight)` on the worker when all `futures` are done."""
-        waiting = list(futures)
-
-        if not waiting:
-            self._submit(flight, function)
-            return
-        done: Future[Any] = torch.futures.collect_all(waiting)
-
-        def then(flight: _Flight) -> None:
-            done.wait()  # raises the error of any of them
-            for future in waiting:
-                future.wait()  # makes the device's stream wait
-            function(flight)
-
-        done.add_done_callback(lambda _: self._submit(flight, then))
-
-    @contextlib.contextmanager
-    def _on_stream(self, flight: _Flight) -> Iterator[None]:
-        """The worker has a stream of its own on each device."""
-        device = flight.buffer.device
-        if flight.ready is None:
-            yield
-            return
-        module = torch.get_device_module(device)
-        if device not in self._streams:
-            self._streams[device] = module.Stream(device)
-        with module.stream(self._streams[device]):
-            yield
-
-    def _begin(self, flight: _Flight) -> None:
+    def _begin(self, transfer: Transfer) -> None:
         """Forms p = x + e, and adds up what the ranks of this site have."""
-        plan, buffer = self._plan, flight.buffer
-        flight.number = self._flights
-        self._flights += 1
-        self._gathers.append(flight)
-        self._count_step(flight.layout)
-        if flight.ready is not None:
-            device = buffer.device
-            torch.get_device_module(device).current_stream(device).wait_event(flight.ready)
+        plan, buffer = self._plan, transfer.buffer
+        self._transfers.enter(transfer)
+        if self._guard.begins_step([key for key, _ in transfer.layout]):
+            self._step_bad = False
+            self._step_memory = self._memory.snapshot()
         elements = buffer.numel()
         chunk = -(-elements // plan.size)
         # Sums are in float32 at least, whatever the type of the gradients.
@@ -376,203 +208,144 @@ class SmartState:
         )
         payload[:elements].copy_(buffer)
         payload[elements:].zero_()
-        self._memory.add_to(payload, flight.layout)
-        flight.payload = payload.view(plan.size, chunk)
-        flight.wire = flight.payload.to(buffer.dtype)
+        self._memory.add_to(payload, transfer.layout)
+        transfer.payload = payload.view(plan.size, chunk)
+        transfer.wire = transfer.payload.to(buffer.dtype)
 
         peers = [peer for peer in plan.site_members if peer != plan.rank]
         if not peers:
-            self._send(flight)
+            self._send(transfer)
             return
-        flight.incoming = {
-            peer: flight.wire.new_empty(len(plan.duties[plan.rank]), chunk) for peer in peers
+        transfer.incoming = {
+            peer: transfer.wire.new_empty(len(plan.duties[plan.rank]), chunk) for peer in peers
         }
         within = recovery.exchange(
-            {peer: flight.wire[plan.duties[peer]] for peer in peers},
-            flight.incoming,
+            {peer: transfer.wire[plan.duties[peer]] for peer in peers},
+            transfer.incoming,
             self._own,
-            tag=2 * (flight.number % _TAGS),
+            tag=2 * (transfer.number % _TAGS),
         )
-        self._after(flight, [*within.received, *within.sent], self._add_site)
+        self._transfers.after(transfer, [*within.received, *within.sent], self._add_site)
 
-    def _add_site(self, flight: _Flight) -> None:
+    def _add_site(self, transfer: Transfer) -> None:
         """The partial sums of this site take the place of what this rank alone had."""
         plan = self._plan
         duties = plan.duties[plan.rank]
-        parts = {**flight.incoming, plan.rank: flight.payload[duties]}
-        flight.payload[duties] = _sum_in_order([parts[peer] for peer in plan.site_members])
-        if flight.wire is not flight.payload:
-            flight.wire[duties] = flight.payload[duties].to(flight.wire.dtype)
-        self._send(flight)
+        parts = {**transfer.incoming, plan.rank: transfer.payload[duties]}
+        transfer.payload[duties] = _sum_in_order([parts[peer] for peer in plan.site_members])
+        if transfer.wire is not transfer.payload:
+            transfer.wire[duties] = transfer.payload[duties].to(transfer.wire.dtype)
+        self._send(transfer)
 
-    def _send(self, flight: _Flight) -> None:
+    def _send(self, transfer: Transfer) -> None:
         """Sends each shard's part straight to the rank that reduces it: one hop, no partial sums.
 
         Paper: SMART §3.1, one threshold for each bucket.
         """
-        plan, options, wire = self._plan, self.options, flight.wire
+        plan, options, wire = self._plan, self.options, transfer.wire
         chunk = wire.shape[1]
         message_bytes = chunk * wire.element_size()
-        flight.incoming = {
+        transfer.incoming = {
             peer: wire.new_empty(chunk) for peer in plan.senders if peer != plan.rank
         }
         outgoing = {peer: wire[peer] for peer in plan.remote_shards}
         threshold = -1.0
         if (
             outgoing
-            and not self.exact
-            and not self._step_exact
+            and not self._guard.exact_now
             and options.max_low_priority_drop > 0
             and message_bytes >= options.exact_below_bytes
         ):
             # All of the bucket, unless some of its shards are for others of the site to send.
             sent = wire if len(plan.site_members) == 1 else wire[plan.remote_shards]
             if not all_finite(sent):
-                flight.finite = False
-                self._say_once("gradients with NaN or infinite values are sent exactly")
+                transfer.finite = False
+                self._guard.say_once("gradients with NaN or infinite values are sent exactly")
             else:
                 cutoff = sampled_cutoff(
                     sent.view(-1), options.top_fraction, options.samples, self._generator
                 )
                 # Where hardly any element differs from 0, every packet that has one matters.
                 threshold = cutoff if cutoff > 0 else -1.0
-        flight.tolerant = threshold >= 0
+        transfer.tolerant = threshold >= 0
         sent_bytes = message_bytes * len(outgoing)
-        self._messages += len(outgoing)
-        self._bytes_sent += sent_bytes
-        if flight.tolerant:
-            self._bytes_tolerant += sent_bytes
-            self._step_tolerant += sent_bytes
-        flight.exchange = recovery.exchange(
+        self._guard.on_sent(len(outgoing), sent_bytes, transfer.tolerant)
+        transfer.exchange = recovery.exchange(
             outgoing,
-            flight.incoming,
+            transfer.incoming,
             self._own,
-            tag=2 * (flight.number % _TAGS) + 1,
+            tag=2 * (transfer.number % _TAGS) + 1,
             threshold=threshold,
-            max_drop_fraction=options.max_low_priority_drop if flight.tolerant else 0.0,
+            max_drop_fraction=options.max_low_priority_drop if transfer.tolerant else 0.0,
         )
-        self._after(flight, flight.exchange.received, self._reduce)
+        self._transfers.after(transfer, transfer.exchange.received, self._reduce)
 
-    def _reduce(self, flight: _Flight) -> None:
+    def _reduce(self, transfer: Transfer) -> None:
         """Adds up this rank's shard in the order of the sites."""
         plan = self._plan
-        parts = {**flight.incoming, plan.rank: flight.payload[plan.rank]}
+        parts = {**transfer.incoming, plan.rank: transfer.payload[plan.rank]}
         total = _sum_in_order([parts[peer] for peer in plan.senders])
-        if flight.divide:
+        if transfer.divide:
             total /= plan.size
-        flight.shard = total.to(flight.wire.dtype)
-        flight.incoming = {}
+        transfer.shard = total.to(transfer.wire.dtype)
+        transfer.incoming = {}
         # Collectives match by their order: that of the buckets, not of arrival.
-        while self._gathers and self._gathers[0].shard is not None:
-            self._gather(self._gathers[0])  # stays among those that fail if this does
-            self._gathers.popleft()
+        while self._transfers.gathers and self._transfers.gathers[0].shard is not None:
+            self._gather(self._transfers.gathers[0])  # stays among those that fail if this does
+            self._transfers.gathers.popleft()
 
-    def _gather(self, flight: _Flight) -> None:
+    def _gather(self, transfer: Transfer) -> None:
         """All ranks get the reduced shards, exactly: replicas stay identical."""
-        assert flight.exchange is not None
-        assert flight.shard is not None
-        waiting = list(flight.exchange.sent)
-        if flight.output is None:
-            flight.gathered = torch.empty_like(flight.wire)
+        assert transfer.exchange is not None
+        assert transfer.shard is not None
+        waiting = list(transfer.exchange.sent)
+        if transfer.output is None:
+            transfer.gathered = torch.empty_like(transfer.wire)
             work = _all_gather(
-                flight.gathered.view(-1), flight.shard, group=self._own, async_op=True
+                transfer.gathered.view(-1), transfer.shard, group=self._own, async_op=True
             )
             assert work is not None, "asynchronous"
             waiting.append(work.get_future())
-        self._after(flight, waiting, self._finish)
+        self._transfers.after(transfer, waiting, self._finish)
 
-    def _finish(self, flight: _Flight) -> None:
+    def _finish(self, transfer: Transfer) -> None:
         """What was dropped becomes the new error memory, and the result is handed over."""
-        assert flight.exchange is not None
-        assert flight.shard is not None
-        if flight.gathered is not None:
-            value = flight.buffer
-            value.copy_(flight.gathered.view(-1)[: value.numel()])
+        assert transfer.exchange is not None
+        assert transfer.shard is not None
+        if transfer.gathered is not None:
+            value = transfer.buffer
+            value.copy_(transfer.gathered.view(-1)[: value.numel()])
         else:
-            assert flight.output is not None
-            value = flight.output.copy_(flight.shard)
-        dropped = self._dropped(flight)
+            assert transfer.output is not None
+            value = transfer.output.copy_(transfer.shard)
+        dropped = self._dropped(transfer)
         # A step with such a result is skipped or ruins the model, and what its other buckets have
         # delivered with it: what the memory was before the step, it is again. With DDP all ranks
         # see the same result.
-        if not self._step_bad and not (flight.finite and all_finite(value)):
+        if not self._step_bad and not (transfer.finite and all_finite(value)):
             self._step_bad = True
             self._memory.rewind(self._step_memory)
-            self._say_once("a result with NaN or infinite values: the error memory is kept")
-        if not self._step_bad and (dropped or self._memory.holds(flight.layout)):
-            self._memory.remember(flight.payload.view(-1), flight.layout, dropped)
-        flight.result.set_result(value)
+            self._guard.say_once("a result with NaN or infinite values: the error memory is kept")
+        if not self._step_bad and (dropped or self._memory.holds(transfer.layout)):
+            self._memory.remember(transfer.payload.view(-1), transfer.layout, dropped)
+        transfer.result.set_result(value)
 
-    def _dropped(self, flight: _Flight) -> list[Range]:
+    def _dropped(self, transfer: Transfer) -> list[Range]:
         """What of the payload others have zero-filled, ascending; counts and guards."""
-        assert flight.exchange is not None
+        assert transfer.exchange is not None
         dropped = []
-        chunk, element_bytes = flight.wire.shape[1], flight.wire.element_size()
-        bound = self.options.max_low_priority_drop if flight.tolerant else 0.0
-        for peer, ranges in sorted(flight.exchange.dropped().items()):
+        chunk, element_bytes = transfer.wire.shape[1], transfer.wire.element_size()
+        bound = self.options.max_low_priority_drop if transfer.tolerant else 0.0
+        for peer, ranges in sorted(transfer.exchange.dropped().items()):
             count = sum(stop - start for start, stop in ranges)
-            self._bytes_dropped += count * element_bytes
-            self._step_dropped += count * element_bytes
-            if count > bound * chunk and not self.exact:
-                self._make_exact(
+            self._guard.on_dropped(count * element_bytes)
+            if count > bound * chunk:
+                self._guard.make_exact(
                     f"rank {peer} zero-filled {count / chunk:.1%} of a message, more than "
                     f"the bound of {bound:.1%}"
                 )
             dropped += [(peer * chunk + start, peer * chunk + stop) for start, stop in ranges]
         return dropped
-
-    def _fail(self, flight: _Flight, error: Exception) -> None:
-        """Ends this bucket and those that would be gathered after it: their turn never comes."""
-        for other in {id(f): f for f in (flight, *self._gathers)}.values():
-            if not other.result.done():
-                other.result.set_exception(error)  # type: ignore[arg-type]
-        self._gathers.clear()
-
-    # ---- steps and guard rails ------------------------------------------------------------------
-
-    def _count_step(self, layout: Layout) -> None:
-        """A parameter that was reduced in this step already begins the next one."""
-        keys = {key for key, _ in layout}
-        if self._steps and not (keys & self._seen):
-            self._seen |= keys
-            return
-        if self._steps:
-            self._exact_steps += 1 if self._step_exact else 0
-            self._judge()
-        self._seen = keys
-        self._step_bad = False
-        self._step_memory = self._memory.snapshot()
-        self._steps += 1
-        every = self.options.exact_every
-        due = bool(every) and self._steps % every == 0
-        self._step_exact = self.exact or self._exact_next or due
-        self._exact_next = False
-
-    def _judge(self) -> None:
-        """Notes the drops of the step that has ended; too much of it ends all tolerance."""
-        self._window.append((self._step_dropped, self._step_tolerant))
-        self._step_dropped = self._step_tolerant = 0
-        tolerant = sum(tolerant for _, tolerant in self._window)
-        dropped = sum(dropped for dropped, _ in self._window)
-        limit = self.options.max_mean_drop
-        if (
-            len(self._window) == self._window.maxlen
-            and dropped > limit * tolerant
-            and not self.exact
-        ):
-            self._make_exact(
-                f"{dropped / tolerant:.1%} of the bytes were dropped in the last "
-                f"{len(self._window)} steps, more than max_mean_drop={limit:.1%}"
-            )
-
-    def _make_exact(self, reason: str) -> None:
-        self._exact_reason = reason
-        self._say_once(f"all gradients are exact from now on: {reason}")
-
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            _log.warning("rank %d: SmartState: %s", self.process_group.rank(), text)
 
     def _carries(self, tensor: Tensor) -> bool:
         """Whether tensors like this one are this backend's: "cuda:nccl" beside it is not."""
@@ -580,7 +353,7 @@ class SmartState:
         if kind not in self._carried:
             self._carried[kind] = self._group is not None and carries(self._group, tensor.device)
             if not self._carried[kind]:
-                self._say_once(f"tensors on {kind} are reduced exactly, by another backend")
+                self._guard.say_once(f"tensors on {kind} are reduced exactly, by another backend")
         dense = tensor.layout == torch.strided
         return self._carried[kind] and dense and tensor.is_floating_point()
 
