@@ -35,9 +35,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from torch_resilient import PeerStats, faults, stats
-from torch_resilient.control import orchestrator as orchestrating
+from torch_resilient.control import agreement
+from torch_resilient.control.agreement import PLANNER_PATIENCE_S
 from torch_resilient.control.link_monitor import RoundTrips, Transfers
-from torch_resilient.control.orchestrator import PLANNER_PATIENCE_S, Orchestrator
+from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import PATIENCE, AdaptivePlan, Decider, PlanId, initial_plan
 from torch_resilient.control.report import StageReport, costs_of, links_measured
 from torch_resilient.pipelining import PipelineCosts, ScheduleAdaptiveZB, offload
@@ -689,7 +690,7 @@ def test_plans_find_their_pipeline() -> None:
 def without_its_planner(rank: int) -> list[tuple[int, int]]:
     """The planner of the first stage hangs; later it is itself again. What planned, and how often
     all ranks had switched by then."""
-    orchestrating.PLANNER_PATIENCE_S = 0.1
+    agreement.PLANNER_PATIENCE_S = 0.1
     stage = PipelineStage(Part(rank), rank, 3, torch.device("cpu"))
     schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, device_microbatches=COUNT)
     orchestrator = schedule._orchestrator

@@ -18,16 +18,12 @@ from dataclasses import replace
 from typing import Protocol
 
 from torch_resilient import _events
+from torch_resilient.control.agreement import Decision, PlanRequest, Situation, decide
 from torch_resilient.control.plan import AdaptivePlan, Decider, PlanId
-from torch_resilient.control.report import StageReport, costs_of, links_measured
+from torch_resilient.control.report import StageReport
 from torch_resilient.planning.costs import PipelineCosts
 
-# For so many iterations after a change was found, one opinion is enough for a new plan: the first
-# measurements may still be half of before.
-_ALERT_STEPS = 4
-# A planner that has been at one plan for longer is late: a hundred times what a search takes.
-PLANNER_PATIENCE_S = 10.0
-# One that has failed counts as late for so long.
+# A planner that has failed counts as late for so long.
 _PLANNER_PAUSE_S = 30.0
 
 
@@ -136,41 +132,44 @@ class Orchestrator:
 
         All ranks must call it with the same reports. Returns whether another plan is in force now.
         """
-        self.costs = costs_of(reports)
-        self.links_measured = links_measured(reports)
-        switched = self._switch(reports, step)
-        published = [PlanId(int(r.published), i) for i, r in enumerate(reports) if r.published]
-        if published and max(published) > self.newest and self._fetching.idle:
-            self._fetching.submit(lambda: self._fetch(max(published)))
-        self._choose_planner(reports, step)
-        # Nothing new is planned while ranks are still on their way to the last plan.
-        if (
-            self._stage == self.planner
-            and self._planning.idle
-            and self.newest == self.current.id
-            and self.costs is not None
-        ):
-            costs, current, known = self.costs, self.current, self.links_measured
-            changes = sum(report.changes for report in reports)
-            if changes > self._changes:
-                self._changes = changes
-                self._alert_until = step + _ALERT_STEPS
-            changed = step < self._alert_until
-            rooms = [report.room for report in reports]
-            self._planning.submit(lambda: self._plan(costs, current, changed, rooms, known))
+        decision = decide(self._situation(reports, step))
+        switched = decision.in_force != self.current.id
+        self.costs, self.links_measured = decision.costs, decision.links_measured
+        self._changes, self._alert_until = decision.changes, decision.alert_until
+        if switched:
+            self._switch(decision, step)
+        if (wanted := decision.fetch) is not None:
+            self._fetching.submit(lambda: self._fetch(wanted))
+        if decision.planner != self.planner:
+            self._change_planner(decision.planner, step)
+        if (request := decision.request) is not None:
+            current = self.current
+            self._planning.submit(lambda: self._plan(request, current))
         return switched
+
+    def _situation(self, reports: Sequence[StageReport], step: int) -> Situation:
+        # Before `newest`: a job that ends in between has added its plan by then.
+        planning, fetching = not self._planning.idle, not self._fetching.idle
+        return Situation(
+            step=step,
+            stage=self._stage,
+            reports=reports,
+            current=self.current.id,
+            newest=self.newest,
+            planning=planning,
+            fetching=fetching,
+            changes=self._changes,
+            alert_until=self._alert_until,
+        )
 
     def close(self) -> None:
         """Ends the threads; a plan that is being made is dropped."""
         self._planning.close()
         self._fetching.close()
 
-    def _switch(self, reports: Sequence[StageReport], step: int) -> bool:
-        """Whether all ranks hold a newer plan: then it is in force."""
-        held = {PlanId(int(report.epoch), int(report.planner)) for report in reports}
-        agreed = held.pop()
-        if held or agreed <= self.current.id:
-            return False
+    def _switch(self, decision: Decision, step: int) -> None:
+        """All ranks hold this plan: from now on it is in force."""
+        agreed = decision.in_force
         with self._lock:
             self.current = self._plans[agreed]
             self._plans = {each: plan for each, plan in self._plans.items() if each >= agreed}
@@ -183,13 +182,9 @@ class Orchestrator:
             planner=agreed.planner,
             predicted_s=self.current.predicted_s,
         )
-        return True
 
-    def _choose_planner(self, reports: Sequence[StageReport], step: int) -> None:
-        """The first stage that is not late; all ranks choose the same."""
-        in_time = (i for i, each in enumerate(reports) if each.late_s <= PLANNER_PATIENCE_S)
-        planner = next(in_time, 0)
-        if planner != self.planner and self._stage == planner:
+    def _change_planner(self, planner: int, step: int) -> None:
+        if self._stage == planner:
             _events.record(
                 "planner",
                 f"stage {planner}, step {step}: plans from now on, after stage {self.planner}",
@@ -199,15 +194,10 @@ class Orchestrator:
             )
         self.planner = planner
 
-    def _plan(
-        self,
-        costs: PipelineCosts,
-        current: AdaptivePlan,
-        changed: bool,
-        rooms: Sequence[float],
-        links_known: bool,
-    ) -> None:
-        plan = self._decider.consider(costs, current, changed, rooms, links_known)
+    def _plan(self, request: PlanRequest, current: AdaptivePlan) -> None:
+        plan = self._decider.consider(
+            request.costs, current, request.changed, request.rooms, request.links_known
+        )
         if plan is None:
             return
         plan = replace(plan, planner=self._stage)
