@@ -400,7 +400,7 @@ def measure(
                 plan = plan_schedule(costs, scenario.microbatches, budget_ms=1000)
                 row["best"] = plan.iteration_s / scale
                 row["bound"] = plan.lower_bound_s / scale
-            row["plans"] = {m: bench.schedules[m].stats()["plan"] for m in ADAPTIVE}
+            row["plans"] = {m: bench.schedules[m].stats().to_dict()["plan"] for m in ADAPTIVE}
             report(row)
 
 

@@ -335,7 +335,7 @@ class Report(NamedTuple):
         weights_sha256: by stage.
         stats: of the resilient backend, as JSON has it, None with any other. Its `events` hold the
             adaptive schedule's changes of plan, and of the delays it has seen.
-        schedule: stats() of the adaptive schedule, None of any other.
+        schedule: stats() of the adaptive schedule, as JSON has it, None of any other.
         round_trips_s: by step, as measured at its end; by peer.
     """
 
@@ -465,7 +465,7 @@ def train(arguments: argparse.Namespace) -> None:
             trainer.recorder.spans,
             trainer.weights_sha256(),
             stats().to_dict() if trainer.resilient else None,
-            trainer.schedule.stats() if arguments.schedule == ADAPTIVE else None,
+            trainer.schedule.stats().to_dict() if arguments.schedule == ADAPTIVE else None,
             trainer.round_trips_s,
         )
     )

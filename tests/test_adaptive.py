@@ -481,7 +481,7 @@ def test_same_bits_as_torch(dispatch: str) -> None:
     want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
     got = run_ranks(adaptive, dispatch, world_size=3)
     same_numbers(got, want)
-    assert all(rank["stats"]["dispatch"] == dispatch for rank in got)
+    assert all(rank["stats"].dispatch == dispatch for rank in got)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:resilient"])
@@ -490,8 +490,8 @@ def test_without_the_backend_it_follows_the_papers_way(backend: str) -> None:
     want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
     got = run_ranks(adaptive, "live", world_size=3, backend=backend)
     same_numbers(got, want)
-    assert all(rank["stats"]["dispatch"] == "fixed" for rank in got)
-    assert not any(rank["stats"]["links_measured"] for rank in got)
+    assert all(rank["stats"].dispatch == "fixed" for rank in got)
+    assert not any(rank["stats"].links_measured for rank in got)
 
 
 class Paced(torch.autograd.Function):
@@ -536,8 +536,8 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
             fault.clear()
         schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
         found = schedule.stats()
-        epochs.append(found["plan"]["epoch"])
-        delays.append(found["costs"]["delay_forward_s"][1] if found["costs"] else None)
+        epochs.append(found.plan.epoch)
+        delays.append(found.costs.delay_forward_s[1] if found.costs else None)
         if schedule._patience is not patiences[-1]:
             patiences.append(schedule._patience)
     # What was learned of the messages of a plan is forgotten with it.
@@ -547,7 +547,7 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
         "epochs": epochs,
         "delays": delays,
         "events": events,
-        "links_measured": found["links_measured"],
+        "links_measured": found.links_measured,
     }
 
 
@@ -600,8 +600,8 @@ def large_messages(rank: int) -> list[float]:
     with faults.limit(THIN_BYTES_PER_S, peer=1 - rank):
         for _ in range(4):
             schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank else {}))
-    costs = schedule.stats()["costs"]
-    return [costs["delay_forward_s"][0], costs["delay_backward_s"][0]]
+    costs = schedule.stats().costs
+    return [costs.delay_forward_s[0], costs.delay_backward_s[0]]
 
 
 def test_bytes_need_time_too() -> None:
@@ -675,11 +675,11 @@ def several_groups(rank: int) -> list[int]:
     for _ in range(200):
         for schedule in (first, second):
             schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
-        everywhere.fill_(min(each.stats()["plan"]["epoch"] for each in (first, second)))
+        everywhere.fill_(min(each.stats().plan.epoch for each in (first, second)))
         dist.all_reduce(everywhere, dist.ReduceOp.MIN)
         if everywhere >= 1:
             break
-    return [schedule.stats()["plan"]["epoch"] for schedule in (first, second)]
+    return [schedule.stats().plan.epoch for schedule in (first, second)]
 
 
 def test_plans_find_their_pipeline() -> None:
@@ -867,7 +867,7 @@ def offloading(rank: int, most: int | None) -> dict[str, Any]:
     stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
     schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss_of, device_microbatches=most)
     result = train_with(schedule, module, stage)
-    result["bytes"] = schedule.stats()["offloaded_bytes"]
+    result["bytes"] = schedule.stats().offloaded_bytes
     return result
 
 

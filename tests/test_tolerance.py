@@ -105,7 +105,7 @@ def gradient_of_first(rank: int, options: SmartOptions) -> tuple[torch.Tensor, d
         schedule.step(target=data)
     assert (schedule.tolerance.messages > 0) == (rank == 0 and options.activation_bound != 0)
     weight = module[0].weight  # type: ignore[index]
-    return weight.grad, schedule.stats()["tolerance"]
+    return weight.grad, schedule.stats().tolerance
 
 
 @pytest.mark.skipif(on_gloo(), reason="gloo loses nothing")
@@ -113,8 +113,8 @@ def gradient_of_first(rank: int, options: SmartOptions) -> tuple[torch.Tensor, d
 def test_the_gradient_of_what_was_lost_is_ignored(bound: float) -> None:
     options = SmartOptions(activation_bound=bound, exact_below_bytes=0)
     gradient, tolerance = run_ranks(gradient_of_first, options)[0]
-    assert tolerance["bytes_sent"] == (MICROBATCHES * ROWS * WIDTH * 4 if bound else 0)
-    assert tolerance["bytes_zero_filled"] == (MICROBATCHES * 3 * WIDTH * 4 if bound else 0)
+    assert tolerance.bytes_sent == (MICROBATCHES * ROWS * WIDTH * 4 if bound else 0)
+    assert tolerance.bytes_zero_filled == (MICROBATCHES * 3 * WIDTH * 4 if bound else 0)
     first, second = module_of(0), module_of(1)
     data = torch.arange(MICROBATCHES * ROWS * WIDTH).view(-1, WIDTH) / 100
     for part in data.chunk(MICROBATCHES):

@@ -8,7 +8,7 @@ import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,10 @@ from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, alike, initial_plan
 from torch_resilient.control.report import StageReport
-from torch_resilient.pipelining.executor import StageRun
+from torch_resilient.pipelining.executor import StageRun, Waits
 from torch_resilient.pipelining.offload import HostOffload
 from torch_resilient.pipelining.schedule import DispatchedSchedule
+from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.pipelining.torch_actions import (
     AnyStage,
     StageActions,
@@ -36,7 +37,7 @@ from torch_resilient.pipelining.torch_actions import (
     group_of,
 )
 from torch_resilient.planning.costs import PipelineCosts
-from torch_resilient.planning.dispatch import Patience, predicted_orders
+from torch_resilient.planning.dispatch import Patience, StageGates, predicted_orders
 from torch_resilient.planning.planner import limits_of
 from torch_resilient.smart.options import SmartOptions
 from torch_resilient.traffic import traffic_class
@@ -46,6 +47,53 @@ DISPATCH = ("live", "fixed")
 # How many schedules each group has had, by its name: all its ranks make them in the same order, so
 # the number tells them apart in the store. Other groups of a rank do not matter.
 _made: collections.Counter[str] = collections.Counter()
+
+
+@dataclass(frozen=True, slots=True)
+class PlanStats:
+    """The plan in force.
+
+    Attributes:
+        epoch: its number, from 0.
+        predicted_s: how long an iteration should take; 0 if the costs were not known.
+        reason: why it was made.
+    """
+
+    epoch: int
+    predicted_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleStats:
+    """What an adaptive schedule knows and has decided.
+
+    Attributes:
+        plan: the plan in force.
+        gates: those of this stage; None in fixed order.
+        dispatch: "live" or "fixed".
+        waits: how the compute thread was blocked.
+        costs: of the whole pipeline, as last measured; None before that.
+        links_measured: whether any link is measured. If not, the delays in `costs` are 0 because
+            nothing is known of them, and plans keep slack on every link.
+        offloaded_bytes: moved to host memory so far.
+        tolerance: what of this stage's activations may be missing where they arrive, and was.
+        steps: iterations so far.
+    """
+
+    plan: PlanStats
+    gates: StageGates | None
+    dispatch: str
+    waits: Waits
+    costs: PipelineCosts | None
+    links_measured: bool
+    offloaded_bytes: int
+    tolerance: ActivationTolerance
+    steps: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, nested values included, fit for JSON."""
+        return asdict(self)
 
 
 class ScheduleAdaptiveZB(DispatchedSchedule):
@@ -155,34 +203,21 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         self._detector = DelayDetector()
         self._changes = 0
 
-    def stats(self) -> dict[str, Any]:
-        """What is known and what has been decided, fit for JSON.
-
-        `plan` (epoch, predicted_s, reason), `gates` of this stage or None, `dispatch`, `waits`
-        (blocked, blocked_s, while_ready, held, held_s), `costs` as last measured of the whole
-        pipeline (seconds), or None, `links_measured` (if not, the delays in `costs` are 0 because
-        nothing is known of them, and plans keep slack on every link), `offloaded_bytes` (moved to
-        host memory so far), `tolerance` (what of this stage's activations may be missing where
-        they arrive, and was), and `steps`.
-        """
+    def stats(self) -> ScheduleStats:
+        """A snapshot of what is known and what has been decided."""
         plan = self._orchestrator.current
-        costs = self._orchestrator.costs
         live = self.dispatch == "live"
-        return {
-            "plan": {
-                "epoch": plan.epoch,
-                "predicted_s": plan.predicted_s,
-                "reason": plan.reason,
-            },
-            "gates": asdict(plan.gates.of_stage(self.stage.stage_index)) if live else None,
-            "dispatch": self.dispatch,
-            "waits": asdict(self.waits),
-            "costs": asdict(costs) if costs else None,
-            "links_measured": self._orchestrator.links_measured,
-            "offloaded_bytes": self._offload.offloaded_bytes,
-            "tolerance": asdict(self.tolerance),
-            "steps": self._steps,
-        }
+        return ScheduleStats(
+            plan=PlanStats(plan.epoch, plan.predicted_s, plan.reason),
+            gates=plan.gates.of_stage(self.stage.stage_index) if live else None,
+            dispatch=self.dispatch,
+            waits=replace(self.waits),
+            costs=self._orchestrator.costs,
+            links_measured=self._orchestrator.links_measured,
+            offloaded_bytes=self._offload.offloaded_bytes,
+            tolerance=replace(self.tolerance),
+            steps=self._steps,
+        )
 
     def _find_monitors(self) -> dict[int, tuple[RoundTrips, Transfers]] | None:
         """Of the links to the neighbours, by group rank; None if another backend carries them."""
