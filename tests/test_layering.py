@@ -103,7 +103,7 @@ PACKAGES: dict[str, set[str]] = {
 # they start them when a group is made.
 DOORS = {"__init__.py", "_registration.py", "faults.py"}
 # Packages that must be importable where torch is not.
-WITHOUT_TORCH = {"planning"}
+WITHOUT_TORCH = {"planning", "testing"}
 # The one importer of torch's private names for pipelining.
 TORCH_PRIVATE = "pipelining/torch_actions.py"
 
