@@ -83,7 +83,7 @@ def test_the_tables() -> None:
         "goodput, MB/s\nfrom\\to    0    1\n      0    - 1500\n      1 1500    -\n\n"
         "connections used\nfrom\\to 0 1\n      0 - 4\n      1 4 -\n\n"
         "0 to 1: eth0-eth0 75% on 3, eth1-eth1 25% on 1\n"
-        "1 to 0: 1 connections made again, 2 chunks sent again"
+        "1 to 0: 1 reconnects, 2 chunks retransmitted"
     )
     lossy = bench.text_of(["a", "b"], [link(0, 1, packets=1000, packets_dropped=11), link(1, 0)])
     assert lossy.endswith("\n\n0 to 1: 11 of 1000 datagrams dropped")

@@ -411,7 +411,7 @@ def test_the_report_tells_the_pause_and_what_it_took(tmp_path: Path) -> None:
     assert outcome.at_s == pytest.approx(5.0)
     assert outcome.noticed_s == pytest.approx(0.0625)
     assert outcome.how == "rank 0: path 0 suspect"
-    assert outcome.chunks_again == 4
+    assert outcome.chunks_retransmitted == 4
     assert outcome.reconnects == 1
     pause = outcome.pause
     assert pause is not None

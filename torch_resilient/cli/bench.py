@@ -336,8 +336,8 @@ def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
             notes.append(f"{where}: {shares}")
         if link["reconnects"] or link["chunks_retransmitted"]:
             notes.append(
-                f"{where}: {link['reconnects']} connections made again, "
-                f"{link['chunks_retransmitted']} chunks sent again"
+                f"{where}: {link['reconnects']} reconnects, "
+                f"{link['chunks_retransmitted']} chunks retransmitted"
             )
         if link["packets_dropped"]:
             dropped, packets = link["packets_dropped"], link["packets"]

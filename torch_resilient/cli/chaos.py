@@ -46,7 +46,7 @@ kinds of faults:
   rate   it carries less, for a while
 
 The report has a line for each fault: how long until it was noticed on its path, the operation that
-it held up the most and how long that one usually takes, chunks sent again, connections made again.
+it held up the most and how long that one usually takes, chunks retransmitted, reconnects.
 All of it is measured in the job; a fault that left no trace says so.
 
 The job is given TORCH_RESILIENT_FAULTS, TORCH_RESILIENT_RECORD_DIR and, unless you have set them,
@@ -236,7 +236,7 @@ def _line(outcome: Outcome) -> list[str]:
         at,
         fault.what,
         noticed,
-        str(outcome.chunks_again),
+        str(outcome.chunks_retransmitted),
         str(outcome.reconnects),
         _pause_text(outcome.pause),
     ]
@@ -254,7 +254,14 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 def report_text(report: Report, status: int, took_s: float, again: str) -> str:
     """The report for people; `again`: the variables that repeat the script."""
-    head = ["at", "fault", "noticed", "again", "reconnected", "longest operation at the time"]
+    head = [
+        "at",
+        "fault",
+        "noticed",
+        "retransmitted",
+        "reconnects",
+        "longest operation at the time",
+    ]
     seen = sum(outcome.state == "seen" for outcome in report.outcomes)
     known = sum(outcome.state != "no record" for outcome in report.outcomes)
     lines = [table([head, *map(_line, report.outcomes)]), ""]

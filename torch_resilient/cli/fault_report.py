@@ -94,8 +94,8 @@ class Outcome:
         at_s: seconds after the first rank's start.
         noticed_s: from the fault to the first look that showed it on the path; None: never.
         how: what that look showed.
-        chunks_again: sent once more between the two ranks.
-        reconnects: connections between them made again.
+        chunks_retransmitted: between the two ranks.
+        reconnects: of connections between them.
     """
 
     fault: PlannedFault
@@ -103,7 +103,7 @@ class Outcome:
     at_s: float | None = None
     noticed_s: float | None = None
     how: str = ""
-    chunks_again: int = 0
+    chunks_retransmitted: int = 0
     reconnects: int = 0
     pause: Pause | None = None
 
@@ -261,7 +261,7 @@ def _first_sign(window: _Window, ranks: Mapping[int, RankRecord]) -> tuple[float
 
 def _sign(fault: PlannedFault, before: PathRow, row: PathRow) -> str:
     if row.reconnects > before.reconnects:
-        return "made again"
+        return "reconnected"
     if row.state in _NOT_UP and row.state != before.state:
         return row.state
     if row.times_suspect > before.times_suspect:
@@ -403,7 +403,7 @@ def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -
             outcome.state = "no connection"
             continue
         sign = _first_sign(window, ranks)
-        outcome.chunks_again = _increase(
+        outcome.chunks_retransmitted = _increase(
             lambda row: row.chunks_retransmitted, window, ranks, all_paths=True
         )
         # Each end counts the same connection.
@@ -414,7 +414,7 @@ def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -
             outcome.how = _limit_sign(window, ranks[window.fault.rank])
         traced: object = sign or outcome.how
         outcome.state = (
-            "seen" if traced or outcome.chunks_again or outcome.reconnects else "not seen"
+            "seen" if traced or outcome.chunks_retransmitted or outcome.reconnects else "not seen"
         )
         if sign:
             outcome.noticed_s, outcome.how = max(0.0, sign[0] - window.begin_s), sign[1]
