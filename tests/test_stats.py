@@ -20,31 +20,16 @@ from torch_resilient import (
     _events,
     _groups,
     _native,
-    _stats,
     stats,
     topology,
 )
 from torch_resilient._observe.snapshot import Snapshot
 
 
-@pytest.mark.parametrize(
-    ("slot", "kind", "index", "name"),
-    [
-        (0, "tcp", 0, "tcp 0"),
-        (15, "tcp", 15, "tcp 15"),
-        (-1, "shm", 0, "shm"),
-        (-2, "udp", 0, "udp 0"),
-        (-3, "udp", 1, "udp 1"),
-    ],
-)
-def test_the_number_of_a_path_becomes_its_kind_and_index(
-    slot: int, kind: str, index: int, name: str
-) -> None:
-    native = path_stats().to_dict() | {"slot": slot}
-    del native["kind"], native["index"]
-    path = _stats._path(native)
-    assert (path.kind, path.index, path.name) == (kind, index, name)
-    assert path.key == (kind, index)
+def test_a_path_has_a_name() -> None:
+    names = [path_stats(kind=kind, index=1).name for kind in ("tcp", "shm", "udp")]
+    assert names == ["tcp 1", "shm", "udp 1"]
+    assert path_stats(kind="udp", index=1).key == ("udp", 1)
 
 
 def test_json_gives_the_same_values_back() -> None:
@@ -99,5 +84,4 @@ def test_a_running_group_is_told_with_its_types() -> None:
         # Nothing that the compiled module tells is lost.
         assert set(native) | {"events"} == set(found.to_dict())
         assert set(native["peers"][0]) == set(peer.to_dict())
-        path = set(native["peers"][0]["paths"][0])
-        assert path - {"slot"} | {"kind", "index"} == set(peer.paths[0].to_dict())
+        assert set(native["peers"][0]["paths"][0]) == set(peer.paths[0].to_dict())

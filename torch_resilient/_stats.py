@@ -276,27 +276,12 @@ class GroupStats(GroupCounts):
         return GroupCounts(*(getattr(self, each.name) for each in fields(GroupCounts)))
 
 
-def _kind_and_index(slot: int) -> tuple[PathKind, int]:
-    """The compiled module numbers connections from 0, shared memory -1, datagrams -2 and down."""
-    if slot >= 0:
-        return "tcp", slot
-    return ("shm", 0) if slot == -1 else ("udp", -2 - slot)
-
-
-def _datagrams(native: dict[str, Any]) -> DatagramStats:
-    dropped, drop_rate = native.pop("lost"), native.pop("loss_rate")
-    return DatagramStats(**native, dropped=dropped, drop_rate=drop_rate)
-
-
 def _path(native: dict[str, Any]) -> PathStats:
-    kind, index = _kind_and_index(native.pop("slot"))
     round_trips_s, datagrams = tuple(native.pop("round_trips_s")), native.pop("datagrams")
     return PathStats(
         **native,
-        kind=kind,
-        index=index,
         round_trips_s=round_trips_s,
-        datagrams=None if datagrams is None else _datagrams(datagrams),
+        datagrams=None if datagrams is None else DatagramStats(**datagrams),
     )
 
 

@@ -247,8 +247,8 @@ py::dict toPython(const DatagramStats& s) {
   d["bytes"] = s.bytes;
   d["parity"] = s.parity;
   d["retransmitted"] = s.retransmitted;
-  d["lost"] = s.lost;
-  d["loss_rate"] = s.lossRate;
+  d["dropped"] = s.lost;
+  d["drop_rate"] = s.lossRate;
   d["burst_packets"] = s.burstPackets;
   d["pace_bytes_per_s"] = s.paceBytesPerS;
   d["recovered"] = s.recovered;
@@ -260,10 +260,8 @@ py::dict toPython(const DatagramStats& s) {
 
 py::dict toPython(const PathStats& s) {
   py::dict d;
-  // Numbers of all kinds of paths in one.
-  d["slot"] = s.kind == PathKind::kTcp ? s.index
-      : s.kind == PathKind::kShared    ? -1
-                                       : -2 - s.index;
+  d["kind"] = nameOf(s.kind);
+  d["index"] = s.index;
   d["state"] = s.state;
   d["local_address"] = s.localAddress;
   d["remote_address"] = s.remoteAddress;
@@ -503,7 +501,7 @@ py::object endedAt(const c10::intrusive_ptr<c10d::Work>& work) {
 
 std::pair<double, double> setTolerance(double threshold, double mostLost) {
   if (!(mostLost >= 0 && mostLost <= 1)) {
-    throw py::value_error("max_lost_fraction: expected 0 to 1");
+    throw py::value_error("max_drop_fraction: expected 0 to 1");
   }
   if (std::isnan(threshold)) {
     throw py::value_error("threshold: not a number");
@@ -557,7 +555,7 @@ void bindControl(py::module_& m) {
       "set_tolerance",
       &setTolerance,
       py::arg("threshold"),
-      py::arg("max_lost_fraction"));
+      py::arg("max_drop_fraction"));
   m.def(
       "zero_filled",
       [](const c10::intrusive_ptr<c10d::Work>& work) {
