@@ -15,7 +15,9 @@ from torch_resilient.pipelining import picture
 
 PAPERS = ROOT / "docs" / "papers.md"
 IMAGES = sorted((ROOT / "docs" / "images").iterdir())
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted(
+    path for folder in (ROOT, ROOT / "docs", ROOT / "third_party") for path in folder.glob("*.md")
+)
 
 # A fenced block, in which nothing is a link.
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -38,15 +40,26 @@ OF_THE_SOURCE = re.compile(
 STATES = ("yes", "other", "idea", "no", "the user's")
 
 
+def anchors(text: str) -> set[str]:
+    """The anchors of the headings in `text`."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
 def broken_links(document: Path, text: str) -> list[str]:
-    """Relative links of `text`, as of the file `document`, that lead to no file."""
+    """Relative links of `text`, as of the file `document`, that lead to no file or no heading."""
     found = []
     for target in LINK.findall(FENCE.sub("", text)):
-        path = target.partition("#")[0]
-        if re.match(r"[a-z]+:", target) or not path:
+        path, _, anchor = target.partition("#")
+        if re.match(r"[a-z]+:", target):
             continue
-        if not (document.parent / path).exists():
+        file = document.parent / path if path else document
+        if not file.exists():
             found.append(target)
+        elif anchor and file.suffix == ".md":
+            there = file.read_text(encoding="utf-8") if path else text
+            if anchor not in anchors(there):
+                found.append(target)
     return found
 
 
@@ -96,9 +109,11 @@ def test_links_lead_to_files(document: Path) -> None:
 
 
 def test_the_link_check_finds() -> None:
-    text = "[a](no/such.md#part) [b](https://example.org) [c](#here) ![d](gone.svg)\n"
-    text += "```\n[e](not_a_link.md)\n```\n"
-    assert broken_links(ROOT / "README.md", text) == ["no/such.md#part", "gone.svg"]
+    text = "[a](no/such.md#part) [b](https://example.org) [c](#here-it-is) ![d](gone.svg)\n"
+    text += "```\n[e](not_a_link.md)\n```\n## Here: it is\n[f](#there)\n"
+    text += "[g](docs/options.md#site) [h](docs/options.md#no-such-option)\n"
+    broken = ["no/such.md#part", "gone.svg", "#there", "docs/options.md#no-such-option"]
+    assert broken_links(ROOT / "README.md", text) == broken
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

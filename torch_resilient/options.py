@@ -17,8 +17,8 @@ _HEAD = """\
 <!-- Written by `python -m torch_resilient.options --markdown` from options.def: change that. -->
 # Options
 
-Each option is a field of `torch_resilient.Options`, which is passed to a group as `pg_options`, and an
-environment variable, which sets the default for all groups of the process:
+Each option is a field of `torch_resilient.Options`, which is passed to a group as `pg_options`, and
+an environment variable, which sets the default for all groups of the process:
 
 ```python
 options = torch_resilient.Options()
@@ -32,9 +32,9 @@ TORCH_RESILIENT_WAN_CONNECTIONS=8 torchrun train.py
 
 A process has one engine for all its groups, started with the first one. The options of that group
 apply until the last group is destroyed. An empty variable counts as not set, except that an empty
-TORCH_RESILIENT_SITE turns sites off. Sizes may be written with K, M or G (KiB, MiB, GiB). An invalid
-value, or one out of range, fails `init_process_group` with a message that states the expected values.
-An unknown variable that begins with `TORCH_RESILIENT_` gives a warning.
+TORCH_RESILIENT_SITE turns sites off. Sizes may be written with K, M or G (KiB, MiB, GiB). An
+invalid value, or one out of range, fails `init_process_group` with a message that states the
+expected values. An unknown variable that begins with `TORCH_RESILIENT_` gives a warning.
 """
 
 
@@ -115,16 +115,17 @@ _TAIL = """
 `TORCH_RESILIENT_TIMELINE`: default empty; a folder
 
 Folder into which the schedules of `torch_resilient.pipelining` write the timeline of each rank,
-unless they have a `timeline_dir`. `torch-resilient timeline FOLDER` draws it. All ranks of a pipeline
-need it.
+unless they have a `timeline_dir`. `torch-resilient timeline FOLDER` draws it. All ranks of a
+pipeline need it.
 
 `TORCH_RESILIENT_METRICS`: default empty, which means off; a folder, a port or host:port
 
-Address at which each process serves its state over HTTP: `/metrics` for Prometheus, `/stats` as JSON.
-In a folder (any text with a `/`), each process creates a Unix socket `rank<NNNNN>.<pid>.sock` for its
-owner only; `torch-resilient top FOLDER` shows them all. With a port, the first rank of each host uses
-that number, the second the next and so on (`LOCAL_RANK`), on loopback unless a host is given. There is
-neither encryption nor a password: everyone who can reach it sees host names, addresses and rates.
+Address at which each process serves its state over HTTP: `/metrics` for Prometheus, `/stats` as
+JSON. In a folder (any text with a `/`), each process creates a Unix socket `rank<NNNNN>.<pid>.sock`
+for its owner only; `torch-resilient top FOLDER` shows them all. With a port, the first rank of each
+host uses that number, the second the next and so on (`LOCAL_RANK`), on loopback unless a host is
+given. There is neither encryption nor a password: everyone who can reach it sees host names,
+addresses and rates.
 
 `TORCH_RESILIENT_RECORD_DIR`: default empty, which means off; a folder
 
@@ -134,8 +135,8 @@ twentieth of a core and some MB a minute.
 
 `TORCH_RESILIENT_CUDA`: default empty; 1 or 0
 
-Read when the package is built. With 1 the build fails if it cannot compile the CUDA kernels; 0 skips
-them.
+Read when the package is built. With 1 the build fails if it cannot compile the CUDA kernels; 0
+skips them.
 """
 
 
