@@ -24,7 +24,7 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-lossy test lint format cpp-test python-test slow-test \
+.PHONY: help setup demo demo-lossy test lint tidy format cpp-test python-test slow-test \
   test-torch test-frameworks asan tsan planted nightly fuzz bench options-doc clean
 
 help: ## this list
@@ -69,6 +69,10 @@ lint: $(VENV)/tools ## static checks of Python and C++
 	mypy
 	clang-format --dry-run -Werror $(CPP_FILES)
 	$(MAKE) -C csrc cuda
+	$(MAKE) tidy
+
+tidy: $(VENV)/tools ## names and usual bugs in the C++ core, checked by clang-tidy
+	$(MAKE) --no-print-directory -s -C csrc -j$(JOBS) tidy
 
 format: $(VENV)/tools ## rewrite the source in the house style
 	ruff check --fix .

@@ -351,5 +351,5 @@ def test_the_source_distribution_is_whole(tmp_path: Path) -> None:
         if path.is_file() and path.suffix not in MADE and "__pycache__" not in path.parts
     }
     here |= {"LICENSE", "Makefile", "pyproject.toml", "setup.py"}
-    here |= {".clang-format", ".ci/run"}
+    here |= {".clang-format", ".clang-tidy", ".ci/run"}
     assert here - packed == set()

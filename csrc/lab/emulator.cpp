@@ -205,6 +205,8 @@ void Emulator::enqueue(TimePoint now, size_t limiter, Traveller traveller) {
     // Whole wire packets that fit; one always does when nothing is queued.
     const uint64_t room =
         l.queueBytes > l.queuedBytes ? l.queueBytes - l.queuedBytes : 0;
+    // The whole packet is moved only in a first pass that is the last one, too.
+    // NOLINTNEXTLINE(bugprone-use-after-move)
     const auto bytesOf = [&](uint32_t n) {
       return packet.wireBytesOf(first + n) - packet.wireBytesOf(first);
     };

@@ -543,6 +543,8 @@ Nanos leastRoundTripTo(uint16_t port) {
   for (std::filesystem::directory_iterator entry("/proc/self/fd", ignored), end;
        !ignored && entry != end;
        entry.increment(ignored)) {
+    // The names in this folder are numbers.
+    // NOLINTNEXTLINE(bugprone-unchecked-string-to-number-conversion)
     const int fd = std::atoi(entry->path().filename().c_str());
     const SocketAddress remote = remoteAddress(fd);
     if (remote.port() != port) {
