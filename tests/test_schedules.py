@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
 import random
 import time
@@ -217,6 +218,52 @@ def test_fixed_orders_over_gloo(reference: list[dict[str, Any]]) -> None:
 def test_a_stage_whose_output_is_a_view() -> None:
     want = run_ranks(train, "torch 1F1B", True)
     same_numbers(run_ranks(train, "zb_h1", True), want)
+
+
+def train_without_loss_kwargs(rank: int) -> dict[str, Any]:
+    """Trains with torch's methods as they were before 2.13, which know no loss_kwargs."""
+    module = Part(rank)
+    stage = PipelineStage(module, rank, 3, torch.device("cpu"))
+    schedule = make("zb_h1", stage, rank)
+    initialize, compute = schedule._initialize_stage, schedule._maybe_compute_loss
+    schedule._initialize_stage = lambda args, kwargs, target=None: initialize(args, kwargs, target)
+    schedule._maybe_compute_loss = lambda stage, output, targets, mb_index: compute(
+        stage, output, targets, mb_index
+    )
+    return train_with(schedule, module, stage)
+
+
+def test_torch_before_loss_kwargs(reference: list[dict[str, Any]]) -> None:
+    same_numbers(run_ranks(train_without_loss_kwargs, world_size=3), reference)
+
+
+def scaled_loss(output: Tensor, target: Tensor, *, factor: float) -> Tensor:
+    return loss_of(output, target) * factor
+
+
+def step_with_loss_kwargs(rank: int, name: str) -> dict[str, Any]:
+    """One step whose loss has a keyword argument."""
+    module = Part(rank)
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = make(name, stage, rank)
+    schedule._loss_fn = scaled_loss
+    x, target = batch_of(0)
+    losses: list[Tensor] = []
+    extra = {"target": target, "losses": losses} if stage.is_last else {}
+    inputs = (x,) if stage.is_first else ()
+    schedule.step(*inputs, **extra, loss_kwargs={"factor": 3.0})
+    return {"losses": numbers(losses), "gradients": numbers(p.grad for p in module.parameters())}
+
+
+@pytest.mark.skipif(
+    "loss_kwargs" not in inspect.signature(Schedule1F1B.step).parameters,
+    reason=f"torch {torch.__version__} has no loss_kwargs",
+)
+@pytest.mark.parametrize("name", ["zb_h1", "live"])
+def test_the_loss_gets_its_keyword_arguments(name: str) -> None:
+    got = run_ranks(step_with_loss_kwargs, name)
+    assert got[-1]["losses"]
+    assert got == run_ranks(step_with_loss_kwargs, "torch 1F1B")
 
 
 def refused_over_gloo(rank: int) -> str:

@@ -136,6 +136,7 @@ class StageSchedule(PipelineScheduleSingle):
             self._require_shapes_of_before(arg_mbs[0], kwarg_mbs[0])
         first_target = target_mbs[0] if target_mbs else None
         initialize = self._initialize_stage
+        loss_arguments = _loss_arguments(loss_kwargs)
         module = self._stage.submod
         ddp = isinstance(module, DistributedDataParallel)
         # The first time, torch may run the module to learn its shapes: DDP must not take that for
@@ -143,9 +144,9 @@ class StageSchedule(PipelineScheduleSingle):
         self._internal_losses.clear()
         try:
             with module.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
-                initialize(arg_mbs[0], kwarg_mbs[0], first_target, loss_kwargs)  # type: ignore[no-untyped-call]
+                initialize(arg_mbs[0], kwarg_mbs[0], first_target, *loss_arguments)  # type: ignore[no-untyped-call]
             actions = StageActions(
-                self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_kwargs
+                self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_arguments
             )
             self._run(actions)
             # Mostly they have ended long ago: a send ends when its buffer may be reused.
@@ -197,7 +198,7 @@ class StageActions:
         kwarg_mbs: list[Any],
         target_mbs: list[Any] | None,
         return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
+        loss_arguments: tuple[dict[str, Any], ...],
     ) -> None:
         self._schedule = schedule
         self._stage = schedule.stage
@@ -205,7 +206,7 @@ class StageActions:
         self._keywords = kwarg_mbs
         self._targets = target_mbs
         self._return_outputs = return_outputs
-        self._loss_kwargs = loss_kwargs
+        self._loss_arguments = loss_arguments
         self._sends: list[dist.Work] = []
         # By microbatch: activations that may lose something, with their place among the outputs.
         self._tolerant_sends: dict[int, list[tuple[int, Tensor, dist.Work]]] = {}
@@ -241,7 +242,7 @@ class StageActions:
         if not self.backward and not (stage.is_last and self._targets is not None):
             return
         compute_loss = self._schedule._maybe_compute_loss
-        compute_loss(stage, output, self._targets, microbatch, self._loss_kwargs)  # type: ignore[no-untyped-call]
+        compute_loss(stage, output, self._targets, microbatch, *self._loss_arguments)  # type: ignore[no-untyped-call]
         losses = self._schedule._internal_losses
         if losses:
             losses[microbatch] = _not_a_view(losses[microbatch])
@@ -533,6 +534,14 @@ class _Owned(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         return gradients[0]
+
+
+def _loss_arguments(loss_kwargs: dict[str, Any] | None) -> tuple[dict[str, Any], ...]:
+    """The last argument of torch's methods that compute a loss; none if it is the default.
+
+    Before torch 2.13 these methods do not have it.
+    """
+    return (loss_kwargs,) if loss_kwargs else ()
 
 
 def _kept_by_forward(stage: Any, microbatch: int) -> tuple[tuple[Any, ...], list[Tensor]]:
