@@ -1,6 +1,6 @@
 """torch's pipeline stages, operation by operation: the only file that knows torch's private names.
 
-Written for torch 2.11 to 2.14; tests/test_torch_pipelining.py guards each fact it builds on. The
+Written for torch 2.11 to 2.15; tests/test_torch_pipelining.py guards each fact it builds on. The
 papers' letters are used: F, B (the gradient of a stage's inputs, torch's I) and W (of its weights).
 """
 
@@ -33,6 +33,7 @@ from torch_resilient.traffic import traffic_class
 AnyStage = _PipelineStageBase
 
 _STORE_TIMEOUT = timedelta(seconds=10)
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def control_store() -> Store:
@@ -454,8 +455,12 @@ def splits_backward(module: torch.nn.Module) -> bool:
     Not if any of it is compiled: a compiled region has one backward for inputs and weights, which
     can run only once. Compiled functions that are no modules show only in the graph of F
     (`_compiled_function_in`). Nor if a parameter has a hook for after its gradient is accumulated:
-    W adds up gradients without autograd, which would not call it.
+    W adds up gradients without autograd, which would not call it. Nor with torch before 2.13, whose
+    W counts some gradients twice, if a parameter is used at several depths, and whose B refuses
+    arguments that are no tensors and inputs that the outputs do not depend on.
     """
+    if _TORCH < (2, 13):
+        return False
     return not any(
         isinstance(each, OptimizedModule) or each._compiled_call_impl is not None
         for each in module.modules()
