@@ -138,6 +138,8 @@ class StageSchedule(PipelineScheduleSingle):
         first_target = target_mbs[0] if target_mbs else None
         initialize = self._initialize_stage
         loss_arguments = _loss_arguments(loss_kwargs)
+        # torch 2.11 learns the shapes without a loss.
+        for_loss = () if _TORCH < (2, 12) else (first_target, *loss_arguments)
         module = self._stage.submod
         ddp = isinstance(module, DistributedDataParallel)
         # The first time, torch may run the module to learn its shapes: DDP must not take that for
@@ -145,7 +147,7 @@ class StageSchedule(PipelineScheduleSingle):
         self._internal_losses.clear()
         try:
             with module.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
-                initialize(arg_mbs[0], kwarg_mbs[0], first_target, *loss_arguments)  # type: ignore[no-untyped-call]
+                initialize(arg_mbs[0], kwarg_mbs[0], *for_loss)  # type: ignore[no-untyped-call]
             actions = StageActions(
                 self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_arguments
             )
@@ -292,8 +294,11 @@ class StageActions:
             last_backward=False,
         )
         for received in self._stage.args_recv_info[microbatch]:
-            if received.buffer is not None:  # else all of them stay until the next iteration
-                received.buffer.grad = None
+            # Without a buffer, all of them stay until the next iteration; the placeholders of torch
+            # 2.11 have no such attribute.
+            buffer = getattr(received, "buffer", None)
+            if buffer is not None:
+                buffer.grad = None
 
     def send_gradient(self, microbatch: int) -> None:
         """Begins to send the gradient that B has computed, to the stage before if there is one."""
