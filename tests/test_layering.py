@@ -99,8 +99,7 @@ PACKAGES: dict[str, set[str]] = {
     "testing": {""},
     "cli": {"", "_observe", "smart", "planning", "control", "pipelining", "testing"},
 }
-# Modules at the top that stand above the observers, and that no package but cli and testing sees:
-# they start them when a group is made.
+# Modules at the top that may start the observers.
 DOORS = {"__init__.py", "_registration.py", "faults.py"}
 # Packages that must be importable where torch is not.
 WITHOUT_TORCH = {"planning", "testing"}
