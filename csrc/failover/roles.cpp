@@ -1,6 +1,7 @@
 #include "failover/roles.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "base/planted_bugs.h"
 
@@ -49,6 +50,21 @@ std::vector<uint8_t> classesByNic(
   return classes;
 }
 
+// With "standby": of the classes that each route may carry, those for which it
+// is the first that works. A class that keeps to a NIC on standby uses it.
+std::vector<uint8_t> firstThatWork(
+    std::vector<uint8_t> classes,
+    const std::vector<bool>& works) {
+  uint8_t taken = 0;
+  for (size_t r = 0; r < works.size(); ++r) {
+    const bool mayCarry =
+        works[r] && (r == 0 || !RESILIENT_PLANTED(standbyFirstRouteOnly));
+    classes[r] = static_cast<uint8_t>(mayCarry ? classes[r] & ~taken : 0);
+    taken = static_cast<uint8_t>(taken | classes[r]);
+  }
+  return classes;
+}
+
 } // namespace
 
 Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
@@ -60,22 +76,17 @@ Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
     return roles;
   }
   const std::vector<bool> works = worksByRoute(input);
-  const std::vector<uint8_t> classes = classesByNic(policy, works);
-  const auto first = std::find(works.begin(), works.end(), true);
   const bool anyWorks =
-      first != works.end() || RESILIENT_PLANTED(reserveWhenNothingWorks);
-  const auto active = static_cast<size_t>(first - works.begin());
+      std::find(works.begin(), works.end(), true) != works.end() ||
+      RESILIENT_PLANTED(reserveWhenNothingWorks);
+  const bool standby = policy.standby && anyWorks;
+  std::vector<uint8_t> classes = classesByNic(policy, works);
+  if (standby) {
+    classes = firstThatWork(std::move(classes), works);
+  }
   // `needed`: it is not one too many.
   const auto carries = [&](size_t route, bool needed) {
-    if (!anyWorks) {
-      return true;
-    }
-    if (policy.standby) {
-      return needed &&
-          (RESILIENT_PLANTED(standbyFirstRouteOnly) ? route == 0
-                                                    : route == active);
-    }
-    return needed || !works[route];
+    return !anyWorks || needed || (!works[route] && !standby);
   };
   for (size_t r = 0; r < input.datagrams.size(); ++r) {
     if (input.datagrams[r] && carries(r, true)) {

@@ -13,7 +13,7 @@ namespace resilient {
 
 // How the NICs of a process share its traffic, as the options say.
 struct RolePolicy {
-  // One route at a time carries: the first that works. Else all do.
+  // One route at a time carries a class: the first that works. Else all do.
   bool standby = false;
   std::vector<std::string> nics; // ours, by route; empty: the system chooses
   // By traffic class, the NIC that it keeps to while that works; or empty.
@@ -47,8 +47,9 @@ inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 
 // Shared memory carries everything while it is usable; datagrams everything of
 // their route. Of the connections, those in excess and those of NICs on standby
-// are in reserve, and a class that keeps to a NIC takes no other. Nothing is in
-// reserve while what it stands by for does not work.
+// are in reserve, and a class that keeps to a NIC takes no other, not even if
+// its own is on standby. Nothing is in reserve while what it stands by for does
+// not work.
 Roles assignRoles(const RoleInput& input, const RolePolicy& policy);
 
 } // namespace resilient
