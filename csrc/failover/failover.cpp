@@ -646,6 +646,9 @@ void Failover::onGood(size_t c, TimePoint now) {
   if (mayReplace(c, now)) { // it has come back by itself
     x.failures = 0;
     dropSilentAttempt(c);
+    if (x.offRoute && !x.attempting) {
+      retryLater(c, now + config_.reconnectMax);
+    }
   }
   if (x.state.doubt != Doubt::kNone) {
     apply(

@@ -504,6 +504,31 @@ TEST(failover_tries_all_pairs_of_nics_while_nothing_works) {
   CHECK(bed.takeAttempts(0).empty());
 }
 
+// It falls silent, an attempt on its own route is made, and it answers again:
+// the attempt is dropped, but not the wish to be on the route.
+TEST(failover_returns_to_the_route_after_a_silence_off_it) {
+  Bed bed(2);
+  bed.pairs = 2;
+  bed.up(2);
+  for (const size_t c : {0, 1}) {
+    bed.wires[c].way = Way::kSilent;
+    bed.lose(c);
+  }
+  bed.until([&] { return bed.failover.live() == 2; });
+  CHECK(bed.failover.offRoute(0));
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(100ms);
+  bed.breakWire(0);
+  bed.until([&] { return bed.wires[0].suspect && bed.wires[0].attempting; });
+  bed.run(1s);
+  bed.heal(0);
+  bed.until([&] { return !bed.wires[0].suspect && !bed.wires[0].attempting; });
+  CHECK(bed.failover.offRoute(0));
+  bed.wires[0].way = bed.wires[1].way = Way::kConnects;
+  bed.until([&] { return !bed.failover.offRoute(0); }, 5s);
+}
+
 TEST(failover_stays_on_the_route_while_another_one_works) {
   Bed bed(2);
   bed.pairs = 2;
