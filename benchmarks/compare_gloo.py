@@ -90,12 +90,12 @@ COPIES = 5
 CPU_BY_BYTES = 64 * 1024
 
 # The limits: ratios.
-MEDIAN_LEAST = 3.0
-ROW_LEAST = 1.2
-SMALL_LEAST = 5.0  # the median of rows up to SMALL_BYTES
+MEDIAN_MIN = 3.0
+ROW_MIN = 1.2
+SMALL_MIN = 5.0  # the median of rows up to SMALL_BYTES
 SMALL_BYTES = 1024
 # Fewer rows have no median that says anything.
-ROWS_LEAST = 40
+ROWS_MIN = 40
 
 Run = Callable[[dist.ProcessGroup, int], None]
 
@@ -395,13 +395,13 @@ def missed(rows: Sequence[Row]) -> list[str]:
     texts = [
         f"{row['op']}, {row['ranks']} ranks, {format_size(row['bytes'])}: {row['ratio']:.2f}"
         for row in timed
-        if row["ratio"] < ROW_LEAST
+        if row["ratio"] < ROW_MIN
     ]
-    if len(timed) >= ROWS_LEAST:
+    if len(timed) >= ROWS_MIN:
         small = [row["ratio"] for row in timed if row["bytes"] <= SMALL_BYTES]
         for name, ratios, least in (
-            ("median row", [row["ratio"] for row in timed], MEDIAN_LEAST),
-            ("median of the small rows", small, SMALL_LEAST),
+            ("median row", [row["ratio"] for row in timed], MEDIAN_MIN),
+            ("median of the small rows", small, SMALL_MIN),
         ):
             if ratios and median(ratios) < least:
                 texts.append(f"{name}: {median(ratios):.2f}")

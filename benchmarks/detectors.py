@@ -37,8 +37,8 @@ class BayesianChangePoints:
     for the run by the chance that it is none. A change is seen while the run that was there at the
     last restart has less than 1 - `certainty`; its age is that of the most likely run.
 
-    Runs below a probability of 1e-5 are dropped, at most `most_runs` are kept: O(most_runs) per
-    sample. A run's belief is worth at most `most_samples`, so that it follows drift.
+    Runs below a probability of 1e-5 are dropped, at most `max_runs` are kept: O(max_runs) per
+    sample. A run's belief is worth at most `max_samples`, so that it follows drift.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class BayesianChangePoints:
         hazard: float = 1 / 1000,
         outliers: float = 0.01,
         certainty: float = 0.999,
-        most_runs: int = 24,
-        most_samples: float = 128,
+        max_runs: int = 24,
+        max_samples: float = 128,
     ) -> None:
         self._log_hazard = math.log(hazard)
         self._log_stay = math.log1p(-hazard)
@@ -55,8 +55,8 @@ class BayesianChangePoints:
         # Values are logarithms of delays: e^8 is from 1 ms to 3 s.
         self._outlier_density = outliers / 8
         self._certainty = certainty
-        self._most_runs = most_runs
-        self._most_samples = most_samples
+        self._max_runs = max_runs
+        self._max_samples = max_samples
 
     def restart(self, values: Sequence[float]) -> None:
         """See ChangePoints."""
@@ -67,7 +67,7 @@ class BayesianChangePoints:
         self._centre = centre
         # New runs: any mean (kappa 0.01 gives a spread of 10 sigma), about the same spread.
         self._prior = (0.01, centre, 1.0, sigma * sigma)
-        weight = min(count, self._most_samples)
+        weight = min(count, self._max_samples)
         self._now = 0
         # (start, log probability, kappa, mean, alpha, beta); the first is that of the restart.
         self._runs: list[tuple[int, float, float, float, float, float]] = [
@@ -94,7 +94,7 @@ class BayesianChangePoints:
             )
             whole = density + self._outlier_density
             weight = density / whole
-            keep = min(1.0, self._most_samples / (kappa + 1))
+            keep = min(1.0, self._max_samples / (kappa + 1))
             new_kappa = (kappa + weight) * keep
             found.append(
                 (
@@ -111,9 +111,9 @@ class BayesianChangePoints:
         first = found[0]
         first = (first[0], max(first[1] - total, -40.0), *first[2:])
         rest = [(run[0], run[1] - total, *run[2:]) for run in found[1:] if run[1] - total > -11.5]
-        if len(rest) > self._most_runs:
+        if len(rest) > self._max_runs:
             rest.sort(key=lambda run: -run[1])
-            del rest[self._most_runs :]
+            del rest[self._max_runs :]
             rest.sort()
         self._runs = [first, *rest]
         if exp(first[1]) > 1 - self._certainty:

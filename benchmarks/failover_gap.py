@@ -66,7 +66,7 @@ FAULT_S = 0.7
 # After a cut, what was on the link has left it: its queue holds 20 ms.
 DRAINED_S = 0.05
 # Of a row: a link that is cut again and again is soon kept back for a minute.
-CUTS_MOST = 8
+CUTS_MAX = 8
 GLOO_TIMEOUT_S = 5.0
 CASES = [
     ("blackhole", None),
@@ -437,7 +437,7 @@ def main() -> int:
         if not chosen(kind, end):
             continue
         try:
-            most = CUTS_MOST if kind == "cut" else count
+            most = CUTS_MAX if kind == "cut" else count
             show(measure(kind, end, min(count, most), options.seed))
         except CannotCutError:
             print(f"{kind:<11}{end:<15}skipped: this kernel cannot (CONFIG_INET_DIAG_DESTROY)")

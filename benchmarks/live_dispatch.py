@@ -69,7 +69,7 @@ SHAPES = ((4, 12, 10), (4, 12, 30), (8, 16, 15), (8, 32, 15))
 MEMORY = {"none": None, "2S": 2.0, "1.5S": 1.5}
 POLICIES = ("gates_for", "open", "at F-B", "at F-W", "re-planned", "fixed")
 # The most that gates_for may be above hindsight, in % of the mean.
-MOST_FREE, MOST_LIMITED = 2.0, 7.0
+MAX_FREE, MAX_LIMITED = 2.0, 7.0
 # The iteration begins when the traces have forgotten that they all began at once.
 START_MS = 2000
 # Longer than any iteration here could be, with one microbatch after the other.
@@ -511,7 +511,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = measure(trace, memory, shapes, options)
             rows += found
             above = show(trace, memory, found)
-            most = MOST_FREE if limit is None else MOST_LIMITED
+            most = MAX_FREE if limit is None else MAX_LIMITED
             if above > most:
                 missed.append(f"trace {trace}, memory {memory}: gates_for {above:.1f} % > {most} %")
     show_gates(rows)

@@ -66,9 +66,9 @@ QUICK_SIZES = "8,1M,16M"
 # The limits. Below, headers and control messages count for more than 2 %.
 CUT_FROM_BYTES = 1 << 20
 CUT_OPS = ("all_reduce", "reduce_scatter", "all_gather")
-CUT_MOST = 1.02
+CUT_MAX = 1.02
 RATIO_OF = ("all_reduce", 64 << 20, 40.0)  # operation, bytes, round trip in ms
-RATIO_LEAST = 3.0
+RATIO_MIN = 3.0
 SITES = 2
 TIMEOUT = timedelta(seconds=120)
 # IP and TCP with time stamps, of each packet.
@@ -79,7 +79,7 @@ COUNTED = 3
 Call = Callable[[dist.ProcessGroup], object]
 
 
-def least_bytes(op: str, size: int) -> float:
+def min_bytes(op: str, size: int) -> float:
     """What must cross between two equal sites, in the busier direction, for `size` bytes."""
     return size / 2 if op in ("reduce_scatter", "all_gather") else size
 
@@ -206,7 +206,7 @@ class Bench:
             sent = torch.tensor([0.0, 0.0], dtype=torch.float64)
             sent[self.rank * SITES // self.ranks] = self._crossed() - before
             dist.all_reduce(sent, group=self.control)
-            row["cut"] = float(sent.max()) / COUNTED / least_bytes(op, size)
+            row["cut"] = float(sent.max()) / COUNTED / min_bytes(op, size)
         return row
 
     def _crossed(self) -> int:
@@ -305,7 +305,7 @@ def run_in_lab(options: argparse.Namespace, arguments: Sequence[str]) -> Iterato
                     for before, after in zip(
                         counted["before"].values(), counted["after"].values(), strict=True
                     )
-                ) / (COUNTED * least_bytes(said["op"], said["bytes"]))
+                ) / (COUNTED * min_bytes(said["op"], said["bytes"]))
                 counted.clear()
             yield said
         for rank, process in enumerate(processes):
@@ -335,10 +335,10 @@ def show(row: Row) -> str:
 def missed(row: Row, options: argparse.Namespace) -> str | None:
     """The limit that this row of the lab misses, in words."""
     name = f"{row['op']}, {format_size(row['bytes'])}"
-    if row["op"] in CUT_OPS and row["bytes"] >= CUT_FROM_BYTES and row["wire_cut"] > CUT_MOST:
+    if row["op"] in CUT_OPS and row["bytes"] >= CUT_FROM_BYTES and row["wire_cut"] > CUT_MAX:
         return f"{name}: {row['wire_cut']:.3f} of the least"
     judged = (row["op"], row["bytes"], options.rtt_ms) == RATIO_OF and not options.quick
-    if judged and row["gloo_ratio"] < RATIO_LEAST:
+    if judged and row["gloo_ratio"] < RATIO_MIN:
         return f"{name}: gloo takes {row['gloo_ratio']:.2f} times as long"
     return None
 

@@ -31,7 +31,7 @@ from torch_resilient.testing import LabJob, NetworkLab, unavailable
 DROP = 0.02
 # Not counted: connections open, the size of packets and the drop rate are being found out.
 WARM_UP = 5
-LEAST_STEPS = WARM_UP + 5
+MIN_STEPS = WARM_UP + 5
 STEP_TIMEOUT_S = 60.0
 # One for each run, which follow one another closely on the same hosts.
 FIRST_PORT = 29400
@@ -246,14 +246,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--steps", type=int, default=30, help=f"of each run, at least {LEAST_STEPS} (default: 30)")
+    add("--steps", type=int, default=30, help=f"of each run, at least {MIN_STEPS} (default: 30)")
     add("--rate-mbit", type=float, default=200.0, help="of the link (default: 200)")
     add("--delay-ms", type=float, default=20.0, help="of the link, one way (default: 20)")
     add("--seed", type=int, default=1, help="decides which packets are dropped (default: 1)")
     add("--out", type=Path, default=Path("demo_output"), help="(default: ./demo_output)")
     options = parser.parse_args(arguments)
-    if options.steps < LEAST_STEPS:
-        parser.error(f"--steps: expected at least {LEAST_STEPS}, got {options.steps}")
+    if options.steps < MIN_STEPS:
+        parser.error(f"--steps: expected at least {MIN_STEPS}, got {options.steps}")
     return options
 
 

@@ -36,7 +36,7 @@ LOW, HIGH = 2, 3
 # of 4 rows x 64 bytes x 128 floats. Schedules with two stages a rank send twice that.
 SENT_PER_STEP_BYTES = 8 * 4 * 64 * 128 * 4
 # The fewest steps in which each phase has one that is not the first.
-LEAST_STEPS = 8
+MIN_STEPS = 8
 # A run takes 20 to 30 s; a machine too slow for this limit should lower --steps.
 RUN_TIMEOUT_S = 180.0
 
@@ -488,13 +488,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=int,
         default=20,
         help="per run: a quarter healthy, a half with the slow link, a quarter healed (default: "
-        f"%(default)s, at least {LEAST_STEPS})",
+        f"%(default)s, at least {MIN_STEPS})",
     )
     add("--pace-ms", type=float, default=15.0, help="see train_pipeline.py (default: 15)")
     add("--out", type=Path, default=Path("demo_output"), help="(default: ./demo_output)")
     options = parser.parse_args(arguments)
-    if options.steps < LEAST_STEPS:
-        parser.error(f"--steps: expected at least {LEAST_STEPS}, got {options.steps}")
+    if options.steps < MIN_STEPS:
+        parser.error(f"--steps: expected at least {MIN_STEPS}, got {options.steps}")
     return options
 
 

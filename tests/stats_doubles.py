@@ -57,7 +57,7 @@ def path_stats(**values: Any) -> PathStats:
         times_suspect=0,
         reconnects=0,
         round_trip_s=0.002,
-        round_trip_least_s=0.001,
+        round_trip_min_s=0.001,
         round_trips=0,
         round_trips_s=(),
         goodput_bytes_per_s=1e6,

@@ -71,10 +71,10 @@ def reports_of(costs: PipelineCosts, **more: float) -> list[StageReport]:
         links = {}
         if stage < costs.num_stages - 1:
             trip_s = costs.delay_forward_s[stage] + costs.delay_backward_s[stage]
-            links |= {"round_trip_next_s": trip_s, "round_trip_next_least_s": trip_s}
+            links |= {"round_trip_next_s": trip_s, "round_trip_next_min_s": trip_s}
         if stage:
             trip_s = costs.delay_forward_s[stage - 1] + costs.delay_backward_s[stage - 1]
-            links |= {"round_trip_previous_s": trip_s, "round_trip_previous_least_s": trip_s}
+            links |= {"round_trip_previous_s": trip_s, "round_trip_previous_min_s": trip_s}
         reports.append(
             StageReport(
                 forward_s=costs.forward_s[stage],
@@ -130,13 +130,13 @@ def test_round_trips_are_seen_once() -> None:
     assert monitor.update(peer(2, [1.0, 3.0])) == [1.0, 3.0]
     assert monitor.update(peer(2, [1.0, 3.0])) == []
     assert monitor.update(peer(3, [1.0, 3.0, 8.0])) == [8.0]
-    assert (monitor.typical_s, monitor.least_s) == (3.0, 1.0)
+    assert (monitor.typical_s, monitor.min_s) == (3.0, 1.0)
     # Another connection counts from the beginning.
     assert monitor.update(peer(1, [5.0])) == [5.0]
     # Enough later samples replace what was before.
     new = [20.0] * 16
     assert monitor.update(peer(17, [5.0, *new])) == new
-    assert (monitor.typical_s, monitor.least_s) == (20.0, 20.0)
+    assert (monitor.typical_s, monitor.min_s) == (20.0, 20.0)
     # More than a snapshot holds: the last ones.
     assert monitor.update(peer(1000, [7.0] * 32)) == [7.0] * 32
 
@@ -167,13 +167,13 @@ def test_after_a_change_only_new_round_trips_count() -> None:
     for i in range(4):
         monitor.update(peer(8 * (i + 1), [1.0] * 8))
     monitor.update(peer(40, [1.0] * 5 + [9.0] * 3))
-    assert (monitor.typical_s, monitor.least_s) == (1.0, 1.0)
+    assert (monitor.typical_s, monitor.min_s) == (1.0, 1.0)
     monitor.forget_all_but(3)
-    assert (monitor.typical_s, monitor.least_s) == (9.0, 9.0)
+    assert (monitor.typical_s, monitor.min_s) == (9.0, 9.0)
     # Few samples in each iteration: those of the last two count.
     for i in range(2):
         monitor.update(peer(48 + 8 * i, [2.0] * 8))
-    assert (monitor.typical_s, monitor.least_s) == (2.0, 2.0)
+    assert (monitor.typical_s, monitor.min_s) == (2.0, 2.0)
     monitor.forget_all_but(0)
     assert math.isnan(monitor.typical_s)
 
@@ -862,7 +862,7 @@ def test_the_same_costs_are_looked_at_once() -> None:
 
 
 def offloading(rank: int, most: int | None) -> dict[str, Any]:
-    offload._LEAST_BYTES = 1  # the tensors of this test are small
+    offload._MIN_BYTES = 1  # the tensors of this test are small
     module = Part(rank)
     stage = PipelineStage(module, rank, dist.get_world_size(), torch.device("cpu"))
     schedule = ScheduleAdaptiveZB(stage, MICROBATCHES, loss_of, device_microbatches=most)

@@ -235,12 +235,12 @@ def test_the_windows_asked_for_are_those_of_the_backend() -> None:
     assert 5e9 / int(assumed) == doctor_checks._ASSUMED_BYTES_PER_S
     roles = (ROOT / "csrc" / "delegate" / "peer_link_roles.cpp").read_text(encoding="utf-8")
     (most,) = re.findall(r"kMostWindowBytes = (\d+)u << 20;", roles)
-    assert int(most) << 20 == doctor_checks._WINDOW_MOST_BYTES
+    assert int(most) << 20 == doctor_checks._WINDOW_MAX_BYTES
 
 
 def test_the_limit_of_connections_is_that_of_the_backend() -> None:
     source = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
-    assert re.findall(r"int most = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MOST)]
+    assert re.findall(r"int most = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MAX)]
 
 
 def test_another_backends_variable_is_not_read() -> None:
@@ -448,7 +448,7 @@ def test_windows_too_small_for_a_long_link() -> None:
 
 
 @pytest.mark.parametrize(
-    ("send_most", "receive_most", "forced", "findings"),
+    ("send_max", "receive_max", "forced", "findings"),
     [
         ("16777216", "16777216", False, 0),
         ("212992", "212992", True, 0),  # CAP_NET_ADMIN
@@ -457,11 +457,11 @@ def test_windows_too_small_for_a_long_link() -> None:
     ],
 )
 def test_windows_that_the_backend_raises(
-    send_most: str, receive_most: str, forced: bool, findings: int
+    send_max: str, receive_max: str, forced: bool, findings: int
 ) -> None:
     ranks = [host(0, round_trips_s={1: 0.08}), host(1)]
     for facts in ranks:
-        facts.sysctl |= {"net.core.wmem_max": send_most, "net.core.rmem_max": receive_most}
+        facts.sysctl |= {"net.core.wmem_max": send_max, "net.core.rmem_max": receive_max}
         facts.buffers_forced = forced
     assert len(check_job(ranks)) == findings
     # Where the user says how many connections, the buffers are the system's.

@@ -332,7 +332,7 @@ def test_a_folder_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_client_gets_only_so_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "_CLIENT_MOST_S", 0.3)
+    monkeypatch.setattr(endpoint, "_CLIENT_MAX_S", 0.3)
     served = endpoint.Endpoint(f"{tmp_path}/", rank=0)
     try:
         with socket.socket(socket.AF_UNIX) as client:

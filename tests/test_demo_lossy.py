@@ -127,7 +127,7 @@ def test_without_root_it_says_so(
     assert demo_lossy.main([f"--out={tmp_path}"]) == 2
     assert "cannot make the two hosts: it needs root" in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        demo_lossy.parse_arguments([f"--steps={demo_lossy.LEAST_STEPS - 1}"])
+        demo_lossy.parse_arguments([f"--steps={demo_lossy.MIN_STEPS - 1}"])
 
 
 # Datagrams slow down where the hosts' processes hardly get a processor.
@@ -139,7 +139,7 @@ def test_the_demo_proves_what_it_says(
 ) -> None:
     """`lab` says whether there can be one; the demo makes its own."""
     assert (
-        demo_lossy.main([f"--steps={demo_lossy.LEAST_STEPS}", "--delay-ms=5", f"--out={tmp_path}"])
+        demo_lossy.main([f"--steps={demo_lossy.MIN_STEPS}", "--delay-ms=5", f"--out={tmp_path}"])
         == 0
     )
     output = capsys.readouterr().out

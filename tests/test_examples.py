@@ -466,10 +466,10 @@ def test_the_faults_of_the_demo_are_in_the_phases_that_its_table_tells() -> None
         "slow, late": range(10, 15),
         "healed": range(16, 20),
     }
-    least = run_demo.Phases.of(run_demo.LEAST_STEPS).ranges
+    least = run_demo.Phases.of(run_demo.MIN_STEPS).ranges
     assert all(least.values()), "no phase is empty"
     with pytest.raises(SystemExit):
-        run_demo.parse_arguments([f"--steps={run_demo.LEAST_STEPS - 1}"])
+        run_demo.parse_arguments([f"--steps={run_demo.MIN_STEPS - 1}"])
 
 
 def demo_runs() -> list[run_demo.Run]:

@@ -325,7 +325,7 @@ def rules_of(draw: st.DrawFn, stages: int, microbatches: int) -> Rules:
         gate=draw(st.booleans()),
         forward_first=draw(st.booleans()),
         weight_share=draw(st.sampled_from([0, 0.3, 0.5, 1])),
-        most_weights=draw(st.none() | st.integers(1, 4)),
+        max_weights=draw(st.none() | st.integers(1, 4)),
     )
 
 
@@ -445,7 +445,7 @@ def test_time_at_the_given_delays_comes_first() -> None:
     costs = uniform(4, 5).with_delay(1, 0)
     plan = plan_schedule(costs, 24, weight_limit=5, policy="portfolio")
     assert plan.iteration_s == 770
-    rules = Rules((5, 3, 3, 1), forward_first=True, most_weights=2)
+    rules = Rules((5, 3, 3, 1), forward_first=True, max_weights=2)
     kinds, _ = generate(costs, 24, rules, limits_of(4, 24, None, 5))
     steady = [orders.from_kinds(stage) for stage in kinds]
     times = [replay(steady, each).iteration_s for each in disturbances(costs)]

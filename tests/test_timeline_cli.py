@@ -340,22 +340,22 @@ def test_only_forwards(tmp_path: Path) -> None:
 
 @given(
     offset_s=st.floats(-1e6, 1e6),
-    least_s=st.floats(1e-5, 0.1),
+    min_s=st.floats(1e-5, 0.1),
     extra_s=st.lists(
         st.tuples(st.floats(0, 20), st.floats(0.11, 1), st.floats(0.11, 1)), max_size=5
     ),
     split=st.floats(0, 1),
 )
 def test_clock_offsets(
-    offset_s: float, least_s: float, extra_s: list[tuple[float, float, float]], split: float
+    offset_s: float, min_s: float, extra_s: list[tuple[float, float, float]], split: float
 ) -> None:
     samples = [
         (at_s, at_s + there_s + offset_s, at_s + there_s + back_s)
         for at_s, there_s, back_s in extra_s
     ]
-    samples.insert(len(samples) // 2, (9.0, 9.0 + least_s * split + offset_s, 9.0 + least_s))
+    samples.insert(len(samples) // 2, (9.0, 9.0 + min_s * split + offset_s, 9.0 + min_s))
     found_s, uncertainty_s = clock_offset_s(samples)
-    assert uncertainty_s == pytest.approx(least_s / 2, abs=1e-9)
+    assert uncertainty_s == pytest.approx(min_s / 2, abs=1e-9)
     assert abs(found_s - offset_s) <= uncertainty_s + 1e-8
 
 

@@ -130,7 +130,7 @@ class PathStats(Record):
         times_suspect: how often it was silent for too long.
         reconnects: how often the connection was made again.
         round_trip_s: smoothed, 0 while unknown.
-        round_trip_least_s: minimum over the last one to two seconds, 0 while unknown.
+        round_trip_min_s: minimum over the last one to two seconds, 0 while unknown.
         round_trips: how many round trips were measured.
         round_trips_s: the last 32 of them, oldest first.
         goodput_bytes_per_s: smoothed rate of acknowledged bytes.
@@ -153,7 +153,7 @@ class PathStats(Record):
     times_suspect: int
     reconnects: int
     round_trip_s: float
-    round_trip_least_s: float
+    round_trip_min_s: float
     round_trips: int
     round_trips_s: tuple[float, ...]
     goodput_bytes_per_s: float

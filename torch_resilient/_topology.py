@@ -114,7 +114,7 @@ def group_by_round_trip(
                 if work is not None:
                     work.wait()
         for peer in stats(group).peers:
-            times = [p.round_trip_least_s for p in peer.paths if p.round_trip_least_s > 0]
+            times = [p.round_trip_min_s for p in peer.paths if p.round_trip_min_s > 0]
             if peer.rank in peers and times:
                 measured[peer.rank] = min(times)
     table = torch.empty(size, size, dtype=torch.float64, device=device)

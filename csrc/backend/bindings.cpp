@@ -270,7 +270,7 @@ py::dict toPython(const PathStats& s) {
   d["chunks_sent"] = s.chunksSent;
   d["chunks_retransmitted"] = s.chunksRetransmitted;
   d["round_trip_s"] = s.roundTripS;
-  d["round_trip_least_s"] = s.leastRoundTripS;
+  d["round_trip_min_s"] = s.minRoundTripS;
   d["round_trips"] = s.roundTripsS.count();
   d["round_trips_s"] = s.roundTripsS.last();
   d["goodput_bytes_per_s"] = s.goodputBytesPerS;
@@ -499,8 +499,8 @@ py::object endedAt(const c10::intrusive_ptr<c10d::Work>& work) {
             : py::none();
 }
 
-std::pair<double, double> setTolerance(double threshold, double mostLost) {
-  if (!(mostLost >= 0 && mostLost <= 1)) {
+std::pair<double, double> setTolerance(double threshold, double maxLost) {
+  if (!(maxLost >= 0 && maxLost <= 1)) {
     throw py::value_error("max_drop_fraction: expected 0 to 1");
   }
   if (std::isnan(threshold)) {
@@ -509,8 +509,8 @@ std::pair<double, double> setTolerance(double threshold, double mostLost) {
   const Tolerance before = chosenTolerance;
   chosenTolerance.threshold = static_cast<float>(threshold);
   // Below zero nothing may be missing.
-  chosenTolerance.mostLost = threshold < 0 ? 0 : static_cast<float>(mostLost);
-  return {before.exact() ? -1.0 : before.threshold, before.mostLost};
+  chosenTolerance.maxLost = threshold < 0 ? 0 : static_cast<float>(maxLost);
+  return {before.exact() ? -1.0 : before.threshold, before.maxLost};
 }
 
 // The index of the first ended work, or None when the time is up.

@@ -122,7 +122,7 @@ class StoreAdapter : public KeyValue {
   // c10d does not hand out its socket, so the process's sockets are searched.
   Nanos roundTrip() const override {
     const auto tcp = server();
-    return tcp ? leastRoundTripTo(tcp->getPort()) : Nanos(0);
+    return tcp ? minRoundTripTo(tcp->getPort()) : Nanos(0);
   }
 
  private:

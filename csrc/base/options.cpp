@@ -48,7 +48,7 @@ std::string boundText(OptionKind kind, double bound) {
 
 std::string expectation(const OptionInfo& option) {
   const std::string range = boundText(option.kind, option.least) + " to " +
-      boundText(option.kind, option.most);
+      boundText(option.kind, option.max);
   switch (option.kind) {
     case OptionKind::Bytes:
       return "a whole number of bytes from " + range +
@@ -57,7 +57,7 @@ std::string expectation(const OptionInfo& option) {
       return "a whole number (" + option.unit + ") from " + range;
     case OptionKind::AutoCount:
       return "\"auto\" or a whole number (" + option.unit + ") from 1 to " +
-          boundText(option.kind, option.most);
+          boundText(option.kind, option.max);
     case OptionKind::Seconds:
       return "a number of seconds from " + range;
     case OptionKind::Flag:
@@ -162,7 +162,7 @@ bool isChoice(const OptionInfo& option, std::string_view value) {
 
 // NaN is within no bounds.
 bool inBounds(const OptionInfo& option, double value) {
-  return value >= option.least && value <= option.most;
+  return value >= option.min && value <= option.max;
 }
 
 bool acceptable(const OptionInfo& option, const EngineOptions& options) {
@@ -329,16 +329,16 @@ std::string suggestion(
 const std::vector<OptionInfo>& optionTable() {
   static const std::vector<OptionInfo> table = [] {
     std::vector<OptionInfo> rows = {
-#define X(kind, field, suffix, preset, least, most, unit, doc) \
-  OptionInfo{                                                  \
-      OptionKind::kind,                                        \
-      #field,                                                  \
-      "TORCH_RESILIENT_" #suffix,                              \
-      "",                                                      \
-      least,                                                   \
-      most,                                                    \
-      unit,                                                    \
-      doc,                                                     \
+#define X(kind, field, suffix, preset, min, max, unit, doc) \
+  OptionInfo{                                               \
+      OptionKind::kind,                                     \
+      #field,                                               \
+      "TORCH_RESILIENT_" #suffix,                           \
+      "",                                                   \
+      min,                                                  \
+      max,                                                  \
+      unit,                                                 \
+      doc,                                                  \
       &EngineOptions::field},
 #include "base/options.def"
 #undef X
@@ -411,19 +411,19 @@ void EngineOptions::validate() const {
         "\" (TORCH_RESILIENT_SITE): expected up to 64 letters, digits, '.', "
         "'_' and '-'");
   }
-  if (!SiteNumbers::parse(wan_rate_limit, kLeastRateLimit, kMostRateLimit)) {
+  if (!SiteNumbers::parse(wan_rate_limit, kMinRateLimit, kMaxRateLimit)) {
     invalid(
         "wan_rate_limit=\"" + wan_rate_limit.substr(0, 200) +
         "\" (TORCH_RESILIENT_WAN_RATE_LIMIT): expected bytes per second from " +
-        std::to_string(kLeastRateLimit) +
+        std::to_string(kMinRateLimit) +
         ", such as 50M (K, M, G stand for KiB, MiB, GiB), or a list such as "
         "eu-west=50M,*=1G with each site once");
   }
-  if (!SiteNumbers::parse(wan_dscp, 0, kMostDscp)) {
+  if (!SiteNumbers::parse(wan_dscp, 0, kMaxDscp)) {
     invalid(
         "wan_dscp=\"" + wan_dscp.substr(0, 200) +
         "\" (TORCH_RESILIENT_WAN_DSCP): expected a number from 0 to " +
-        std::to_string(kMostDscp) +
+        std::to_string(kMaxDscp) +
         ", or a list such as eu-west=10,*=0 with each site once");
   }
   if (!SiteNumbers::parseWords(wan, kWanTransports)) {
@@ -458,10 +458,10 @@ bool isSiteName(std::string_view text) {
 }
 
 std::optional<SiteNumbers>
-SiteNumbers::parse(std::string_view text, int64_t least, int64_t most) {
+SiteNumbers::parse(std::string_view text, int64_t min, int64_t max) {
   return parseWith(text, [=](std::string_view number) {
     const auto value = parseInteger(number, /*suffixes=*/true);
-    return value && *value >= least && *value <= most ? value : std::nullopt;
+    return value && *value >= min && *value <= max ? value : std::nullopt;
   });
 }
 

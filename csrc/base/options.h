@@ -31,7 +31,7 @@ struct EngineOptions {
 #define RESILIENT_FIELD_Text std::string
 #define RESILIENT_FIELD_Choice std::string
 #define RESILIENT_FIELD_Secret std::string
-#define X(kind, field, suffix, preset, least, most, unit, doc) \
+#define X(kind, field, suffix, preset, min, max, unit, doc) \
   RESILIENT_FIELD_##kind field = preset;
 #include "base/options.def"
 #undef X
@@ -82,7 +82,7 @@ class SiteNumbers {
   // Nothing if the text is malformed, names a site twice or has a number out
   // of bounds. An empty text has no numbers.
   static std::optional<SiteNumbers>
-  parse(std::string_view text, int64_t least, int64_t most);
+  parse(std::string_view text, int64_t min, int64_t max);
   // The same with words for the numbers 0, 1, ...: "tcp, eu-west=udp".
   static std::optional<SiteNumbers> parseWords(
       std::string_view text,
@@ -125,9 +125,9 @@ class SiteNumbers {
 inline constexpr std::array<std::string_view, 2> kWanTransports{"tcp", "udp"};
 
 // The bounds of a number in wan_rate_limit and in wan_dscp.
-inline constexpr int64_t kLeastRateLimit = 16 << 10; // bytes per second
-inline constexpr int64_t kMostRateLimit = int64_t{1} << 50;
-inline constexpr int64_t kMostDscp = 63;
+inline constexpr int64_t kMinRateLimit = 16 << 10; // bytes per second
+inline constexpr int64_t kMaxRateLimit = int64_t{1} << 50;
+inline constexpr int64_t kMaxDscp = 63;
 
 enum class OptionKind : uint8_t {
   Bytes,
@@ -152,7 +152,7 @@ struct OptionInfo {
   std::string name;
   std::string variable; // "TORCH_RESILIENT_CHUNK_BYTES"
   std::string defaultText; // as getAsString gives it
-  double least = 0, most = 0; // bounds of a number, both included
+  double min = 0, max = 0; // bounds of a number, both included
   std::string unit;
   std::string doc;
   OptionMember member;

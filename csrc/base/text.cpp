@@ -13,21 +13,21 @@ size_t codePointBytes(std::string_view text, uint32_t& point) {
   };
   const uint8_t lead = byte(0);
   size_t bytes = 0;
-  uint32_t least = 0;
+  uint32_t min = 0;
   if (lead < 0x80) {
     point = lead;
     return 1;
   } else if ((lead & 0xe0) == 0xc0) {
     bytes = 2;
-    least = 0x80;
+    min = 0x80;
     point = lead & 0x1f;
   } else if ((lead & 0xf0) == 0xe0) {
     bytes = 3;
-    least = 0x800;
+    min = 0x800;
     point = lead & 0x0f;
   } else if ((lead & 0xf8) == 0xf0) {
     bytes = 4;
-    least = 0x10000;
+    min = 0x10000;
     point = lead & 0x07;
   } else {
     return 0;
@@ -39,7 +39,7 @@ size_t codePointBytes(std::string_view text, uint32_t& point) {
     point = point << 6 | (byte(i) & 0x3f);
   }
   const bool surrogate = point >= 0xd800 && point <= 0xdfff;
-  return point < least || point > 0x10ffff || surrogate ? 0 : bytes;
+  return point < min || point > 0x10ffff || surrogate ? 0 : bytes;
 }
 
 } // namespace

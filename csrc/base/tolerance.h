@@ -11,10 +11,10 @@ struct Tolerance {
   float threshold = 0;
   // This part of the message's bytes at most, in whole packets. 0: the message
   // is exact.
-  float mostLost = 0;
+  float maxLost = 0;
 
   bool exact() const {
-    return !(mostLost > 0);
+    return !(maxLost > 0);
   }
 };
 

@@ -346,7 +346,7 @@ void Channel::tellResidual(InMessage& m) {
   }
   std::span<const ByteRange> left(m.zeroFilled);
   do {
-    const size_t n = std::min(left.size(), Residual::kMost);
+    const size_t n = std::min(left.size(), Residual::kMax);
     queueControl(
         FrameType::kResidual,
         m.header,

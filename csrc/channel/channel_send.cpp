@@ -157,14 +157,14 @@ void Channel::stageLent(TimePoint now) {
   // On a short link the acknowledgement is only late because both ends are
   // busy, and a copy would make them busier. A link that has not been measured
   // gets a little longer to show that it is short.
-  double least = 0;
+  double min = 0;
   for (const auto& [id, p] : paths_) {
-    const double s = p.statistics.leastRoundTripS();
-    least = least == 0 ? s : std::min(least, s == 0 ? least : s);
+    const double s = p.statistics.minRoundTripS();
+    min = min == 0 ? s : std::min(min, s == 0 ? min : s);
   }
-  const Nanos patience = least == 0              ? 5 * config_.stageAfter
-      : fromSeconds(least) >= config_.stageAfter ? config_.stageAfter
-                                                 : Nanos::max();
+  const Nanos patience = min == 0              ? 5 * config_.stageAfter
+      : fromSeconds(min) >= config_.stageAfter ? config_.stageAfter
+                                               : Nanos::max();
   std::deque<uint64_t> keep;
   for (uint64_t number : lent_) {
     auto found = out_.find(number);
@@ -282,9 +282,9 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
 
 // Smaller pieces where a path is slow: see kChunkTime.
 uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
-  const uint32_t most = config_.chunkBytes;
-  if (messageBytes <= std::min(most, kLeastChunkBytes)) {
-    return most;
+  const uint32_t max = config_.chunkBytes;
+  if (messageBytes <= std::min(max, kMinChunkBytes)) {
+    return max;
   }
   double slowest = 0;
   for (const auto& [id, p] : paths_) {
@@ -296,23 +296,23 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
     }
   }
   if (slowest == 0) {
-    return std::min(most, config_.firstChunkBytes);
+    return std::min(max, config_.firstChunkBytes);
   }
   const double fits = slowest * toSeconds(kChunkTime);
-  if (fits >= most) {
-    return most;
+  if (fits >= max) {
+    return max;
   }
-  uint32_t bytes = kLeastChunkBytes;
+  uint32_t bytes = kMinChunkBytes;
   while (2.0 * bytes <= fits) {
     bytes *= 2;
   }
-  return std::min(bytes, most);
+  return std::min(bytes, max);
 }
 
 PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
   PathLoad l;
   l.bytesPerS = p.statistics.capacityBytesPerS();
-  l.oneWayS = p.statistics.leastRoundTripS() / 2;
+  l.oneWayS = p.statistics.minRoundTripS() / 2;
   l.inFlightBytes = p.inFlightBytes;
   l.silentS = p.inFlight.empty() ? 0 : toSeconds(now - p.progressAt);
   return l;
@@ -324,7 +324,7 @@ PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
 Channel::OutMessage*
 Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   // Further back, it is not the tail.
-  constexpr size_t kMostLooks = 64;
+  constexpr size_t kMaxLooks = 64;
   if (paths_.size() == 1 || config_.paced || !p.inFlight.empty()) {
     return nullptr;
   }
@@ -334,7 +334,7 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
     }
     const Hedge hedge(loadOf(p, now), loadOf(holder, now));
     uint64_t ahead = 0;
-    const size_t looks = std::min(kMostLooks, holder.inFlight.size());
+    const size_t looks = std::min(kMaxLooks, holder.inFlight.size());
     for (size_t i = 0; i < looks; ++i) {
       InFlight& f = holder.inFlight[i];
       ahead += f.bytes;
@@ -393,9 +393,9 @@ Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
   if (order.mayTake(backlog)) {
     return &front;
   }
-  const size_t most =
+  const size_t max =
       config_.paced ? 1 : std::min(kLookAhead, ready_[cls].size());
-  for (size_t i = 1; i < most; ++i) {
+  for (size_t i = 1; i < max; ++i) {
     OutMessage& m = *out_.at(ready_[cls][i]);
     backlog += m.unsentBytes();
     const bool credit = m.granted ||

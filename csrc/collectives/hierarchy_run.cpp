@@ -505,11 +505,11 @@ Task runLane(Shared& shared, size_t lane, size_t lanes, size_t chunks) {
 
 HierarchyJob::Block HierarchyJob::Block::slice(
     size_t first,
-    size_t most,
+    size_t max,
     size_t elementBytes) const {
   const size_t start = std::min(first, count);
   Block part;
-  part.count = std::min(most, count - start);
+  part.count = std::min(max, count - start);
   part.source = source == nullptr ? nullptr : at(source, start * elementBytes);
   part.output = output == nullptr ? nullptr : at(output, start * elementBytes);
   return part;

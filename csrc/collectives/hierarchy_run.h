@@ -18,7 +18,7 @@ struct HierarchyJob {
     void* output = nullptr; // where the result goes, or null: not wanted here
     size_t count = 0; // elements
 
-    Block slice(size_t first, size_t most, size_t elementBytes) const;
+    Block slice(size_t first, size_t max, size_t elementBytes) const;
   };
 
   std::vector<Block> blocks; // side by side, the row that plans are made for

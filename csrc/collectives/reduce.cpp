@@ -162,11 +162,11 @@ struct Product {
 struct Min {
   template <typename T>
   [[gnu::always_inline]] static T apply(T a, T b) {
-    T least = b < a ? b : a;
+    T min = b < a ? b : a;
     if constexpr (std::is_floating_point_v<T>) {
-      least = b != b ? b : least; // a NaN in `a` stays: no comparison holds
+      min = b != b ? b : min; // a NaN in `a` stays: no comparison holds
     }
-    return least;
+    return min;
   }
 };
 

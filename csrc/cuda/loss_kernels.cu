@@ -15,7 +15,7 @@ namespace {
 
 constexpr size_t kBlockThreads = 256;
 // Of a grid in its first dimension; what is beyond goes round again.
-constexpr size_t kMostBlocks = 0x7fffffff;
+constexpr size_t kMaxBlocks = 0x7fffffff;
 
 __device__ size_t firstThread() {
   return static_cast<size_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
@@ -83,7 +83,7 @@ void launch(
   }
   const size_t blocks = (threads + kBlockThreads - 1) / kBlockThreads;
   kernel<<<
-      static_cast<unsigned>(std::min(blocks, kMostBlocks)),
+      static_cast<unsigned>(std::min(blocks, kMaxBlocks)),
       static_cast<unsigned>(kBlockThreads),
       0,
       stream>>>(arguments...);

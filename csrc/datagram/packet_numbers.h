@@ -65,7 +65,7 @@ class PacketNumbers {
   // The round trip, as the sender knows it, bounds what waiting costs.
   void setRoundTrip(Nanos roundTrip) {
     roundTrip_ = roundTrip;
-    reorder_ = std::min(std::max(reorder_, least()), most());
+    reorder_ = std::min(std::max(reorder_, min()), max());
   }
   // How long a packet may come later than one that left after it.
   Nanos reorderTime() const {
@@ -96,13 +96,13 @@ class PacketNumbers {
  private:
   static constexpr uint64_t kWindow = 1u << 15;
   // Interrupts and offloads reorder within this, also where routers do not.
-  static constexpr Nanos kLeast = std::chrono::microseconds(500);
+  static constexpr Nanos kMin = std::chrono::microseconds(500);
 
-  Nanos least() const {
-    return std::max(kLeast, roundTrip_ / 32);
+  Nanos min() const {
+    return std::max(kMin, roundTrip_ / 32);
   }
-  Nanos most() const {
-    return std::max(kLeast, roundTrip_ / 2);
+  Nanos max() const {
+    return std::max(kMin, roundTrip_ / 2);
   }
 
   void judge(uint64_t upTo) {
@@ -122,7 +122,7 @@ class PacketNumbers {
   // The path reorders more than was thought.
   void late() {
     lost_ -= lost_ > 0;
-    reorder_ = std::min(2 * reorder_, most());
+    reorder_ = std::min(2 * reorder_, max());
   }
 
   std::vector<bool> seen_; // by number modulo kWindow
@@ -133,7 +133,7 @@ class PacketNumbers {
   bool lastMissing_ = false;
   uint64_t lost_ = 0, bursts_ = 0;
   Nanos roundTrip_{};
-  Nanos reorder_ = kLeast;
+  Nanos reorder_ = kMin;
   std::deque<std::pair<TimePoint, uint64_t>> marks_; // when which was largest
 };
 

@@ -13,13 +13,13 @@ namespace {
 constexpr uint32_t kReportEvery = 64;
 constexpr Nanos kReportDelay = std::chrono::milliseconds(5);
 // And no more often than this, whatever happens.
-constexpr Nanos kReportLeast = std::chrono::microseconds(100);
+constexpr Nanos kReportMin = std::chrono::microseconds(100);
 // A request is repeated after this long, in case the report was lost.
 constexpr Nanos kAskAgain = std::chrono::milliseconds(5);
 // Objects that the sender may be ahead of the first incomplete one.
-constexpr uint64_t kMostAhead = 1u << 14;
+constexpr uint64_t kMaxAhead = 1u << 14;
 // Objects that one report asks for.
-constexpr size_t kMostWanted = 32;
+constexpr size_t kMaxWanted = 32;
 
 Status malformed(const char* what, uint64_t object) {
   return Status(
@@ -42,8 +42,8 @@ uint32_t symbolsOf(const SymbolHeader& h) {
 
 } // namespace
 
-PacketReceiver::PacketReceiver(uint64_t mostBytes, Deliver deliver)
-    : mostBytes_(mostBytes), deliver_(std::move(deliver)) {}
+PacketReceiver::PacketReceiver(uint64_t maxBytes, Deliver deliver)
+    : maxBytes_(maxBytes), deliver_(std::move(deliver)) {}
 
 size_t PacketReceiver::dataInBlock(const SymbolHeader& h, uint32_t block) {
   return (h.coded - block + h.blocks - 1) / h.blocks;
@@ -60,7 +60,7 @@ uint32_t PacketReceiver::reachedBy(const Object& o, const SymbolHeader& h) {
 }
 
 void PacketReceiver::reportSoon(TimePoint at) {
-  reportAt_ = std::min(reportAt_, std::max(at, reportedAt_ + kReportLeast));
+  reportAt_ = std::min(reportAt_, std::max(at, reportedAt_ + kReportMin));
 }
 
 bool PacketReceiver::onNumber(uint64_t packet, size_t bytes, TimePoint now) {
@@ -75,8 +75,8 @@ Status
 PacketReceiver::create(const SymbolHeader& h, TimePoint now, Object*& object) {
   const uint64_t bytes = uint64_t(h.count) * h.pieceBytes;
   object = nullptr;
-  if (heldBytes_ + bytes > mostBytes_ ||
-      h.object > complete_.firstGap(1) + kMostAhead) {
+  if (heldBytes_ + bytes > maxBytes_ ||
+      h.object > complete_.firstGap(1) + kMaxAhead) {
     return Status();
   }
   Object& o = objects_[h.object];
@@ -274,7 +274,7 @@ Status PacketReceiver::onSymbol(
       ++counters_.duplicates;
       return Status();
     }
-    if (heldBytes_ + h.pieceBytes > mostBytes_) {
+    if (heldBytes_ + h.pieceBytes > maxBytes_) {
       return Status(); // what it might have repaired is asked for
     }
     auto& r = o.repair[h.index];
@@ -459,7 +459,7 @@ PacketReport PacketReceiver::takeReport(TimePoint now) {
   r.completeUpTo = complete_.firstGap(1) - 1;
   r.complete = complete_.rangesAbove(r.completeUpTo);
   for (const auto& [number, o] : objects_) {
-    if (r.wanted.size() == kMostWanted) {
+    if (r.wanted.size() == kMaxWanted) {
       break;
     }
     WantedSymbols w;
@@ -470,7 +470,7 @@ PacketReport PacketReceiver::takeReport(TimePoint now) {
   }
   if (unknownAt() <= now) {
     uint64_t number = r.completeUpTo + 1;
-    for (; number <= sentUpTo_ && r.wanted.size() < kMostWanted; ++number) {
+    for (; number <= sentUpTo_ && r.wanted.size() < kMaxWanted; ++number) {
       if (!complete_.contains(number) && objects_.count(number) == 0) {
         r.wanted.push_back({number, {{0, UINT16_MAX}}});
       }

@@ -47,9 +47,9 @@ class PacketReceiver {
   using Deliver = std::function<
       void(std::span<const std::byte> object, std::span<const Hole> holes)>;
 
-  // `mostBytes`: of objects that are not complete; packets that would need
+  // `maxBytes`: of objects that are not complete; packets that would need
   // more are dropped, and are asked for later.
-  PacketReceiver(uint64_t mostBytes, Deliver deliver);
+  PacketReceiver(uint64_t maxBytes, Deliver deliver);
 
   // A packet of any type, by its number. False: it has been here before, and
   // must be ignored. Afterwards, the next two get what is in it.
@@ -68,7 +68,7 @@ class PacketReceiver {
   }
   PacketReport takeReport(TimePoint now);
 
-  // The bytes of incomplete objects; never more than `mostBytes`.
+  // The bytes of incomplete objects; never more than `maxBytes`.
   uint64_t heldBytes() const {
     return heldBytes_;
   }
@@ -120,7 +120,7 @@ class PacketReceiver {
   static uint32_t reachedBy(const Object& o, const SymbolHeader& h);
   static size_t dataInBlock(const SymbolHeader& h, uint32_t block);
 
-  const uint64_t mostBytes_;
+  const uint64_t maxBytes_;
   const Deliver deliver_;
   PacketNumbers numbers_;
   std::map<uint64_t, Object> objects_; // not complete

@@ -23,7 +23,7 @@ constexpr Nanos kLateness = std::chrono::milliseconds(1);
 // A rate is measured over no less: reports and interrupts come in bursts.
 constexpr uint32_t kMeasureMicros = 3000;
 // And over no more: there was a rest in between.
-constexpr Nanos kMeasureMost = std::chrono::seconds(10);
+constexpr Nanos kMeasureMax = std::chrono::seconds(10);
 // Larger blocks recover more at the same overhead, up to the limit of the
 // codes, but cost more to decode. LoWAR's size.
 constexpr size_t kBlockSymbols = 100;
@@ -39,18 +39,18 @@ constexpr double kRelaxedTarget = 1e-3;
 // often as a 99th percentile leaves out; less would be parity for nothing.
 constexpr double kMissTarget = 5e-3;
 // So much parity is always allowed: a small message costs little.
-constexpr double kLeastMost = 2;
+constexpr double kMinMaxRatio = 2;
 // A shape chosen for a size holds this long; it is not chosen for each object.
 constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
 // Time between the first two descriptions of the end; then it doubles each
 // time, and a burst of losses takes only a few of them.
 constexpr Nanos kEndAgain = std::chrono::microseconds(250);
 constexpr int kEndDoublings = 16;
-constexpr double kMostEndsInARow = 8;
+constexpr double kMaxEndsInARow = 8;
 // In one report: as many as PacketNumbers can tell apart.
-constexpr uint64_t kMostBursts = 1u << 14;
-constexpr Nanos kPatienceLeast = std::chrono::milliseconds(10);
-constexpr Nanos kPatienceMost = std::chrono::seconds(1);
+constexpr uint64_t kMaxBursts = 1u << 14;
+constexpr Nanos kPatienceMin = std::chrono::milliseconds(10);
+constexpr Nanos kPatienceMax = std::chrono::seconds(1);
 // Late in a run hardly any packet reaches the threshold of its tensor; these
 // then count as important by rank (project measurements: the top 1 % of the
 // packets hold 90 % of a gradient's energy).
@@ -139,14 +139,14 @@ BlockShape PacketSender::chosenShape(
   const bool important = o.header.permuted && coded == o.header.must;
   RedundancyLimits limits;
   limits.target = mayMiss > 0 ? kRelaxedTarget : kRepairTarget;
-  limits.mostRatio = std::max(scheme.mostRatio, kLeastMost / dataSymbols);
-  limits.leastRatio = important ? scheme.importantRatio
-      : isActivation(cls)       ? scheme.activationRatio
-                                : scheme.leastRatio;
+  limits.maxRatio = std::max(scheme.maxRatio, kMinMaxRatio / dataSymbols);
+  limits.minRatio = important ? scheme.importantRatio
+      : isActivation(cls)     ? scheme.activationRatio
+                              : scheme.minRatio;
   // A tolerated part protects as well against a sudden loss.
-  limits.leastRatio = std::max(
-      scheme.leastRatio,
-      limits.leastRatio - static_cast<double>(mayMiss) / o.header.count);
+  limits.minRatio = std::max(
+      scheme.minRatio,
+      limits.minRatio - static_cast<double>(mayMiss) / o.header.count);
   limits.congested = rate_.congested();
   // They leave among the others: see spreadOrder().
   limits.interleavedBlocks =
@@ -180,7 +180,7 @@ void PacketSender::order(Object& o, const ObjectToSend& what) {
   // The bound is the message's: rounded down for each object, nothing would be
   // left of it on a slow link with its small objects.
   const double perByte =
-      std::min(1.0, double(what.tolerance.mostLost)) / h.pieceBytes;
+      std::min(1.0, double(what.tolerance.maxLost)) / h.pieceBytes;
   const auto upTo = [perByte](uint64_t bytes) {
     return static_cast<uint64_t>(perByte * static_cast<double>(bytes));
   };
@@ -230,7 +230,7 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   h.objectBytes = static_cast<uint32_t>(bytes);
   h.pieceBytes = static_cast<uint16_t>(pieceBytes_);
   const size_t count = (bytes + pieceBytes_ - 1) / pieceBytes_;
-  assert(count <= kMostPieces);
+  assert(count <= kMaxPieces);
   h.count = static_cast<uint16_t>(count);
   o.pieces = std::make_unique_for_overwrite<std::byte[]>(count * pieceBytes_);
   std::memcpy(o.pieces.get(), what.header.data(), what.header.size());
@@ -376,8 +376,8 @@ size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
 
 Nanos PacketSender::patience() const {
   const Nanos p =
-      rate_.roundTrip() + 4 * rate_.roundTripVariation() + kPatienceLeast;
-  return std::min(p, kPatienceMost);
+      rate_.roundTrip() + 4 * rate_.roundTripVariation() + kPatienceMin;
+  return std::min(p, kPatienceMax);
 }
 
 // When all has been sent, tells the receiver so: at once, again soon in case
@@ -393,7 +393,7 @@ void PacketSender::planEnds(TimePoint now) {
     endAt_ = now;
   } else if (all) {
     const int doublings = std::min(endsSent_ - 1, kEndDoublings);
-    endAt_ = now + std::min(kEndAgain * (1 << doublings), kPatienceMost);
+    endAt_ = now + std::min(kEndAgain * (1 << doublings), kPatienceMax);
   } else {
     endAt_ = now + patience();
   }
@@ -453,7 +453,7 @@ size_t PacketSender::next(TimePoint now, uint64_t packet, std::byte* out) {
   if (bytes == 0 && endAt_ <= now) {
     bytes = writeEnd(now, out);
     // As many at a time as are lost in a row.
-    const double row = std::min(loss_.estimate().burstPackets, kMostEndsInARow);
+    const double row = std::min(loss_.estimate().burstPackets, kMaxEndsInARow);
     if (bytes != 0 && ++endsInARow_ < row) {
       sent(packet, bytes, now);
       return bytes;
@@ -516,7 +516,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   s.lost = since(r.lost, last_.lost);
   // The limit is for a peer that counts wrongly: we must not count after it.
   const uint64_t bursts =
-      std::min({since(r.bursts, last_.bursts), s.lost, kMostBursts});
+      std::min({since(r.bursts, last_.bursts), s.lost, kMaxBursts});
   counters_.lost = r.lost;
   // Drops of a full link are no reason for parity. A report does not say when
   // exactly the others were lost.
@@ -532,7 +532,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   s.usuallyLost = usual.rate * static_cast<double>(s.packets + s.lost);
   s.usualVariance = s.usuallyLost * (2 * usual.burstPackets - 1);
   const uint32_t micros = r.receivedMicros - base_.receivedMicros;
-  if (now - baseAt_ > kMeasureMost) {
+  if (now - baseAt_ > kMeasureMax) {
     s.limitedBySender = true; // the first report, or the first after a rest
     base_ = r;
     baseAt_ = now;
@@ -603,7 +603,7 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
   const bool pieces = r.symbols > last_.symbols;
   last_ = r;
   // After a silence, what is small arrives first.
-  const bool silent = now - busySince_ > kPatienceMost;
+  const bool silent = now - busySince_ > kPatienceMax;
   busySince_ = objects_.empty() ? kNever : now;
   if (objects_.empty()) {
     stuckSince_ = kNever;

@@ -176,7 +176,7 @@ class PacketSender {
   const RecoverySchemes schemes_;
   RateControl rate_;
   const std::function<void(uint64_t)> done_;
-  size_t pieceBytes_ = kLeastPieceBytes;
+  size_t pieceBytes_ = kMinPieceBytes;
 
   std::map<uint64_t, Object> objects_; // not done, by number
   uint64_t lastObject_ = 0;

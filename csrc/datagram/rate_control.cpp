@@ -21,21 +21,21 @@ constexpr double kWindowGain = 2;
 constexpr double kThinGain = 0.5;
 // Reports come that late, and whatever is sent leaves in bursts.
 constexpr double kReportDelayS = 0.005;
-constexpr uint64_t kLeastWindow = 64u << 10;
-constexpr double kLeastRate = 64e3;
+constexpr uint64_t kMinWindow = 64u << 10;
+constexpr double kMinRate = 64e3;
 // No link is faster; a peer may say anything.
-constexpr double kMostRate = 125e9;
+constexpr double kMaxRate = 125e9;
 
-constexpr Nanos kLeastRound = std::chrono::milliseconds(4);
+constexpr Nanos kMinRound = std::chrono::milliseconds(4);
 // The least round trip is believed this long: the route may have changed. Then
 // the least of that time is, unless it has a queue, which may be our own: that
 // drains first. (BBR's ProbeRTT, but only where there is a queue.)
-constexpr Nanos kLeastRoundTripFor = std::chrono::seconds(10);
+constexpr Nanos kMinRoundTripFor = std::chrono::seconds(10);
 
 // A round trip longer than the least by this is a queue: a part of it, and
 // more than timers and schedulers add.
 constexpr double kQueuePart = 0.125;
-constexpr Nanos kQueueLeast = std::chrono::milliseconds(3);
+constexpr Nanos kQueueMin = std::chrono::milliseconds(3);
 // After a cut the rate follows the curve of CUBIC (RFC 9438): it grows as the
 // rate of a competing TCP connection does. Equal growth in absolute terms makes
 // the shares equal in the end.
@@ -60,25 +60,24 @@ constexpr int kCongestedFor = 8;
 RateControl::RateControl(
     Nanos firstRoundTrip,
     double firstBytesPerS,
-    double mostBytesPerS)
-    : most_(mostBytesPerS),
-      least_(std::max(firstRoundTrip, Nanos(std::chrono::microseconds(50)))),
-      smoothed_(least_),
-      variation_(least_ / 2) {
+    double maxBytesPerS)
+    : max_(maxBytesPerS),
+      min_(std::max(firstRoundTrip, Nanos(std::chrono::microseconds(50)))),
+      smoothed_(min_),
+      variation_(min_ / 2) {
   rates_[0] = std::max(
       firstBytesPerS,
-      static_cast<double>(kLeastWindow) / toSeconds(least_) / kStartupGain);
+      static_cast<double>(kMinWindow) / toSeconds(min_) / kStartupGain);
 }
 
 double RateControl::capacityBytesPerS() const {
   const double rate = *std::max_element(rates_.begin(), rates_.end());
-  return std::max(rate, kLeastRate);
+  return std::max(rate, kMinRate);
 }
 
 // A round trip longer than this has a queue in it.
 Nanos RateControl::queueMark() const {
-  return least_ +
-      std::max(kQueueLeast, fromSeconds(kQueuePart * toSeconds(least_)));
+  return min_ + std::max(kQueueMin, fromSeconds(kQueuePart * toSeconds(min_)));
 }
 
 double RateControl::gain() const {
@@ -98,10 +97,10 @@ double RateControl::bytesPerS() const {
   if (ceiling_ > 0) {
     rate = std::min(rate, ceiling_);
   }
-  if (most_ > 0) {
-    rate = std::min(rate, most_);
+  if (max_ > 0) {
+    rate = std::min(rate, max_);
   }
-  return std::max(rate, kLeastRate);
+  return std::max(rate, kMinRate);
 }
 
 uint64_t RateControl::windowBytes() const {
@@ -112,27 +111,27 @@ uint64_t RateControl::windowBytes() const {
   const double gain = probesUntil_ != kNever ? kThinGain
       : state_ == State::kStartup            ? kStartupGain
                                              : kWindowGain;
-  const double bytes = gain * rate * (toSeconds(least_) + kReportDelayS);
-  return std::max(kLeastWindow, static_cast<uint64_t>(bytes));
+  const double bytes = gain * rate * (toSeconds(min_) + kReportDelayS);
+  return std::max(kMinWindow, static_cast<uint64_t>(bytes));
 }
 
-void RateControl::onLeast(Nanos sample, TimePoint now) {
-  latelyLeast_ = std::min(latelyLeast_, sample);
+void RateControl::onMin(Nanos sample, TimePoint now) {
+  latelyMin_ = std::min(latelyMin_, sample);
   const bool probes = probesUntil_ != kNever;
-  const bool expired = !probes && now - leastAt_ > kLeastRoundTripFor;
-  if (expired && latelyLeast_ > queueMark()) {
+  const bool expired = !probes && now - minAt_ > kMinRoundTripFor;
+  if (expired && latelyMin_ > queueMark()) {
     // Time for the packets in flight to leave, and for the reports on later
     // ones to come back.
-    probesUntil_ = now + smoothed_ + 2 * least_ + fromSeconds(kReportDelayS);
-    latelyLeast_ = Nanos::max();
-  } else if (sample <= least_ || expired || now >= probesUntil_) {
+    probesUntil_ = now + smoothed_ + 2 * min_ + fromSeconds(kReportDelayS);
+    latelyMin_ = Nanos::max();
+  } else if (sample <= min_ || expired || now >= probesUntil_) {
     if (probes) {
       probesUntil_ = kNever;
       thinUntil_ = now + smoothed_;
     }
-    least_ = latelyLeast_;
-    leastAt_ = now;
-    latelyLeast_ = Nanos::max();
+    min_ = latelyMin_;
+    minAt_ = now;
+    latelyMin_ = Nanos::max();
   }
 }
 
@@ -147,9 +146,9 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
     variation_ += (off - variation_) / 4;
     smoothed_ += (sample - smoothed_) / 8;
   }
-  onLeast(sample, now);
-  roundLeast_ = std::min(roundLeast_, sample);
-  roundMost_ = std::max(roundMost_, sample);
+  onMin(sample, now);
+  roundMin_ = std::min(roundMin_, sample);
+  roundMax_ = std::max(roundMax_, sample);
   queueing_ = sample > queueMark();
 }
 
@@ -157,7 +156,7 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   if (!started_) {
     started_ = true;
     roundStart_ = now;
-    leastAt_ = now;
+    minAt_ = now;
     noQueueAt_ = now;
   }
   if (s.roundTrip > Nanos(0)) {
@@ -172,17 +171,17 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   roundFull_ = roundFull_ && !limited;
   if (s.interval > Nanos(0)) {
     const double rate = std::min(
-        static_cast<double>(s.bytes) / toSeconds(s.interval), kMostRate);
+        static_cast<double>(s.bytes) / toSeconds(s.interval), kMaxRate);
     if (!limited || rate > capacityBytesPerS()) {
       rates_[round_ % kRounds] = std::max(rates_[round_ % kRounds], rate);
     }
   }
-  const double pipe = capacityBytesPerS() * toSeconds(least_);
+  const double pipe = capacityBytesPerS() * toSeconds(min_);
   if (state_ == State::kDrain && static_cast<double>(s.inFlightBytes) <= pipe) {
     state_ = State::kSteady;
     phase_ = 2;
   }
-  if (now - roundStart_ >= std::max(smoothed_, kLeastRound) &&
+  if (now - roundStart_ >= std::max(smoothed_, kMinRound) &&
       roundPackets_ > 0) {
     onRoundEnd(now);
   }
@@ -193,8 +192,7 @@ void RateControl::cut(TimePoint now) {
                                    : capacityBytesPerS();
   const double segments = rate * toSeconds(smoothed_) / kSegmentBytes;
   // Less than last time: another sender has come, and gets room.
-  mostSegments_ =
-      segments < mostSegments_ ? segments * (1 + kCut) / 2 : segments;
+  maxSegments_ = segments < maxSegments_ ? segments * (1 + kCut) / 2 : segments;
   cutSegments_ = kCut * segments;
   cutAt_ = now;
   roundsSinceCut_ = 0;
@@ -203,21 +201,21 @@ void RateControl::cut(TimePoint now) {
 void RateControl::grow(TimePoint now) {
   const double t = toSeconds(now - cutAt_);
   const double roundTrip = toSeconds(smoothed_);
-  const double back = std::cbrt(mostSegments_ * (1 - kCut) / kCubic);
+  const double back = std::cbrt(maxSegments_ * (1 - kCut) / kCubic);
   const double cubic =
-      kCubic * (t - back) * (t - back) * (t - back) + mostSegments_;
+      kCubic * (t - back) * (t - back) * (t - back) + maxSegments_;
   const double reno =
       cutSegments_ + 3 * (1 - kCut) / (1 + kCut) * t / roundTrip;
   const double segments = std::max({cubic, reno, cutSegments_});
-  ceiling_ = std::max(kLeastRate, segments * kSegmentBytes / roundTrip);
+  ceiling_ = std::max(kMinRate, segments * kSegmentBytes / roundTrip);
   if (ceiling_ > 2 * capacityBytesPerS()) {
-    ceiling_ = mostSegments_ = cutSegments_ = 0;
+    ceiling_ = maxSegments_ = cutSegments_ = 0;
   }
 }
 
 void RateControl::onRoundEnd(TimePoint now) {
   const Nanos mark = queueMark();
-  const bool queue = roundLeast_ != Nanos::max() && roundLeast_ > mark;
+  const bool queue = roundMin_ != Nanos::max() && roundMin_ > mark;
   congestedRounds_ -= congestedRounds_ > 0;
   ++roundsSinceCut_;
   if (!queue) {
@@ -247,7 +245,7 @@ void RateControl::onRoundEnd(TimePoint now) {
     }
     // A sender that has little to send fills the link in bursts only: the end
     // of a burst queues, though its beginning did not.
-    const bool burstQueued = !growth && roundMost_ > mark;
+    const bool burstQueued = !growth && roundMax_ > mark;
     if (startupRounds_ >= kStartupRounds || queue || burstQueued) {
       state_ = State::kDrain;
     }
@@ -264,8 +262,8 @@ void RateControl::onRoundEnd(TimePoint now) {
   roundFull_ = true;
   roundPackets_ = roundLost_ = 0;
   roundUsual_ = roundVariance_ = 0;
-  roundLeast_ = Nanos::max();
-  roundMost_ = Nanos(0);
+  roundMin_ = Nanos::max();
+  roundMax_ = Nanos(0);
 }
 
 } // namespace resilient

@@ -35,11 +35,8 @@ struct DeliverySample {
 class RateControl {
  public:
   // `firstBytesPerS`: what other paths know of the link, 0: nothing.
-  // `mostBytesPerS`: a limit from outside, 0: none.
-  RateControl(
-      Nanos firstRoundTrip,
-      double firstBytesPerS,
-      double mostBytesPerS);
+  // `maxBytesPerS`: a limit from outside, 0: none.
+  RateControl(Nanos firstRoundTrip, double firstBytesPerS, double maxBytesPerS);
 
   void onSample(const DeliverySample& sample, TimePoint now);
 
@@ -55,8 +52,8 @@ class RateControl {
   }
   // The estimated capacity of the link.
   double capacityBytesPerS() const;
-  Nanos leastRoundTrip() const {
-    return least_;
+  Nanos minRoundTrip() const {
+    return min_;
   }
   Nanos roundTrip() const { // smoothed
     return smoothed_;
@@ -70,14 +67,14 @@ class RateControl {
   static constexpr size_t kRounds = 10; // that a measured rate counts
 
   void onRoundTrip(Nanos sample, TimePoint now);
-  void onLeast(Nanos sample, TimePoint now);
+  void onMin(Nanos sample, TimePoint now);
   void onRoundEnd(TimePoint now);
   void cut(TimePoint now);
   void grow(TimePoint now);
   Nanos queueMark() const;
   double gain() const;
 
-  const double most_;
+  const double max_;
   State state_ = State::kStartup;
   std::array<double, kRounds> rates_{}; // best of each of the last rounds
   size_t round_ = 0;
@@ -88,11 +85,11 @@ class RateControl {
   bool roundFull_ = true; // the sender always had something
   uint64_t roundPackets_ = 0, roundLost_ = 0;
   double roundUsual_ = 0, roundVariance_ = 0;
-  Nanos roundLeast_ = Nanos::max(), roundMost_{};
+  Nanos roundMin_ = Nanos::max(), roundMax_{};
 
-  Nanos least_, smoothed_, variation_;
-  TimePoint leastAt_{};
-  Nanos latelyLeast_ = Nanos::max(); // since then, or since it probes
+  Nanos min_, smoothed_, variation_;
+  TimePoint minAt_{};
+  Nanos latelyMin_ = Nanos::max(); // since then, or since it probes
   TimePoint probesUntil_ = kNever; // to see the round trip below a queue
   TimePoint thinUntil_{}; // what arrives was sent then
   bool measured_ = false;
@@ -103,7 +100,7 @@ class RateControl {
   TimePoint noQueueAt_{}; // the last round without
   double ceiling_ = 0; // after congestion; 0: none
   TimePoint cutAt_{};
-  double mostSegments_ = 0, cutSegments_ = 0; // in flight, before and after it
+  double maxSegments_ = 0, cutSegments_ = 0; // in flight, before and after it
   bool queueing_ = false;
   int roundsSinceCut_ = 1 << 20;
   int congestedRounds_ = 0; // still to count as congested

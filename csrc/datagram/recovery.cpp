@@ -27,10 +27,10 @@ std::string_view cut(std::string_view& text, char border) {
   return front;
 }
 
-bool parseCount(std::string_view text, int least, int most, int& value) {
+bool parseCount(std::string_view text, int min, int max, int& value) {
   const char* const end = text.data() + text.size();
   const auto [at, error] = std::from_chars(text.data(), end, value);
-  return error == std::errc() && at == end && value >= least && value <= most;
+  return error == std::errc() && at == end && value >= min && value <= max;
 }
 
 std::optional<RecoveryScheme> parseScheme(std::string_view text) {

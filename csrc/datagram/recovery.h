@@ -30,8 +30,8 @@ struct RecoveryScheme {
   // Semantic: bounds of the parity per data symbol that follows from what is
   // lost; and what activations get at least, and the few important packets of
   // a gradient, which costs next to nothing.
-  double leastRatio = 0;
-  double mostRatio = 0.5;
+  double minRatio = 0;
+  double maxRatio = 0.5;
   double activationRatio = 0.1;
   double importantRatio = 0.5;
 };

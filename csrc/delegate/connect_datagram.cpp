@@ -13,7 +13,7 @@ namespace {
 
 constexpr Nanos kAnswerWithin = std::chrono::seconds(5);
 constexpr Nanos kOfferAgain = std::chrono::seconds(1);
-constexpr int kMostDoublings = 6;
+constexpr int kMaxDoublings = 6;
 // A path that has worked for less counts as a failure.
 constexpr Nanos kWorthTrying = std::chrono::seconds(10);
 
@@ -100,7 +100,7 @@ void DatagramConnector::offerLater(size_t route, const std::string& why) {
   if (!link_.usable() || !link_.preferredInitiator()) {
     return;
   }
-  const int doublings = std::min(r.failures++, kMostDoublings);
+  const int doublings = std::min(r.failures++, kMaxDoublings);
   r.timer = link_.loop().after(kOfferAgain * (1 << doublings), [this, route] {
     routes_[route].timer = 0;
     offer(route);
@@ -252,7 +252,7 @@ void DatagramConnector::makePath(
   }
   config.knownBytesPerS = connections_.capacityBytesPerS(route);
   if (link_.rateLimit() != nullptr) {
-    config.mostBytesPerS = link_.rateLimit()->bytesPerS();
+    config.maxBytesPerS = link_.rateLimit()->bytesPerS();
   }
   socket.setDscp(link_.host().dscpOf(site));
   auto path = std::make_unique<DatagramPath>(

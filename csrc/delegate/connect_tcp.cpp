@@ -8,7 +8,7 @@ namespace resilient {
 namespace {
 
 // More than this many connections between two processes is a mistake.
-constexpr size_t kMostConnections = 2048;
+constexpr size_t kMaxConnections = 2048;
 
 // Of the budget that a peer on this host grants, we use this much. What comes
 // before its receive is posted is copied once more, which costs as much as the
@@ -22,7 +22,7 @@ constexpr uint64_t kLocalEagerBytes = 512u << 10;
 constexpr uint32_t kFirstChunkBytes = 64u << 10;
 
 // Beyond this, more connections rather than larger buffers.
-constexpr uint64_t kMostWindowBytes = 64u << 20;
+constexpr uint64_t kMaxWindowBytes = 64u << 20;
 
 // What other traffic and the kernel's own timers add to a round trip.
 constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
@@ -51,7 +51,7 @@ TcpConnector::~TcpConnector() {
 }
 
 void TcpConnector::ensure(size_t count) {
-  count = std::min(count, kMostConnections);
+  count = std::min(count, kMaxConnections);
   while (connections_.size() < count) {
     connections_.emplace_back();
   }
@@ -114,7 +114,7 @@ void TcpConnector::chooseRoutes() {
   if (link_.sameHost()) {
     const auto count = static_cast<size_t>(options.paths_same_host);
     ensure(count);
-    tuning_.begin({.least = 1, .most = 1}, {});
+    tuning_.begin({.min = 1, .max = 1}, {});
     failover_.setRoutes(1, std::move(policy));
     failover_.setWanted(0, count);
     return;
@@ -127,7 +127,7 @@ void TcpConnector::chooseRoutes() {
   }
   ConnectionCount::Config config;
   if (options.wan_connections > 0) {
-    config.least = config.most = static_cast<int>(options.wan_connections);
+    config.min = config.max = static_cast<int>(options.wan_connections);
   } else {
     config.windowBytes = options.socket_buffer_bytes > 0
         ? static_cast<uint64_t>(options.socket_buffer_bytes)
@@ -145,7 +145,7 @@ void TcpConnector::chooseRoutes() {
   for (size_t r = 0; r < routes(); ++r) {
     failover_.setWanted(r, static_cast<size_t>(tuning_.count(r).count()));
   }
-  ensure(routes() * static_cast<size_t>(tuning_.mostConnections()));
+  ensure(routes() * static_cast<size_t>(tuning_.maxConnections()));
 }
 
 // Whether the connection is between the two NICs of its route.
@@ -269,7 +269,7 @@ void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
 
 HelloCode TcpConnector::decide(const HelloInfo& hello) {
   const size_t c = hello.pathSlot;
-  if (!link_.usable() || c >= kMostConnections) {
+  if (!link_.usable() || c >= kMaxConnections) {
     return HelloCode::kWrongPeer;
   }
   ensure(std::max<size_t>(c + 1, hello.pathsWanted));
@@ -366,7 +366,7 @@ void TcpConnector::tuneNew(size_t c, int fd) {
     // The handshake has been a first measurement.
     ConnectionCount& count = tuning_.count(route);
     const uint64_t window =
-        std::min(kMostWindowBytes, count.neededWindowBytes(view->roundTrip));
+        std::min(kMaxWindowBytes, count.neededWindowBytes(view->roundTrip));
     if (window > host.bufferLimits().windowBytes()) {
       count.setWindowBytes(raiseBuffers(fd, window, host.bufferLimits()));
     }
@@ -535,7 +535,7 @@ void TcpConnector::tuneRoutes() {
     }
   }
   if (changed) {
-    ensure(routes() * static_cast<size_t>(tuning_.mostConnections()));
+    ensure(routes() * static_cast<size_t>(tuning_.maxConnections()));
     failover_.connectAll(now);
     failover_.assignRoles(now);
     link_.changed();
@@ -555,14 +555,14 @@ RouteTuning::View TcpConnector::viewOf(size_t route, TimePoint now) {
         channel.inFlightBytes(x.path->id());
     seen.startingUp = seen.startingUp || x.path->startingUp();
     const auto view = x.path->kernelView();
-    const Nanos least = view ? view->leastRoundTrip : Nanos(0);
-    if (least > Nanos(0)) {
-      seen.leastRoundTrip = seen.leastRoundTrip == Nanos(0)
-          ? least
-          : std::min(seen.leastRoundTrip, least);
+    const Nanos min = view ? view->minRoundTrip : Nanos(0);
+    if (min > Nanos(0)) {
+      seen.minRoundTrip = seen.minRoundTrip == Nanos(0)
+          ? min
+          : std::min(seen.minRoundTrip, min);
       seen.sending += view->unackedSegments > 0;
       seen.queueing += view->unackedSegments > 0 &&
-          view->roundTrip > least + least / 2 + kShortQueue;
+          view->roundTrip > min + min / 2 + kShortQueue;
       watchLoss(c, *view, now);
     }
   }
@@ -579,7 +579,7 @@ void TcpConnector::watchLoss(size_t c, const TcpInfo& view, TimePoint now) {
   sample.retransmits = view.totalRetransmits;
   sample.delivered = view.deliveredSegments;
   sample.roundTrip = view.roundTrip;
-  sample.leastRoundTrip = view.leastRoundTrip;
+  sample.minRoundTrip = view.minRoundTrip;
   sample.busy = view.unackedSegments > 0 &&
       (tuning_.backlogged() || view.notSentBytes > 0);
   if (x.congestion.observe(sample, now) &&

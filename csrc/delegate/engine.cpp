@@ -73,7 +73,7 @@ constexpr size_t kMoreUnknown = 16;
 // program needs some itself.
 constexpr size_t kDescriptorShare = 4;
 
-size_t mostPending(const EngineOptions& options) {
+size_t maxPending(const EngineOptions& options) {
   const auto asked = static_cast<size_t>(options.max_pending_handshakes);
   rlimit files{};
   return ::getrlimit(RLIMIT_NOFILE, &files) != 0
@@ -328,9 +328,9 @@ Engine::Engine(
   self_.site = options_.declaredSite();
   self_.pid = ::getpid();
   bufferLimits_ = systemBufferLimits();
-  const auto rates = SiteNumbers::parse(
-      options_.wan_rate_limit, kLeastRateLimit, kMostRateLimit);
-  const auto dscps = SiteNumbers::parse(options_.wan_dscp, 0, kMostDscp);
+  const auto rates =
+      SiteNumbers::parse(options_.wan_rate_limit, kMinRateLimit, kMaxRateLimit);
+  const auto dscps = SiteNumbers::parse(options_.wan_dscp, 0, kMaxDscp);
   if (!rates || !dscps) {
     options_.validate(); // says what is wrong
   }
@@ -459,7 +459,7 @@ void Engine::startListening(const std::string& storeHost) {
   }
   config.port = static_cast<uint16_t>(options_.listen_port);
   config.handshakeTimeout = fromSeconds(options_.handshake_timeout_s);
-  config.maxPendingHandshakes = mostPending(options_);
+  config.maxPendingHandshakes = maxPending(options_);
   unknown_ = std::make_unique<UnknownCallers>(
       loop_, config.maxPendingHandshakes, 2 * config.handshakeTimeout);
   const std::string anySite; // what it is marked as becomes right once known
@@ -981,8 +981,9 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
         });
       case ControlKind::kDatagramOffer:
         return with(
-            decodeDatagramOffer(payload),
-            [&](const DatagramOffer& offer) { link.datagrams().onOffer(offer); });
+            decodeDatagramOffer(payload), [&](const DatagramOffer& offer) {
+              link.datagrams().onOffer(offer);
+            });
     }
     return false;
   };

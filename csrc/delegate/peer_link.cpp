@@ -9,9 +9,9 @@ namespace {
 // behind one.
 constexpr uint32_t kWholeElements = 64; // no chunk ends within an element
 uint32_t chunkBytesAt(double bytesPerS) {
-  constexpr uint32_t kLeast = 16u << 10, kMost = 64u << 20;
+  constexpr uint32_t kMin = 16u << 10, kMax = 64u << 20;
   const auto bytes =
-      static_cast<uint32_t>(std::clamp<double>(bytesPerS / 50, kLeast, kMost));
+      static_cast<uint32_t>(std::clamp<double>(bytesPerS / 50, kMin, kMax));
   return bytes / kWholeElements * kWholeElements;
 }
 

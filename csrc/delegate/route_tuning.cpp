@@ -18,12 +18,12 @@ void RouteTuning::begin(
   }
 }
 
-int RouteTuning::mostConnections() const {
-  int most = 0;
+int RouteTuning::maxConnections() const {
+  int max = 0;
   for (const ConnectionCount& count : counts_) {
-    most = std::max(most, count.count());
+    max = std::max(max, count.count());
   }
-  return most;
+  return max;
 }
 
 bool RouteTuning::busySince(bool backlogged) {
@@ -37,8 +37,8 @@ bool RouteTuning::observe(
     TimePoint now) {
   ConnectionCount& count = counts_[route];
   const int before = count.count();
-  if (seen.leastRoundTrip > Nanos(0)) {
-    count.onRoundTrip(seen.leastRoundTrip);
+  if (seen.minRoundTrip > Nanos(0)) {
+    count.onRoundTrip(seen.minRoundTrip);
   }
   ConnectionCount::View view;
   view.ackedBytes = seen.ackedBytes;

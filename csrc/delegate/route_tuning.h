@@ -16,7 +16,7 @@ class RouteTuning {
  public:
   // What the kernel says of the connections of one route.
   struct View {
-    Nanos leastRoundTrip{}; // 0: unknown
+    Nanos minRoundTrip{}; // 0: unknown
     int sending = 0, queueing = 0; // connections
     bool startingUp = false;
     uint64_t ackedBytes = 0; // since the beginning of the link
@@ -33,7 +33,7 @@ class RouteTuning {
   ConnectionCount& count(size_t route) {
     return counts_[route];
   }
-  int mostConnections() const; // of any route
+  int maxConnections() const; // of any route
   // At each look: whether there was more to send all the time since the last.
   bool busySince(bool backlogged);
   bool backlogged() const {

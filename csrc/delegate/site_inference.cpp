@@ -36,9 +36,9 @@ std::vector<InferredSite> inferSites(const std::vector<PeerAddress>& members) {
     if (!member.site.empty() || member.storeRoundTrip <= Nanos(0)) {
       return {};
     }
-    Nanos& least =
+    Nanos& min =
         ofHost.try_emplace(member.hostId, member.storeRoundTrip).first->second;
-    least = std::min(least, member.storeRoundTrip);
+    min = std::min(min, member.storeRoundTrip);
   }
   std::vector<Nanos> sorted;
   for (const auto& [host, roundTrip] : ofHost) {

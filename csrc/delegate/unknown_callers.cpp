@@ -6,9 +6,9 @@ namespace resilient {
 
 UnknownCallers::UnknownCallers(
     EventLoop& loop,
-    size_t mostConnections,
+    size_t maxConnections,
     Nanos patience)
-    : loop_(loop), mostConnections_(mostConnections), patience_(patience) {}
+    : loop_(loop), maxConnections_(maxConnections), patience_(patience) {}
 
 UnknownCallers::~UnknownCallers() {
   for (const auto& [uid, process] : processes_) {
@@ -16,14 +16,14 @@ UnknownCallers::~UnknownCallers() {
   }
 }
 
-bool UnknownCallers::admits(const HelloInfo& hello, size_t mostProcesses) {
+bool UnknownCallers::admits(const HelloInfo& hello, size_t maxProcesses) {
   const auto found = processes_.find(hello.initiator);
   const bool known = found != processes_.end();
   if (known && found->second.callers.contains(hello.pathSlot)) {
     return true; // it comes again
   }
-  if (connections_ >= mostConnections_ ||
-      (!known && processes_.size() >= mostProcesses)) {
+  if (connections_ >= maxConnections_ ||
+      (!known && processes_.size() >= maxProcesses)) {
     return false;
   }
   Process& process = processes_[hello.initiator];

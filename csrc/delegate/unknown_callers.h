@@ -30,12 +30,12 @@ class UnknownCallers {
   };
 
   // `patience`: how long a process waits, from its first connection on.
-  UnknownCallers(EventLoop& loop, size_t mostConnections, Nanos patience);
+  UnknownCallers(EventLoop& loop, size_t maxConnections, Nanos patience);
   ~UnknownCallers();
 
   // Whether this caller may wait, where so many processes may do so. If it may,
   // its place is kept.
-  bool admits(const HelloInfo& hello, size_t mostProcesses);
+  bool admits(const HelloInfo& hello, size_t maxProcesses);
   // It has come, to the place that was kept for it; a connection of that slot
   // that was there before is closed. And: it has broken away before.
   void add(const HelloInfo& hello, FileDescriptor fd);
@@ -53,7 +53,7 @@ class UnknownCallers {
   void drop(const Uid& process);
 
   EventLoop& loop_;
-  const size_t mostConnections_;
+  const size_t maxConnections_;
   const Nanos patience_;
   std::map<Uid, Process> processes_;
   size_t connections_ = 0;

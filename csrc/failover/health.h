@@ -72,7 +72,7 @@ class PathHealth {
       if (doubted_ && !wasOutage_) {
         // It was only slow, and what it had went over the others in vain:
         // next time with more patience.
-        patience_ = std::min(patience_ * 2, kMostPatience);
+        patience_ = std::min(patience_ * 2, kMaxPatience);
         calmAt_ = now;
       }
       doubted_ = false;
@@ -131,7 +131,7 @@ class PathHealth {
   }
 
  private:
-  static constexpr int kMostPatience = 4;
+  static constexpr int kMaxPatience = 4;
   // Silence that ends before so many times the limit was no outage.
   static constexpr int kFalseAlarm = 3;
   static constexpr Nanos kForgetAfter = std::chrono::seconds(10);
@@ -169,11 +169,11 @@ class FlapDamping {
     }
   }
   Nanos holdDown() const {
-    return std::min(kLeast * (int64_t{1} << level_), longest_);
+    return std::min(kMin * (int64_t{1} << level_), longest_);
   }
 
  private:
-  static constexpr Nanos kLeast = std::chrono::milliseconds(150);
+  static constexpr Nanos kMin = std::chrono::milliseconds(150);
   static constexpr Nanos kQuiet = std::chrono::seconds(5);
   Nanos longest_;
   int level_ = 0;

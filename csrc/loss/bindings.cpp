@@ -129,8 +129,8 @@ void checkPair(const Blocks& data, const Blocks& parity) {
 
 BlockShape
 shapeOf(const std::string& kind, const Blocks& data, const Blocks& parity) {
-  constexpr size_t kMost = 1'000'000; // far more than makes sense, and an int
-  if (data.symbols > kMost || parity.symbols > kMost) {
+  constexpr size_t kMax = 1'000'000; // far more than makes sense, and an int
+  if (data.symbols > kMax || parity.symbols > kMax) {
     throw std::invalid_argument("data, parity: at most 1000000 symbols");
   }
   return {

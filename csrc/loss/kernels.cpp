@@ -442,9 +442,9 @@ constexpr auto kAvx2Passes = makeAvx2(std::make_index_sequence<kRowsAvx2>{});
 constexpr auto kAvx512Passes =
     makeAvx512(std::make_index_sequence<kRowsAvx512>{});
 
-template <size_t kMostRows>
+template <size_t kMaxRows>
 void multiplySumVector(
-    const std::array<RunPass, kMostRows>& passes,
+    const std::array<RunPass, kMaxRows>& passes,
     const uint8_t* factors,
     const std::byte* const* sources,
     size_t count,
@@ -453,7 +453,7 @@ void multiplySumVector(
     size_t bytes,
     bool accumulate) {
   // Groups of about the same size: 6 + 5 rather than 10 + 1.
-  const size_t groups = (rows + kMostRows - 1) / kMostRows;
+  const size_t groups = (rows + kMaxRows - 1) / kMaxRows;
   for (size_t first = 0; first == 0 || first < count; first += kSourcesAtOnce) {
     const size_t some = std::min(kSourcesAtOnce, count - first);
     // The last pass may have fewer; then some are asked for again.

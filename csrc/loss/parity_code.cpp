@@ -108,7 +108,7 @@ uint8_t factorOf(const BlockShape& shape, int j, int i) {
       static_cast<uint8_t>(rowNumber(shape, j) ^ static_cast<uint8_t>(i)));
 }
 
-using Factors = std::array<uint8_t, kMostBlockSymbols * kMostBlockSymbols / 4>;
+using Factors = std::array<uint8_t, kMaxBlockSymbols * kMaxBlockSymbols / 4>;
 
 void encodeReedSolomon(
     Kernel kernel,
@@ -284,8 +284,8 @@ const char* faultOfShape(const BlockShape& shape) {
            "reed_solomon, or 0 symbols";
   }
   if (shape.kind == ParityKind::kReedSolomon &&
-      (shape.data > kMostBlockSymbols ||
-       shape.parity > kMostBlockSymbols - shape.data)) {
+      (shape.data > kMaxBlockSymbols ||
+       shape.parity > kMaxBlockSymbols - shape.data)) {
     return "block shape: Reed-Solomon has at most 255 symbols, data and parity "
            "together; use smaller blocks";
   }

@@ -28,7 +28,7 @@ struct BlockShape {
 
 // The maximum of data and parity together, with Reed-Solomon: elements of the
 // field.
-inline constexpr int kMostBlockSymbols = 255;
+inline constexpr int kMaxBlockSymbols = 255;
 
 // nullptr, or what is wrong with the shape (one from a peer, say).
 const char* faultOfShape(const BlockShape& shape);

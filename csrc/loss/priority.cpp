@@ -385,9 +385,9 @@ void meanMagnitudes(
 size_t packetsOfTopFraction(
     std::span<const float> means,
     double threshold,
-    double leastFraction,
+    double minFraction,
     std::vector<uint8_t>& high) {
-  checkFraction("least_fraction", leastFraction, true);
+  checkFraction("min_fraction", minFraction, true);
   high.assign(means.size(), 0);
   size_t found = 0;
   for (size_t p = 0; p < means.size(); ++p) {
@@ -397,9 +397,9 @@ size_t packetsOfTopFraction(
       ++found;
     }
   }
-  const auto least = static_cast<size_t>(
-      std::ceil(leastFraction * static_cast<double>(means.size())));
-  if (found >= least) {
+  const auto min = static_cast<size_t>(
+      std::ceil(minFraction * static_cast<double>(means.size())));
+  if (found >= min) {
     return found;
   }
   std::vector<size_t> others;
@@ -408,7 +408,7 @@ size_t packetsOfTopFraction(
       others.push_back(p);
     }
   }
-  const size_t wanted = std::min(least - found, others.size());
+  const size_t wanted = std::min(min - found, others.size());
   // The first of equal ones: the choice must not depend on the library.
   std::nth_element(
       others.begin(),

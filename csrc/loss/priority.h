@@ -51,7 +51,7 @@ void meanMagnitudes(
 
 // Sets high[p] = 1 for each packet of high priority, else 0, and returns how
 // many are high. High are those with a mean of at least `threshold`. If these
-// are fewer than `leastFraction` of all, then as many of the largest: late in a
+// are fewer than `minFraction` of all, then as many of the largest: late in a
 // training, when no packet reaches the threshold, the largest are still
 // protected. A mean that is not finite is always high: its loss would hide from
 // the training that it diverges. A mean of zero never is: a lost packet is
@@ -59,7 +59,7 @@ void meanMagnitudes(
 size_t packetsOfTopFraction(
     std::span<const float> means,
     double threshold,
-    double leastFraction,
+    double minFraction,
     std::vector<uint8_t>& high);
 
 // False if any element is infinite or not a number.

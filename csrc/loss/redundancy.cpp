@@ -30,20 +30,20 @@ Transitions transitions(const LossEstimate& loss, double places) {
 }
 
 // [m]: the chance that more than m of data + m packets are lost, for m from 0
-// to mostParity.
+// to maxParity.
 std::vector<double>
-chancesOfMoreThan(int data, int mostParity, const Transitions& chance) {
-  const auto most = static_cast<size_t>(mostParity);
+chancesOfMoreThan(int data, int maxParity, const Transitions& chance) {
+  const auto max = static_cast<size_t>(maxParity);
   std::vector<double> result;
   // The chances by the number of losses so far, up to the maximum of interest:
   // of this number, and that the last packet arrived, or was lost.
-  std::vector<double> arrived(most + 1, 0.0);
-  std::vector<double> lost(most + 1, 0.0);
+  std::vector<double> arrived(max + 1, 0.0);
+  std::vector<double> lost(max + 1, 0.0);
   // Before the first packet: as in the long run.
   arrived[0] = 1 - chance.rate;
   lost[0] = chance.rate;
-  for (int packet = 1; packet <= data + mostParity; ++packet) {
-    for (size_t count = most + 1; count-- > 0;) {
+  for (int packet = 1; packet <= data + maxParity; ++packet) {
+    for (size_t count = max + 1; count-- > 0;) {
       const double nowArrived = arrived[count] * (1 - chance.lostAfterArrival) +
           lost[count] * (1 - chance.lostAfterLoss);
       const double nowLost = count == 0
@@ -165,9 +165,9 @@ double chanceUnrecovered(
       .back();
 }
 
-double chanceOfMoreLost(int packets, int most, const LossEstimate& loss) {
+double chanceOfMoreLost(int packets, int max, const LossEstimate& loss) {
   check(loss, 1);
-  if (most < 0 || most >= packets) {
+  if (max < 0 || max >= packets) {
     throw std::invalid_argument(
         "losses: expected 0 to less than " + std::to_string(packets) +
         ", got " + std::to_string(most));
@@ -177,16 +177,16 @@ double chanceOfMoreLost(int packets, int most, const LossEstimate& loss) {
   }
   const Transitions chance = transitions(loss, 1);
   // Beyond, the sum of the losses is near enough to a normal distribution.
-  constexpr int64_t kMostSteps = 1 << 15;
-  if (int64_t{packets} * most <= kMostSteps) {
-    return chancesOfMoreThan(packets - most, most, chance).back();
+  constexpr int64_t kMaxSteps = 1 << 15;
+  if (int64_t{packets} * max <= kMaxSteps) {
+    return chancesOfMoreThan(packets - max, max, chance).back();
   }
   // Neighbours are alike: the variance is that of fewer, larger losses.
   const double memory = chance.lostAfterLoss - chance.lostAfterArrival;
   const double mean = packets * chance.rate;
   const double variance =
       mean * (1 - chance.rate) * (1 + memory) / std::max(1 - memory, 1e-9);
-  return std::erfc((most + 0.5 - mean) / std::sqrt(2 * variance)) / 2;
+  return std::erfc((max + 0.5 - mean) / std::sqrt(2 * variance)) / 2;
 }
 
 BlockShape chooseShape(
@@ -198,40 +198,40 @@ BlockShape chooseShape(
     throw std::invalid_argument(fault);
   }
   check(loss, limits.interleavedBlocks);
-  if (!(limits.leastRatio >= 0 && limits.mostRatio >= limits.leastRatio &&
-        std::isfinite(limits.mostRatio))) {
+  if (!(limits.minRatio >= 0 && limits.maxRatio >= limits.minRatio &&
+        std::isfinite(limits.maxRatio))) {
     throw std::invalid_argument(
         "redundancy: expected 0 <= least ratio <= most ratio, got " +
-        std::to_string(limits.leastRatio) + " and " +
-        std::to_string(limits.mostRatio));
+        std::to_string(limits.minRatio) + " and " +
+        std::to_string(limits.maxRatio));
   }
   if (kind == ParityKind::kNone) {
     return {ParityKind::kNone, dataPackets, 0};
   }
   // XOR: one for each packet is a copy of it, and more are of no use.
   const int room = kind == ParityKind::kReedSolomon
-      ? kMostBlockSymbols - dataPackets
+      ? kMaxBlockSymbols - dataPackets
       : dataPackets;
   // A ratio of 0.07 shall be 7 of 100, though 0.07 * 100 is a little more.
   const auto within = [room](double parity) {
     return static_cast<int>(std::clamp<double>(parity, 0, room));
   };
-  const int least = within(std::ceil(limits.leastRatio * dataPackets - 1e-9));
-  const int most = std::max(
-      least, within(std::floor(limits.mostRatio * dataPackets + 1e-9)));
+  const int min = within(std::ceil(limits.minRatio * dataPackets - 1e-9));
+  const int max =
+      std::max(min, within(std::floor(limits.maxRatio * dataPackets + 1e-9)));
 
-  int parity = least;
+  int parity = min;
   if (limits.congested) {
     // Paper: SMART §4.3: parity goes down under congestion.
   } else if (kind == ParityKind::kReedSolomon) {
     const std::vector<double> chances = chancesOfMoreThan(
-        dataPackets, most, transitions(loss, limits.interleavedBlocks));
-    while (parity < most &&
+        dataPackets, max, transitions(loss, limits.interleavedBlocks));
+    while (parity < max &&
            chances[static_cast<size_t>(parity)] > limits.target) {
       ++parity;
     }
   } else {
-    while (parity < most &&
+    while (parity < max &&
            chanceUnrecovered(
                {kind, dataPackets, parity}, loss, limits.interleavedBlocks) >
                limits.target) {

@@ -51,9 +51,9 @@ inline constexpr double kLossMemoryPackets = 16384;
 inline constexpr double kTargetUnrecovered = 1e-3;
 
 struct RedundancyLimits {
-  // Parity for each data packet; 0 <= leastRatio <= mostRatio.
-  double leastRatio = 0;
-  double mostRatio = 0.5;
+  // Parity for each data packet; 0 <= minRatio <= maxRatio.
+  double minRatio = 0;
+  double maxRatio = 0.5;
   // Loss comes with growing queues: then parity only adds to what overflows.
   bool congested = false;
   // Over how many blocks the sender spreads neighbours: 2 if it sends packet 0
@@ -75,7 +75,7 @@ double chanceUnrecovered(
 // The chance that more than `most` of `packets` that leave one after the other
 // are lost, 0 <= most < packets. Takes tens of microseconds. Throws
 // std::invalid_argument.
-double chanceOfMoreLost(int packets, int most, const LossEstimate& loss);
+double chanceOfMoreLost(int packets, int max, const LossEstimate& loss);
 
 // The least parity for `dataPackets` with which chanceUnrecovered() is at most
 // the target, or the most that the limits and the code allow. Kind

@@ -79,11 +79,11 @@ size_t Place::childOf(int rank) const {
 }
 
 size_t Place::height() const {
-  size_t most = 0;
+  size_t max = 0;
   for (const Place& child : children) {
-    most = std::max(most, child.height() + 1);
+    max = std::max(max, child.height() + 1);
   }
-  return most;
+  return max;
 }
 
 Topology::Topology(int ranks)

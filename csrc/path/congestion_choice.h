@@ -23,13 +23,13 @@ class CongestionChoice {
     uint32_t retransmits = 0; // segments
     uint32_t delivered = 0; // segments
     Nanos roundTrip{};
-    Nanos leastRoundTrip{};
+    Nanos minRoundTrip{};
     bool busy = false; // there was more to send than it took
   };
 
   // Called every now and then. True once: it should change now.
   bool observe(const Sample& s, TimePoint now) {
-    if (!s.busy || s.leastRoundTrip <= Nanos(0)) {
+    if (!s.busy || s.minRoundTrip <= Nanos(0)) {
       restart(s, now);
       return false;
     }
@@ -37,22 +37,20 @@ class CongestionChoice {
       restart(s, now);
     }
     ++looks_;
-    queueing_ += s.roundTrip > s.leastRoundTrip * 5 / 4 + kShortQueue;
-    const Nanos window = s.leastRoundTrip * 8 > kLeastWindow
-        ? s.leastRoundTrip * 8
-        : kLeastWindow;
-    if (now - begunAt_ < window || looks_ < kLeastLooks) {
+    queueing_ += s.roundTrip > s.minRoundTrip * 5 / 4 + kShortQueue;
+    const Nanos window =
+        s.minRoundTrip * 8 > kMinWindow ? s.minRoundTrip * 8 : kMinWindow;
+    if (now - begunAt_ < window || looks_ < kMinLooks) {
       return false;
     }
     const uint32_t lost = s.retransmits - retransmits_;
     const uint32_t delivered = s.delivered - delivered_;
-    if (lost < kLeastLost && now - begunAt_ < kLongestWindow) {
+    if (lost < kMinLost && now - begunAt_ < kLongestWindow) {
       return false; // too few to tell
     }
     // Single losses in many packets cost little.
-    const bool lossy = lost >= kLeastLost &&
-        static_cast<double>(lost) >=
-            kLeastLoss * static_cast<double>(delivered);
+    const bool lossy = lost >= kMinLost &&
+        static_cast<double>(lost) >= kMinLoss * static_cast<double>(delivered);
     const bool short_ = queueing_ * 4 <= looks_;
     inARow_ = lossy && short_ ? inARow_ + 1 : 0;
     restart(s, now);
@@ -73,11 +71,11 @@ class CongestionChoice {
 
   // What other traffic and the kernel's own timers add to a round trip.
   static constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
-  static constexpr Nanos kLeastWindow = std::chrono::milliseconds(200);
+  static constexpr Nanos kMinWindow = std::chrono::milliseconds(200);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(5);
-  static constexpr int kLeastLooks = 8;
-  static constexpr uint32_t kLeastLost = 3;
-  static constexpr double kLeastLoss = 1e-3;
+  static constexpr int kMinLooks = 8;
+  static constexpr uint32_t kMinLost = 3;
+  static constexpr double kMinLoss = 1e-3;
   static constexpr int kWindows = 2; // in a row
 
   TimePoint begunAt_{};

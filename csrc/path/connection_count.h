@@ -16,8 +16,8 @@ namespace resilient {
 class ConnectionCount {
  public:
   struct Config {
-    int least = 1;
-    int most = 16;
+    int min = 1;
+    int max = 16;
     // What a connection may have in flight: the system's limit of its buffers.
     uint64_t windowBytes = 4u << 20;
     // What the link is taken for before anything is measured. ATLAS §3 finds
@@ -26,13 +26,13 @@ class ConnectionCount {
   };
 
   explicit ConnectionCount(const Config& config)
-      : config_(config), count_(config.least) {}
+      : config_(config), count_(config.min) {}
 
   // Begins with what was found before; call it first. 0: nothing was.
   void beginWith(int count) {
     if (count > 0) {
       begun_ = true;
-      count_ = std::clamp(count, config_.least, config_.most);
+      count_ = std::clamp(count, config_.min, config_.max);
     }
   }
   // What a connection may have in flight after all.
@@ -53,7 +53,7 @@ class ConnectionCount {
       const double need = config_.assumedBytesPerS * toSeconds(roundTrip) /
           static_cast<double>(config_.windowBytes);
       count_ = std::clamp(
-          static_cast<int>(std::ceil(need)), config_.least, config_.most);
+          static_cast<int>(std::ceil(need)), config_.min, config_.max);
     }
   }
 
@@ -78,7 +78,7 @@ class ConnectionCount {
   };
   // Called every now and then. Returns whether count() has changed.
   bool observe(const View& seen, TimePoint now) {
-    if (config_.least == config_.most) {
+    if (config_.min == config_.max) {
       return false;
     }
     if (!seen.busy || windowAt_ == TimePoint{}) {
@@ -94,7 +94,7 @@ class ConnectionCount {
     if (now - windowAt_ < windowTime()) {
       return false;
     }
-    if (seen.startingUp && ++startUpWindows_ <= kMostStartUpWindows) {
+    if (seen.startingUp && ++startUpWindows_ <= kMaxStartUpWindows) {
       restart(seen.ackedBytes, now, Nanos(0));
       return false;
     }
@@ -169,12 +169,12 @@ class ConnectionCount {
     return faster;
   }
   void tryMore(TimePoint now) {
-    if (count_ == config_.most) {
+    if (count_ == config_.max) {
       upIsNoUse(now);
       return;
     }
     kept_ = count_;
-    count_ = std::min(count_ * 2, config_.most);
+    count_ = std::min(count_ * 2, config_.max);
     step_ = Step::kUp;
   }
   void upIsNoUse(TimePoint now) {
@@ -185,13 +185,13 @@ class ConnectionCount {
     }
   }
   void tryFewer(TimePoint now) {
-    if (count_ == config_.least) {
+    if (count_ == config_.min) {
       rest(now);
       return;
     }
     kept_ = count_;
     // In small steps: if they were needed after all, the trial costs as much.
-    count_ = std::max(count_ - std::max(count_ / 4, 1), config_.least);
+    count_ = std::max(count_ - std::max(count_ / 4, 1), config_.min);
     step_ = Step::kDown;
   }
   // Found, for now. The next look later, and ever later.
@@ -206,7 +206,7 @@ class ConnectionCount {
   static constexpr double kGain = 1.08;
   static constexpr double kLoss = 1.02;
   // Some connections never find a rate: small buffers limit them.
-  static constexpr int kMostStartUpWindows = 4;
+  static constexpr int kMaxStartUpWindows = 4;
   static constexpr Nanos kFirstPause = std::chrono::seconds(10);
   static constexpr Nanos kLongestPause = std::chrono::seconds(300);
 

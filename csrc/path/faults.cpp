@@ -79,13 +79,13 @@ class RuleText {
   // A number in [least, most]; `want` says so in words.
   double number(
       const std::string& key,
-      double least,
-      double most,
+      double min,
+      double max,
       const char* want) const {
     const std::string& value = values_.at(key);
     char* end = nullptr;
     double x = std::strtod(value.c_str(), &end);
-    if (value.empty() || *end != '\0' || !(x >= least && x <= most)) {
+    if (value.empty() || *end != '\0' || !(x >= min && x <= max)) {
       fail(key + "=" + value + ": want " + want);
     }
     return x;
@@ -94,9 +94,9 @@ class RuleText {
     return fromSeconds(
         number(key, 0, kSecondsMax, "seconds, 0 or more (to 1e9)"));
   }
-  int64_t count(const std::string& key, int64_t least = 0) const {
+  int64_t count(const std::string& key, int64_t min = 0) const {
     std::string want = "a whole number, " + std::to_string(least) + " or more";
-    double x = number(key, static_cast<double>(least), kCountMax, want.c_str());
+    double x = number(key, static_cast<double>(min), kCountMax, want.c_str());
     if (x != std::floor(x)) {
       fail(key + "=" + values_.at(key) + ": want " + want);
     }

@@ -25,13 +25,13 @@ class LinkStatistics {
     // RFC 6298's gain: one sample in eight.
     roundTripS_ = roundTripS_ == 0 ? s : roundTripS_ + (s - roundTripS_) / 8;
     recent_.add(s);
-    leastInWindow_ = leastInWindow_ == 0 ? s : std::min(leastInWindow_, s);
-    if (now - leastSince_ >= kLeastWindow) {
-      leastBefore_ = least_;
-      least_ = 0;
-      leastSince_ = now;
+    minInWindow_ = minInWindow_ == 0 ? s : std::min(minInWindow_, s);
+    if (now - minSince_ >= kMinWindow) {
+      minBefore_ = min_;
+      min_ = 0;
+      minSince_ = now;
     }
-    least_ = least_ == 0 ? s : std::min(least_, s);
+    min_ = min_ == 0 ? s : std::min(min_, s);
   }
 
   // `busySince`: since when the path has had unacknowledged bytes. Idle time
@@ -63,10 +63,10 @@ class LinkStatistics {
   }
   // The least of the last seconds: what the link itself takes, without our own
   // queue in front of it. 0 while unknown.
-  double leastRoundTripS() const {
-    return leastBefore_ == 0 ? least_
-        : least_ == 0        ? leastBefore_
-                             : std::min(least_, leastBefore_);
+  double minRoundTripS() const {
+    return minBefore_ == 0 ? min_
+        : min_ == 0        ? minBefore_
+                           : std::min(min_, minBefore_);
   }
   double goodputBytesPerS() const {
     return goodput_;
@@ -93,24 +93,24 @@ class LinkStatistics {
     if (capacityStart_ < busySince) {
       capacityStart_ = busySince;
       capacityBytes_ = 0;
-      leastInFlight_ = UINT64_MAX;
-      leastInWindow_ = 0;
+      minInFlight_ = UINT64_MAX;
+      minInWindow_ = 0;
     }
     capacityBytes_ += bytes;
-    leastInFlight_ = std::min(leastInFlight_, inFlight);
+    minInFlight_ = std::min(minInFlight_, inFlight);
     const Nanos elapsed = now - capacityStart_;
     const Nanos window = capacity_ == 0 ? kFirstCapacityWindow : kWindow;
-    if (elapsed < std::max(window, fromSeconds(leastRoundTripS()))) {
+    if (elapsed < std::max(window, fromSeconds(minRoundTripS()))) {
       return;
     }
     const double rate =
         static_cast<double>(capacityBytes_) / toSeconds(elapsed);
     const bool full =
-        static_cast<double>(leastInFlight_) >= capacity_ * leastRoundTripS();
+        static_cast<double>(minInFlight_) >= capacity_ * minRoundTripS();
     // All answers were late, although the path should have had little to do:
     // it has come back slower than it was.
     const bool slow = onlyExpected_ &&
-        leastInWindow_ > kLate * leastRoundTripS() + toSeconds(kLateBy);
+        minInWindow_ > kLate * minRoundTripS() + toSeconds(kLateBy);
     if (slow) {
       capacity_ = rate;
       onlyExpected_ = false;
@@ -120,8 +120,8 @@ class LinkStatistics {
     }
     capacityStart_ = now;
     capacityBytes_ = 0;
-    leastInFlight_ = UINT64_MAX;
-    leastInWindow_ = 0;
+    minInFlight_ = UINT64_MAX;
+    minInWindow_ = 0;
   }
 
   // Long enough to hold several acknowledgements of a WAN path, short enough
@@ -131,10 +131,10 @@ class LinkStatistics {
   double roundTripS_ = 0;
   // Long enough to hold a sample of a quiet moment, short enough to notice a
   // link that has become slow.
-  static constexpr Nanos kLeastWindow = std::chrono::seconds(1);
-  double least_ = 0; // since leastSince_
-  double leastBefore_ = 0; // in the window before
-  TimePoint leastSince_{};
+  static constexpr Nanos kMinWindow = std::chrono::seconds(1);
+  double min_ = 0; // since minSince_
+  double minBefore_ = 0; // in the window before
+  TimePoint minSince_{};
   RecentSamples recent_;
   double goodput_ = 0;
   TimePoint windowStart_{};
@@ -148,8 +148,8 @@ class LinkStatistics {
   bool onlyExpected_ = false;
   TimePoint capacityStart_{};
   uint64_t capacityBytes_ = 0;
-  uint64_t leastInFlight_ = UINT64_MAX;
-  double leastInWindow_ = 0; // round trip; 0: none
+  uint64_t minInFlight_ = UINT64_MAX;
+  double minInWindow_ = 0; // round trip; 0: none
 };
 
 } // namespace resilient

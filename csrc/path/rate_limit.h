@@ -23,7 +23,7 @@ class RateLimit {
   static constexpr Nanos kBurst = std::chrono::milliseconds(10);
 
   explicit RateLimit(double bytesPerS)
-      : bytesPerS_(bytesPerS), tokens_(most()) {}
+      : bytesPerS_(bytesPerS), tokens_(max()) {}
 
   double bytesPerS() const {
     return bytesPerS_;
@@ -79,13 +79,13 @@ class RateLimit {
  private:
   static constexpr User kNone = 0;
 
-  double most() const {
+  double max() const {
     return bytesPerS_ * toSeconds(kBurst);
   }
   void refill(TimePoint now) {
     if (refilledAt_ != TimePoint{} && now > refilledAt_) {
       tokens_ =
-          std::min(tokens_ + bytesPerS_ * toSeconds(now - refilledAt_), most());
+          std::min(tokens_ + bytesPerS_ * toSeconds(now - refilledAt_), max());
     }
     refilledAt_ = std::max(refilledAt_, now);
   }

@@ -61,7 +61,7 @@ Rules readRules(const py::object& from, size_t stages) {
       .gate = from.attr("gate").cast<bool>(),
       .forwardFirst = from.attr("forward_first").cast<bool>(),
       .weightShare = from.attr("weight_share").cast<double>(),
-      .mostWeights = from.attr("most_weights").cast<std::optional<size_t>>()};
+      .maxWeights = from.attr("max_weights").cast<std::optional<size_t>>()};
 }
 
 // One bytes object per stage. The core trusts its orders, so each must have

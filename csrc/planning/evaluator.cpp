@@ -19,7 +19,7 @@ Evaluator::Evaluator(const PipelineCosts& costs, size_t microbatches)
   }
 }
 
-bool Evaluator::run(const Orders& orders, double mostS) {
+bool Evaluator::run(const Orders& orders, double maxS) {
   runnable_.clear();
   for (size_t i = stages_.size(); i-- > 0;) {
     Stage& stage = stages_[i];
@@ -38,7 +38,7 @@ bool Evaluator::run(const Orders& orders, double mostS) {
     Stage& stage = stages_[i];
     stage.queued = false;
     const bool further = advance(i, orders[i]);
-    if (stage.times.end + left(stage) > mostS) {
+    if (stage.times.end + left(stage) > maxS) {
       return false;
     }
     complete += further && stage.position == length;
@@ -131,20 +131,20 @@ double Evaluator::iterationS() const {
 
 MemoryPeaks
 memoryPeaks(const Kinds& kinds, double activationUnits, double weightUnits) {
-  MemoryPeaks most;
+  MemoryPeaks max;
   size_t done[kKinds] = {};
   for (const uint8_t kind : kinds) {
     ++done[kind];
     const size_t held = done[kForward] - done[kInputBackward];
     const size_t backward = done[kInputBackward] - done[kWeightBackward];
-    most.activations = std::max(most.activations, held);
-    most.pending = std::max(most.pending, held + backward);
-    most.units = std::max(
-        most.units,
+    max.activations = std::max(max.activations, held);
+    max.pending = std::max(max.pending, held + backward);
+    max.units = std::max(
+        max.units,
         static_cast<double>(held) * activationUnits +
             static_cast<double>(backward) * weightUnits);
   }
-  return most;
+  return max;
 }
 
 } // namespace resilient

@@ -27,12 +27,12 @@ class Evaluator {
 
   // Runs the orders, which hold each kind `microbatches` times on each stage.
   // False if the stages wait for each other, and, sooner, if it takes more
-  // than `mostS`; then the results below mean nothing.
+  // than `maxS`; then the results below mean nothing.
   //
   // Time: linear in the number of operations.
   bool run(
       const Orders& orders,
-      double mostS = std::numeric_limits<double>::infinity());
+      double maxS = std::numeric_limits<double>::infinity());
 
   double iterationS() const;
   const StageTimes& times(size_t stage) const {

@@ -63,7 +63,7 @@ struct Arrivals {
 struct Stage {
   double forward = 0, inputBackward = 0, weightBackward = 0;
   double delayForward = 0, delayBackward = 0; // of what it sends
-  size_t quota = 0, mostHeld = 0, mostPending = 0;
+  size_t quota = 0, maxHeld = 0, maxPending = 0;
   Arrivals inputs, gradients;
   size_t forwards = 0, backwards = 0, weights = 0; // done
   double free = 0; // since when, or from when on
@@ -78,8 +78,8 @@ Generated generate(
     const Rules& rules,
     const Limits& limits) {
   const size_t last = costs.stages() - 1;
-  const size_t mostWeights =
-      std::max<size_t>(rules.mostWeights.value_or(microbatches), 1);
+  const size_t maxWeights =
+      std::max<size_t>(rules.maxWeights.value_or(microbatches), 1);
   std::vector<Stage> stages(costs.stages());
   Generated result;
   result.orders.resize(costs.stages());
@@ -97,8 +97,8 @@ Generated generate(
       // forever.
       stage.quota = std::min(stage.quota, stages[i - 1].quota);
     }
-    stage.mostHeld = rules.gate ? stage.quota : limits.activations[i];
-    stage.mostPending = limits.pending[i];
+    stage.maxHeld = rules.gate ? stage.quota : limits.activations[i];
+    stage.maxPending = limits.pending[i];
     stage.inputs.times.resize(microbatches);
     stage.gradients.times.resize(microbatches);
     result.orders[i].reserve(kKinds * microbatches);
@@ -123,8 +123,8 @@ Generated generate(
       break;
     }
     Stage& stage = stages[i];
-    const bool mayStart = stage.forwards - stage.backwards < stage.mostHeld &&
-        stage.forwards - stage.weights < stage.mostPending;
+    const bool mayStart = stage.forwards - stage.backwards < stage.maxHeld &&
+        stage.forwards - stage.weights < stage.maxPending;
     const double input = mayStart ? stage.inputs.of(stage.forwards) : kNever;
     const double gradient = stage.gradients.of(stage.backwards);
     const size_t ready = stage.backwards - stage.weights; // W
@@ -138,11 +138,11 @@ Generated generate(
         !(rules.forwardFirst && input <= now &&
           stage.forwards - stage.backwards < stage.quota)) {
       kind = kInputBackward;
-    } else if (input <= now && ready < mostWeights) {
+    } else if (input <= now && ready < maxWeights) {
       kind = kForward;
     } else if (ready == 0) {
       idle = true;
-    } else if (rules.weightShare != 0 && ready < mostWeights) {
+    } else if (rules.weightShare != 0 && ready < maxWeights) {
       idle = std::min(input, gradient) - now <
           rules.weightShare * stage.weightBackward;
     }

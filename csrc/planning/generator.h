@@ -16,7 +16,7 @@ struct Rules {
   bool gate = false;
   bool forwardFirst = false;
   double weightShare = 0;
-  std::optional<size_t> mostWeights;
+  std::optional<size_t> maxWeights;
 };
 
 struct Generated {

@@ -7,8 +7,8 @@ namespace resilient {
 namespace {
 
 // local_search.py gives the reasons.
-constexpr size_t kMemoryLeast = 20;
-constexpr size_t kMemoryMost = 300;
+constexpr size_t kMemoryMin = 20;
+constexpr size_t kMemoryMax = 300;
 constexpr size_t kMemoryOperations = 200'000;
 constexpr double kRestartRoom = 0.02;
 constexpr size_t kRounds = 30;
@@ -40,7 +40,7 @@ Search::Search(
   currentS_ = evaluator_.iterationS();
   const size_t operations = current_.size() * current_[0].size();
   history_.assign(
-      std::clamp(kMemoryOperations / operations, kMemoryLeast, kMemoryMost),
+      std::clamp(kMemoryOperations / operations, kMemoryMin, kMemoryMax),
       currentS_);
   found_.push_back({currentS_, current_});
   findMoves();
@@ -229,9 +229,9 @@ bool Search::tryOne() {
   double& remembered = history_[step_ % history_.size()];
   // The remaining work of the stages is a sum in another order, so leave room
   // for rounding.
-  const double mostS = std::max(currentS_, remembered);
-  if (evaluator_.run(current_, mostS * (1 + 1e-12)) &&
-      evaluator_.iterationS() <= mostS) {
+  const double maxS = std::max(currentS_, remembered);
+  if (evaluator_.run(current_, maxS * (1 + 1e-12)) &&
+      evaluator_.iterationS() <= maxS) {
     currentS_ = evaluator_.iterationS();
     findMoves();
     if (currentS_ < found_[0].iterationS) {

@@ -13,7 +13,7 @@ Nanos changesAfter(
     double segmentsPerS,
     double loss,
     Nanos roundTrip,
-    Nanos least,
+    Nanos min,
     bool busy = true) {
   CongestionChoice choice;
   CongestionChoice::Sample s;
@@ -21,7 +21,7 @@ Nanos changesAfter(
   const TimePoint begin = now;
   double delivered = 0;
   s.roundTrip = roundTrip;
-  s.leastRoundTrip = least;
+  s.minRoundTrip = min;
   s.busy = busy;
   for (; now - begin < seconds(60); now += milliseconds(20)) {
     delivered += segmentsPerS * 0.02;
@@ -34,27 +34,26 @@ Nanos changesAfter(
   return Nanos::max();
 }
 
-constexpr Nanos kLeast = milliseconds(40);
+constexpr Nanos kMin = milliseconds(40);
 
 // CUBIC at 1 % of loss and 40 ms: about 260 segments a second.
 TEST(congestion_choice_changes_where_loss_comes_without_a_queue) {
-  CHECK(changesAfter(260, 0.01, milliseconds(41), kLeast) <= seconds(5));
-  CHECK(changesAfter(1000, 0.002, milliseconds(42), kLeast) <= seconds(6));
+  CHECK(changesAfter(260, 0.01, milliseconds(41), kMin) <= seconds(5));
+  CHECK(changesAfter(1000, 0.002, milliseconds(42), kMin) <= seconds(6));
 }
 
 TEST(congestion_choice_stays_where_a_queue_explains_the_loss) {
-  CHECK(changesAfter(260, 0.01, milliseconds(60), kLeast) == Nanos::max());
-  CHECK(changesAfter(8000, 0.01, milliseconds(120), kLeast) == Nanos::max());
+  CHECK(changesAfter(260, 0.01, milliseconds(60), kMin) == Nanos::max());
+  CHECK(changesAfter(8000, 0.01, milliseconds(120), kMin) == Nanos::max());
 }
 
 TEST(congestion_choice_stays_where_little_is_lost) {
-  CHECK(changesAfter(260, 0, milliseconds(41), kLeast) == Nanos::max());
-  CHECK(changesAfter(80000, 1e-5, milliseconds(41), kLeast) == Nanos::max());
+  CHECK(changesAfter(260, 0, milliseconds(41), kMin) == Nanos::max());
+  CHECK(changesAfter(80000, 1e-5, milliseconds(41), kMin) == Nanos::max());
 }
 
 TEST(congestion_choice_says_nothing_of_an_idle_connection) {
-  CHECK(
-      changesAfter(260, 0.01, milliseconds(41), kLeast, false) == Nanos::max());
+  CHECK(changesAfter(260, 0.01, milliseconds(41), kMin, false) == Nanos::max());
   // Nor where the kernel does not tell the round trip.
   CHECK(changesAfter(260, 0.01, milliseconds(41), Nanos(0)) == Nanos::max());
 }
@@ -63,7 +62,7 @@ TEST(congestion_choice_is_made_once) {
   CongestionChoice choice;
   CongestionChoice::Sample s;
   s.busy = true;
-  s.roundTrip = s.leastRoundTrip = kLeast;
+  s.roundTrip = s.minRoundTrip = kMin;
   int changes = 0;
   for (TimePoint now{seconds(1)}; now < TimePoint{seconds(60)};
        now += milliseconds(10)) {

@@ -24,11 +24,11 @@ TEST(collectives_cost_what_the_formula_says) {
       const auto outcome =
           LoopbackNetwork::run({.ranks = ranks, .seed = 7}, body);
       expectAllOk(outcome);
-      const auto most = [](const std::vector<uint64_t>& v) {
+      const auto max = [](const std::vector<uint64_t>& v) {
         return *std::max_element(v.begin(), v.end());
       };
-      CHECK_EQ(static_cast<double>(most(outcome.messagesSent)), cost.messages);
-      return static_cast<double>(most(outcome.bytesSent));
+      CHECK_EQ(static_cast<double>(max(outcome.messagesSent)), cost.messages);
+      return static_cast<double>(max(outcome.bytesSent));
     };
     std::vector<Bytes> data(static_cast<size_t>(ranks), Bytes(bytes));
     const auto mine = [&](Communicator& comm) {

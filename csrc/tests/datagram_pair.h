@@ -99,8 +99,8 @@ class DatagramPair {
     events_.push({when, ++eventNumber_, std::move(what)});
   }
   // Runs until `over`, at most for `most`; false if that was not enough.
-  bool run(const std::function<bool()>& over, Nanos most) {
-    const TimePoint end = now_ + most;
+  bool run(const std::function<bool()>& over, Nanos max) {
+    const TimePoint end = now_ + max;
     while (!over()) {
       if (events_.empty() || events_.top().when > end || !error_.ok()) {
         now_ = events_.empty() ? now_ : std::min(end, events_.top().when);
@@ -113,10 +113,10 @@ class DatagramPair {
     }
     return true;
   }
-  bool runUntilIdle(Nanos most) {
+  bool runUntilIdle(Nanos max) {
     return run(
         [this] { return ends_[0].sender->idle() && ends_[1].sender->idle(); },
-        most);
+        max);
   }
 
   std::function<void()> onDelivery;
@@ -229,7 +229,7 @@ class DatagramPair {
           side, encodePacketReport(e.receiver->takeReport(now_), 1200), number);
     }
     for (;;) {
-      std::vector<std::byte> packet(kSymbolHeaderBytes + kMostPieceBytes);
+      std::vector<std::byte> packet(kSymbolHeaderBytes + kMaxPieceBytes);
       const size_t n = e.sender->next(now_, e.lastPacket + 1, packet.data());
       if (n == 0) {
         break;

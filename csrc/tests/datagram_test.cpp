@@ -49,8 +49,8 @@ std::unique_ptr<Message> makeMessage(Prng& prng, uint64_t id) {
   std::memcpy(m->header.data(), &id, sizeof(id));
   static constexpr size_t kSizes[] = {
       0, 8, 1280, 1376, 20'000, 140'000, 600'000};
-  const size_t most = kSizes[prng.below(std::size(kSizes))];
-  const size_t bytes = most < 2000 ? most : prng.below(most) / 8 * 8;
+  const size_t max = kSizes[prng.below(std::size(kSizes))];
+  const size_t bytes = max < 2000 ? max : prng.below(max) / 8 * 8;
   m->what.trafficClass = static_cast<TrafficClass>(prng.below(4));
   const bool tolerant = prng.chance(0.4);
   if (tolerant) {
@@ -100,7 +100,7 @@ void checkDelivery(
   const size_t pieces = (expected.size() + pieceBytes - 1) / pieceBytes;
   CHECK(
       static_cast<double>(missing) <=
-      double(m.what.tolerance.mostLost) * static_cast<double>(pieces));
+      double(m.what.tolerance.maxLost) * static_cast<double>(pieces));
 }
 
 RecoverySchemes randomSchemes(Prng& prng) {

@@ -603,14 +603,14 @@ TEST(spin_time_is_at_most_half_of_a_wait) {
       spin.onNews(wait);
     }
     CHECK(
-        spin.budget() == SpinTime::kMost ? wait <= 2 * SpinTime::kMost
-                                         : spin.budget() <= wait / 2);
+        spin.budget() == SpinTime::kMax ? wait <= 2 * SpinTime::kMax
+                                        : spin.budget() <= wait / 2);
   }
-  CHECK_EQ(spin.budget().count(), SpinTime::kLeast.count());
+  CHECK_EQ(spin.budget().count(), SpinTime::kMin.count());
   spin.onNews(100us); // both ends sleep, and it still was soon
-  CHECK_EQ(spin.budget().count(), SpinTime::kMost.count());
+  CHECK_EQ(spin.budget().count(), SpinTime::kMax.count());
   spin.onOther();
-  CHECK_EQ(spin.budget().count(), SpinTime::kMost.count() / 2);
+  CHECK_EQ(spin.budget().count(), SpinTime::kMax.count() / 2);
 }
 
 } // namespace

@@ -275,8 +275,8 @@ TEST(errors_name_rule_key_and_what_is_allowed) {
 TEST(any_plan_keeps_its_promises) {
   test::forSeeds(500, [](uint64_t seed) {
     Prng random(seed);
-    auto number = [&](uint64_t below, uint64_t least = 0) {
-      return std::to_string(least + random.below(below));
+    auto number = [&](uint64_t below, uint64_t min = 0) {
+      return std::to_string(min + random.below(below));
     };
     std::string text = "seed=" + number(1000);
     for (uint64_t i = random.below(6); i > 0; --i) {

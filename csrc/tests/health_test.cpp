@@ -370,7 +370,7 @@ TEST(connection_count_follows_the_window_that_connections_have) {
 }
 
 TEST(connection_count_keeps_to_a_number_that_is_given) {
-  ConnectionCount count({.least = 3, .most = 3});
+  ConnectionCount count({.min = 3, .max = 3});
   CHECK_EQ(found(625e6, 52e6, milliseconds(80), count), 3);
 }
 

@@ -518,8 +518,8 @@ TEST(lab_random_networks_lose_no_account) {
     const size_t shared = bench.emulator.addLimiter();
     std::vector<size_t> pipes;
     const auto randomSettings = [&] {
-      const auto maybe = [&](double most) {
-        return prng.chance(0.5) ? 0 : prng.uniform() * most;
+      const auto maybe = [&](double max) {
+        return prng.chance(0.5) ? 0 : prng.uniform() * max;
       };
       PipeSettings s;
       s.delay = 1us * static_cast<int64_t>(maybe(20000));

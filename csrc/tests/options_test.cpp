@@ -125,16 +125,16 @@ TEST(options_choice_is_one_of_its_words) {
 TEST(options_bounds_are_included) {
   EngineOptions options;
   for (const OptionInfo& option : optionTable()) {
-    if (option.least == option.most) {
+    if (option.min == option.max) {
       continue; // no number
     }
     const bool whole = option.kind != OptionKind::Seconds;
-    for (const double bound : {option.least, option.most}) {
+    for (const double bound : {option.min, option.max}) {
       const std::string text = whole
           ? std::to_string(static_cast<int64_t>(bound))
           : std::to_string(bound);
       options.setFromString(option.name, text);
-      const double step = bound == option.least ? -1 : 1;
+      const double step = bound == option.min ? -1 : 1;
       const std::string past = whole
           ? std::to_string(static_cast<int64_t>(bound + step))
           : std::to_string(bound + step);

@@ -50,9 +50,9 @@ TEST(packet_feed_random_programs) {
 // --- what a hostile peer would try first
 
 struct Receiving {
-  explicit Receiving(uint64_t most)
+  explicit Receiving(uint64_t max)
       : receiver(
-            most,
+            max,
             [this](std::span<const std::byte> o, std::span<const Hole> h) {
               bytes += o.size();
               holes.emplace_back(h.begin(), h.end());
@@ -80,8 +80,8 @@ SymbolHeader describe(uint64_t object, uint16_t count) {
 }
 
 TEST(packet_receiver_keeps_to_its_memory) {
-  constexpr uint64_t kMost = 120 * 256;
-  Receiving r(kMost);
+  constexpr uint64_t kMax = 120 * 256;
+  Receiving r(kMax);
   // Objects that do not end, and parity that repairs nothing: two symbols are
   // missing for each. The first object has room, and some of its parity.
   const auto symbol = [](uint64_t object, bool repair, uint16_t index) {
@@ -97,10 +97,10 @@ TEST(packet_receiver_keeps_to_its_memory) {
   for (uint64_t object = 1; object <= 40; ++object) {
     for (uint16_t i = 0; i < 45; ++i) {
       CHECK_EQ(r.give(symbol(object, true, i)).toString(), "ok");
-      CHECK(r.receiver.heldBytes() <= kMost);
+      CHECK(r.receiver.heldBytes() <= kMax);
     }
   }
-  CHECK_EQ(r.receiver.heldBytes(), kMost);
+  CHECK_EQ(r.receiver.heldBytes(), kMax);
   CHECK_EQ(r.bytes, 0u);
   // It goes on all the same: the first object comes whole, with what is kept.
   for (uint16_t i = 0; i < 90 && r.bytes == 0; ++i) {
@@ -181,7 +181,7 @@ struct Sending {
     send();
   }
   uint64_t send() { // packets
-    std::vector<std::byte> out(kSymbolHeaderBytes + kMostPieceBytes);
+    std::vector<std::byte> out(kSymbolHeaderBytes + kMaxPieceBytes);
     uint64_t n = 0;
     while (sender.next(now, packets + 1, out.data()) != 0) {
       ++packets;
@@ -212,7 +212,7 @@ TEST(packet_sender_asks_about_a_window_of_parity) {
   what.header = header;
   what.payload = bytes;
   uint64_t packets = 0;
-  std::vector<std::byte> out(kSymbolHeaderBytes + kMostPieceBytes);
+  std::vector<std::byte> out(kSymbolHeaderBytes + kMaxPieceBytes);
   const auto sendFor = [&](Nanos time) {
     const uint64_t before = packets;
     for (const TimePoint end = now + time; now < end;
@@ -269,7 +269,7 @@ TEST(packet_sender_bears_wild_reports) {
   r.wanted = {{1, {{0, UINT16_MAX}}}, {2, {{0, UINT16_MAX}}}};
   CHECK(s.sender.onReport(r, s.now).ok());
   // Each once, however often it is asked for.
-  const uint64_t count = (100'096 + kLeastPieceBytes - 1) / kLeastPieceBytes;
+  const uint64_t count = (100'096 + kMinPieceBytes - 1) / kMinPieceBytes;
   for (int i = 0; i < 100; ++i) {
     ++r.number;
     CHECK(s.sender.onReport(r, s.now).ok());

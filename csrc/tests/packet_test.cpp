@@ -181,10 +181,10 @@ SymbolHeader randomSymbol(Prng& prng) {
   h.permuted = prng.chance(0.5);
   h.pieceBytes = static_cast<uint16_t>(
       kPieceUnit *
-      (kLeastPieceBytes / kPieceUnit +
-       prng.below((kMostPieceBytes - kLeastPieceBytes) / kPieceUnit + 1)));
-  const uint64_t most = prng.chance(0.5) ? 20 : kMostPieces;
-  h.count = static_cast<uint16_t>(1 + prng.below(most));
+      (kMinPieceBytes / kPieceUnit +
+       prng.below((kMaxPieceBytes - kMinPieceBytes) / kPieceUnit + 1)));
+  const uint64_t max = prng.chance(0.5) ? 20 : kMaxPieces;
+  h.count = static_cast<uint16_t>(1 + prng.below(max));
   h.objectBytes = static_cast<uint32_t>(
       uint64_t(h.count - 1) * h.pieceBytes + 1 + prng.below(h.pieceBytes));
   h.must = static_cast<uint16_t>(prng.below(h.count + 1u));
@@ -195,9 +195,9 @@ SymbolHeader randomSymbol(Prng& prng) {
   if (prng.chance(0.7)) {
     h.parityKind = static_cast<uint8_t>(1 + prng.below(2));
     h.coded = static_cast<uint16_t>(1 + prng.below(h.count));
-    const uint32_t least = (h.coded + 199u) / 200;
+    const uint32_t min = (h.coded + 199u) / 200;
     h.blocks = static_cast<uint16_t>(
-        least + prng.below(std::min(h.coded - least, 100u) + 1u));
+        min + prng.below(std::min(h.coded - min, 100u) + 1u));
     const uint32_t largest = (h.coded + h.blocks - 1u) / h.blocks;
     h.parityPerBlock = static_cast<uint8_t>(
         1 + prng.below(std::min(255 - largest, 65536u / h.blocks)));
@@ -288,9 +288,9 @@ TEST(packet_report_keeps_to_its_size) {
   Prng prng(9);
   for (int i = 0; i < 3000; ++i) {
     const PacketReport r = randomReport(prng);
-    const size_t most = kReportHeaderBytes + prng.below(600);
-    const auto packet = encodePacketReport(r, most);
-    CHECK(packet.size() <= most);
+    const size_t max = kReportHeaderBytes + prng.below(600);
+    const auto packet = encodePacketReport(r, max);
+    CHECK(packet.size() <= max);
     PacketReport back;
     CHECK_EQ(decodePacketReport(packet, back).toString(), "ok");
     CHECK(back.complete.size() <= r.complete.size());
@@ -309,7 +309,7 @@ TEST(packet_report_keeps_to_its_size) {
     const bool cut = back.wanted.size() < r.wanted.size() ||
         (!r.wanted.empty() &&
          back.wanted.back().indices.size() < r.wanted.back().indices.size());
-    CHECK(!cut || packet.size() + 16 > most);
+    CHECK(!cut || packet.size() + 16 > max);
   }
 }
 
@@ -349,8 +349,8 @@ TEST(packet_claims_of_symbols_are_checked) {
   refused("number of pieces", [](H& h) { h.count = 2499; });
   refused("number of pieces", [](H& h) { h.objectBytes = UINT32_MAX; });
   refused("number of pieces", [](H& h) {
-    h.count = kMostPieces + 1;
-    h.objectBytes = (kMostPieces + 1) * 256;
+    h.count = kMaxPieces + 1;
+    h.objectBytes = (kMaxPieces + 1) * 256;
   });
   refused("protected pieces", [](H& h) { h.coded = 2501; });
   refused("protected pieces", [](H& h) { h.must = 2501; });
@@ -459,15 +459,15 @@ void checkRanges(std::span<const std::byte> packet) {
   SymbolHeader h;
   std::span<const std::byte> symbol;
   if (decodeSymbol(packet, h, symbol).ok()) {
-    CHECK(h.count >= 1 && h.count <= kMostPieces);
-    CHECK(h.pieceBytes >= kLeastPieceBytes && h.pieceBytes <= kMostPieceBytes);
+    CHECK(h.count >= 1 && h.count <= kMaxPieces);
+    CHECK(h.pieceBytes >= kMinPieceBytes && h.pieceBytes <= kMaxPieceBytes);
     CHECK_EQ(h.pieceBytes % kPieceUnit, 0u);
     CHECK(uint64_t(h.count) * h.pieceBytes >= h.objectBytes);
     CHECK(uint64_t(h.count - 1) * h.pieceBytes < h.objectBytes);
     CHECK(h.coded <= h.count);
     CHECK(h.must + h.mayMiss <= h.count);
     const uint32_t repair = uint32_t(h.blocks) * h.parityPerBlock;
-    CHECK(repair <= kMostRepairSymbols);
+    CHECK(repair <= kMaxRepairSymbols);
     if (h.parityPerBlock > 0) {
       CHECK(h.blocks >= 1 && h.blocks <= h.coded);
       const uint32_t data = (h.coded + h.blocks - 1u) / h.blocks;

@@ -94,10 +94,10 @@ BlockShape anyShape(Prng& random) {
   }
   const int data =
       1 + static_cast<int>(random.below(random.chance(0.2) ? 255 : 30));
-  const auto most = static_cast<uint64_t>(
-      std::min(kMostBlockSymbols - data, random.chance(0.2) ? 255 : 26));
+  const auto max = static_cast<uint64_t>(
+      std::min(kMaxBlockSymbols - data, random.chance(0.2) ? 255 : 26));
   return {
-      ParityKind::kReedSolomon, data, static_cast<int>(random.below(most + 1))};
+      ParityKind::kReedSolomon, data, static_cast<int>(random.below(max + 1))};
 }
 
 size_t anyLength(Prng& random) {

@@ -31,10 +31,10 @@ struct Problem {
 Problem drawProblem(Prng& dice) {
   const size_t stages = 1 + dice.below(6);
   const size_t microbatches = 1 + dice.below(10);
-  const auto numbers = [&](size_t count, uint64_t most) {
+  const auto numbers = [&](size_t count, uint64_t max) {
     std::vector<double> result(count);
     for (double& each : result) {
-      each = static_cast<double>(dice.below(most + 1));
+      each = static_cast<double>(dice.below(max + 1));
     }
     return result;
   };
@@ -65,7 +65,7 @@ Rules drawRules(Prng& dice, const Problem& problem) {
   rules.forwardFirst = dice.chance(0.5);
   rules.weightShare = 0.5 * static_cast<double>(dice.below(3));
   if (dice.chance(0.5)) {
-    rules.mostWeights = 1 + dice.below(4);
+    rules.maxWeights = 1 + dice.below(4);
   }
   return rules;
 }

@@ -269,29 +269,29 @@ TEST(priority_ranks_as_sorting_does) {
     for (float& mean : means) {
       mean = static_cast<float>(random.below(20));
     }
-    const double least = random.uniform();
+    const double min = random.uniform();
     const double threshold = random.below(30);
     std::vector<uint8_t> high;
-    const size_t found = packetsOfTopFraction(means, threshold, least, high);
+    const size_t found = packetsOfTopFraction(means, threshold, min, high);
     std::vector<float> sorted = means;
     std::sort(sorted.begin(), sorted.end(), std::greater<>());
     size_t expected = 0;
-    const double wanted = least * static_cast<double>(means.size());
+    const double wanted = min * static_cast<double>(means.size());
     for (size_t i = 0; i < sorted.size(); ++i) {
       expected += sorted[i] > 0 &&
           (sorted[i] >= threshold || static_cast<double>(i) < wanted);
     }
     CHECK_EQ(found, expected);
-    float leastHigh = 100;
-    float mostLow = 0;
+    float minHigh = 100;
+    float maxLow = 0;
     size_t marked = 0;
     for (size_t p = 0; p < means.size(); ++p) {
       marked += high[p];
-      (high[p] ? leastHigh : mostLow) =
-          high[p] ? std::min(leastHigh, means[p]) : std::max(mostLow, means[p]);
+      (high[p] ? minHigh : maxLow) =
+          high[p] ? std::min(minHigh, means[p]) : std::max(maxLow, means[p]);
     }
     CHECK_EQ(marked, found);
-    CHECK(mostLow <= leastHigh);
+    CHECK(maxLow <= minHigh);
   });
 }
 

@@ -183,7 +183,7 @@ TEST(rate_control_takes_no_standing_queue_for_the_way) {
     s.run(seconds(20));
     s.takeLongest();
     CHECK(s.run(seconds(60)) > 0.8 * link.bytesPerS);
-    CHECK(s.rate().leastRoundTrip() < milliseconds(45));
+    CHECK(s.rate().minRoundTrip() < milliseconds(45));
     CHECK(s.takeLongest() < milliseconds(150));
   }
 }
@@ -218,7 +218,7 @@ TEST(rate_control_is_not_slowed_by_a_longer_way) {
   s.takeCongested();
   CHECK(s.run(seconds(20)) > 0.85 * before);
   CHECK(!s.takeCongested());
-  CHECK(s.rate().leastRoundTrip() > milliseconds(54));
+  CHECK(s.rate().minRoundTrip() > milliseconds(54));
 }
 
 // --- fed by hand
@@ -297,11 +297,11 @@ TEST(rate_control_believes_a_longer_way_when_the_queue_is_gone) {
     f.round(milliseconds(50), 0);
   }
   CHECK(f.rate.windowBytes() < window / 3);
-  CHECK_EQ(f.rate.leastRoundTrip(), Nanos(milliseconds(20)));
+  CHECK_EQ(f.rate.minRoundTrip(), Nanos(milliseconds(20)));
   for (int i = 0; i < 3; ++i) {
     f.round(milliseconds(50), 0);
   }
-  CHECK_EQ(f.rate.leastRoundTrip(), Nanos(milliseconds(50)));
+  CHECK_EQ(f.rate.minRoundTrip(), Nanos(milliseconds(50)));
   CHECK(f.rate.windowBytes() > window);
 }
 

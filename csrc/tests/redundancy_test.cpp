@@ -183,19 +183,19 @@ TEST(redundancy_choice_is_the_least_that_suffices) {
     const LossEstimate loss{
         std::exp2(-12.0 + 10.0 * random.uniform()),
         1 + 9 * random.uniform() * random.uniform()};
-    const double least = 0.1 * random.uniform();
+    const double min = 0.1 * random.uniform();
     const RedundancyLimits limits{
-        .leastRatio = least,
-        .mostRatio = least + random.uniform(),
+        .minRatio = min,
+        .maxRatio = min + random.uniform(),
         .interleavedBlocks = 1 + static_cast<int>(random.below(8))};
     const BlockShape shape = chooseShape(kind, data, loss, limits);
     CHECK_EQ(shape.data, data);
     CHECK(shape.kind == (shape.parity == 0 ? ParityKind::kNone : kind));
     CHECK(faultOfShape(shape) == nullptr);
-    CHECK(shape.parity >= std::min(limits.leastRatio * data, 255.0 - data));
+    CHECK(shape.parity >= std::min(limits.minRatio * data, 255.0 - data));
     CHECK(
         shape.parity <=
-        std::max(limits.mostRatio * data, limits.leastRatio * data + 1));
+        std::max(limits.maxRatio * data, limits.minRatio * data + 1));
     const auto chance = [&](int parity) {
       return chanceUnrecovered(
           {kind, data, parity}, loss, limits.interleavedBlocks);
@@ -204,11 +204,11 @@ TEST(redundancy_choice_is_the_least_that_suffices) {
     if (chance(shape.parity) > kTargetUnrecovered) {
       // Then no more was allowed.
       CHECK(
-          more > limits.mostRatio * data ||
+          more > limits.maxRatio * data ||
           (kind == ParityKind::kXor && more > data) ||
           (kind == ParityKind::kReedSolomon && data + more > 255));
     }
-    if (shape.parity - 1 >= limits.leastRatio * data) {
+    if (shape.parity - 1 >= limits.minRatio * data) {
       CHECK(chance(shape.parity - 1) > kTargetUnrecovered);
     }
   });
@@ -223,7 +223,7 @@ TEST(redundancy_choice_keeps_its_target_in_a_simulation) {
         oneByOne(0.03),
         LossEstimate{0.01, 5}}) {
     const int blocks = loss.burstPackets > 2 ? 6 : 1;
-    const RedundancyLimits limits{.mostRatio = 1, .interleavedBlocks = blocks};
+    const RedundancyLimits limits{.maxRatio = 1, .interleavedBlocks = blocks};
     const BlockShape shape =
         chooseShape(ParityKind::kReedSolomon, 100, loss, limits);
     CHECK(shape.kind == ParityKind::kReedSolomon);
@@ -247,7 +247,7 @@ TEST(redundancy_choices_of_note) {
   };
   // No loss, no parity; but what is asked for as the least.
   CHECK_EQ(parity(kRs, 100, {}), 0);
-  CHECK_EQ(parity(kRs, 100, {}, {.leastRatio = 0.07}), 7);
+  CHECK_EQ(parity(kRs, 100, {}, {.minRatio = 0.07}), 7);
   // Of 100 data packets at 1 %: 1 expected, 5 for the unlucky block.
   CHECK_EQ(parity(kRs, 100, oneByOne(0.01)), 5);
   CHECK_EQ(parity(kRs, 100, oneByOne(0.05)), 14);
@@ -260,23 +260,22 @@ TEST(redundancy_choices_of_note) {
   CHECK(together > 2 * spread);
   CHECK(spread <= 10);
   // No more than allowed, and no more than the field has elements.
-  CHECK_EQ(parity(kRs, 100, oneByOne(0.2), {.mostRatio = 0.25}), 25);
-  CHECK_EQ(parity(kRs, 250, oneByOne(0.2), {.mostRatio = 1}), 5);
-  CHECK_EQ(
-      parity(kRs, 255, oneByOne(0.2), {.leastRatio = 1, .mostRatio = 1}), 0);
+  CHECK_EQ(parity(kRs, 100, oneByOne(0.2), {.maxRatio = 0.25}), 25);
+  CHECK_EQ(parity(kRs, 250, oneByOne(0.2), {.maxRatio = 1}), 5);
+  CHECK_EQ(parity(kRs, 255, oneByOne(0.2), {.minRatio = 1, .maxRatio = 1}), 0);
   // Paper: SMART §4.3: under congestion parity would make it worse.
   CHECK_EQ(
-      parity(kRs, 100, oneByOne(0.05), {.leastRatio = 0.02, .congested = true}),
+      parity(kRs, 100, oneByOne(0.05), {.minRatio = 0.02, .congested = true}),
       2);
   // A packet alone is sent twice.
-  CHECK_EQ(parity(kRs, 1, oneByOne(0.01), {.mostRatio = 3}), 1);
+  CHECK_EQ(parity(kRs, 1, oneByOne(0.01), {.maxRatio = 3}), 1);
 }
 
 // Few packets are counted out; many are taken for a normal distribution, which
 // need not be right beyond a decision between "hardly ever" and "at times".
 TEST(redundancy_chance_of_more_losses_is_that_of_a_simulation) {
   struct Case {
-    int packets, most;
+    int packets, max;
     LossEstimate loss;
     double within;
   };
@@ -295,11 +294,11 @@ TEST(redundancy_chance_of_more_losses_is_that_of_a_simulation) {
       for (int i = 0; i < c.packets; ++i) {
         lost += channel.nextIsLost();
       }
-      more += lost > c.most;
+      more += lost > c.max;
     }
     const double seen = double(more) / kRounds;
     CHECK(seen > 0.002);
-    const double chance = chanceOfMoreLost(c.packets, c.most, c.loss);
+    const double chance = chanceOfMoreLost(c.packets, c.max, c.loss);
     CHECK(std::abs(chance - seen) < c.within);
   }
   CHECK(chanceOfMoreLost(100, 0, {}) == 0);
@@ -319,7 +318,7 @@ TEST(redundancy_refuses_what_makes_no_sense) {
   CHECK_THROWS(std::invalid_argument, "loss rate", choose(9, {NAN, 1}, {}));
   CHECK_THROWS(std::invalid_argument, "burst", choose(9, {0.1, 0.5}, {}));
   CHECK_THROWS(
-      std::invalid_argument, "least ratio", choose(9, {}, {.leastRatio = 2}));
+      std::invalid_argument, "least ratio", choose(9, {}, {.minRatio = 2}));
   CHECK_THROWS(
       std::invalid_argument,
       "interleaved",

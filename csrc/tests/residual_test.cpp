@@ -16,7 +16,7 @@ using Ranges = std::vector<ByteRange>;
 
 struct TolerantSend : TestSend {
   explicit TolerantSend(std::string_view content) : TestSend(content) {
-    tolerance.mostLost = 0.5f;
+    tolerance.maxLost = 0.5f;
   }
 };
 
@@ -160,7 +160,7 @@ TEST(residual_of_many_parts_takes_several_frames) {
     }
     CHECK(giveWithHoles(pair, pair.b, 1, *chunk, holes).ok());
     auto frames = takeAll(pair, pair.b, 1, FrameType::kResidual);
-    CHECK_EQ(frames.size(), (holes.size() - 1) / Residual::kMost + 1);
+    CHECK_EQ(frames.size(), (holes.size() - 1) / Residual::kMax + 1);
     CHECK_EQ(frames.size(), 3u);
     // Repeats come over other paths, to which these acknowledgements mean
     // nothing.
@@ -391,8 +391,8 @@ TEST(residual_survives_the_wire) {
     CHECK_EQ(back.parts, parts);
     CHECK(back.ranges == ranges);
   }
-  const Ranges most(Residual::kMost);
-  CHECK(encodeResidual(0, most).size() <= kMaxControlBytes);
+  const Ranges max(Residual::kMax);
+  CHECK(encodeResidual(0, max).size() <= kMaxControlBytes);
   forSeeds(2000, [](uint64_t seed) {
     Prng random(mixBits(seed));
     std::vector<std::byte> bytes(random.below(200));

@@ -28,7 +28,7 @@ using test::TestProcess;
 using test::TestRecv;
 using test::TestSend;
 
-constexpr size_t kRing = SharedMemory::kLeastRing;
+constexpr size_t kRing = SharedMemory::kMinRing;
 
 // Both views of one piece of memory, as two processes would have them.
 struct Both {
@@ -73,7 +73,7 @@ TEST(shared_ring_keeps_the_bytes_at_any_sizes) {
 }
 
 TEST(shared_ring_sizes_are_powers_of_two) {
-  CHECK_EQ(Both(1).a.ringBytes(), SharedMemory::kLeastRing);
+  CHECK_EQ(Both(1).a.ringBytes(), SharedMemory::kMinRing);
   CHECK_EQ(Both(100'000).b.ringBytes(), size_t{1} << 17);
 }
 

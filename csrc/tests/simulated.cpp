@@ -336,9 +336,9 @@ void SimulatedNetwork::writeDatagrams(PathRef ref, int side) {
     d->header = f->header;
     d->payload.assign(f->payload, f->payload + f->payloadBytes);
     if (!f->tolerance.exact() && !d->payload.empty() && prng_.chance(0.5)) {
-      const uint64_t most = d->payload.size();
-      const uint64_t begin = prng_.below(most);
-      d->holes.push_back({begin, 1 + prng_.below(most - begin)});
+      const uint64_t max = d->payload.size();
+      const uint64_t begin = prng_.below(max);
+      d->holes.push_back({begin, 1 + prng_.below(max - begin)});
     }
     s.sent.push_back({f->reliable, false});
     c.popWritten(e.id);

@@ -238,7 +238,7 @@ void Simulation::send(
   op.bytes = m.bytes;
   if (below(3) == 0) {
     m.tolerant = true;
-    op.tolerance.mostLost = 0.5f; // the simulated paths do not look at it
+    op.tolerance.maxLost = 0.5f; // the simulated paths do not look at it
   }
   if (!collective) {
     sent_[{src, dst, group, stream}].push_back(index);

@@ -50,7 +50,7 @@ bool CallerHelp::unparked() {
   }
   if (timerAt_ <= now) { // it has gone off, but callers keep coming
     timerAt_ = kNever;
-    linger_ = std::min(2 * linger_, kLingerMost);
+    linger_ = std::min(2 * linger_, kLingerMax);
   }
   if (!helped) { // else the helper sets it when it goes
     setTimer(parkedUntil_);

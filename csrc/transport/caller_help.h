@@ -147,7 +147,7 @@ class CallerHelp {
  private:
   // The maximum that a parked thread sleeps after the last helper, once callers
   // have come back in time again and again.
-  static constexpr Nanos kLingerMost = std::chrono::milliseconds(1);
+  static constexpr Nanos kLingerMax = std::chrono::milliseconds(1);
 
   bool unparked();
   void setTimer(TimePoint when); // with timerMutex_ held
@@ -165,7 +165,7 @@ class CallerHelp {
   // How long a parked thread sleeps if nobody helps; the timer may go off
   // before.
   TimePoint parkedUntil_;
-  Nanos linger_ = LeftWork::kLinger; // from kLinger to kLingerMost
+  Nanos linger_ = LeftWork::kLinger; // from kLinger to kLingerMax
 };
 
 } // namespace resilient

@@ -19,28 +19,28 @@ constexpr int kProbeTries = 5; // for larger packets
 // A path that has been silent for so many times the sender's patience, and at
 // least so long, is not usable: connections take over.
 constexpr int kPatiences = 3;
-constexpr Nanos kSilentLeast = std::chrono::milliseconds(150);
+constexpr Nanos kSilentMin = std::chrono::milliseconds(150);
 // What fails for so long does not come back by itself.
-constexpr Nanos kSilentMost = std::chrono::seconds(5);
+constexpr Nanos kSilentMax = std::chrono::seconds(5);
 // If for so many times the sender's patience, and at least so long, only small
 // packets arrive, an MTU on the way has become smaller. Longer than silence,
 // since what is lost is sent again in between.
 constexpr int kStuckPatiences = 10;
-constexpr Nanos kStuckLeast = std::chrono::seconds(1);
+constexpr Nanos kStuckMin = std::chrono::seconds(1);
 
 // Objects that are not complete, of either end.
-constexpr uint64_t kMostIncoming = 256u << 20;
-constexpr uint64_t kMostHeld = 128u << 20;
+constexpr uint64_t kMaxIncoming = 256u << 20;
+constexpr uint64_t kMaxHeld = 128u << 20;
 // Taken from the channel ahead of time: what is bound to this path cannot be
 // overtaken any more.
-constexpr uint64_t kLeastWaiting = 64u << 10, kMostWaiting = 1u << 20;
+constexpr uint64_t kMinWaiting = 64u << 10, kMaxWaiting = 1u << 20;
 constexpr double kWaitingS = 0.004;
 
-constexpr int kMostReads = 16; // system calls in one turn
+constexpr int kMaxReads = 16; // system calls in one turn
 
 size_t pieceFor(size_t datagramBytes) {
   const size_t room = datagramBytes - kSealOverheadBytes - kSymbolHeaderBytes;
-  return std::min(room / kPieceUnit * kPieceUnit, kMostPieceBytes);
+  return std::min(room / kPieceUnit * kPieceUnit, kMaxPieceBytes);
 }
 
 } // namespace
@@ -59,14 +59,14 @@ DatagramPath::DatagramPath(
       startedAt_(loop.now()),
       heardAt_(loop.now()),
       receiver_(
-          kMostIncoming,
+          kMaxIncoming,
           [this](std::span<const std::byte> o, std::span<const Hole> h) {
             onObject(o, h);
           }) {
   for (const size_t mtu : kMtus) {
     probes_.push_back({mtu - kIpBytes, 0, false});
   }
-  packet_.resize(kSymbolHeaderBytes + kMostPieceBytes);
+  packet_.resize(kSymbolHeaderBytes + kMaxPieceBytes);
   opened_.resize(65536);
   channel_.addPath(id, loop_.now());
   channel_.setSelfAcknowledging(id, /*ordered=*/false);
@@ -113,8 +113,8 @@ bool DatagramPath::hasRoom() const {
   const auto ahead =
       static_cast<uint64_t>(sender_->rate().bytesPerS() * kWaitingS);
   return sender_->waitingBytes() <
-      std::clamp(ahead, kLeastWaiting, kMostWaiting) &&
-      sender_->heldBytes() < kMostHeld;
+      std::clamp(ahead, kMinWaiting, kMaxWaiting) &&
+      sender_->heldBytes() < kMaxHeld;
 }
 
 size_t DatagramPath::takeFrame(bool chunks) {
@@ -154,8 +154,8 @@ void DatagramPath::seal(std::span<const std::byte> packet) {
   // Larger than its predecessors, or behind a smaller one: a batch of its own.
   if (batchCount_ != 0 &&
       (!batchOpen_ || bytes > batchEach_ ||
-       batchCount_ == DatagramSocket::kMostBatch ||
-       batch_.size() + bytes > DatagramSocket::kMostBatchBytes)) {
+       batchCount_ == DatagramSocket::kMaxBatch ||
+       batch_.size() + bytes > DatagramSocket::kMaxBatchBytes)) {
     flushBatch();
   }
   if (full_) {
@@ -209,8 +209,8 @@ void DatagramPath::sendDue() {
     if (sender_) {
       sender_->sentOther(lastPacket_);
     }
-    const size_t most = probes_[0].datagramBytes - kSealOverheadBytes;
-    seal(encodePacketReport(receiver_.takeReport(now), most));
+    const size_t max = probes_[0].datagramBytes - kSealOverheadBytes;
+    seal(encodePacketReport(receiver_.takeReport(now), max));
   }
   while (sender_ && !full_) {
     const size_t n = sender_->next(now, lastPacket_ + 1, packet_.data());
@@ -258,7 +258,7 @@ void DatagramPath::fill(PathStats& stats) const {
     d.lossRate = sender_->loss().estimate().rate;
     d.burstPackets = sender_->loss().estimate().burstPackets;
     d.paceBytesPerS = sender_->rate().bytesPerS();
-    stats.leastRoundTripS = toSeconds(sender_->rate().leastRoundTrip());
+    stats.minRoundTripS = toSeconds(sender_->rate().minRoundTrip());
   }
 }
 
@@ -307,7 +307,7 @@ void DatagramPath::onEvents(uint32_t events) {
     arrivedAt_ = std::max(arrivedAt_, arrived);
     onDatagram(d, arrivedAt_);
   };
-  for (int i = 0; i < kMostReads && !closed_ && !socket_.receive(with); ++i) {
+  for (int i = 0; i < kMaxReads && !closed_ && !socket_.receive(with); ++i) {
   }
   service();
 }
@@ -401,7 +401,7 @@ void DatagramPath::onProbe(const PacketProbe& probe, TimePoint now) {
 void DatagramPath::onProven(Nanos roundTrip) {
   sender_ = std::make_unique<PacketSender>(
       config_.schemes,
-      RateControl(roundTrip, config_.knownBytesPerS, config_.mostBytesPerS),
+      RateControl(roundTrip, config_.knownBytesPerS, config_.maxBytesPerS),
       [this](uint64_t object) { onDone(object); });
   sender_->sentOther(lastPacket_);
   probeAt_ = loop_.now(); // for larger packets
@@ -483,7 +483,7 @@ void DatagramPath::service() {
 }
 
 Nanos DatagramPath::silenceLimit() const {
-  return std::max(kSilentLeast, kPatiences * sender_->patience());
+  return std::max(kSilentMin, kPatiences * sender_->patience());
 }
 
 void DatagramPath::checkSilence(TimePoint now) {
@@ -499,14 +499,14 @@ void DatagramPath::checkSilence(TimePoint now) {
   const TimePoint since = sender_->waitingSince();
   const Nanos limit = silenceLimit();
   const bool silent = since != kNever && now - since > limit;
-  if (silent && now - since > kSilentMost + limit) {
+  if (silent && now - since > kSilentMax + limit) {
     failure_ = Status(
         StatusCode::kNetwork, "no datagram came back for several seconds");
   }
   const TimePoint stuck = sender_->stuckSince();
   if (!silent && stuck != kNever &&
       now - stuck >
-          std::max(kStuckLeast, kStuckPatiences * sender_->patience())) {
+          std::max(kStuckMin, kStuckPatiences * sender_->patience())) {
     failure_ = Status(
         StatusCode::kNetwork,
         "of packets of " + std::to_string(pieceBytes_) +
@@ -528,7 +528,7 @@ void DatagramPath::armTimer() {
   } else if (const TimePoint since = sender_->waitingSince(); since != kNever) {
     // Nothing else would find out that the socket is stuck.
     due = std::min(
-        due, since + silenceLimit() + (silent_ ? kSilentMost : Nanos(0)));
+        due, since + silenceLimit() + (silent_ ? kSilentMax : Nanos(0)));
   }
   if (closed_ || due == kNever ||
       (timer_ != 0 && timerAt_ <= std::max(due, loop_.now()))) {

@@ -24,7 +24,7 @@ struct DatagramPathConfig {
   RecoverySchemes schemes;
   // What the connections of the same route have shown of it; 0: nothing.
   double knownBytesPerS = 0;
-  double mostBytesPerS = 0; // 0: no limit
+  double maxBytesPerS = 0; // 0: no limit
   Nanos proveWithin = std::chrono::seconds(3);
 };
 

@@ -15,7 +15,7 @@ namespace {
 
 // Linux's numbers, which old headers lack.
 constexpr int kUdpSegment = 103, kUdpGro = 104;
-constexpr Nanos kMostAgo = std::chrono::seconds(1);
+constexpr Nanos kMaxAgo = std::chrono::seconds(1);
 constexpr int kIpMtuDiscover = 10, kIpv6MtuDiscover = 23, kPmtuProbe = 3;
 
 // At 10 Gbit/s, 13 ms without a read.
@@ -120,12 +120,11 @@ bool DatagramSocket::sendEach(
     std::span<const std::byte> data,
     size_t each,
     size_t& sent) {
-  std::array<mmsghdr, kMostBatch> messages;
-  std::array<iovec, kMostBatch> pieces;
+  std::array<mmsghdr, kMaxBatch> messages;
+  std::array<iovec, kMaxBatch> pieces;
   while (sent < data.size()) {
     size_t n = 0;
-    for (size_t at = sent; at < data.size() && n < kMostBatch;
-         at += each, ++n) {
+    for (size_t at = sent; at < data.size() && n < kMaxBatch; at += each, ++n) {
       pieces[n] = {
           const_cast<std::byte*>(data.data() + at),
           std::min(each, data.size() - at)};
@@ -195,7 +194,7 @@ bool DatagramSocket::receive(const Receiver& with) {
         ago = wallNow - std::chrono::seconds(stamp.tv_sec) -
             std::chrono::nanoseconds(stamp.tv_nsec);
         // The wall clock may be set meanwhile.
-        ago = std::clamp(ago, Nanos(0), kMostAgo);
+        ago = std::clamp(ago, Nanos(0), kMaxAgo);
       }
     }
     const std::byte* const data = buffers_.get() + k * kReceiveBuffer;

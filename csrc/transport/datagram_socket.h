@@ -19,8 +19,8 @@ namespace resilient {
 class DatagramSocket {
  public:
   // The maximum of one send().
-  static constexpr size_t kMostBatchBytes = 61440;
-  static constexpr size_t kMostBatch = 64; // datagrams
+  static constexpr size_t kMaxBatchBytes = 61440;
+  static constexpr size_t kMaxBatch = 64; // datagrams
 
   // Bound to the address (its port 0: any) and, if given, to the interface.
   static Status open(

@@ -133,7 +133,7 @@ class EventLoop {
 
   // A thread that finds work without sleeping still looks at the sockets this
   // often.
-  static constexpr Nanos kSocketsAtLeast = std::chrono::microseconds(100);
+  static constexpr Nanos kMinSockets = std::chrono::microseconds(100);
 
   // event_loop.cpp: one turn.
   class Turn;

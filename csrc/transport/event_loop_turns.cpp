@@ -192,8 +192,7 @@ void EventLoop::sleepAndTakeTurn(
   if (helper && !awake && (*done)()) {
     return;
   }
-  const bool look =
-      !awake || begunAt - socketsSeenAt_.load() >= kSocketsAtLeast;
+  const bool look = !awake || begunAt - socketsSeenAt_.load() >= kMinSockets;
   int count = 0;
   Nanos timeout{0};
   TimePoint until;

@@ -35,7 +35,7 @@ constexpr int kPortTries = 64;
 // one host behind an address that no rank has published.
 constexpr size_t kNetworkShare = 8;
 // But at least this many.
-constexpr size_t kLeastOfNetwork = 64;
+constexpr size_t kMinOfNetwork = 64;
 
 // To find those to drop takes a look at all of them. So this part of them is
 // dropped at a time.
@@ -301,17 +301,17 @@ void Listener::onDescriptorsExhausted(const Door& door) {
 // a member; with `network`, among those from there. One that is let in and only
 // waits to hear so is no stranger: its place is reserved already. False if
 // there is none to drop.
-bool Listener::drop(size_t most, std::optional<uint64_t> network) {
+bool Listener::drop(size_t max, std::optional<uint64_t> network) {
   std::vector<Pending::iterator> strangers;
-  Standing least = Standing::kProved;
+  Standing min = Standing::kProved;
   for (auto it = pending_.begin(); it != pending_.end(); ++it) {
     const Standing standing = it->standing();
-    if (standing > least || standing == Standing::kProved ||
+    if (standing > min || standing == Standing::kProved ||
         (network && it->network != *network)) {
       continue;
     }
-    if (standing < least) {
-      least = standing;
+    if (standing < min) {
+      min = standing;
       strangers.clear();
     }
     strangers.push_back(it);
@@ -319,7 +319,7 @@ bool Listener::drop(size_t most, std::optional<uint64_t> network) {
   if (strangers.empty()) {
     return false;
   }
-  for (; most > 0 && !strangers.empty(); --most) {
+  for (; max > 0 && !strangers.empty(); --max) {
     std::swap(strangers[chance_.below(strangers.size())], strangers.back());
     logRejected([&] {
       return "connection from " +
@@ -336,13 +336,13 @@ bool Listener::drop(size_t most, std::optional<uint64_t> network) {
 // Drops callers if there are too many of them, in all or from the network of
 // the newest one.
 void Listener::dropExcess(const Caller& newest) {
-  const size_t most = config_.maxPendingHandshakes;
-  const size_t ofNetwork = std::max(kLeastOfNetwork, most / kNetworkShare);
+  const size_t max = config_.maxPendingHandshakes;
+  const size_t ofNetwork = std::max(kMinOfNetwork, max / kNetworkShare);
   if (!newest.fromMember && fromNetwork_[newest.network] > ofNetwork) {
     drop(std::max<size_t>(1, ofNetwork / kDroppedShare), newest.network);
   }
-  if (pending_.size() > most) {
-    drop(std::max<size_t>(1, most / kDroppedShare), std::nullopt);
+  if (pending_.size() > max) {
+    drop(std::max<size_t>(1, max / kDroppedShare), std::nullopt);
   }
 }
 

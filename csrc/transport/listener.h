@@ -116,7 +116,7 @@ class Listener final {
   void admit(FileDescriptor fd, SocketAddress remote);
   void onResult(Pending::iterator which, IncomingHandshake::Result result);
   void dropExcess(const Caller& newest);
-  bool drop(size_t most, std::optional<uint64_t> network);
+  bool drop(size_t max, std::optional<uint64_t> network);
   void erase(Pending::iterator which);
   void onDescriptorsExhausted(const Door& door);
   template <typename MakeLine>

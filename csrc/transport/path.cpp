@@ -27,7 +27,7 @@ void Path::fill(PathStats& stats) const {
   stats.add(channel_.pathCounters(id_));
   const LinkStatistics& s = channel_.pathStatistics(id_);
   stats.roundTripS = s.roundTripS();
-  stats.leastRoundTripS = s.leastRoundTripS();
+  stats.minRoundTripS = s.minRoundTripS();
   stats.roundTripsS = s.roundTripsS();
   stats.goodputBytesPerS = s.goodputBytesPerS();
   stats.capacityBytesPerS = s.capacityBytesPerS();

@@ -43,7 +43,7 @@ struct PathStats {
   uint64_t bytesSent = 0, bytesReceived = 0;
   uint64_t chunksSent = 0, chunksRetransmitted = 0;
   double roundTripS = 0; // smoothed; 0 while unknown
-  double leastRoundTripS = 0; // of the last seconds; 0 while unknown
+  double minRoundTripS = 0; // of the last seconds; 0 while unknown
   RecentSamples roundTripsS;
   double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
   double capacityBytesPerS = 0; // that it could carry; 0 while unknown

@@ -17,7 +17,7 @@ namespace resilient {
 namespace {
 
 constexpr size_t kDescriptors = 3; // memory, eventfd of side 0, of side 1
-constexpr size_t kMostToken = 64;
+constexpr size_t kMaxToken = 64;
 constexpr char kAccepted = '+';
 // Both ends are awake and on one host.
 constexpr Nanos kPatience = std::chrono::seconds(5);
@@ -80,7 +80,7 @@ Status sendDescriptors(
 std::string receiveDescriptors(
     int fd,
     std::array<FileDescriptor, kDescriptors>& descriptors) {
-  char token[kMostToken];
+  char token[kMaxToken];
   iovec text{token, sizeof(token)};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int) * kDescriptors)];
   msghdr message{};

@@ -58,7 +58,7 @@ Status SharedMemory::make(
     size_t ringBytes,
     SharedMemory& memory,
     FileDescriptor& descriptor) {
-  ringBytes = std::bit_ceil(std::clamp(ringBytes, kLeastRing, kMostRing));
+  ringBytes = std::bit_ceil(std::clamp(ringBytes, kMinRing, kMaxRing));
   FileDescriptor fd(
       ::memfd_create("torch_resilient", MFD_CLOEXEC | MFD_ALLOW_SEALING));
   if (!fd) {
@@ -94,8 +94,8 @@ Status SharedMemory::map(int descriptor, SharedMemory& memory) {
     return refuse("could be cut");
   }
   const auto data = static_cast<uint64_t>(about.st_size) - kHeaderBytes;
-  if (about.st_size < static_cast<off_t>(kHeaderBytes + 2 * kLeastRing) ||
-      data > 2 * kMostRing || !std::has_single_bit(data)) {
+  if (about.st_size < static_cast<off_t>(kHeaderBytes + 2 * kMinRing) ||
+      data > 2 * kMaxRing || !std::has_single_bit(data)) {
     return refuse("has a strange size");
   }
   SharedMemory mapped;

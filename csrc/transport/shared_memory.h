@@ -30,8 +30,8 @@ namespace resilient {
 class SharedMemory {
  public:
   // Bytes of a ring: a power of two within these.
-  static constexpr size_t kLeastRing = 16u << 10;
-  static constexpr size_t kMostRing = 256u << 20;
+  static constexpr size_t kMinRing = 16u << 10;
+  static constexpr size_t kMaxRing = 256u << 20;
 
   // The words of one side for the other.
   struct Side {

@@ -308,9 +308,9 @@ raiseBuffers(int fd, uint64_t windowBytes, const BufferLimits& limits) {
   }
   // The scale of windows was fixed by the first packets: beyond it a larger
   // buffer is of no use.
-  const uint64_t mostWindow = uint64_t{UINT16_MAX} << info.tcpi_rcv_wscale;
+  const uint64_t maxWindow = uint64_t{UINT16_MAX} << info.tcpi_rcv_wscale;
   if (const uint64_t to = receiveBufferFor(
-          std::min(windowBytes, mostWindow),
+          std::min(windowBytes, maxWindow),
           limits.receiveTuned,
           limits.receiveSet);
       to != 0 && setBuffer(fd, SO_RCVBUF, SO_RCVBUFFORCE, limits.forced, to)) {
@@ -520,7 +520,7 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
   info.roundTripVariance = std::chrono::microseconds(raw.tcpi_rttvar);
   // The kernel says all ones for "unknown".
-  info.leastRoundTrip = std::chrono::microseconds(
+  info.minRoundTrip = std::chrono::microseconds(
       raw.tcpi_min_rtt == UINT32_MAX ? 0 : raw.tcpi_min_rtt);
   info.unackedSegments = raw.tcpi_unacked;
   info.retransmits = raw.tcpi_retransmits;
@@ -536,9 +536,9 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   return info;
 }
 
-Nanos leastRoundTripTo(uint16_t port) {
+Nanos minRoundTripTo(uint16_t port) {
   std::string server;
-  Nanos least(0);
+  Nanos min(0);
   std::error_code ignored; // without /proc nothing is known
   for (std::filesystem::directory_iterator entry("/proc/self/fd", ignored), end;
        !ignored && entry != end;
@@ -551,17 +551,17 @@ Nanos leastRoundTripTo(uint16_t port) {
       continue;
     }
     const auto info = tcpInfo(fd);
-    if (!info || info->leastRoundTrip == Nanos(0)) {
+    if (!info || info->minRoundTrip == Nanos(0)) {
       continue;
     }
-    if (least != Nanos(0) && remote.ip() != server) {
+    if (min != Nanos(0) && remote.ip() != server) {
       return Nanos(0);
     }
     server = remote.ip();
-    least = least == Nanos(0) ? info->leastRoundTrip
-                              : std::min(least, info->leastRoundTrip);
+    min = min == Nanos(0) ? info->minRoundTrip
+                          : std::min(min, info->minRoundTrip);
   }
-  return least;
+  return min;
 }
 
 uint64_t bbrStartUpRate(int fd) {

@@ -157,7 +157,7 @@ SocketAddress remoteAddress(int fd);
 struct TcpInfo {
   Nanos roundTrip{}; // smoothed
   Nanos roundTripVariance{};
-  Nanos leastRoundTrip{}; // of the last minutes; 0: unknown
+  Nanos minRoundTrip{}; // of the last minutes; 0: unknown
   uint32_t unackedSegments = 0;
   uint32_t retransmits = 0; // of the segment at the head, in a row
   uint32_t totalRetransmits = 0;
@@ -177,7 +177,7 @@ std::optional<TcpInfo> tcpInfo(int fd);
 // another process, as the kernel has measured it: a busy process at either end
 // does not make it longer. 0 if there is none, or if they lead to several
 // addresses.
-Nanos leastRoundTripTo(uint16_t port);
+Nanos minRoundTripTo(uint16_t port);
 
 // Bytes per second at which BBR sends while it has not found the link's rate;
 // 0 if it has, or the connection has another congestion control.

@@ -13,8 +13,8 @@ namespace resilient {
 // looking, and next to nothing of a long one.
 class SpinTime {
  public:
-  static constexpr Nanos kMost = std::chrono::microseconds(60);
-  static constexpr Nanos kLeast = std::chrono::microseconds(2);
+  static constexpr Nanos kMax = std::chrono::microseconds(60);
+  static constexpr Nanos kMin = std::chrono::microseconds(2);
 
   Nanos budget() const {
     return budget_;
@@ -23,19 +23,19 @@ class SpinTime {
   void onNews(Nanos waited) {
     // If both ends sleep, each waits for the other one's awakening as well as
     // its own: they would never find out how fast they are without.
-    if (waited <= 2 * kMost) {
-      budget_ = kMost;
+    if (waited <= 2 * kMax) {
+      budget_ = kMax;
     } else {
       onOther();
     }
   }
   // It slept, and was woken by something else.
   void onOther() {
-    budget_ = std::max(budget_ / 2, kLeast);
+    budget_ = std::max(budget_ / 2, kMin);
   }
 
  private:
-  Nanos budget_ = kMost;
+  Nanos budget_ = kMax;
 };
 
 } // namespace resilient

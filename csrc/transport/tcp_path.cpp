@@ -20,7 +20,7 @@ std::byte* scrap() {
 constexpr size_t kScrapBytes = 256 << 10;
 
 // What a queue on the way may add to a round trip, beyond a multiple of it.
-constexpr Nanos kMostQueue = std::chrono::milliseconds(20);
+constexpr Nanos kMaxQueue = std::chrono::milliseconds(20);
 
 } // namespace
 
@@ -107,7 +107,7 @@ PathEvidence TcpPath::evidence() const {
     // us slow to see the next one.
     e.roundTrip = std::min(
         info->roundTrip + 4 * info->roundTripVariance,
-        4 * info->leastRoundTrip + kMostQueue);
+        4 * info->minRoundTrip + kMaxQueue);
   }
   return e;
 }
@@ -135,22 +135,21 @@ bool TcpPath::hasRoom() const {
 // the kernel must never run dry, or it takes us for the bottleneck.
 size_t TcpPath::bytesAhead() const {
   const LinkStatistics& s = channel_.pathStatistics(id());
-  const double seconds =
-      std::max(toSeconds(kAheadTime), s.leastRoundTripS() / 4);
+  const double seconds = std::max(toSeconds(kAheadTime), s.minRoundTripS() / 4);
   return static_cast<size_t>(s.capacityBytesPerS() * seconds);
 }
 
 size_t TcpPath::batchBytes() const {
   const size_t ahead = bytesAhead();
   return ahead == 0 ? kBatchBytes
-                    : std::clamp(ahead, kLeastBatchBytes, kBatchBytes);
+                    : std::clamp(ahead, kMinBatchBytes, kBatchBytes);
 }
 
 void TcpPath::tune() {
   if (local_) {
     return;
   }
-  size_t wanted = std::clamp(bytesAhead(), kLeastUnsent, kMostUnsent);
+  size_t wanted = std::clamp(bytesAhead(), kMinUnsent, kMaxUnsent);
   // Start-up only ends after rounds in which the kernel never ran dry. Until
   // then BBR sends nearly three times as fast as the link is, which fills its
   // queue and loses a tenth of the packets, for as long as the stream lasts.
@@ -158,7 +157,7 @@ void TcpPath::tune() {
       static_cast<size_t>(
           static_cast<double>(bbrStartUpRate(socket_.get())) *
           toSeconds(kStartUpTime)),
-      kMostStartUpUnsent);
+      kMaxStartUpUnsent);
   wanted = std::max(wanted, startUpBytes_);
   if (wanted > unsentLimit_ * 5 / 4 || wanted < unsentLimit_ / 2) {
     unsentLimit_ = wanted;

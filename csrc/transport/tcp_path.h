@@ -91,15 +91,15 @@ class TcpPath final : public Path, public Handler {
   // to be worth its cost, little enough that priorities still matter.
   static constexpr size_t kBatchBytes = 1u << 20;
   static constexpr size_t kBatchFrames = 64;
-  static constexpr size_t kLeastBatchBytes = 64u << 10;
+  static constexpr size_t kMinBatchBytes = 64u << 10;
   static constexpr Nanos kAheadTime = std::chrono::milliseconds(5);
   // Bounds of what the kernel holds unsent; the first is that of SocketOptions.
-  static constexpr size_t kLeastUnsent = 128u << 10;
-  static constexpr size_t kMostUnsent = 2u << 20;
+  static constexpr size_t kMinUnsent = 128u << 10;
+  static constexpr size_t kMaxUnsent = 2u << 20;
   // While BBR starts up: for so long at the rate at which it sends, at most
   // so much.
   static constexpr Nanos kStartUpTime = std::chrono::milliseconds(20);
-  static constexpr size_t kMostStartUpUnsent = 32u << 20;
+  static constexpr size_t kMaxStartUpUnsent = 32u << 20;
   // With a fault that delays, what is "on the wire" waits here instead.
   static constexpr size_t kDelayedBytes = 64u << 20;
   // A link limited by a fault has a queue of this length, like a router's:
@@ -130,7 +130,7 @@ class TcpPath final : public Path, public Handler {
   PathFaults& faults_;
   std::string localAddress_, remoteAddress_;
   bool local_ = false; // the far end is on this host
-  size_t unsentLimit_ = kLeastUnsent;
+  size_t unsentLimit_ = kMinUnsent;
   size_t startUpBytes_ = 0; // not 0 while BBR starts up
   TimePoint heardAt_;
 

@@ -168,7 +168,7 @@ std::vector<std::byte> encode(const Report& r) {
 
 std::vector<std::byte> encode(const PathsLost& lost) {
   Writer out(ControlKind::kPathsLost);
-  const size_t n = std::min(lost.slots.size(), PathsLost::kMost);
+  const size_t n = std::min(lost.slots.size(), PathsLost::kMax);
   out.put(lost.reason).put(static_cast<uint16_t>(n));
   for (size_t i = 0; i < n; ++i) {
     out.put(lost.slots[i]);
@@ -261,7 +261,7 @@ std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload) {
   Reader in(payload);
   in.getText(lost.reason);
   in.get(n);
-  for (size_t i = 0; i < n && i < PathsLost::kMost; ++i) {
+  for (size_t i = 0; i < n && i < PathsLost::kMax; ++i) {
     in.get(lost.slots.emplace_back());
   }
   return in.complete() ? std::optional(lost) : std::nullopt;

@@ -29,7 +29,7 @@ struct Residual {
   uint64_t parts =
       0; // that the message has in all, in as many frames as needed
   std::vector<ByteRange> ranges;
-  static constexpr size_t kMost = 4000; // in one frame
+  static constexpr size_t kMax = 4000; // in one frame
 };
 std::vector<std::byte> encodeResidual(
     uint64_t parts,
@@ -88,8 +88,8 @@ struct Report {
 // would notice by silence only.
 struct PathsLost {
   std::string reason; // "its NIC eth0 went down"
-  std::vector<uint16_t> slots; // at most kMost
-  static constexpr size_t kMost = 4096;
+  std::vector<uint16_t> slots; // at most kMax
+  static constexpr size_t kMax = 4096;
 };
 
 // The rendezvous for shared memory: see transport/shared_door.h.

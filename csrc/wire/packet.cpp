@@ -84,8 +84,8 @@ Status malformed(const char* what, uint64_t value) {
 // blocks, and last the place of this symbol in them. A peer is authentic but
 // may be faulty, and the receiver allocates memory by these numbers.
 Status checkSymbol(const SymbolHeader& h) {
-  if (h.pieceBytes % kPieceUnit != 0 || h.pieceBytes < kLeastPieceBytes ||
-      h.pieceBytes > kMostPieceBytes) {
+  if (h.pieceBytes % kPieceUnit != 0 || h.pieceBytes < kMinPieceBytes ||
+      h.pieceBytes > kMaxPieceBytes) {
     return malformed("piece bytes", h.pieceBytes);
   }
   if (h.object == 0) {
@@ -93,7 +93,7 @@ Status checkSymbol(const SymbolHeader& h) {
   }
   const uint64_t pieces =
       (uint64_t(h.objectBytes) + h.pieceBytes - 1) / h.pieceBytes;
-  if (pieces == 0 || pieces > kMostPieces || h.count != pieces) {
+  if (pieces == 0 || pieces > kMaxPieces || h.count != pieces) {
     return malformed("number of pieces", h.count);
   }
   if (h.coded > h.count || h.must > h.count || h.mayMiss > h.count - h.must) {
@@ -106,7 +106,7 @@ Status checkSymbol(const SymbolHeader& h) {
   } else if (
       h.parityKind < 1 || h.parityKind > 2 || h.blocks == 0 ||
       h.blocks > h.coded ||
-      uint32_t(h.blocks) * h.parityPerBlock > kMostRepairSymbols ||
+      uint32_t(h.blocks) * h.parityPerBlock > kMaxRepairSymbols ||
       (h.coded + h.blocks - 1) / h.blocks + h.parityPerBlock > 255) {
     return malformed("blocks", h.blocks);
   }
@@ -207,14 +207,14 @@ Status decodeSymbol(
   return Status();
 }
 
-std::vector<std::byte> encodePacketReport(const PacketReport& r, size_t most) {
+std::vector<std::byte> encodePacketReport(const PacketReport& r, size_t max) {
   std::vector<std::byte> out(kReportHeaderBytes);
   uint16_t ranges = 0, objects = 0;
   // A few of the finished ones; then all that is wanted, which matters more.
-  constexpr size_t kMostComplete = 16;
+  constexpr size_t kMaxComplete = 16;
   for (const auto& [first, last] : r.complete) {
     const size_t at = out.size();
-    if (ranges == kMostComplete || at + kObjectRangeBytes > most) {
+    if (ranges == kMaxComplete || at + kObjectRangeBytes > max) {
       break;
     }
     out.resize(at + kObjectRangeBytes);
@@ -224,11 +224,11 @@ std::vector<std::byte> encodePacketReport(const PacketReport& r, size_t most) {
   }
   for (const WantedSymbols& w : r.wanted) {
     const size_t at = out.size();
-    if (at + kWantedBytes + kIndexRangeBytes > most) {
+    if (at + kWantedBytes + kIndexRangeBytes > max) {
       break;
     }
     const size_t fits = std::min(
-        w.indices.size(), (most - at - kWantedBytes) / kIndexRangeBytes);
+        w.indices.size(), (max - at - kWantedBytes) / kIndexRangeBytes);
     out.resize(at + kWantedBytes + fits * kIndexRangeBytes);
     put(out.data(), at, w.object);
     put(out.data(), at + 8, static_cast<uint32_t>(fits));

@@ -33,11 +33,11 @@ inline constexpr size_t kProbeBytes = 20;
 
 // A piece is a multiple of this: no element is cut.
 inline constexpr size_t kPieceUnit = 32;
-inline constexpr size_t kLeastPieceBytes = 256;
-inline constexpr size_t kMostPieceBytes = 9184;
-inline constexpr size_t kMostPieces = 65000;
+inline constexpr size_t kMinPieceBytes = 256;
+inline constexpr size_t kMaxPieceBytes = 9184;
+inline constexpr size_t kMaxPieces = 65000;
 // The limit of one object: their numbers have 16 bits.
-inline constexpr uint32_t kMostRepairSymbols = 65536;
+inline constexpr uint32_t kMaxRepairSymbols = 65536;
 
 // The description of an object stands in each of its packets: any of them is
 // enough to begin with.
@@ -106,7 +106,7 @@ void encodeSymbolHeader(const SymbolHeader& header, std::byte* out);
 // time.
 std::vector<std::byte> encodePacketReport(
     const PacketReport& report,
-    size_t most);
+    size_t max);
 void encodeProbe(const PacketProbe& probe, std::byte* out); // kProbeBytes
 
 // The type, if there is a byte and it is one.

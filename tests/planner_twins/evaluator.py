@@ -34,10 +34,10 @@ class Evaluator:
         self.waits: list[list[float]] = []
         self.free_s: list[float] = []
 
-    def run(self, kinds: Sequence[Kinds], most_s: float = math.inf) -> float | None:
+    def run(self, kinds: Sequence[Kinds], max_s: float = math.inf) -> float | None:
         """The iteration time in seconds; None if the stages wait for each other.
 
-        None also, and sooner, for more than `most_s`.
+        None also, and sooner, for more than `max_s`.
         """
         num_stages = len(kinds)
         num_microbatches = self._num_microbatches
@@ -104,7 +104,7 @@ class Evaluator:
                 + (num_microbatches - backwards) * backward_s
                 + (num_microbatches - position + forwards + backwards) * weight_s
             )
-            if now_s + left_s > most_s:
+            if now_s + left_s > max_s:
                 return None
             if position > begin:
                 if stage and not queued[stage - 1] and len(starts[stage - 1]) < length:
@@ -146,8 +146,8 @@ def memory_peaks(kinds: Sequence[Kinds], costs: PipelineCosts) -> list[tuple[int
 
 
 def _held_by_stage(kinds: Kinds, held_units: float, kept_units: float) -> tuple[int, int, float]:
-    held = backward = most_held = most_pending = 0
-    most_units = 0.0
+    held = backward = max_held = max_pending = 0
+    max_units = 0.0
     for kind in kinds:
         if kind == FORWARD:
             held += 1
@@ -156,7 +156,7 @@ def _held_by_stage(kinds: Kinds, held_units: float, kept_units: float) -> tuple[
             backward += 1
         else:
             backward -= 1
-        most_held = max(most_held, held)
-        most_pending = max(most_pending, held + backward)
-        most_units = max(most_units, held * held_units + backward * kept_units)
-    return most_held, most_pending, most_units
+        max_held = max(max_held, held)
+        max_pending = max(max_pending, held + backward)
+        max_units = max(max_units, held * held_units + backward * kept_units)
+    return max_held, max_pending, max_units

@@ -21,8 +21,8 @@ class _Stage:
 
     duration_s: tuple[float, float, float]  # by kind
     quota: int  # x_i, as far as the limits and the stage before allow
-    most_held: int  # microbatches between F and B
-    most_pending: int  # between F and W
+    max_held: int  # microbatches between F and B
+    max_pending: int  # between F and W
     inputs: list[float]  # when the input of each F arrives, as far as known
     gradients: list[float] = field(default_factory=list)  # the same for B
     order: bytearray = field(default_factory=bytearray)
@@ -50,11 +50,11 @@ def _stages(costs: PipelineCosts, count: int, rules: Rules, limits: Limits) -> l
     return stages
 
 
-def _choose(stage: _Stage, rules: Rules, most_weights: int, now_s: float) -> int | None:
+def _choose(stage: _Stage, rules: Rules, max_weights: int, now_s: float) -> int | None:
     """The kind of operation that an idle stage starts now; None: it waits for a message."""
     forwards, backwards, weights = stage.done
     held = forwards - backwards
-    may_hold_more = held < stage.most_held and forwards - weights < stage.most_pending
+    may_hold_more = held < stage.max_held and forwards - weights < stage.max_pending
     input_s = stage.inputs[forwards] if forwards < len(stage.inputs) and may_hold_more else _NEVER
     gradient_s = stage.gradients[backwards] if backwards < len(stage.gradients) else _NEVER
     if rules.wait_for_warmup and forwards < stage.quota:
@@ -62,11 +62,11 @@ def _choose(stage: _Stage, rules: Rules, most_weights: int, now_s: float) -> int
     keeps_slack = rules.forward_first and input_s <= now_s and held < stage.quota
     if gradient_s <= now_s and not keeps_slack:
         return INPUT_BACKWARD
-    if input_s <= now_s and backwards - weights < most_weights:
+    if input_s <= now_s and backwards - weights < max_weights:
         return FORWARD
     if weights == backwards:
         return None
-    if rules.weight_share and backwards - weights < most_weights:
+    if rules.weight_share and backwards - weights < max_weights:
         next_s = min(input_s, gradient_s)
         if next_s - now_s < rules.weight_share * stage.duration_s[WEIGHT_BACKWARD]:
             return None
@@ -106,7 +106,7 @@ def generate(
     """
     # Paper: PIPEMORPH §4.3, Algorithms 3 and 4
     count = num_microbatches
-    most_weights = count if rules.most_weights is None else max(rules.most_weights, 1)
+    max_weights = count if rules.max_weights is None else max(rules.max_weights, 1)
     stages = _stages(costs, count, rules, limits)
     # (time, stage): when a stage looks what it can do.
     events = [(0.0, 0)]
@@ -115,7 +115,7 @@ def generate(
         stage = stages[number]
         if stage.free_s > now_s:
             continue  # it looks again when its operation ends
-        kind = _choose(stage, rules, most_weights, now_s)
+        kind = _choose(stage, rules, max_weights, now_s)
         if kind is None:
             continue
         stage.order.append(kind)

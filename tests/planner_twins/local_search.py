@@ -17,8 +17,8 @@ from torch_resilient.planning.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kin
 # of which fewer changes are tried in a given time, get fewer: as many as it takes to evaluate so
 # many operations, between the least and the most.
 _MEMORY_OPERATIONS = 200_000
-_MEMORY_LEAST = 20
-_MEMORY_MOST = 300
+_MEMORY_MIN = 20
+_MEMORY_MAX = 300
 # A search that is stuck goes on from the best, and at first takes all that is at most that part
 # longer. Much less does not leave the dead end, more forgets what made the best good.
 _RESTART_ROOM = 0.02
@@ -78,7 +78,7 @@ class Search:
         self._current = list(kinds)
         self._found = [(time_s, list(kinds))]
         operations = sum(len(order) for order in kinds)
-        memory = min(max(_MEMORY_OPERATIONS // operations, _MEMORY_LEAST), _MEMORY_MOST)
+        memory = min(max(_MEMORY_OPERATIONS // operations, _MEMORY_MIN), _MEMORY_MAX)
         self._history = [time_s] * memory
         self._step = 0
         # Small pipelines soon have nothing left to find.
@@ -136,9 +136,9 @@ class Search:
         self._step += 1
         slot = self._step % len(self._history)
         # What the stages have left to do is a sum in another order, so leave room for rounding.
-        most_s = max(self._time_s, self._history[slot])
-        time_s = self._evaluator.run(changed, most_s * (1 + 1e-12))
-        if time_s is not None and time_s <= most_s:
+        max_s = max(self._time_s, self._history[slot])
+        time_s = self._evaluator.run(changed, max_s * (1 + 1e-12))
+        if time_s is not None and time_s <= max_s:
             self._current = changed
             self._time_s = time_s
             self._moves = self._find_moves()

@@ -28,7 +28,7 @@ SUFFIX = ".sock"
 # A client that says or takes nothing for this long is sent away.
 _CLIENT_TIMEOUT_S = 5.0
 # The most that a client gets in all, however often it says a little.
-_CLIENT_MOST_S = 10.0
+_CLIENT_MAX_S = 10.0
 # Until a caller is taken again who could not be.
 _PAUSE_S = 0.1
 # At a time; further ones are closed. Two scrapers and a few people.
@@ -95,7 +95,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
             raise
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        self._limits_s[request] = time.monotonic() + _CLIENT_MOST_S
+        self._limits_s[request] = time.monotonic() + _CLIENT_MAX_S
         try:
             super().process_request_thread(request, client_address)
         finally:

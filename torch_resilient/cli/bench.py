@@ -41,10 +41,10 @@ It takes about 1.3 s more than --seconds for each of the N * (N - 1) directions.
 exit status: 0; 1 if a direction could not be measured; 2 for bad input.
 """
 
-_LEAST_BYTES = 64 << 10
-_MOST_BYTES = 16 << 20
+_MIN_BYTES = 64 << 10
+_MAX_BYTES = 16 << 20
 _ROUND_TRIPS_S = 0.3
-_ROUND_TRIPS_LEAST = 5
+_ROUND_TRIPS_MIN = 5
 # Enough for one to be on the way there, one to be acknowledged, and one on either end.
 _IN_FLIGHT = 4
 # A message should take this long, or a round trip: less, and the pauses between them count.
@@ -88,7 +88,7 @@ def _round_trips(peer: int, first: bool) -> list[float]:
     times: list[float] = []
     began_s = time.monotonic()
     # The first one connects.
-    while len(times) <= _ROUND_TRIPS_LEAST or time.monotonic() - began_s < _ROUND_TRIPS_S:
+    while len(times) <= _ROUND_TRIPS_MIN or time.monotonic() - began_s < _ROUND_TRIPS_S:
         sent_s = time.monotonic()
         dist.send(going, peer, tag=_TAG)
         dist.recv(ball, peer, tag=_TAG)
@@ -103,7 +103,7 @@ def _send(peer: int, seconds: float, round_trip_s: float) -> None:
     import torch.distributed as dist
 
     # One buffer: what is in it does not matter.
-    buffer = torch.zeros(_MOST_BYTES, dtype=torch.uint8)
+    buffer = torch.zeros(_MAX_BYTES, dtype=torch.uint8)
     acknowledgement = torch.zeros(1)
     works: list[Any] = []
 
@@ -114,7 +114,7 @@ def _send(peer: int, seconds: float, round_trip_s: float) -> None:
     def tell(size: int) -> None:
         send(torch.tensor([size], dtype=torch.int64), _TAG)
 
-    nbytes, in_flight, acked, over = _LEAST_BYTES, 0, 0, False
+    nbytes, in_flight, acked, over = _MIN_BYTES, 0, 0, False
     told = collections.deque([nbytes] * _IN_FLIGHT)
     for size in told:
         tell(size)
@@ -129,7 +129,7 @@ def _send(peer: int, seconds: float, round_trip_s: float) -> None:
             if acked == _IN_FLIGHT:
                 now_s = time.monotonic()
                 if (now_s - acked_s) / _IN_FLIGHT < max(_MESSAGE_S, round_trip_s):
-                    nbytes = min(2 * nbytes, _MOST_BYTES)
+                    nbytes = min(2 * nbytes, _MAX_BYTES)
                 acked, acked_s = 0, now_s
         send(buffer[: told.popleft()], _TAG + 2)
         in_flight += 1
@@ -168,7 +168,7 @@ def _receive(peer: int) -> list[tuple[float, int]]:
 
     arrivals = []
     size = torch.zeros(1, dtype=torch.int64)
-    buffers = itertools.cycle(torch.empty(_IN_FLIGHT, _MOST_BYTES, dtype=torch.uint8))
+    buffers = itertools.cycle(torch.empty(_IN_FLIGHT, _MAX_BYTES, dtype=torch.uint8))
     posted: collections.deque[tuple[Any, int]] = collections.deque()
     works: list[Any] = []
     over = False
@@ -217,7 +217,7 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
         reconnects += path.reconnects - (old.reconnects if old else 0)
         nbytes = path.bytes_sent - (old.bytes_sent if old else 0)
         # Heartbeats and small answers count for nothing.
-        if nbytes > _LEAST_BYTES // 2:
+        if nbytes > _MIN_BYTES // 2:
             key = (path.nic, path.remote_nic)
             nic = nics.setdefault(
                 key, {"nic": key[0], "remote_nic": key[1], "connections": 0, "bytes": 0}
@@ -255,7 +255,7 @@ def _measure(sender: int, receiver: int, seconds: float) -> dict[str, Any] | Non
         "from": sender,
         "to": receiver,
         "round_trip_s": round_trip_s,
-        "round_trip_least_s": min(times_s),
+        "round_trip_min_s": min(times_s),
         "goodput_bytes_per_s": rate.item(),
         **_used(before, _paths_to(receiver)),
     }

@@ -39,9 +39,9 @@ INWARD = (
     "nerdctl",
 )
 # Less than that, and a DataLoader with a few workers dies of SIGBUS. Docker gives 64 MiB.
-_SHM_LEAST_BYTES = 512 << 20
+_SHM_MIN_BYTES = 512 << 20
 # Timelines and logs of several hosts are put side by side.
-_CLOCK_MOST_S = 0.5
+_CLOCK_MAX_S = 0.5
 # A name server in the same network answers in a few milliseconds.
 _REVERSE_LOOKUP_MAX_S = 0.1
 # Files, sockets and libraries of a training, apart from connections.
@@ -49,11 +49,11 @@ _OTHER_FILES = 200
 # A connection to a rank on this host, and the memory shared with it.
 _LOCAL_FILES = 4
 # wan_connections=auto opens up to so many between two NICs: as in csrc/path/connection_count.h.
-CONNECTIONS_MOST = 16
+CONNECTIONS_MAX = 16
 # A connection over a long way gets buffers for so much, where that is allowed: as in
 # csrc/path/connection_count.h and csrc/failover/roles.h.
 _ASSUMED_BYTES_PER_S = 5e9 / 8
-_WINDOW_MOST_BYTES = 64 << 20
+_WINDOW_MAX_BYTES = 64 << 20
 # A shorter way is never limited by windows of the usual size.
 _LONG_WAY_S = 0.005
 _MIB = 1 << 20
@@ -299,7 +299,7 @@ def check_variables(facts: Facts) -> Iterator[Finding]:
 
 def check_shm(facts: Facts) -> Iterator[Finding]:
     """Room for torch's own shared memory."""
-    if facts.shm_bytes is not None and facts.shm_bytes < _SHM_LEAST_BYTES:
+    if facts.shm_bytes is not None and facts.shm_bytes < _SHM_MIN_BYTES:
         yield Finding(
             "shm",
             facts.where,
@@ -321,7 +321,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
         if link.kind == "tcp":
             pairs.setdefault(link.peer, set()).add((link.nic, link.remote_nic))
     routes = max(map(len, pairs.values()), default=1)
-    remote = routes * (facts.wan_connections or CONNECTIONS_MOST)
+    remote = routes * (facts.wan_connections or CONNECTIONS_MAX)
     need = _OTHER_FILES + remote * remote_peers + _LOCAL_FILES * local_peers
     soft, hard = facts.nofile
     if soft < need:
@@ -485,7 +485,7 @@ def check_clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             if other is None or other.host_key == facts.host_key:
                 continue
             hosts = frozenset((facts.host_key, other.host_key))
-            if abs(offset_s) - error_s > _CLOCK_MOST_S and hosts not in told:
+            if abs(offset_s) - error_s > _CLOCK_MAX_S and hosts not in told:
                 told.add(hosts)
                 ahead = "ahead of" if offset_s > 0 else "behind"
                 yield Finding(
@@ -637,7 +637,7 @@ def check_windows(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                     yield finding
 
 
-def _most(facts: Facts, name: str) -> int | None:
+def _max(facts: Facts, name: str) -> int | None:
     """The last of the three numbers of tcp_rmem or tcp_wmem."""
     words = facts.sysctl.get(f"net.ipv4.{name}", "").split()
     return int(words[2]) if len(words) == 3 and words[2].isdecimal() else None
@@ -652,14 +652,14 @@ def _raised(facts: Facts, limit: str, tuned: int, wanted: int) -> int:
 
 def _window_bytes(facts: Facts, other: Facts, round_trip_s: float) -> int | None:
     """What a connection may have in flight; None if it cannot be said."""
-    sends, receives = _most(facts, "tcp_wmem"), _most(other, "tcp_rmem")
+    sends, receives = _max(facts, "tcp_wmem"), _max(other, "tcp_rmem")
     if not sends or not receives:
         return None
     # Of a receive buffer about half is window; the rest holds the packets' heads.
     window = min(sends, receives // 2)
     if facts.wan_connections:
         return window  # asked for: then the buffers are the system's
-    wanted = min(_WINDOW_MOST_BYTES, int(_ASSUMED_BYTES_PER_S * round_trip_s))
+    wanted = min(_WINDOW_MAX_BYTES, int(_ASSUMED_BYTES_PER_S * round_trip_s))
     # Fixed by the first packets.
     rmem_max = other.sysctl.get("net.core.rmem_max", "")
     scale = max(receives, int(rmem_max) if rmem_max.isdecimal() else 0).bit_length() - 16
@@ -679,7 +679,7 @@ def _window_finding(facts: Facts, other: Facts, nic: str, round_trip_s: float) -
     window = _window_bytes(facts, other, round_trip_s)
     if interface is None or interface.speed_bits_per_s is None or window is None:
         return None
-    connections = facts.wan_connections or CONNECTIONS_MOST
+    connections = facts.wan_connections or CONNECTIONS_MAX
     possible = 8 * connections * window / round_trip_s
     if possible >= 0.8 * interface.speed_bits_per_s:
         return None
@@ -696,7 +696,7 @@ def _window_finding(facts: Facts, other: Facts, nic: str, round_trip_s: float) -
         f'net.ipv4.tcp_wmem="4096 16384 {size}"` on both hosts'
         + (
             "; or `unset TORCH_RESILIENT_WAN_CONNECTIONS`"
-            if 0 < facts.wan_connections < CONNECTIONS_MOST
+            if 0 < facts.wan_connections < CONNECTIONS_MAX
             else ""
         ),
     )

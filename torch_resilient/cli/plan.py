@@ -37,9 +37,9 @@ exit status: 0, or 2 if the input cannot be used; then one line on stderr names 
 
 # Of all stages together: 512 stages of 512 take ten seconds. More is a mistake in the input, which
 # would end with no memory left.
-_MOST_MICROBATCHES = 300_000
+_MAX_MICROBATCHES = 300_000
 # 30,000 years, likewise: sums of such times would end as infinity, which is no JSON.
-_MOST_MS = 1e15
+_MAX_MS = 1e15
 _REQUIRED = ("stages", "microbatches", "tF", "tB", "tW")
 _OPTIONAL = ("c", "cf", "cb", "cap", "mem", "policy", "budget_ms")
 # What this command adds: its output may be its input again.
@@ -91,8 +91,8 @@ def _limit(name: str, value: object, stages: int) -> int | list[int] | None:
 
 def _seconds(name: str, value: object, count: int, place: str) -> list[float]:
     times_ms = per_place(name, value, count, place)
-    if (longest_ms := max(times_ms, default=0.0)) > _MOST_MS:
-        raise ValueError(f"{name}: expected at most {_MOST_MS:g} ms, got {longest_ms:g}")
+    if (longest_ms := max(times_ms, default=0.0)) > _MAX_MS:
+        raise ValueError(f"{name}: expected at most {_MAX_MS:g} ms, got {longest_ms:g}")
     return [each / 1e3 for each in times_ms]
 
 
@@ -132,10 +132,10 @@ def _plan(given: object) -> tuple[Plan, PipelineCosts]:
             raise ValueError(f"{name}: missing")
     stages = _whole("stages", given["stages"])
     microbatches = _whole("microbatches", given["microbatches"])
-    if stages * microbatches > _MOST_MICROBATCHES:
+    if stages * microbatches > _MAX_MICROBATCHES:
         raise ValueError(
             f"stages: {stages} times {microbatches} microbatches is more than "
-            f"{_MOST_MICROBATCHES}, the most this command plans"
+            f"{_MAX_MICROBATCHES}, the most this command plans"
         )
     costs = _costs(given, stages)
     cap = _limit("cap", given.get("cap"), stages)

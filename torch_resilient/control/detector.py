@@ -32,7 +32,7 @@ _WINDOW = 128
 # The level is computed anew after this many samples; sooner costs time, later follows drift late.
 _REFRESH = 32
 # A change is looked at from this many samples on, so a burst of fewer is never reported.
-_LEAST_SAMPLES = 8
+_MIN_SAMPLES = 8
 # It is reported once the standard error of the new level is below this part of its size and this
 # part of the smallest change that counts (else the first correction would look like a change), ...
 _WANTED_ERROR = 0.04
@@ -131,7 +131,7 @@ class Cusum:
         self._threshold = threshold
         self._clip = clip
         # A higher sum would only take longer to come down again.
-        self._most = 2 * threshold
+        self._max = 2 * threshold
         self._window: deque[float] = deque(maxlen=_WINDOW)
 
     def restart(self, values: Sequence[float]) -> None:
@@ -161,14 +161,14 @@ class Cusum:
         up = self._up + distance - self._allowance
         if up > 0:
             self._up_age += 1
-            self._up = up if up < self._most else self._most
+            self._up = up if up < self._max else self._max
         else:
             self._up = 0.0
             self._up_age = 0
         down = self._down - distance - self._allowance
         if down > 0:
             self._down_age += 1
-            self._down = down if down < self._most else self._most
+            self._down = down if down < self._max else self._max
         else:
             self._down = 0.0
             self._down_age = 0
@@ -356,9 +356,9 @@ class DelayDetector:
             raise ValueError(
                 f"min_change_ratio: expected a finite number, not negative, got {min_change_ratio}"
             )
-        if not _LEAST_SAMPLES <= warmup_samples <= _WINDOW:
+        if not _MIN_SAMPLES <= warmup_samples <= _WINDOW:
             raise ValueError(
-                f"warmup_samples: expected {_LEAST_SAMPLES} to {_WINDOW}, got {warmup_samples}"
+                f"warmup_samples: expected {_MIN_SAMPLES} to {_WINDOW}, got {warmup_samples}"
             )
         if relapse_steps < 0:
             raise ValueError(f"relapse_steps: expected at least 0, got {relapse_steps}")
@@ -440,13 +440,13 @@ class DelayDetector:
     def _judge(self, key: tuple[int, int], link: _Link, age: int) -> DelayChange | None:
         """What to say of a change that is `age` samples old, if it is time to say anything."""
         # While "faster" is held back there is no hurry.
-        if age < _LEAST_SAMPLES or (age > _PLENTY_SAMPLES and age % 4):
+        if age < _MIN_SAMPLES or (age > _PLENTY_SAMPLES and age % 4):
             return None
         samples = link.samples
         delays_s = [sample.delay_s for sample in samples]
         complete = age <= len(samples)
         age = _since(delays_s[-age:], link.level.mean_s)
-        if age < _LEAST_SAMPLES:
+        if age < _MIN_SAMPLES:
             return None
         if complete or link.began is None:
             link.began = samples[-age]

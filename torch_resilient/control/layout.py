@@ -642,7 +642,7 @@ def propose_layout(
     exact = count <= exact_ranks
     stay = LayoutProposal(layout, (), before, before, exact)
     enough_s = before.iteration_s * (1 - margin)
-    if count == 1 or _least_s(model) > enough_s:
+    if count == 1 or _min_s(model) > enough_s:
         return stay
     base_s, links = model.link_tables()
     if exact:
@@ -667,7 +667,7 @@ def propose_layout(
     return LayoutProposal(new, layout.moved(new), before, after, exact)
 
 
-def _least_s(model: _Model) -> float:
+def _min_s(model: _Model) -> float:
     """About the shortest iteration with the best links everywhere: if it is no gain, nothing is."""
     others = model.message_s[~np.eye(len(model.message_s), dtype=bool)]
     least = [float(others.min())] * (model.stages - 1) if others.size else []

@@ -51,7 +51,7 @@ class RoundTrips:
         self._recent = deque([kept] if kept else [])
 
     @property
-    def least_s(self) -> float:
+    def min_s(self) -> float:
         """The least of the last samples; NaN before the first."""
         return min(itertools.chain(*self._recent), default=math.nan)
 

@@ -36,15 +36,15 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     others = [other for other in range(size) if other != rank]
     monitors = {other: RoundTrips() for other in others}
-    least_s = dict.fromkeys(others, math.inf)
+    min_s = dict.fromkeys(others, math.inf)
 
     def look() -> None:
         for peer in stats(group).peers:
             new = monitors[peer.rank].update(peer)
-            least_s[peer.rank] = min([least_s[peer.rank], *new])
+            min_s[peer.rank] = min([min_s[peer.rank], *new])
 
     look()
-    least_s = dict.fromkeys(others, math.inf)  # what was measured before may be long ago
+    min_s = dict.fromkeys(others, math.inf)  # what was measured before may be long ago
     for number in range(rounds + _MORE_ROUNDS):
         time.sleep(_BETWEEN_S)
         incoming = [torch.zeros(1, device=device) for _ in others]
@@ -61,17 +61,17 @@ def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> l
         if number + 1 >= rounds:
             # New connections are not measured at once, and acknowledgements may still be on their
             # way: all ranks go on until the last one knows all of its links.
-            unknown = torch.tensor(float(math.inf in least_s.values()), device=device)
+            unknown = torch.tensor(float(math.inf in min_s.values()), device=device)
             dist.all_reduce(unknown, dist.ReduceOp.MAX, group=group)
             if not unknown:
                 break
     else:
-        silent = [other for other, each in least_s.items() if each == math.inf]
+        silent = [other for other, each in min_s.items() if each == math.inf]
         raise RuntimeError(
             f"links of rank {rank} without a round trip after {rounds + _MORE_ROUNDS} rounds: to "
             f"ranks {silent} of the group; see their paths in torch_resilient.stats().peers"
         )
-    mine = [least_s[other] / 2 if other != rank else 0.0 for other in range(size)]
+    mine = [min_s[other] / 2 if other != rank else 0.0 for other in range(size)]
     rows: list[list[float]] = [[]] * size
     dist.all_gather_object(rows, mine, group=group)
     return rows

@@ -14,12 +14,12 @@ from torch_resilient.planning.orders import Operation, Order, held_at_most
 from torch_resilient.planning.planner import disturbances, plan_schedule
 from torch_resilient.planning.replay import replay
 from torch_resilient.planning.slackness import tolerated_delay_s
-from torch_resilient.planning.warmup import LEAST_SLACKNESS, adapted_warmup, initial_warmup
+from torch_resilient.planning.warmup import MIN_SLACKNESS, adapted_warmup, initial_warmup
 
 # A plan must promise this much to be worth a switch, or the pipeline would follow the noise.
-LEAST_GAIN = 0.01
+MIN_GAIN = 0.01
 # A plan that holds this much less memory and is as fast is worth a switch, too.
-LEAST_SAVING = 0.1
+MIN_SAVING = 0.1
 # As fast: within this.
 _EQUAL = 0.005
 # So many iterations in a row must agree, unless a detector has found a change.
@@ -174,8 +174,8 @@ class Decider:
         candidate = self._candidate(costs, current.epoch + 1)
         gain = 1 - candidate.predicted_s / now_s if now_s > 0 else 0.0
         saving = 1 - sum(candidate.gates.pending) / sum(current.gates.pending)
-        faster = gain >= LEAST_GAIN
-        leaner = not self._fixed and gain >= -_EQUAL and saving >= LEAST_SAVING
+        faster = gain >= MIN_GAIN
+        leaner = not self._fixed and gain >= -_EQUAL and saving >= MIN_SAVING
         if not (faster or leaner or first or crowded):
             self._agreeing = 0
             self._content = (current.epoch, costs)
@@ -242,7 +242,7 @@ class Decider:
 def _with_slack(costs: PipelineCosts) -> PipelineCosts:
     """The same with every link as slow as Algorithm 2's least slackness bears (Equation 1)."""
     for link in range(costs.num_stages - 1):
-        costs = costs.with_delay(link, max(tolerated_delay_s(costs, link, LEAST_SLACKNESS), 0.0))
+        costs = costs.with_delay(link, max(tolerated_delay_s(costs, link, MIN_SLACKNESS), 0.0))
     return costs
 
 

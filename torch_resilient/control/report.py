@@ -21,9 +21,9 @@ class StageReport:
         published: the newest epoch that this rank has published; 0 for none.
         changes: how many changes of its links' delays it has found so far.
         forward_s, input_backward_s, weight_backward_s: of a typical F, B and W.
-        round_trip_next_s, round_trip_next_least_s: of the link to the next stage, typical and least
+        round_trip_next_s, round_trip_next_min_s: of the link to the next stage, typical and least
             of about the last iteration.
-        round_trip_previous_s, round_trip_previous_least_s: the same of the link to the previous
+        round_trip_previous_s, round_trip_previous_min_s: the same of the link to the previous
             stage.
         transfer_next_s, transfer_previous_s: how much longer than that a typical message takes to
             be there whole.
@@ -39,9 +39,9 @@ class StageReport:
     input_backward_s: float = UNKNOWN
     weight_backward_s: float = UNKNOWN
     round_trip_next_s: float = UNKNOWN
-    round_trip_next_least_s: float = UNKNOWN
+    round_trip_next_min_s: float = UNKNOWN
     round_trip_previous_s: float = UNKNOWN
-    round_trip_previous_least_s: float = UNKNOWN
+    round_trip_previous_min_s: float = UNKNOWN
     transfer_next_s: float = 0.0
     transfer_previous_s: float = 0.0
     room: float = math.inf
@@ -70,7 +70,7 @@ def costs_of(reports: Sequence[StageReport]) -> PipelineCosts | None:
     forward_s, backward_s = [], []
     for stage in range(len(reports) - 1):
         ahead, behind = reports[stage], reports[stage + 1]
-        least = [ahead.round_trip_next_least_s, behind.round_trip_previous_least_s]
+        least = [ahead.round_trip_next_min_s, behind.round_trip_previous_min_s]
         known = [each for each in least if each > 0]
         way_back_s = min(known) / 2 if known else 0.0
         forward_s.append(_one_way_s(ahead.round_trip_next_s, ahead.transfer_next_s, way_back_s))

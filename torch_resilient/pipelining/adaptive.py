@@ -343,7 +343,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
                         transfers.forget(peers[rank])
                     transfers.update(peers[rank], round_trips.typical_s)
                     result[f"round_trip_{place}_s"] = round_trips.typical_s
-                    result[f"round_trip_{place}_least_s"] = round_trips.least_s
+                    result[f"round_trip_{place}_min_s"] = round_trips.min_s
                     result[f"transfer_{place}_s"] = transfers.typical_s
         return result
 

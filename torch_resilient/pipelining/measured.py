@@ -281,13 +281,13 @@ class MeasuredRun:
 
 def _peaks(spans: Iterable[Span]) -> tuple[int, int]:
     """The most microbatches between F and B, and between F and W."""
-    activations = pending = most_activations = most_pending = 0
+    activations = pending = max_activations = max_pending = 0
     for operation, _, _ in spans:
         activations += (operation.kind == "F") - (operation.kind == "B")
         pending += (operation.kind == "F") - (operation.kind == "W")
-        most_activations = max(most_activations, activations)
-        most_pending = max(most_pending, pending)
-    return most_activations, most_pending
+        max_activations = max(max_activations, activations)
+        max_pending = max(max_pending, pending)
+    return max_activations, max_pending
 
 
 class _Walk:

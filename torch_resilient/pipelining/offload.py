@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 # A smaller tensor costs more to move than it frees.
-_LEAST_BYTES = 1 << 16
+_MIN_BYTES = 1 << 16
 # The copy that measures the bandwidth; large enough to hide its start.
 _PROBE_BYTES = 32 << 20
 # Of free memory, what activations may take: allocators lose some to fragments.
@@ -103,7 +103,7 @@ class HostOffload:
             movable = (
                 tensor.device.type == self._device.type
                 and tensor.layout == torch.strided
-                and tensor.nbytes >= _LEAST_BYTES
+                and tensor.nbytes >= _MIN_BYTES
                 and tensor.untyped_storage().data_ptr() not in stay
             )
             return self._move(tensor) if movable else tensor.detach()

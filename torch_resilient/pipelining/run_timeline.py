@@ -31,16 +31,16 @@ from torch_resilient.pipelining.picture import (
 from torch_resilient.pipelining.timeline import MEANINGS, operation_box
 
 # A picture of more iterations or operations is too dense to be read.
-_MOST_STEPS = 6
-_MOST_OPERATIONS = 12_000
+_MAX_STEPS = 6
+_MAX_OPERATIONS = 12_000
 # A typical operation has room for the number of its microbatch.
 _OPERATION_PIXELS = 8
 _ROW_GAP = 16
 # The epoch of the plan before anything has been measured.
 _INITIAL_PLAN = 0
-_MOST_EVENTS = 8
+_MAX_EVENTS = 8
 # A cause that would be told as 0.0 % needs no legend.
-_LEAST_PART = 5e-4
+_MIN_PART = 5e-4
 
 
 def choose_steps(run: MeasuredRun) -> tuple[list[MeasuredStep], str]:
@@ -74,7 +74,7 @@ def _steps_that_fit(steps: Sequence[MeasuredStep]) -> int:
     """How many steps a picture of the usual width shows legibly; at least one before and one after
     a change, unless these are too many operations for any viewer."""
     operations = max((sum(len(s.spans) for s in each.present) for each in steps), default=0)
-    most = max(1, min(_MOST_STEPS, _MOST_OPERATIONS // max(operations, 1)))
+    most = max(1, min(_MAX_STEPS, _MAX_OPERATIONS // max(operations, 1)))
     times_s = [
         span.end_s - span.start_s for step in steps for each in step.present for span in each.spans
     ]
@@ -233,9 +233,9 @@ def picture_of(run: MeasuredRun, title: str) -> Picture:
     shown = [
         (min(max(event.time_s - origin_s, 0.0), length_s), line) for event, line in event_lines(run)
     ]
-    footer = [line for _, line in shown[:_MOST_EVENTS]]
-    if len(shown) > _MOST_EVENTS:
-        footer.append(f"and {len(shown) - _MOST_EVENTS} more events")
+    footer = [line for _, line in shown[:_MAX_EVENTS]]
+    if len(shown) > _MAX_EVENTS:
+        footer.append(f"and {len(shown) - _MAX_EVENTS} more events")
     return Picture(
         title,
         rows,
@@ -288,7 +288,7 @@ def _legend(steps: Sequence[MeasuredStep]) -> list[tuple[str, str]]:
         *(
             (cause, f"{meaning}: {100 * parts[cause]:.1f} %")
             for cause, meaning in CAUSES.items()
-            if parts[cause] >= _LEAST_PART
+            if parts[cause] >= _MIN_PART
         ),
     ]
 

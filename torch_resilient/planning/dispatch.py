@@ -18,7 +18,7 @@ from torch_resilient.planning.orders import KINDS, Kinds
 from torch_resilient.planning.warmup import adapted_warmup
 
 # Stages times microbatches up to which several orders are compared: it takes some milliseconds.
-_MOST_VARIED = 2048
+_MAX_VARIED = 2048
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ def predicted_orders(costs: PipelineCosts, num_microbatches: int, gates: Gates) 
     """
     rules = Rules(gates.warmup, forward_first=True, weight_share=0.2)
     limits = Limits(gates.activations, gates.pending)
-    few = costs.num_stages * num_microbatches <= _MOST_VARIED
+    few = costs.num_stages * num_microbatches <= _MAX_VARIED
     best: tuple[float, list[Kinds]] | None = None
     for each in _variants(costs) if few else [costs]:
         orders, _ = generate(each, num_microbatches, rules, limits)

@@ -37,12 +37,12 @@ class Limits:
     def allow_stage(self, stage: int, kinds: Kinds) -> bool:
         """Whether the stage's order keeps to them; False, too, if it has a B before its F."""
         held, pending = 0, 0
-        most_held, most_pending = self.activations[stage], self.pending[stage]
+        max_held, max_pending = self.activations[stage], self.pending[stage]
         for kind in kinds:
             if kind == FORWARD:
                 held += 1
                 pending += 1
-                if held > most_held or pending > most_pending:
+                if held > max_held or pending > max_pending:
                     return False
             elif kind == INPUT_BACKWARD:
                 held -= 1
@@ -69,7 +69,7 @@ class Rules:
         forward_first: F before B as long as fewer than x_i are: keeps the slack of slow links.
         weight_share: W starts only if at least this share of it fits before the next message
             whose arrival is known; 0 for always.
-        most_weights: with this many W ready, W comes before F.
+        max_weights: with this many W ready, W comes before F.
     """
 
     warmup: tuple[int, ...]
@@ -77,7 +77,7 @@ class Rules:
     gate: bool = False
     forward_first: bool = False
     weight_share: float = 0.0
-    most_weights: int | None = None
+    max_weights: int | None = None
 
 
 def no_limits(num_stages: int, num_microbatches: int) -> Limits:

@@ -170,14 +170,14 @@ def alternating(warmup: Sequence[int], num_microbatches: int) -> list[Order]:
 
 def held_at_most(order: Sequence[Operation]) -> tuple[int, int]:
     """The most microbatches of one stage between F and B, and between F and W."""
-    forward = backward = weight = most_backward = most_weight = 0
+    forward = backward = weight = max_backward = max_weight = 0
     for kind, _ in order:
         if kind == "F":
             forward += 1
-            most_backward = max(most_backward, forward - backward)
-            most_weight = max(most_weight, forward - weight)
+            max_backward = max(max_backward, forward - backward)
+            max_weight = max(max_weight, forward - weight)
         elif kind == "B":
             backward += 1
         else:
             weight += 1
-    return most_backward, most_weight
+    return max_backward, max_weight

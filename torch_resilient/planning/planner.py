@@ -219,7 +219,7 @@ def _quotas(costs: PipelineCosts, num_microbatches: int, limits: Limits) -> dict
     return quotas
 
 
-# (quota, gate, forward_first, weight_share, most_weights), in the order in which each adds most to
+# (quota, gate, forward_first, weight_share, max_weights), in the order in which each adds most to
 # those before it, over random profiles without a limit, with one on F-B and with one on F-W
 # (benchmarks/planner_quality.py draws such). -1 stands for as many W as stages.
 _RULES: tuple[tuple[str, bool, bool, float, int | None], ...] = (
@@ -267,7 +267,7 @@ def _portfolio(
                 gate=gate,
                 forward_first=forward_first,
                 weight_share=share,
-                most_weights=costs.num_stages if most == -1 else most,
+                max_weights=costs.num_stages if most == -1 else most,
             ),
         )
 
@@ -304,10 +304,10 @@ def disturbances(costs: PipelineCosts) -> list[PipelineCosts]:
     slow = [i for i in links if sums[i] > 0] or list(links)
     slow.sort(key=lambda i: -sums[i])
     operations_s = sum(costs.forward_s) + sum(costs.input_backward_s)
-    least_s = operations_s / costs.num_stages / 2
+    min_s = operations_s / costs.num_stages / 2
     found = [costs]
     for i in slow[:_DISTURBED_LINKS]:
-        added_s = max(_DISTURBANCE * sums[i] / 2, least_s)
+        added_s = max(_DISTURBANCE * sums[i] / 2, min_s)
         found.append(
             costs.with_delay(
                 i, costs.delay_forward_s[i] + added_s, costs.delay_backward_s[i] + added_s

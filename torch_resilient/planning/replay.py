@@ -244,8 +244,8 @@ def _deadlock(
 
 def _peaks(order: Sequence[Operation], costs: PipelineCosts, stage: int) -> tuple[int, int, float]:
     """The most microbatches from F to B, from F to W, and the most memory, of one stage."""
-    activations = pending = most_activations = most_pending = 0
-    units = most_units = 0.0
+    activations = pending = max_activations = max_pending = 0
+    units = max_units = 0.0
     held = costs.activation_units[stage]
     kept = costs.weight_backward_units[stage]
     backward = 0  # between B and W
@@ -253,8 +253,8 @@ def _peaks(order: Sequence[Operation], costs: PipelineCosts, stage: int) -> tupl
         if kind == "F":
             activations += 1
             pending += 1
-            most_activations = max(most_activations, activations)
-            most_pending = max(most_pending, pending)
+            max_activations = max(max_activations, activations)
+            max_pending = max(max_pending, pending)
         elif kind == "B":
             activations -= 1
             backward += 1
@@ -262,5 +262,5 @@ def _peaks(order: Sequence[Operation], costs: PipelineCosts, stage: int) -> tupl
             pending -= 1
             backward -= 1
         units = activations * held + backward * kept
-        most_units = max(most_units, units)
-    return most_activations, most_pending, most_units
+        max_units = max(max_units, units)
+    return max_activations, max_pending, max_units

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch_resilient.planning.costs import PipelineCosts
 
 # The least slackness that Algorithm 2 gives a link: with 2, a link without delay costs nothing.
-LEAST_SLACKNESS = 2
+MIN_SLACKNESS = 2
 # Sums of times such as 0.01 s are not exact; 2.0000000001 is not to become 3.
 _ROUNDING = 1e-9
 
@@ -81,8 +81,8 @@ def adapted_warmup(costs: PipelineCosts, num_microbatches: int) -> list[int]:
         )
         cycle_s = costs.forward_s[stage + 1] + costs.input_backward_s[stage + 1]
         if needed_s < cycle_s * num_microbatches:
-            slackness = max(math.ceil(needed_s / cycle_s - _ROUNDING), LEAST_SLACKNESS)
+            slackness = max(math.ceil(needed_s / cycle_s - _ROUNDING), MIN_SLACKNESS)
         else:  # also when the next stage takes no time at all
-            slackness = max(num_microbatches, LEAST_SLACKNESS)
+            slackness = max(num_microbatches, MIN_SLACKNESS)
         warmup.append(min(warmup[-1] + slackness, num_microbatches))
     return warmup[::-1]

@@ -224,9 +224,9 @@ class FrameFeed : private FuzzInput {
         size_t n = byte();
         n = std::min(n, input_.size());
         if (p.open && p.headerRead == kFrameHeaderBytes) {
-          const size_t most = p.frame.payloadBytes - p.payloadRead;
-          read(p, input_.first(std::min(n, most)));
-          input_ = input_.subspan(std::min(n, most));
+          const size_t max = p.frame.payloadBytes - p.payloadRead;
+          read(p, input_.first(std::min(n, max)));
+          input_ = input_.subspan(std::min(n, max));
         }
         break;
       }
@@ -292,7 +292,7 @@ class FrameFeed : private FuzzInput {
     if (sends_.size() < 100) {
       sends_.push_back(std::make_unique<TestSend>(text(bytes), tag));
       if (tag == 2) {
-        sends_.back()->tolerance.mostLost = 0.5f;
+        sends_.back()->tolerance.maxLost = 0.5f;
       }
       channel().send(sends_.back().get(), now_);
     }

@@ -33,7 +33,7 @@ class PacketFeed : private FuzzInput {
               require(object <= added_, "an object is done that nobody sent");
             }),
         receiver_(
-            kMostBytes,
+            kMaxBytes,
             [this](std::span<const std::byte> o, std::span<const Hole> h) {
               delivered(o, h);
             }) {}
@@ -59,7 +59,7 @@ class PacketFeed : private FuzzInput {
   }
 
  private:
-  static constexpr uint64_t kMostBytes = 1u << 20;
+  static constexpr uint64_t kMaxBytes = 1u << 20;
 
   static RecoverySchemes schemes() {
     RecoverySchemes s;
@@ -285,7 +285,7 @@ class PacketFeed : private FuzzInput {
     }
     // Else the timer would come at once, for ever.
     require(receiver_.deadline() > now_, "the receiver does not rest");
-    std::vector<std::byte> packet(kSymbolHeaderBytes + kMostPieceBytes);
+    std::vector<std::byte> packet(kSymbolHeaderBytes + kMaxPieceBytes);
     uint64_t turns = 0;
     while (const size_t n =
                sender_.next(now_, sentPackets_ + 1, packet.data())) {
@@ -320,8 +320,7 @@ class PacketFeed : private FuzzInput {
   }
 
   void check() {
-    require(
-        receiver_.heldBytes() <= kMostBytes, "the memory limit is exceeded");
+    require(receiver_.heldBytes() <= kMaxBytes, "the memory limit is exceeded");
     require(sender_.heldBytes() < (16u << 20), "the sender holds too much");
     require(sender_.waitingBytes() < (64u << 20), "waiting bytes are wrong");
     require(
