@@ -76,7 +76,7 @@ void Channel::removePath(PathId path, TimePoint now) {
 // Queues the content of `f` to be sent once more.
 void Channel::takeBack(InFlight& f, bool pathIsGone) {
   if (f.control) { // the peer may have it: it must bear a second one
-    if (!f.ghost) {
+    if (!f.superseded) {
       control_.push_front(
           pathIsGone ? std::move(f.control)
                      : std::make_unique<Control>(*f.control));
@@ -90,7 +90,7 @@ void Channel::takeBack(InFlight& f, bool pathIsGone) {
   OutMessage& m = *found->second;
   m.inFlight -= pathIsGone;
   // Or another copy has arrived already.
-  if (m.abandoned || f.ghost || m.acknowledgedChunks.contains(f.chunk)) {
+  if (m.abandoned || f.superseded || m.acknowledgedChunks.contains(f.chunk)) {
     eraseIfDone(m);
     return;
   }
@@ -147,7 +147,7 @@ void Channel::setSuspect(PathId path, bool suspect) {
     ++p.counters.timesSuspect;
     for (auto f = p.inFlight.rbegin(); f != p.inFlight.rend(); ++f) {
       takeBack(*f, /*pathIsGone=*/false);
-      f->ghost = true;
+      f->superseded = true;
     }
     unblock();
   }
@@ -338,7 +338,7 @@ size_t Channel::controlInFlight() const {
   size_t n = 0;
   for (const auto& [id, p] : paths_) {
     for (const InFlight& f : p.inFlight) {
-      n += f.control != nullptr && !f.ghost;
+      n += f.control != nullptr && !f.superseded;
     }
   }
   return n;

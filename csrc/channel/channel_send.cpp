@@ -320,7 +320,7 @@ PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
 
 // A chunk of a message's tail that another path is late with, for one that has
 // nothing to send. Null if there is none. The copy on the other path becomes a
-// ghost: the first acknowledgement of either counts.
+// superseded: the first acknowledgement of either counts.
 Channel::OutMessage*
 Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   // Further back, it is not the tail.
@@ -339,7 +339,7 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
       InFlight& f = holder.inFlight[i];
       ahead += f.bytes;
       const auto found = out_.find(f.message);
-      if (f.control || f.ghost || f.chunk == kOfferChunk ||
+      if (f.control || f.superseded || f.chunk == kOfferChunk ||
           found == out_.end()) {
         continue;
       }
@@ -352,7 +352,7 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
       }
       if (hedge.worthIt(ahead, f.bytes)) {
         trackChunks(m);
-        f.ghost = true;
+        f.superseded = true;
         chunk = f.chunk;
         return &m;
       }

@@ -145,7 +145,7 @@ struct Channel::InFlight {
   bool ackNow = false;
   // It was taken back while the path was suspect: whatever becomes of this
   // copy, another one counts. If it is acknowledged first, so much the better.
-  bool ghost = false;
+  bool superseded = false;
   TimePoint at{};
   std::unique_ptr<Control> control;
 };
