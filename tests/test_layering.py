@@ -100,7 +100,7 @@ PACKAGES: dict[str, set[str]] = {
     "cli": {"", "_observe", "smart", "planning", "control", "pipelining", "testing"},
 }
 # Modules at the top that may start the observers.
-DOORS = {"__init__.py", "_registration.py", "faults.py"}
+ENTRY_POINTS = {"__init__.py", "_registration.py", "faults.py"}
 # Packages that must be importable where torch is not.
 WITHOUT_TORCH = {"planning", "testing"}
 # The one importer of torch's private names for pipelining.
@@ -130,7 +130,7 @@ def python_faults(name: str, text: str) -> list[str]:
         parts = [*module.split("."), imported]
         if parts[0] == "torch_resilient":
             target = parts[1] if parts[1] in PACKAGES else ""
-            if name in DOORS and target == "_observe":
+            if name in ENTRY_POINTS and target == "_observe":
                 continue
             if target != package and target not in PACKAGES[package]:
                 faults.append(f"{name}: imports {target}, which is not below {package or 'it'}")

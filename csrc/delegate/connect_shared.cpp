@@ -10,31 +10,31 @@ void SharedConnector::offer() {
     return;
   }
   offered_ = true;
-  SharedDoor* const door = link_.host().sharedDoor();
-  if (door == nullptr) {
+  SharedRendezvous* const rendezvous = link_.host().sharedRendezvous();
+  if (rendezvous == nullptr) {
     return;
   }
   SharedOffer offer;
-  offer.door = door->name();
+  offer.socketName = rendezvous->name();
   offer.token.resize(16);
   fillRandom(offer.token.data(), offer.token.size());
-  door->expect(link_.uid(), offer.token);
+  rendezvous->expect(link_.uid(), offer.token);
   link_.channel().sendControl(encode(offer));
 }
 
 void SharedConnector::onOffer(const SharedOffer& offer) {
   const EngineOptions& options = link_.host().options();
-  if (!link_.usable() || path_ != nullptr || knock_ || !options.shared_memory) {
+  if (!link_.usable() || path_ != nullptr || visit_ || !options.shared_memory) {
     return;
   }
-  knock_ = SharedKnock::start(
+  visit_ = SharedVisit::start(
       link_.loop(),
-      offer.door,
+      offer.socketName,
       offer.token,
       static_cast<size_t>(options.shared_ring_bytes),
       [this](const Status& status, SharedEnds ends) {
         link_.host().destroyLater(
-            std::shared_ptr<SharedKnock>(std::move(knock_)));
+            std::shared_ptr<SharedVisit>(std::move(visit_)));
         if (status.ok()) {
           onEnds(std::move(ends));
         } else {

@@ -4,8 +4,8 @@
 #include <optional>
 
 #include "delegate/connector.h"
-#include "transport/shared_door.h"
 #include "transport/shared_path.h"
+#include "transport/shared_rendezvous.h"
 #include "wire/control.h"
 
 namespace resilient {
@@ -33,13 +33,13 @@ class SharedConnector final : public Connector {
     return roles.sharedMemory;
   }
   void close() override {
-    knock_.reset();
+    visit_.reset();
   }
   void fillStats(PeerStats& stats) const override;
 
  private:
   SharedPath* path_ = nullptr; // the link's
-  std::unique_ptr<SharedKnock> knock_;
+  std::unique_ptr<SharedVisit> visit_;
   bool offered_ = false;
   std::optional<PathCounters> past_; // of memory that was shared before
 };

@@ -654,19 +654,19 @@ bool Engine::mayBeAt(const Uid& process, const SocketAddress& at) const {
   });
 }
 
-SharedDoor* Engine::sharedDoor() {
-  if (!sharedDoor_ && !noSharedDoor_) {
+SharedRendezvous* Engine::sharedRendezvous() {
+  if (!sharedRendezvous_ && !noRendezvous_) {
     try {
-      sharedDoor_ = std::make_unique<SharedDoor>(
+      sharedRendezvous_ = std::make_unique<SharedRendezvous>(
           loop_, [this](const Uid& peer, SharedEnds ends) {
             link(peer).sharedMemory().onEnds(std::move(ends));
           });
     } catch (const StatusError& e) {
-      noSharedDoor_ = true;
+      noRendezvous_ = true;
       noSharedMemory(e.what());
     }
   }
-  return sharedDoor_.get();
+  return sharedRendezvous_.get();
 }
 
 void Engine::noSharedMemory(const std::string& why) {
@@ -807,7 +807,7 @@ void Engine::stop(Nanos linger) {
     listener_.reset();
     linkWatch_.reset();
     loop_.cancel(lookAgainTimer_);
-    sharedDoor_.reset();
+    sharedRendezvous_.reset();
     signalDump_.reset();
   });
   loop_.stop();

@@ -29,7 +29,7 @@
 #include "transport/event_loop.h"
 #include "transport/link_watch.h"
 #include "transport/listener.h"
-#include "transport/shared_door.h"
+#include "transport/shared_rendezvous.h"
 #include "wire/control.h"
 
 namespace resilient {
@@ -185,7 +185,7 @@ class Engine final : public MailboxListener, public LinkHost {
     return startedAt_;
   }
   // Where peers on this host come to share memory; null if there is none.
-  SharedDoor* sharedDoor() override;
+  SharedRendezvous* sharedRendezvous() override;
   // It cannot be shared with a peer; says so once.
   void noSharedMemory(const std::string& why) override;
   void registerGroup(uint64_t id, GroupImpl* group);
@@ -247,8 +247,8 @@ class Engine final : public MailboxListener, public LinkHost {
   std::unique_ptr<Listener> listener_;
   std::unique_ptr<LinkWatch> linkWatch_;
   TimerId lookAgainTimer_ = 0; // what our addresses are
-  std::unique_ptr<SharedDoor> sharedDoor_;
-  bool noSharedDoor_ = false; // it cannot be made
+  std::unique_ptr<SharedRendezvous> sharedRendezvous_;
+  bool noRendezvous_ = false; // it cannot be made
   bool saidNoSharedMemory_ = false;
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;

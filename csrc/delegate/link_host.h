@@ -16,7 +16,7 @@
 #include "path/rate_limit.h"
 #include "transport/address.h"
 #include "transport/event_loop.h"
-#include "transport/shared_door.h"
+#include "transport/shared_rendezvous.h"
 #include "transport/socket.h"
 #include "wire/hello.h"
 
@@ -85,7 +85,7 @@ class LinkHost {
   // Destroyed at the next turn: objects whose code is on the stack.
   virtual void destroyLater(std::shared_ptr<void> object) = 0;
   // Where peers on this host come to share memory; null if there is none.
-  virtual SharedDoor* sharedDoor() = 0;
+  virtual SharedRendezvous* sharedRendezvous() = 0;
   // It cannot be shared with a peer; says so once.
   virtual void noSharedMemory(const std::string& why) = 0;
 };

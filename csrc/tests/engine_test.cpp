@@ -1096,16 +1096,16 @@ TEST(engineRefusesInterfacesForClassesThatItDoesNotUse) {
   CHECK_CONTAINS(classes("bulk=lo,bulk=lo"), "bulk is there twice");
 }
 
-TEST(engineSharesMemoryWithOthersAfterOneKnockHasFailed) {
+TEST(engineSharesMemoryWithOthersAfterOneRendezvousHasFailed) {
   EngineOptions options;
   options.log_level = "error";
   const auto engine = Engine::start(options, "127.0.0.1", 0);
-  SharedDoor* door = nullptr;
+  SharedRendezvous* rendezvous = nullptr;
   engine->callInLoop([&] {
-    engine->noSharedMemory("a peer: its door is closed");
-    door = engine->sharedDoor();
+    engine->noSharedMemory("a peer: its socket is closed");
+    rendezvous = engine->sharedRendezvous();
   });
-  CHECK(door != nullptr);
+  CHECK(rendezvous != nullptr);
   Engine::release(engine, std::chrono::seconds(1));
 }
 

@@ -17,8 +17,8 @@
 #include "base/random.h"
 #include "tests/channel_pair.h"
 #include "tests/check.h"
-#include "transport/shared_door.h"
 #include "transport/shared_path.h"
+#include "transport/shared_rendezvous.h"
 
 namespace resilient {
 namespace {
@@ -157,15 +157,15 @@ struct Running {
 
 struct Meeting {
   Running running;
-  std::unique_ptr<SharedDoor> door;
-  std::unique_ptr<SharedKnock> knock;
+  std::unique_ptr<SharedRendezvous> rendezvous;
+  std::unique_ptr<SharedVisit> visit;
   std::optional<SharedEnds> came, got;
   Uid whose{};
   std::string error = "none yet";
 
   Meeting() {
     running.sync([this] {
-      door = std::make_unique<SharedDoor>(
+      rendezvous = std::make_unique<SharedRendezvous>(
           running.loop, [this](const Uid& peer, SharedEnds ends) {
             whose = peer;
             came = std::move(ends);
@@ -174,15 +174,15 @@ struct Meeting {
   }
   ~Meeting() {
     running.sync([this] {
-      knock.reset();
-      door.reset();
+      visit.reset();
+      rendezvous.reset();
     });
   }
   // Returns the error, or nothing.
   std::string meet(const std::string& name, const std::string& token) {
     running.sync([&] {
       error = "none yet";
-      knock = SharedKnock::start(
+      visit = SharedVisit::start(
           running.loop,
           name,
           token,
@@ -197,14 +197,15 @@ struct Meeting {
   }
 };
 
-TEST(shared_door_opens_to_the_token_once) {
+TEST(shared_rendezvous_opens_to_the_token_once) {
   Meeting m;
   Uid peer{};
   peer[3] = 7;
-  m.running.sync([&] { m.door->expect(peer, "the right token"); });
-  CHECK_EQ(m.meet(m.door->name(), "a wrong one"), "the other process refused");
+  m.running.sync([&] { m.rendezvous->expect(peer, "the right token"); });
+  CHECK_EQ(
+      m.meet(m.rendezvous->name(), "a wrong one"), "the other process refused");
   CHECK(!m.came);
-  CHECK_EQ(m.meet(m.door->name(), "the right token"), "");
+  CHECK_EQ(m.meet(m.rendezvous->name(), "the right token"), "");
   CHECK(m.came.has_value());
   CHECK(m.whose == peer);
   CHECK_EQ(m.came->side + m.got->side, 1);
@@ -217,19 +218,20 @@ TEST(shared_door_opens_to_the_token_once) {
   CHECK_EQ(::write(m.got->wakeTheirs.get(), &one, 8), ssize_t{8});
   CHECK_EQ(::read(m.came->wakeMine.get(), &read, 8), ssize_t{8});
   CHECK_EQ(
-      m.meet(m.door->name(), "the right token"), "the other process refused");
+      m.meet(m.rendezvous->name(), "the right token"),
+      "the other process refused");
 }
 
-TEST(shared_door_that_is_not_there_is_an_error) {
+TEST(shared_rendezvous_that_is_not_there_is_an_error) {
   Meeting m;
   CHECK(
       m.meet("torch_resilient-nobody", "x").find("connect to a process") !=
       std::string::npos);
 }
 
-// While there is no descriptor for a caller, it stands at the door, which must
-// not keep the loop busy; and is let in later.
-TEST(shared_door_waits_for_descriptors) {
+// While there is no descriptor for a caller, it waits at the rendezvous, which
+// must not keep the loop busy; and is let in later.
+TEST(shared_rendezvous_waits_for_descriptors) {
   Meeting m;
   FileDescriptor caller(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
   const timeval patience{30, 0};
@@ -239,7 +241,7 @@ TEST(shared_door_waits_for_descriptors) {
       0);
   sockaddr_un address{};
   address.sun_family = AF_UNIX;
-  const std::string name = m.door->name();
+  const std::string name = m.rendezvous->name();
   std::copy(name.begin(), name.end(), address.sun_path + 1);
   rlimit before{};
   CHECK_EQ(::getrlimit(RLIMIT_NOFILE, &before), 0);

@@ -67,94 +67,95 @@ Listener::Listener(EventLoop& loop, ListenerConfig config)
   RESILIENT_IN_LOOP(loop);
   for (int tries = kPortTries;; --tries) {
     try {
-      openDoors();
+      openSockets();
       break;
     } catch (const StatusError&) {
-      if (config_.port != 0 || doors_.size() < 2 || tries == 1) {
+      if (config_.port != 0 || sockets_.size() < 2 || tries == 1) {
         throw;
       }
     }
   }
   openReserve();
-  for (const auto& door : doors_) {
-    loop_.add(door->fd.get(), EPOLLIN, door.get());
+  for (const auto& socket : sockets_) {
+    loop_.add(socket->fd.get(), EPOLLIN, socket.get());
   }
 }
 
-void Listener::openDoors() {
-  doors_.clear();
+void Listener::openSockets() {
+  sockets_.clear();
   const size_t count = std::max<size_t>(config_.bindIps.size(), 1);
   port_ = config_.port;
   for (size_t i = 0; i < count; ++i) {
-    Door& door = *doors_.emplace_back(std::make_unique<Door>(*this));
+    ListenSocket& socket =
+        *sockets_.emplace_back(std::make_unique<ListenSocket>(*this));
     if (config_.bindIps.empty()) {
-      door.fd = open(*SocketAddress::parse("::", port_));
-      if (!door.fd) { // there is no IPv6 on this machine
-        door.fd = open(*SocketAddress::parse("0.0.0.0", port_));
+      socket.fd = open(*SocketAddress::parse("::", port_));
+      if (!socket.fd) { // there is no IPv6 on this machine
+        socket.fd = open(*SocketAddress::parse("0.0.0.0", port_));
       }
     } else {
-      door.ip = config_.bindIps[i];
-      auto at = SocketAddress::parse(door.ip, port_);
+      socket.ip = config_.bindIps[i];
+      auto at = SocketAddress::parse(socket.ip, port_);
       if (!at) {
         throw StatusError(Status(
             StatusCode::kInvalidArgument,
-            "listen on \"" + door.ip + "\": not an IP address"));
+            "listen on \"" + socket.ip + "\": not an IP address"));
       }
-      door.fd = open(*at);
-      if (!door.fd) {
+      socket.fd = open(*at);
+      if (!socket.fd) {
         throw StatusError(errnoStatus(
             StatusCode::kInvalidArgument,
             "listen on " + at->toString(),
             EAFNOSUPPORT));
       }
     }
-    port_ = localAddress(door.fd.get()).port();
+    port_ = localAddress(socket.fd.get()).port();
   }
 }
 
 Listener::~Listener() {
   loop_.cancel(resume_);
-  for (const auto& door : doors_) {
-    loop_.cancel(door->move);
-    loop_.remove(door->fd.get());
+  for (const auto& socket : sockets_) {
+    loop_.cancel(socket->move);
+    loop_.remove(socket->fd.get());
   }
 }
 
 Status Listener::moveTo(const std::vector<std::string>& ips) {
   RESILIENT_IN_LOOP(loop_);
   Status status;
-  for (size_t i = 0; i < doors_.size() && i < ips.size(); ++i) {
-    if (const Status moved = moveTo(*doors_[i], ips[i]); !moved.ok()) {
+  for (size_t i = 0; i < sockets_.size() && i < ips.size(); ++i) {
+    if (const Status moved = moveTo(*sockets_[i], ips[i]); !moved.ok()) {
       status = moved;
     }
   }
   return status;
 }
 
-Status Listener::moveTo(Door& door, const std::string& ip) {
-  loop_.cancel(door.move);
-  door.move = 0;
+Status Listener::moveTo(ListenSocket& socket, const std::string& ip) {
+  loop_.cancel(socket.move);
+  socket.move = 0;
   const auto at = SocketAddress::parse(ip, port_);
-  if (door.ip.empty() || door.ip == ip || !at) {
+  if (socket.ip.empty() || socket.ip == ip || !at) {
     return Status();
   }
   FileDescriptor moved;
   try {
     moved = open(*at);
   } catch (const StatusError& error) {
-    door.move = loop_.after(kMoveAgain, [this, &door, ip] {
-      door.move = 0;
-      (void)moveTo(door, ip);
+    socket.move = loop_.after(kMoveAgain, [this, &socket, ip] {
+      socket.move = 0;
+      (void)moveTo(socket, ip);
     });
     return error.status();
   }
   if (!moved) {
     return Status();
   }
-  loop_.remove(door.fd.get());
-  door.fd = std::move(moved);
-  loop_.add(door.fd.get(), EPOLLIN, &door);
-  door.ip = ip;
+  loop_.remove(socket.fd.get());
+  socket.fd = std::move(moved);
+  loop_.add(socket.fd.get(), EPOLLIN, &socket);
+  socket.ip = ip;
   return Status();
 }
 
@@ -231,11 +232,11 @@ ListenerStats Listener::stats() const {
   return s;
 }
 
-void Listener::onCallers(const Door& door) {
+void Listener::onCallers(const ListenSocket& socket) {
   for (int i = 0; i < kAcceptsPerTurn; ++i) {
     FileDescriptor fd;
     SocketAddress remote;
-    int error = acceptConnection(door.fd.get(), fd, remote);
+    int error = acceptConnection(socket.fd.get(), fd, remote);
     switch (error) {
       case 0:
         ++stats_.accepted;
@@ -248,7 +249,7 @@ void Listener::onCallers(const Door& door) {
       case ENOBUFS:
       case ENOMEM:
         ++stats_.outOfDescriptors;
-        onDescriptorsExhausted(door);
+        onDescriptorsExhausted(socket);
         return;
       default:
         // The caller has gone again (ECONNABORTED), or a network error that
@@ -262,7 +263,7 @@ void Listener::onCallers(const Door& door) {
 // without an answer the loop would spin. First choice: drop a caller that has
 // not proved itself. Second: use the reserve to accept one caller and reset it,
 // then pause.
-void Listener::onDescriptorsExhausted(const Door& door) {
+void Listener::onDescriptorsExhausted(const ListenSocket& socket) {
   logRejected([] {
     return "no descriptor is left for new connections: raise the limit on open "
            "files (ulimit -n)";
@@ -274,7 +275,7 @@ void Listener::onDescriptorsExhausted(const Door& door) {
     reserve_.reset();
     FileDescriptor fd;
     SocketAddress remote;
-    if (acceptConnection(door.fd.get(), fd, remote) == 0) {
+    if (acceptConnection(socket.fd.get(), fd, remote) == 0) {
       resetOnClose(fd.get());
     }
     fd.reset();
@@ -282,7 +283,7 @@ void Listener::onDescriptorsExhausted(const Door& door) {
   }
   // Rejects callers at this pace instead of at full speed: peers try again, and
   // the loop has other work.
-  for (const auto& each : doors_) {
+  for (const auto& each : sockets_) {
     loop_.modify(each->fd.get(), 0);
   }
   loop_.cancel(resume_);
@@ -291,7 +292,7 @@ void Listener::onDescriptorsExhausted(const Door& door) {
     if (!reserve_) {
       openReserve();
     }
-    for (const auto& each : doors_) {
+    for (const auto& each : sockets_) {
       loop_.modify(each->fd.get(), EPOLLIN);
     }
   });

@@ -97,8 +97,8 @@ class Listener final {
   using Pending = std::list<Caller>;
 
   // One listening socket.
-  struct Door final : Handler {
-    explicit Door(Listener& l) : listener(l) {}
+  struct ListenSocket final : Handler {
+    explicit ListenSocket(Listener& l) : listener(l) {}
     void onEvents(uint32_t) override {
       listener.onCallers(*this);
     }
@@ -108,9 +108,9 @@ class Listener final {
     TimerId move = 0; // the next try to
   };
 
-  void onCallers(const Door& door);
-  void openDoors();
-  Status moveTo(Door& door, const std::string& ip);
+  void onCallers(const ListenSocket& socket);
+  void openSockets();
+  Status moveTo(ListenSocket& socket, const std::string& ip);
   FileDescriptor open(const SocketAddress& at);
   void openReserve();
   void admit(FileDescriptor fd, SocketAddress remote);
@@ -118,13 +118,13 @@ class Listener final {
   void dropExcess(const Caller& newest);
   bool drop(size_t max, std::optional<uint64_t> network);
   void erase(Pending::iterator which);
-  void onDescriptorsExhausted(const Door& door);
+  void onDescriptorsExhausted(const ListenSocket& socket);
   template <typename MakeLine>
   void logRejected(MakeLine makeLine);
 
   EventLoop& loop_;
   ListenerConfig config_;
-  std::vector<std::unique_ptr<Door>> doors_;
+  std::vector<std::unique_ptr<ListenSocket>> sockets_;
   FileDescriptor reserve_;
   uint16_t port_ = 0;
   bool dualStack_ = false;

@@ -14,7 +14,7 @@
 namespace resilient {
 
 // What two processes of one host have in common once they have met (see
-// shared_door.h).
+// shared_rendezvous.h).
 struct SharedEnds {
   SharedMemory memory;
   int side = 0; // ours

@@ -178,7 +178,7 @@ std::vector<std::byte> encode(const PathsLost& lost) {
 
 std::vector<std::byte> encode(const SharedOffer& offer) {
   return Writer(ControlKind::kSharedOffer)
-      .put(offer.door)
+      .put(offer.socketName)
       .put(offer.token)
       .take();
 }
@@ -274,7 +274,7 @@ std::optional<SharedOffer> decodeSharedOffer(
   }
   SharedOffer offer;
   Reader in(payload);
-  in.get(offer.door);
+  in.get(offer.socketName);
   in.get(offer.token);
   return in.complete() ? std::optional(offer) : std::nullopt;
 }

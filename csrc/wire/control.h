@@ -92,9 +92,9 @@ struct PathsLost {
   static constexpr size_t kMax = 4096;
 };
 
-// The rendezvous for shared memory: see transport/shared_door.h.
+// The rendezvous for shared memory: see transport/shared_rendezvous.h.
 struct SharedOffer {
-  std::string door; // name of an abstract socket
+  std::string socketName; // name of an abstract socket
   std::string token;
 };
 

@@ -1,4 +1,4 @@
-#include "transport/shared_door.h"
+#include "transport/shared_rendezvous.h"
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -114,20 +114,21 @@ std::string receiveDescriptors(
 
 } // namespace
 
-// --- the door
+// --- the rendezvous
 
-struct SharedDoor::Caller final : Handler {
-  Caller(SharedDoor& d, FileDescriptor f) : door(d), fd(std::move(f)) {}
+struct SharedRendezvous::Caller final : Handler {
+  Caller(SharedRendezvous& d, FileDescriptor f)
+      : rendezvous(d), fd(std::move(f)) {}
   void onEvents(uint32_t) override {
-    door.onCaller(self);
+    rendezvous.onCaller(self);
   }
-  SharedDoor& door;
+  SharedRendezvous& rendezvous;
   FileDescriptor fd;
   TimerId timer = 0;
   std::list<std::unique_ptr<Caller>>::iterator self;
 };
 
-SharedDoor::SharedDoor(EventLoop& loop, Callback onCame)
+SharedRendezvous::SharedRendezvous(EventLoop& loop, Callback onCame)
     : loop_(loop), onCame_(std::move(onCame)), fd_(makeSocket()) {
   checkSyscall("make a local socket", fd_.get());
   std::array<uint64_t, 2> random;
@@ -143,7 +144,7 @@ SharedDoor::SharedDoor(EventLoop& loop, Callback onCame)
   loop_.add(fd_.get(), EPOLLIN, this);
 }
 
-SharedDoor::~SharedDoor() {
+SharedRendezvous::~SharedRendezvous() {
   loop_.cancel(resume_);
   for (const auto& caller : callers_) {
     loop_.cancel(caller->timer);
@@ -152,11 +153,11 @@ SharedDoor::~SharedDoor() {
   loop_.remove(fd_.get());
 }
 
-void SharedDoor::expect(const Uid& peer, const std::string& token) {
+void SharedRendezvous::expect(const Uid& peer, const std::string& token) {
   expected_.emplace_back(token, peer);
 }
 
-void SharedDoor::onEvents(uint32_t) {
+void SharedRendezvous::onEvents(uint32_t) {
   FileDescriptor fd(
       ::accept4(fd_.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (!fd) {
@@ -181,7 +182,8 @@ void SharedDoor::onEvents(uint32_t) {
 }
 
 // Not at once: its code may be on the stack.
-void SharedDoor::drop(std::list<std::unique_ptr<Caller>>::iterator which) {
+void SharedRendezvous::drop(
+    std::list<std::unique_ptr<Caller>>::iterator which) {
   std::shared_ptr<Caller> caller = std::move(*which);
   callers_.erase(which);
   loop_.remove(caller->fd.get());
@@ -190,7 +192,8 @@ void SharedDoor::drop(std::list<std::unique_ptr<Caller>>::iterator which) {
   loop_.post([caller] {});
 }
 
-void SharedDoor::onCaller(std::list<std::unique_ptr<Caller>>::iterator which) {
+void SharedRendezvous::onCaller(
+    std::list<std::unique_ptr<Caller>>::iterator which) {
   Caller& caller = **which;
   std::array<FileDescriptor, kDescriptors> got;
   const std::string token = receiveDescriptors(caller.fd.get(), got);
@@ -219,26 +222,26 @@ void SharedDoor::onCaller(std::list<std::unique_ptr<Caller>>::iterator which) {
   onCame_(peer, std::move(ends));
 }
 
-// --- the knock
+// --- the visitor
 
-SharedKnock::SharedKnock(EventLoop& loop, Callback onResult)
+SharedVisit::SharedVisit(EventLoop& loop, Callback onResult)
     : loop_(loop), onResult_(std::move(onResult)) {}
 
-SharedKnock::~SharedKnock() {
+SharedVisit::~SharedVisit() {
   loop_.cancel(timer_);
   if (watched_) {
     loop_.remove(ends_.socket.get());
   }
 }
 
-std::unique_ptr<SharedKnock> SharedKnock::start(
+std::unique_ptr<SharedVisit> SharedVisit::start(
     EventLoop& loop,
     const std::string& name,
     const std::string& token,
     size_t ringBytes,
     Callback onResult) {
-  std::unique_ptr<SharedKnock> k(new SharedKnock(loop, std::move(onResult)));
-  const Status status = k->knock(name, token, ringBytes);
+  std::unique_ptr<SharedVisit> k(new SharedVisit(loop, std::move(onResult)));
+  const Status status = k->visit(name, token, ringBytes);
   k->timer_ =
       loop.after(status.ok() ? kPatience : Nanos(0), [k = k.get(), status] {
         k->timer_ = 0;
@@ -251,7 +254,7 @@ std::unique_ptr<SharedKnock> SharedKnock::start(
   return k;
 }
 
-Status SharedKnock::knock(
+Status SharedVisit::visit(
     const std::string& name,
     const std::string& token,
     size_t ringBytes) {
@@ -287,7 +290,7 @@ Status SharedKnock::knock(
   return status;
 }
 
-void SharedKnock::onEvents(uint32_t) {
+void SharedVisit::onEvents(uint32_t) {
   char answer = 0;
   const ssize_t n = ::recv(ends_.socket.get(), &answer, 1, 0);
   if (n < 0 && (errno == EAGAIN || errno == EINTR)) {
@@ -298,7 +301,7 @@ void SharedKnock::onEvents(uint32_t) {
           : Status(StatusCode::kNetwork, "the other process refused"));
 }
 
-void SharedKnock::end(const Status& status) {
+void SharedVisit::end(const Status& status) {
   loop_.cancel(timer_);
   timer_ = 0;
   if (watched_) {

@@ -12,26 +12,26 @@
 
 namespace resilient {
 
-// How two processes of one host come to have memory in common. One of them
-// says over their connection, which has proved the job's secret, where its
-// door is and what to say there (a token). The other one makes the memory and
-// hands it over at the door, a socket of the host's own: only there can
-// descriptors be passed on, and the kernel tells whose process it is.
+// How two processes of one host come to share memory. One of them listens at an
+// abstract Unix socket and tells the other one, over their connection, which
+// has proved the job's secret, the name of the socket and a one-time token. The
+// other one creates the memory and passes it over that socket, since only Unix
+// sockets pass descriptors; the kernel says whose process is at the other end.
 //
 // Thread: loop thread.
-class SharedDoor final : private Handler {
+class SharedRendezvous final : private Handler {
  public:
   using Callback = std::function<void(const Uid& peer, SharedEnds ends)>;
 
   // Throws StatusError where the system has no such sockets.
-  SharedDoor(EventLoop& loop, Callback onCame);
-  ~SharedDoor() override;
+  SharedRendezvous(EventLoop& loop, Callback onCame);
+  ~SharedRendezvous() override;
 
   // The name of the socket (an abstract one: no file is left behind).
   const std::string& name() const {
     return name_;
   }
-  // Lets in whoever says this token, once, as `peer`.
+  // Accepts the caller that sends this token, once, as `peer`.
   void expect(const Uid& peer, const std::string& token);
 
  private:
@@ -50,24 +50,24 @@ class SharedDoor final : private Handler {
   TimerId resume_ = 0;
 };
 
-// The other side: makes the memory and knocks.
-class SharedKnock final : private Handler {
+// The other side: creates the memory and passes it on.
+class SharedVisit final : private Handler {
  public:
   // Called once, not from within start(), unless destroyed before.
   using Callback = std::function<void(const Status& status, SharedEnds ends)>;
 
-  static std::unique_ptr<SharedKnock> start(
+  static std::unique_ptr<SharedVisit> start(
       EventLoop& loop,
       const std::string& name,
       const std::string& token,
       size_t ringBytes,
       Callback onResult);
-  ~SharedKnock() override;
+  ~SharedVisit() override;
 
  private:
-  SharedKnock(EventLoop& loop, Callback onResult);
+  SharedVisit(EventLoop& loop, Callback onResult);
   Status
-  knock(const std::string& name, const std::string& token, size_t ringBytes);
+  visit(const std::string& name, const std::string& token, size_t ringBytes);
   void onEvents(uint32_t events) override;
   void end(const Status& status);
 
