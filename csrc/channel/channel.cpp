@@ -101,7 +101,7 @@ void Channel::takeBack(InFlight& f, bool pathIsGone) {
       trackChunks(m);
     }
     if (!RESILIENT_PLANTED(noRequeue)) {
-      m.again.push_back(f.chunk);
+      m.retransmits.push_back(f.chunk);
     }
   }
   enqueue(m, /*front=*/true);
@@ -125,7 +125,7 @@ void Channel::trackChunks(OutMessage& m) {
       }
     }
   }
-  for (uint32_t chunk : m.again) {
+  for (uint32_t chunk : m.retransmits) {
     open[chunk] = true;
   }
   for (uint32_t chunk = 0; chunk < m.nextChunk; ++chunk) {

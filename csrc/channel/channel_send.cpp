@@ -216,7 +216,7 @@ void Channel::abandon(OutMessage& m) {
     m.abandoned = true;
     // A tolerant one waits for more than its acknowledgements.
     unacknowledged_ -= m.acknowledged < m.chunks;
-    m.again.clear();
+    m.retransmits.clear();
     clearOffer(m);
     release(m);
     unblock(); // it may be among those that wait for credit
@@ -441,9 +441,9 @@ Channel::OutMessage* Channel::nextSendable(
       return nullptr;
     }
     OutMessage& m = *chosen;
-    if (!m.again.empty()) {
-      chunk = m.again.back(); // was charged when it was sent first
-      m.again.pop_back();
+    if (!m.retransmits.empty()) {
+      chunk = m.retransmits.back(); // was charged when it was sent first
+      m.retransmits.pop_back();
       repeated = true;
       scheduler_.served(c, m.chunkPayload(chunk), waiting);
       return &m;
@@ -710,7 +710,7 @@ bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
     if (!m.acknowledgedChunks.insert(chunk)) {
       return false; // its other copy was faster
     }
-    std::erase(m.again, chunk);
+    std::erase(m.retransmits, chunk);
   }
   if (++m.acknowledged < m.chunks) {
     return false;

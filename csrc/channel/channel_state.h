@@ -84,7 +84,7 @@ struct Channel::OutMessage {
   uint32_t chunks = 1;
   uint32_t nextChunk = 0; // the first that was never handed to a path
   // Taken back from dead or suspect paths; the back goes first.
-  std::vector<uint32_t> again;
+  std::vector<uint32_t> retransmits;
   uint32_t acknowledged = 0; // chunks
   uint32_t inFlight = 0; // frames on paths, offers included
   bool queued = false; // in ready_ or blocked_
@@ -108,7 +108,7 @@ struct Channel::OutMessage {
     return header.message;
   }
   bool allHandedOut() const {
-    return nextChunk == chunks && again.empty();
+    return nextChunk == chunks && retransmits.empty();
   }
   bool copiedWhenWritten(bool shared) const {
     return op != nullptr && pointToPoint && !tolerant && chunks == 1 &&
@@ -117,7 +117,7 @@ struct Channel::OutMessage {
   uint64_t unsentBytes() const {
     const uint64_t begun = uint64_t(nextChunk) * header.chunkBytes;
     return (header.totalBytes > begun ? header.totalBytes - begun : 0) +
-        again.size() * uint64_t(header.chunkBytes);
+        retransmits.size() * uint64_t(header.chunkBytes);
   }
   bool hasUnsent() const {
     return !abandoned && !allHandedOut();

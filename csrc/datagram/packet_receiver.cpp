@@ -243,7 +243,7 @@ Status PacketReceiver::onSymbol(
   } else {
     reportSoon(now + kReportDelay);
   }
-  if (!h.again) {
+  if (!h.retransmitted) {
     over(end ? h.object : h.object - 1, now);
   }
   auto found = objects_.find(h.object);
@@ -285,7 +285,7 @@ Status PacketReceiver::onSymbol(
     o.bytes += h.pieceBytes;
     status = repair(o, h.index / h.parityPerBlock);
   } else {
-    if (!h.again) {
+    if (!h.retransmitted) {
       note(o, reachedBy(o, h), now);
     }
     if (o.have[h.index]) {

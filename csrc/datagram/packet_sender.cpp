@@ -314,13 +314,13 @@ void PacketSender::stamp(SymbolHeader& h, TimePoint now) const {
 size_t PacketSender::writeSymbol(
     Object& o,
     uint16_t index,
-    bool again,
+    bool retransmitted,
     TimePoint now,
     std::byte* out) {
   SymbolHeader h = o.header;
   h.index = index;
   h.position = o.positionOf(index);
-  h.again = again;
+  h.retransmitted = retransmitted;
   stamp(h, now);
   encodeSymbolHeader(h, out);
   std::memcpy(out + kSymbolHeaderBytes, o.piece(index), h.pieceBytes);
@@ -368,7 +368,7 @@ size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
   }
   SymbolHeader h = at->second.header;
   h.type = PacketType::kEnd;
-  h.again = !whole; // its sending is not over
+  h.retransmitted = !whole; // its sending is not over
   stamp(h, now);
   encodeSymbolHeader(h, out);
   return kSymbolHeaderBytes;
@@ -421,7 +421,7 @@ size_t PacketSender::next(TimePoint now, uint64_t packet, std::byte* out) {
       Object& o = found->second;
       o.queued[index] = false;
       o.lastPacket[index] = packet;
-      ++counters_.again;
+      ++counters_.retransmitted;
       bytes = writeSymbol(o, index, true, now, out);
     }
     if (bytes == 0 && waitingBytes_ > 0) {

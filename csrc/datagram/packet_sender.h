@@ -34,7 +34,7 @@ struct SenderCounters {
   uint64_t bytes = 0;
   uint64_t dataSymbols = 0; // for the first time
   uint64_t repairSymbols = 0;
-  uint64_t again = 0; // data symbols, not for the first time
+  uint64_t retransmitted = 0; // data symbols, not for the first time
   uint64_t lost = 0; // packets, as the receiver says
 };
 
@@ -161,7 +161,7 @@ class PacketSender {
   size_t writeSymbol(
       Object& o,
       uint16_t index,
-      bool again,
+      bool retransmitted,
       TimePoint now,
       std::byte* out);
   size_t writeRepair(Object& o, uint32_t number, TimePoint now, std::byte* out);

@@ -120,7 +120,7 @@ TEST(packet_bytes_are_what_the_document_says) {
   SymbolHeader h = exampleSymbol();
   h.type = PacketType::kEnd;
   h.repair = false;
-  h.again = true;
+  h.retransmitted = true;
   h.index = h.position = 0;
   packet = encoded(h);
   CHECK_EQ(
@@ -177,7 +177,7 @@ TEST(packet_bytes_are_what_the_document_says) {
 SymbolHeader randomSymbol(Prng& prng) {
   SymbolHeader h;
   h.type = prng.chance(0.9) ? PacketType::kSymbol : PacketType::kEnd;
-  h.again = prng.chance(0.2);
+  h.retransmitted = prng.chance(0.2);
   h.permuted = prng.chance(0.5);
   h.pieceBytes = static_cast<uint16_t>(
       kPieceUnit *

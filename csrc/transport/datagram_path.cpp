@@ -254,7 +254,7 @@ void DatagramPath::fill(PathStats& stats) const {
     d.bytes += c.bytes;
     d.lost += c.lost;
     d.parity += c.repairSymbols;
-    d.retransmitted += c.again;
+    d.retransmitted += c.retransmitted;
     d.lossRate = sender_->loss().estimate().rate;
     d.burstPackets = sender_->loss().estimate().burstPackets;
     d.paceBytesPerS = sender_->rate().bytesPerS();

@@ -7,7 +7,7 @@
 namespace resilient {
 namespace {
 
-enum Flag : uint8_t { kRepair = 1, kAgain = 2, kPermuted = 4 };
+enum Flag : uint8_t { kRepair = 1, kRetransmitted = 2, kPermuted = 4 };
 
 // Byte offsets. docs/wire_format.md shows the same tables.
 enum SymbolOffset : size_t {
@@ -130,7 +130,7 @@ void encodeSymbolHeader(const SymbolHeader& h, std::byte* out) {
   put(out,
       kFlagsAt,
       static_cast<uint8_t>(
-          (h.repair ? kRepair : 0) | (h.again ? kAgain : 0) |
+          (h.repair ? kRepair : 0) | (h.retransmitted ? kRetransmitted : 0) |
           (h.permuted ? kPermuted : 0)));
   put(out, kParityKindAt, h.parityKind);
   put(out, kParityPerBlockAt, h.parityPerBlock);
@@ -175,11 +175,11 @@ Status decodeSymbol(
   }
   const std::byte* in = packet.data();
   const auto flags = get<uint8_t>(in, kFlagsAt);
-  if (flags > (kRepair | kAgain | kPermuted)) {
+  if (flags > (kRepair | kRetransmitted | kPermuted)) {
     return malformed("flags", flags);
   }
   h.repair = (flags & kRepair) != 0;
-  h.again = (flags & kAgain) != 0;
+  h.retransmitted = (flags & kRetransmitted) != 0;
   h.permuted = (flags & kPermuted) != 0;
   h.parityKind = get<uint8_t>(in, kParityKindAt);
   h.parityPerBlock = get<uint8_t>(in, kParityPerBlockAt);

@@ -44,7 +44,7 @@ inline constexpr uint32_t kMaxRepairSymbols = 65536;
 struct SymbolHeader {
   PacketType type = PacketType::kSymbol;
   bool repair = false; // parity
-  bool again = false; // not for the first time
+  bool retransmitted = false; // not for the first time
   bool permuted = false; // data symbols come in another order than the pieces
   uint8_t parityKind = 0; // ParityKind
   uint8_t parityPerBlock = 0;

@@ -137,7 +137,7 @@ class PacketFeed : private FuzzInput {
     }
     const uint8_t what = byte();
     h.repair = what % 2 == 1 && h.parityPerBlock > 0;
-    h.again = what % 8 >= 6;
+    h.retransmitted = what % 8 >= 6;
     if (what >= 250) { // something of it is a lie
       h.count = static_cast<uint16_t>(number());
       h.must = static_cast<uint16_t>(number());
