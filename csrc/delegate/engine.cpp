@@ -499,7 +499,7 @@ void Engine::startListening(const std::string& storeHost) {
   logMessage(LogLevel::kInfo, "listening at " + where + ": " + choice.reason);
 }
 
-std::string Engine::record(Nanos storeRoundTrip) const {
+std::string Engine::addressText(Nanos storeRoundTrip) const {
   std::unique_lock lock(addressesMutex_);
   PeerAddress self = self_;
   lock.unlock();
@@ -533,7 +533,7 @@ void Engine::onAddresses() {
     std::lock_guard lock(addressesMutex_);
     self_.addresses = std::move(now);
   }
-  logMessage(LogLevel::kInfo, "our addresses have changed: " + record());
+  logMessage(LogLevel::kInfo, "our addresses have changed: " + addressText());
   std::vector<std::string> ips;
   for (const NicAddress& nic : self_.addresses) {
     ips.push_back(nic.address.ip());
@@ -977,7 +977,7 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
         });
       case ControlKind::kAddresses:
         return with(decodeAddresses(payload), [&](const Addresses& addresses) {
-          link.onPeerAddresses(addresses.record);
+          link.onPeerAddresses(addresses.text);
         });
       case ControlKind::kDatagramOffer:
         return with(

@@ -71,14 +71,14 @@ class Engine final : public MailboxListener, public LinkHost {
   const EngineOptions& options() const override {
     return options_;
   }
-  const PeerAddress& self() const override { // but for addresses: see record()
+  const PeerAddress& self() const override { // but for addresses: see addressText()
     return self_;
   }
   // How other ranks reach this process, as it is now. `storeRoundTrip`: to the
   // store of a group, as PeerAddress has it.
-  std::string record(Nanos storeRoundTrip = Nanos(0)) const;
+  std::string addressText(Nanos storeRoundTrip) const;
   std::string addressText() const override {
-    return record();
+    return addressText(Nanos(0));
   }
   FlightRecorder& recorder() {
     return recorder_;

@@ -83,7 +83,7 @@ void GroupImpl::join() {
   }
   const bool infer = engine_->options().site == kInferSite;
   const std::string list = membership_.publish(
-      engine_->record(infer ? store_->roundTrip() : Nanos(0)));
+      engine_->addressText(infer ? store_->roundTrip() : Nanos(0)));
   engine_->loop().post([weak = weak_from_this(), list] {
     if (auto self = weak.lock()) {
       if (list.empty()) {
@@ -290,7 +290,7 @@ std::string GroupImpl::pathSummary(int rank) const {
 // For members that have not connected to us yet: see onLook().
 void GroupImpl::onOurAddresses() {
   engine_->resolver().tell(
-      store_, membership_.addressKey(rank_), engine_->record());
+      store_, membership_.addressKey(rank_), engine_->addressText());
 }
 
 // Some operation waits for this rank.

@@ -736,7 +736,7 @@ TEST(engineAbortReachesTheOthers) {
 
 // "@127.0.0.1/8:4711", as in the record of a rank.
 std::string placeIn(const Engine& engine) {
-  const std::string& record = engine.record();
+  const std::string& record = engine.addressText();
   return record.substr(record.find('@', record.find(" at=")));
 }
 
@@ -877,7 +877,7 @@ TEST(engineHearsNoNoticeInTheNameOfAnother) {
   // With the job's secret, which whoever reads the store has.
   const auto impostor = Engine::start(EngineOptions(), "127.0.0.1", 1);
   PeerAddress target;
-  CHECK(PeerAddress::parse(ranks[0].engine->record(), target).ok());
+  CHECK(PeerAddress::parse(ranks[0].engine->addressText(), target).ok());
   std::string secret;
   for (const auto& [key, value] : map->values) {
     if (key.starts_with("resilient/job/")) {

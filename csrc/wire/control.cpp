@@ -184,7 +184,7 @@ std::vector<std::byte> encode(const SharedOffer& offer) {
 }
 
 std::vector<std::byte> encode(const Addresses& addresses) {
-  return Writer(ControlKind::kAddresses).put(addresses.record).take();
+  return Writer(ControlKind::kAddresses).put(addresses.text).take();
 }
 
 std::vector<std::byte> encode(const DatagramOffer& offer) {
@@ -285,7 +285,7 @@ std::optional<Addresses> decodeAddresses(std::span<const std::byte> payload) {
   }
   Addresses addresses;
   Reader in(payload);
-  in.get(addresses.record);
+  in.get(addresses.text);
   return in.complete() ? std::optional(addresses) : std::nullopt;
 }
 

@@ -112,7 +112,7 @@ struct DatagramOffer {
 
 // "This is where we are now": a NIC has another address than the store says.
 struct Addresses {
-  std::string record; // of PeerAddress, see transport/address.h
+  std::string text; // of PeerAddress, see transport/address.h
 };
 
 std::vector<std::byte> encode(const Notice& notice);
