@@ -71,7 +71,7 @@ void DatagramConnector::offer(size_t route) {
   r.connection = *connection;
   r.nonce = freshNonce();
   DatagramOffer offer;
-  offer.slot = static_cast<uint16_t>(*connection);
+  offer.connection = static_cast<uint16_t>(*connection);
   offer.port = socket.port();
   offer.key = std::bit_cast<uint64_t>(keyIdOf(link_.secret()));
   offer.nonce = r.nonce;
@@ -137,16 +137,17 @@ Status DatagramConnector::connect(
 
 void DatagramConnector::onOffer(const DatagramOffer& offer) {
   if (!link_.usable() || link_.leaving() ||
-      offer.slot >= connections_.failover().connections()) {
+      offer.connection >= connections_.failover().connections()) {
     return;
   }
   if (!link_.address()) {
-    std::erase_if(
-        early_, [&](const DatagramOffer& o) { return o.slot == offer.slot; });
+    std::erase_if(early_, [&](const DatagramOffer& o) {
+      return o.connection == offer.connection;
+    });
     early_.push_back(offer);
     return;
   }
-  const size_t route = connections_.failover().routeOf(offer.slot);
+  const size_t route = connections_.failover().routeOf(offer.connection);
   routes_.resize(std::max(routes_.size(), connections_.routes()));
   if (offer.answer) {
     onAnswer(offer, routes_[route], route);
@@ -159,7 +160,7 @@ void DatagramConnector::onAnswer(
     const DatagramOffer& answer,
     Route& r,
     size_t route) {
-  const size_t connection = answer.slot;
+  const size_t connection = answer.connection;
   if (!r.offered || r.connection != connection ||
       answer.key != beginOf(r.nonce)) {
     return; // too late: of an earlier offer
@@ -190,9 +191,9 @@ void DatagramConnector::answer(
   if (r.path != nullptr) { // the far end has given it up
     r.path->close(Status(StatusCode::kNetwork, "the far end begins anew"));
   }
-  const size_t connection = offer.slot;
+  const size_t connection = offer.connection;
   DatagramOffer answer;
-  answer.slot = offer.slot;
+  answer.connection = offer.connection;
   answer.answer = true;
   answer.key = beginOf(offer.nonce);
   answer.nonce = freshNonce();

@@ -206,7 +206,7 @@ void TcpConnector::attempt(size_t c, const AttemptPlan& plan) {
   aim(c, plan, spec);
   spec.hello.initiator = host.self().uid;
   spec.hello.acceptor = link_.uid();
-  spec.hello.pathSlot = static_cast<uint16_t>(c);
+  spec.hello.connectionIndex = static_cast<uint16_t>(c);
   spec.hello.pathsWanted = static_cast<uint16_t>(connections_.size());
   spec.hello.initiatorRank = host.globalRank();
   spec.hello.eagerBudgetBytes =
@@ -260,7 +260,7 @@ void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
   how.refused = result.failure.refusedEverywhere;
   how.answered = verdict.has_value();
   how.wrongPeer = verdict == HelloCode::kWrongPeer;
-  how.duplicate = verdict == HelloCode::kDuplicateSlot;
+  how.duplicate = verdict == HelloCode::kDuplicateConnection;
   failover_.onAttemptFailed(c, how, link_.loop().now());
   if (!how.duplicate) {
     link_.onNoConnection();
@@ -268,19 +268,20 @@ void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
 }
 
 HelloCode TcpConnector::decide(const HelloInfo& hello) {
-  const size_t c = hello.pathSlot;
+  const size_t c = hello.connectionIndex;
   if (!link_.usable() || c >= kMaxConnections) {
     return HelloCode::kWrongPeer;
   }
   ensure(std::max<size_t>(c + 1, hello.pathsWanted));
-  return failover_.reserve(c, link_.loop().now()) ? HelloCode::kOk
-                                                  : HelloCode::kDuplicateSlot;
+  return failover_.reserve(c, link_.loop().now())
+      ? HelloCode::kOk
+      : HelloCode::kDuplicateConnection;
 }
 
 void TcpConnector::onIncoming(const HelloInfo& hello, FileDescriptor fd) {
-  if (link_.usable() && hello.pathSlot < connections_.size()) {
+  if (link_.usable() && hello.connectionIndex < connections_.size()) {
     install(
-        hello.pathSlot,
+        hello.connectionIndex,
         std::move(fd),
         hello.eagerBudgetBytes,
         /*ours=*/false);
@@ -288,8 +289,8 @@ void TcpConnector::onIncoming(const HelloInfo& hello, FileDescriptor fd) {
 }
 
 void TcpConnector::onIncomingLost(const HelloInfo& hello) {
-  if (hello.pathSlot < connections_.size()) { // else let in as unknown
-    failover_.onCallerLost(hello.pathSlot, link_.loop().now());
+  if (hello.connectionIndex < connections_.size()) { // else let in as unknown
+    failover_.onCallerLost(hello.connectionIndex, link_.loop().now());
   }
 }
 
@@ -386,7 +387,7 @@ void TcpConnector::bindToNic(int fd) const {
 }
 
 void TcpConnector::onPathClosed(Path& path, const Status& why) {
-  const auto c = static_cast<size_t>(static_cast<TcpPath&>(path).slot());
+  const auto c = static_cast<size_t>(static_cast<TcpPath&>(path).index());
   Connection& x = connections_[c];
   x.lastError = why;
   x.path = nullptr;
@@ -424,7 +425,7 @@ void TcpConnector::close() {
 void TcpConnector::onPathsLost(const PathsLost& lost) {
   // The peer has closed its ends of these, so ours are of no use, whether or
   // not another one works.
-  for (const uint16_t c : lost.slots) {
+  for (const uint16_t c : lost.connections) {
     if (link_.usable() && c < connections_.size() && connections_[c].path) {
       connections_[c].path->reset(Status(
           StatusCode::kNetwork, link_.describe() + " says: " + lost.reason));
@@ -688,7 +689,7 @@ void TcpConnector::tellLost(
     const std::string& nic) {
   PathsLost lost;
   for (const size_t c : connections) {
-    lost.slots.push_back(static_cast<uint16_t>(c));
+    lost.connections.push_back(static_cast<uint16_t>(c));
   }
   lost.reason = "its NIC " + nic + " went down";
   link_.channel().sendControl(encode(lost));

@@ -25,7 +25,7 @@ namespace resilient {
 // Connections have numbers that both ends know; see failover/failover.h. Who
 // connects: whoever needs the peer first. If both try at once for one number,
 // the process with the smaller uid wins; the other's attempt is refused with
-// kDuplicateSlot.
+// kDuplicateConnection.
 class TcpConnector final : public Connector, private FailoverHost {
  public:
   explicit TcpConnector(Link& link);
@@ -79,7 +79,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   void onPathUse(Path&) override {}
   uint8_t classes(const Path& path, const Roles& roles) const override {
     return roles.connections[static_cast<size_t>(
-        static_cast<const TcpPath&>(path).slot())];
+        static_cast<const TcpPath&>(path).index())];
   }
   void close() override;
   void fillStats(PeerStats& stats) const override;

@@ -19,7 +19,7 @@ UnknownCallers::~UnknownCallers() {
 bool UnknownCallers::admits(const HelloInfo& hello, size_t maxProcesses) {
   const auto found = processes_.find(hello.initiator);
   const bool known = found != processes_.end();
-  if (known && found->second.callers.contains(hello.pathSlot)) {
+  if (known && found->second.callers.contains(hello.connectionIndex)) {
     return true; // it comes again
   }
   if (connections_ >= maxConnections_ ||
@@ -31,7 +31,7 @@ bool UnknownCallers::admits(const HelloInfo& hello, size_t maxProcesses) {
     process.timer =
         loop_.after(patience_, [this, uid = hello.initiator] { drop(uid); });
   }
-  process.callers[hello.pathSlot].hello = hello;
+  process.callers[hello.connectionIndex].hello = hello;
   ++connections_;
   return true;
 }
@@ -41,7 +41,7 @@ void UnknownCallers::add(const HelloInfo& hello, FileDescriptor fd) {
   if (process == processes_.end()) {
     return; // its time was over in between
   }
-  const auto caller = process->second.callers.find(hello.pathSlot);
+  const auto caller = process->second.callers.find(hello.connectionIndex);
   if (caller != process->second.callers.end()) {
     caller->second = {hello, std::move(fd)};
   }
@@ -53,9 +53,9 @@ void UnknownCallers::forget(const HelloInfo& hello) {
     return;
   }
   auto& callers = process->second.callers;
-  const auto caller = callers.find(hello.pathSlot);
+  const auto caller = callers.find(hello.connectionIndex);
   if (caller == callers.end() || caller->second.fd) {
-    return; // an earlier one of that slot waits
+    return; // an earlier one of that index waits
   }
   callers.erase(caller);
   --connections_;
@@ -67,7 +67,7 @@ void UnknownCallers::forget(const HelloInfo& hello) {
 std::vector<UnknownCallers::Caller> UnknownCallers::take(const Uid& uid) {
   std::vector<Caller> taken;
   if (const auto process = processes_.find(uid); process != processes_.end()) {
-    for (auto& [slot, caller] : process->second.callers) {
+    for (auto& [index, caller] : process->second.callers) {
       taken.push_back(std::move(caller));
     }
     drop(uid);

@@ -36,7 +36,7 @@ class UnknownCallers {
   // Whether this caller may wait, where so many processes may do so. If it may,
   // its place is kept.
   bool admits(const HelloInfo& hello, size_t maxProcesses);
-  // It has come, to the place that was kept for it; a connection of that slot
+  // It has come, to the place that was kept for it; a connection of that index
   // that was there before is closed. And: it has broken away before.
   void add(const HelloInfo& hello, FileDescriptor fd);
   void forget(const HelloInfo& hello);
@@ -47,7 +47,7 @@ class UnknownCallers {
  private:
   struct Process {
     TimerId timer = 0;
-    std::map<uint16_t, Caller> callers; // by slot; not empty
+    std::map<uint16_t, Caller> callers; // by connection index; not empty
   };
 
   void drop(const Uid& process);

@@ -55,7 +55,7 @@ void Failover::setWanted(size_t route, size_t count) {
 }
 
 bool Failover::wanted(size_t c) const {
-  return wanted_.empty() || laneOf(c) < wanted_[routeOf(c)];
+  return wanted_.empty() || placeOnRoute(c) < wanted_[routeOf(c)];
 }
 
 void Failover::setSharedMemory(bool usable) {

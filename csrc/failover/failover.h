@@ -107,7 +107,7 @@ class FailoverHost {
 // traffic classes each path carries.
 //
 // How it works. Connections have numbers that both ends know: the route (a pair
-// of NICs) is the number modulo the routes, the lane the rest. Witnesses of a
+// of NICs) is the number modulo the routes. Witnesses of a
 // failure are the kernel's news of our own NICs, the peer's word for its own,
 // errors of the transport (onClosed), and silence where an answer was due. The
 // owner reports these, and calls onTimer() at deadline(); what follows is asked
@@ -135,7 +135,7 @@ class Failover {
   size_t routeOf(size_t connection) const {
     return connection % routes_;
   }
-  size_t laneOf(size_t connection) const {
+  size_t placeOnRoute(size_t connection) const {
     return connection / routes_;
   }
   // So many connections of the route are of use; the others are in reserve, and

@@ -337,18 +337,18 @@ PathFaults::PathFaults(
     const FaultPlan& plan,
     int selfRank,
     int peerRank,
-    int slot)
+    int connection)
     : plan_(plan),
       selfRank_(selfRank),
       peerRank_(peerRank),
-      slot_(slot),
+      connection_(connection),
       // A stream of its own for each path: one path never changes the jitter of
       // another.
       random_(mixBits(
           mixBits(
               mixBits(plan.seed() ^ mixBits(static_cast<uint64_t>(selfRank))) ^
               static_cast<uint64_t>(peerRank)) ^
-          static_cast<uint64_t>(slot))) {}
+          static_cast<uint64_t>(connection))) {}
 
 void PathFaults::refresh() {
   if (version_ == plan_.version()) {
@@ -357,7 +357,7 @@ void PathFaults::refresh() {
   version_ = plan_.version();
   rules_.clear();
   for (const FaultRule& r : plan_.rules()) {
-    if (concernsRanks(r, selfRank_, peerRank_) && fits(r.path, slot_)) {
+    if (concernsRanks(r, selfRank_, peerRank_) && fits(r.path, connection_)) {
       rules_.push_back(r);
     }
   }

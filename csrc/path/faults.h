@@ -38,10 +38,10 @@ namespace resilient {
 //                                              since the rule was added),
 //                                              times, every_s
 //
-// Where: rank (who applies it), peer, path (slot); absent means all.
-// When: from_s or at_s, until_s or for_s (seconds since the engine's start;
-// with only for_s, since the rule was added); from_step, until_step, at_step
-// (a counter that the user advances). `until` is exclusive. All given
+// Where: rank (who applies it), peer, path (connection index); absent means
+// all. When: from_s or at_s, until_s or for_s (seconds since the engine's
+// start; with only for_s, since the rule was added); from_step, until_step,
+// at_step (a counter that the user advances). `until` is exclusive. All given
 // conditions must hold. Delays of several rules add up, of several rates the
 // lowest counts.
 struct FaultRule {
@@ -125,7 +125,7 @@ class FaultPlan {
 class PathFaults {
  public:
   // `plan` must outlive it and may change meanwhile.
-  PathFaults(const FaultPlan& plan, int selfRank, int peerRank, int slot);
+  PathFaults(const FaultPlan& plan, int selfRank, int peerRank, int connection);
 
   // False: no rule can concern this path now or later, ask nothing.
   bool any();
@@ -160,7 +160,7 @@ class PathFaults {
   size_t bytesLeft(const FaultRule& rule, uint64_t sent, TimePoint now) const;
 
   const FaultPlan& plan_;
-  int selfRank_, peerRank_, slot_;
+  int selfRank_, peerRank_, connection_;
   uint64_t version_ = UINT64_MAX; // of the plan that rules_ comes from
   std::vector<FaultRule> rules_; // that concern this path
   Prng random_;

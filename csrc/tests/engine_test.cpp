@@ -469,7 +469,7 @@ TEST(engineLetsThePeerConnectWhileItsOwnSynIsNotAnswered) {
   first.reset();
   const FileDescriptor taken(::accept(server.get(), nullptr, nullptr));
   CHECK(engine->waitUntil(std::chrono::steady_clock::now() + kLong, [&] {
-    return verdict() == HelloCode::kDuplicateSlot;
+    return verdict() == HelloCode::kDuplicateConnection;
   }));
   Engine::release(engine, Nanos(0));
 }
@@ -484,7 +484,7 @@ TEST(engineKeepsThePauseBetweenAttemptsAtASilentPath) {
   peer.config.identity.decide = [&](const HelloInfo&) {
     std::lock_guard lock(mutex);
     calls.push_back(std::chrono::steady_clock::now());
-    return calls.size() == 1 ? HelloCode::kOk : HelloCode::kDuplicateSlot;
+    return calls.size() == 1 ? HelloCode::kOk : HelloCode::kDuplicateConnection;
   };
   peer.config.onPeer = [&](HelloInfo, FileDescriptor fd, SocketAddress) {
     held.push_back(std::move(fd)); // and says no word on it

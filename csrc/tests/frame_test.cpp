@@ -357,7 +357,7 @@ TEST(frame_at_the_limits_is_taken) {
 
 TEST(frame_datagram_offer_survives_the_wire) {
   DatagramOffer offer;
-  offer.slot = 0x0102;
+  offer.connection = 0x0102;
   offer.answer = true;
   offer.port = 4711;
   offer.key = 0x0807060504030201;
@@ -375,7 +375,7 @@ TEST(frame_datagram_offer_survives_the_wire) {
           offer.nonce);
   const auto back = decodeDatagramOffer(payload);
   CHECK(back.has_value());
-  CHECK_EQ(back->slot, offer.slot);
+  CHECK_EQ(back->slot, offer.connection);
   CHECK(back->answer);
   CHECK_EQ(back->port, offer.port);
   CHECK_EQ(back->key, offer.key);

@@ -75,7 +75,7 @@ struct World {
     config.onPeerLost = [](HelloInfo) {};
     hello.initiator.fill(0x11);
     hello.acceptor = config.identity.uid;
-    hello.pathSlot = 5;
+    hello.connectionIndex = 5;
     hello.initiatorRank = 9;
   }
 
@@ -172,7 +172,7 @@ TEST(a_peer_connects_over_either_family) {
     CHECK_EQ(result.remote.toString(), world.address(ip).toString());
     CHECK_EQ(world.peers.size(), 1);
     CHECK(world.peers[0].initiator == world.hello.initiator);
-    CHECK_EQ(world.peers[0].pathSlot, 5);
+    CHECK_EQ(world.peers[0].connectionIndex, 5);
     CHECK_EQ(world.peers[0].initiatorRank, 9);
     // What the peer wrote right after the verdict is still to be read.
     char buffer[16];
@@ -308,7 +308,7 @@ TEST(refusals_name_their_reason) {
   for (Case c :
        {Case{HelloCode::kUnknownKey, StatusCode::kNetwork},
         Case{HelloCode::kWrongPeer, StatusCode::kPeerDied},
-        Case{HelloCode::kDuplicateSlot, StatusCode::kNetwork},
+        Case{HelloCode::kDuplicateConnection, StatusCode::kNetwork},
         Case{HelloCode::kBusy, StatusCode::kNetwork}}) {
     World world;
     world.listen();

@@ -56,7 +56,7 @@ struct World {
     };
     info.initiator = counting<16>(0x20);
     info.acceptor = identity.uid;
-    info.pathSlot = 3;
+    info.connectionIndex = 3;
     info.pathsWanted = 4;
     info.initiatorRank = 7;
     info.eagerBudgetBytes = 0x0102030405060708;
@@ -296,7 +296,7 @@ TEST(the_right_key_id_without_the_secret_gets_nowhere) {
 }
 
 TEST(every_verdict_reaches_the_client) {
-  for (HelloCode code : {HelloCode::kDuplicateSlot, HelloCode::kBusy}) {
+  for (HelloCode code : {HelloCode::kDuplicateConnection, HelloCode::kBusy}) {
     World world;
     world.decision = code;
     auto client = world.client();
@@ -324,7 +324,9 @@ TEST(every_verdict_reaches_the_client) {
 // Only an ACCEPT is signed.
 TEST(a_challenge_says_nothing_about_processes) {
   for (HelloCode code :
-       {HelloCode::kDuplicateSlot, HelloCode::kWrongPeer, HelloCode::kBusy}) {
+       {HelloCode::kDuplicateConnection,
+        HelloCode::kWrongPeer,
+        HelloCode::kBusy}) {
     World world;
     auto client = world.client();
     auto server = world.server();

@@ -249,7 +249,8 @@ void OutgoingHandshake::onRefused() {
               ": something in between leads there");
     }
   }
-  if (said.code == HelloCode::kDuplicateSlot || said.code == HelloCode::kBusy) {
+  if (said.code == HelloCode::kDuplicateConnection ||
+      said.code == HelloCode::kBusy) {
     // The peer itself has spoken; it would say the same elsewhere.
     next_ = spec_.candidates.size();
   }

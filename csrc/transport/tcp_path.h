@@ -23,21 +23,22 @@ namespace resilient {
 // acts here, on the real socket.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink; `faults` belongs to
-// the slot and outlives the connection (it counts its cuts).
+// the connection index and outlives the connection (it counts its cuts).
 class TcpPath final : public Path, public Handler {
  public:
   TcpPath(
       EventLoop& loop,
       Channel& channel,
       PathId id,
-      int slot,
+      int index,
       FileDescriptor socket,
       PathFaults& faults,
       PathOwner& owner);
   ~TcpPath() override;
 
-  int slot() const {
-    return slot_;
+  // Both ends use the same.
+  int index() const {
+    return index_;
   }
 
   // Path
@@ -125,7 +126,7 @@ class TcpPath final : public Path, public Handler {
   void armFaultTimer(TimePoint at);
 
   EventLoop& loop_;
-  const int slot_;
+  const int index_;
   FileDescriptor socket_;
   PathFaults& faults_;
   std::string localAddress_, remoteAddress_;

@@ -168,10 +168,10 @@ std::vector<std::byte> encode(const Report& r) {
 
 std::vector<std::byte> encode(const PathsLost& lost) {
   Writer out(ControlKind::kPathsLost);
-  const size_t n = std::min(lost.slots.size(), PathsLost::kMax);
+  const size_t n = std::min(lost.connections.size(), PathsLost::kMax);
   out.put(lost.reason).put(static_cast<uint16_t>(n));
   for (size_t i = 0; i < n; ++i) {
-    out.put(lost.slots[i]);
+    out.put(lost.connections[i]);
   }
   return out.take();
 }
@@ -189,7 +189,7 @@ std::vector<std::byte> encode(const Addresses& addresses) {
 
 std::vector<std::byte> encode(const DatagramOffer& offer) {
   return Writer(ControlKind::kDatagramOffer)
-      .put(offer.slot)
+      .put(offer.connection)
       .put(static_cast<uint8_t>(offer.answer))
       .put(offer.port)
       .put(offer.key)
@@ -262,7 +262,7 @@ std::optional<PathsLost> decodePathsLost(std::span<const std::byte> payload) {
   in.getText(lost.reason);
   in.get(n);
   for (size_t i = 0; i < n && i < PathsLost::kMax; ++i) {
-    in.get(lost.slots.emplace_back());
+    in.get(lost.connections.emplace_back());
   }
   return in.complete() ? std::optional(lost) : std::nullopt;
 }
@@ -297,7 +297,7 @@ std::optional<DatagramOffer> decodeDatagramOffer(
   DatagramOffer offer;
   uint8_t answer = 0;
   Reader in(payload);
-  in.get(offer.slot);
+  in.get(offer.connection);
   in.get(answer);
   in.get(offer.port);
   in.get(offer.key);

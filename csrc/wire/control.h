@@ -88,7 +88,7 @@ struct Report {
 // would notice by silence only.
 struct PathsLost {
   std::string reason; // "its NIC eth0 went down"
-  std::vector<uint16_t> slots; // at most kMax
+  std::vector<uint16_t> connections; // indices, at most kMax
   static constexpr size_t kMax = 4096;
 };
 
@@ -98,10 +98,10 @@ struct SharedOffer {
   std::string token;
 };
 
-// "Open a datagram path in addition to the connection of this slot; mine is at
+// "Open a datagram path in addition to the connection of this index; mine is at
 // this port", and the answer. See transport/datagram_path.h.
 struct DatagramOffer {
-  uint16_t slot = 0;
+  uint16_t connection = 0; // index
   bool answer = false;
   uint16_t port = 0; // 0 in an answer: no
   // Which secret of the two processes it is: that of any group they share.

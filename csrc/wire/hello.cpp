@@ -216,7 +216,7 @@ ClientHandshake::ClientHandshake(HelloInfo info, std::string secret)
   hello.bytes(info_.keyId);
   hello.bytes(info_.initiator);
   hello.bytes(info_.acceptor);
-  hello.number(info_.pathSlot);
+  hello.number(info_.connectionIndex);
   hello.number(info_.pathsWanted);
   hello.number(info_.initiatorRank);
   hello.number(info_.eagerBudgetBytes);
@@ -376,7 +376,7 @@ void ServerHandshake::onHello() {
   info_.keyId = in.bytes<sizeof(KeyId)>();
   info_.initiator = in.bytes<sizeof(Uid)>();
   info_.acceptor = in.bytes<sizeof(Uid)>();
-  info_.pathSlot = in.number<uint16_t>();
+  info_.connectionIndex = in.number<uint16_t>();
   info_.pathsWanted = in.number<uint16_t>();
   info_.initiatorRank = in.number<int32_t>();
   info_.eagerBudgetBytes = in.number<uint64_t>();

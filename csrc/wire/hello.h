@@ -51,12 +51,12 @@ struct HelloEndpoint {
 };
 
 // The server's verdict, by wire value.
-#define RESILIENT_HELLO_CODES(X)                                    \
-  X(kOk, "ok")                                                      \
-  X(kDuplicateSlot, "another attempt to connect that path goes on") \
-  X(kWrongPeer, "another process answers at that address")          \
-  X(kUnknownKey, "it does not know this job's secret")              \
-  X(kVersion, "it speaks another version of the protocol")          \
+#define RESILIENT_HELLO_CODES(X)                                          \
+  X(kOk, "ok")                                                            \
+  X(kDuplicateConnection, "another attempt to connect that path goes on") \
+  X(kWrongPeer, "another process answers at that address")                \
+  X(kUnknownKey, "it does not know this job's secret")                    \
+  X(kVersion, "it speaks another version of the protocol")                \
   X(kBusy, "it takes no more connections now")
 
 enum class HelloCode : uint16_t {
@@ -77,7 +77,7 @@ struct HelloInfo {
   KeyId keyId{};
   Uid initiator{};
   Uid acceptor{}; // the process that it wants to reach
-  uint16_t pathSlot = 0;
+  uint16_t connectionIndex = 0;
   uint16_t pathsWanted = 1; // between these two processes, in all
   int32_t initiatorRank = -1; // in the default group, or -1
   // The bytes that may be sent to it before it asks: see channel flow control.
