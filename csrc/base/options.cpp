@@ -47,7 +47,7 @@ std::string boundText(OptionKind kind, double bound) {
 }
 
 std::string expectation(const OptionInfo& option) {
-  const std::string range = boundText(option.kind, option.least) + " to " +
+  const std::string range = boundText(option.kind, option.min) + " to " +
       boundText(option.kind, option.max);
   switch (option.kind) {
     case OptionKind::Bytes:

@@ -283,7 +283,7 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
 // Smaller pieces where a path is slow: see kChunkTime.
 uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   const uint32_t max = config_.chunkBytes;
-  if (messageBytes <= std::min(max, kMinChunkBytes)) {
+  if (messageBytes <= std::min(max, kMinSplitBytes)) {
     return max;
   }
   double slowest = 0;
@@ -302,7 +302,7 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   if (fits >= max) {
     return max;
   }
-  uint32_t bytes = kMinChunkBytes;
+  uint32_t bytes = kMinSplitBytes;
   while (2.0 * bytes <= fits) {
     bytes *= 2;
   }

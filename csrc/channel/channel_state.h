@@ -68,7 +68,7 @@ inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 // behind it, and so does the end of its message if the path is the slower one.
 inline constexpr Nanos kChunkTime = std::chrono::milliseconds(20);
 // Below, headers and system calls begin to count.
-inline constexpr uint32_t kMinChunkBytes = 16u << 10;
+inline constexpr uint32_t kMinSplitBytes = 16u << 10;
 // A path that left a chunk to others is asked again, should they be late.
 inline constexpr Nanos kAskAgain = std::chrono::milliseconds(5);
 // A path that has been passed over this long is tried with one chunk: it may

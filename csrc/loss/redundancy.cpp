@@ -170,7 +170,7 @@ double chanceOfMoreLost(int packets, int max, const LossEstimate& loss) {
   if (max < 0 || max >= packets) {
     throw std::invalid_argument(
         "losses: expected 0 to less than " + std::to_string(packets) +
-        ", got " + std::to_string(most));
+        ", got " + std::to_string(max));
   }
   if (loss.rate == 0) {
     return 0;

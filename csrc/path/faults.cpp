@@ -95,7 +95,7 @@ class RuleText {
         number(key, 0, kSecondsMax, "seconds, 0 or more (to 1e9)"));
   }
   int64_t count(const std::string& key, int64_t min = 0) const {
-    std::string want = "a whole number, " + std::to_string(least) + " or more";
+    std::string want = "a whole number, " + std::to_string(min) + " or more";
     double x = number(key, static_cast<double>(min), kCountMax, want.c_str());
     if (x != std::floor(x)) {
       fail(key + "=" + values_.at(key) + ": want " + want);

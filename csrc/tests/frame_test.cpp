@@ -375,7 +375,7 @@ TEST(frame_datagram_offer_survives_the_wire) {
           offer.nonce);
   const auto back = decodeDatagramOffer(payload);
   CHECK(back.has_value());
-  CHECK_EQ(back->slot, offer.connection);
+  CHECK_EQ(back->connection, offer.connection);
   CHECK(back->answer);
   CHECK_EQ(back->port, offer.port);
   CHECK_EQ(back->key, offer.key);

@@ -276,8 +276,8 @@ TEST(packet_sender_bears_wild_reports) {
   }
   s.now += milliseconds(50);
   s.send();
-  CHECK(s.sender.counters().again > 0);
-  CHECK(s.sender.counters().again <= count);
+  CHECK(s.sender.counters().retransmitted > 0);
+  CHECK(s.sender.counters().retransmitted <= count);
   CHECK_EQ(s.done, 0u);
 }
 
