@@ -9,6 +9,7 @@
 #include "base/status.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -460,8 +461,13 @@ bool reduceWith(
 constexpr size_t kHalfBlock = 1024; // elements; the floats fit into 8 KiB
 
 bool hasHalfConversion() {
-  static const bool kHas = __builtin_cpu_supports("avx2") != 0 &&
-      __builtin_cpu_supports("f16c") != 0;
+  // AVX2 implies that the system saves its registers. clang 14 does not know
+  // "f16c" here, so the processor is asked itself.
+  static const bool kHas = [] {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __builtin_cpu_supports("avx2") != 0 &&
+        __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+  }();
   return kHas;
 }
 

@@ -164,10 +164,14 @@ void Resolver::start(
 void Resolver::forget(const std::shared_ptr<KeyValue>& store) {
   std::vector<Wanted> forgotten; // dies outside the lock
   std::lock_guard lock(shared_->mutex);
-  const auto gone = std::ranges::partition(
-      shared_->wanted, [&](const Wanted& w) { return w.store != store; });
-  std::ranges::move(gone, std::back_inserter(forgotten));
-  shared_->wanted.erase(gone.begin(), gone.end());
+  // Not std::ranges::partition: clang 14 cannot compile its result.
+  auto& wanted = shared_->wanted;
+  const auto gone =
+      std::partition(wanted.begin(), wanted.end(), [&](const Wanted& w) {
+        return w.store != store;
+      });
+  std::move(gone, wanted.end(), std::back_inserter(forgotten));
+  wanted.erase(gone, wanted.end());
   shared_->changed.notify_all();
 }
 

@@ -344,6 +344,16 @@ constexpr std::array<uint64_t, 256> makeMatrices() {
 
 constexpr std::array<uint64_t, 256> kMatrices = makeMatrices();
 
+RESILIENT_AVX512 inline __m512i everywhere512(uint64_t word) {
+  __m512i all = _mm512_set1_epi64(static_cast<long long>(word));
+#if defined(__clang__) && __clang_major__ < 15
+  // Keeps it in a register: clang 14 gives gf2p8affineqb a wrong address where
+  // that broadcasts a word from memory itself.
+  __asm__("" : "+v"(all));
+#endif
+  return all;
+}
+
 template <size_t kRows>
 RESILIENT_AVX512 void multiplyAvx512(const Pass& p) {
   uint64_t matrices[kSourcesAtOnce][kRows];
@@ -376,8 +386,7 @@ RESILIENT_AVX512 void multiplyAvx512(const Pass& p) {
       }
       RESILIENT_UNROLL
       for (size_t r = 0; r < kRows; ++r) {
-        const __m512i matrix =
-            _mm512_set1_epi64(static_cast<long long>(matrices[i][r]));
+        const __m512i matrix = everywhere512(matrices[i][r]);
         left[r] = _mm512_xor_si512(
             left[r], _mm512_gf2p8affine_epi64_epi8(a, matrix, 0));
         right[r] = _mm512_xor_si512(
@@ -402,8 +411,7 @@ RESILIENT_AVX512 void multiplyAvx512(const Pass& p) {
       const __m512i a = _mm512_maskz_loadu_epi8(mask, p.sources[i] + at);
       RESILIENT_UNROLL
       for (size_t r = 0; r < kRows; ++r) {
-        const __m512i matrix =
-            _mm512_set1_epi64(static_cast<long long>(matrices[i][r]));
+        const __m512i matrix = everywhere512(matrices[i][r]);
         sum[r] = _mm512_xor_si512(
             sum[r], _mm512_gf2p8affine_epi64_epi8(a, matrix, 0));
       }
