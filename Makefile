@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-lossy test lint tidy format cpp-test python-test slow-test \
-  test-torch test-frameworks asan tsan planted nightly fuzz bench options-doc clean
+  test-torch test-frameworks asan tsan planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -58,10 +58,11 @@ demo-lossy: setup ## training over a link that loses packets, in three ways (roo
 # The tests of the package mostly wait. Meanwhile, with what they leave of the processors, the core
 # is compiled; if that fails, the second line says how.
 test: lint setup ## everything that must pass before a commit
-	nice -n 19 $(MAKE) -k asan-built tsan-built planted-built >build/ahead.log 2>&1 & ahead=$$!; \
+	nice -n 19 $(MAKE) -k asan-built tsan-built planted-built \
+	  $(if $(CLANG),clang-built) >build/ahead.log 2>&1 & ahead=$$!; \
 	  $(MAKE) python-test || { status=$$?; kill $$ahead; exit $$status; }; \
 	  wait $$ahead || true
-	$(MAKE) asan tsan planted
+	$(MAKE) asan tsan planted clang
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .
@@ -125,6 +126,16 @@ tsan: tsan-built ## tests of the C++ core under the thread sanitizer
 
 planted: planted-built ## mistakes on purpose, each of which the simulation must find
 	$(MAKE) -C csrc VARIANT=planted JOBS=$(JOBS) test ARGS=planted
+
+# Another compiler finds other mistakes, of ours and of its own.
+CLANG := $(shell command -v clang++)
+ifneq ($(CLANG),)
+clang: clang-built ## tests of the C++ core as clang++ compiles it, if there is one
+	$(MAKE) -C csrc VARIANT=clang JOBS=$(JOBS) test
+else
+clang:
+	@echo "the core is not tested with clang: there is no clang++"
+endif
 
 %-built:
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=$* all
