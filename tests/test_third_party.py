@@ -93,7 +93,7 @@ def test_the_package_imports_only_what_is_listed() -> None:
 
 def test_other_python_code_imports_only_what_is_listed() -> None:
     paths = files("*.py", "csrc/*.py", "tests/**/*.py", "benchmarks/*.py", "examples/*.py")
-    own = {path.stem for path in paths}
+    own = {name for path in paths for name in (path.stem, path.parent.name)}
     for path in paths:
         unknown = foreign_imports(path.read_text(encoding="utf-8")) - own - listed("imports")
         assert not unknown, f"{relative(path)}: imports {unknown}; see third_party/versions.toml"
