@@ -274,15 +274,16 @@ void DatagramConnector::onPathUse(Path& path) {
   const std::string where = "datagrams with " + link_.describe() + ": " +
       p.localAddress() + " -> " + p.remoteAddress();
   Channel& channel = link_.channel();
-  if (p.silent()) {
+  const bool wasSilent = channel.isSuspect(p.id());
+  if (p.silent() && !wasSilent) {
     link_.say(
         LogLevel::kWarning,
         where + " were last heard " +
             durationText(link_.loop().now() - p.heardAt()) +
             " ago: connections take over");
-  } else if (channel.isSuspect(p.id())) {
+  } else if (!p.silent() && wasSilent) {
     link_.say(LogLevel::kInfo, where + " are heard again");
-  } else {
+  } else if (r.upAt == TimePoint()) { // it has just shown that it works
     r.upAt = link_.loop().now();
     r.lastError.clear();
     link_.say(LogLevel::kInfo, where);

@@ -97,6 +97,14 @@ void DatagramPath::close(const Status& why) {
   }
 }
 
+void DatagramPath::faultsChanged(bool concerned) {
+  const bool before = usable();
+  avoided_ = concerned;
+  if (usable() != before) {
+    owner_.onPathUse(*this);
+  }
+}
+
 std::string DatagramPath::localAddress() const {
   return resilient::localAddress(socket_.fd()).toString();
 }

@@ -72,9 +72,7 @@ class DatagramPath final : public Path, public Handler {
   TimePoint heardAt() const override {
     return heardAt_;
   }
-  void faultsChanged(bool concerned) override {
-    avoided_ = concerned;
-  }
+  void faultsChanged(bool concerned) override;
   // All that has left beyond the frames taken: parity, headers, repeats.
   uint64_t takeUnpaid() override;
   // Adds to stats.datagrams what this path has counted.
