@@ -467,6 +467,9 @@ void DatagramPath::service() {
   if (failure_.ok()) {
     sendProbes(now);
     checkSilence(now);
+    if (closed_) { // by its owner, told that it is not usable
+      return;
+    }
   }
   if (!failure_.ok()) {
     close(failure_);
