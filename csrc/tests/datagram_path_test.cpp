@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "tests/channel_pair.h"
+#include "tests/path_contract.h"
 #include "transport/packet_seal.h"
 
 namespace resilient::test {
@@ -74,6 +75,68 @@ TEST(datagram_path_is_not_heard_by_a_copy) {
   CHECK_EQ(path.receiver().counters().duplicates, 1u);
   CHECK(path.heardAt() == heard);
 }
+
+// Over loopback.
+class DatagramHelper final : public PathHelper {
+ public:
+  std::string unavailable() const override {
+    std::string why;
+    return PacketSeal::available(why) ? "" : why;
+  }
+  std::array<Maker, 2> connect() override {
+    const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
+    auto sockets = std::make_shared<std::array<DatagramSocket, 2>>();
+    for (DatagramSocket& socket : *sockets) {
+      CHECK(DatagramSocket::open(any, "", socket).ok());
+    }
+    std::array<Maker, 2> makers;
+    for (size_t side = 0; side < 2; ++side) {
+      SocketAddress far = any;
+      far.setPort((*sockets)[1 - side].port());
+      CHECK((*sockets)[side].connect(far).ok());
+      fds_[side] = (*sockets)[side].fd();
+      makers[side] = [sockets, side](PathUser& user, PathId id) {
+        DatagramPathConfig config;
+        std::string why;
+        config.ours = PacketSeal::make(keyOf(side), why);
+        config.theirs = PacketSeal::make(keyOf(1 - side), why);
+        config.proveWithin = std::chrono::seconds(60);
+        return std::make_unique<DatagramPath>(
+            user.loop,
+            user.channel,
+            id,
+            std::move((*sockets)[side]),
+            std::move(config),
+            user);
+      };
+    }
+    return makers;
+  }
+  // What its rate control lets out without an answer, and what waits for it.
+  uint64_t mostUnread() const override {
+    return 32u << 20;
+  }
+  bool noticesEnd() const override {
+    return false;
+  }
+  bool obeysRules() const override {
+    return false;
+  }
+  bool silence(int to, bool silent) override {
+    dropArrivals(fds_[to], silent);
+    return true;
+  }
+
+ private:
+  static SealKey keyOf(size_t side) {
+    SealKey key{};
+    key[0] = static_cast<std::byte>(side);
+    return key;
+  }
+  int fds_[2] = {-1, -1};
+};
+
+PATH_CONTRACT(datagram, DatagramHelper)
 
 } // namespace
 } // namespace resilient::test

@@ -17,6 +17,7 @@
 #include "base/random.h"
 #include "tests/channel_pair.h"
 #include "tests/check.h"
+#include "tests/path_contract.h"
 #include "transport/shared_path.h"
 #include "transport/shared_rendezvous.h"
 
@@ -396,22 +397,55 @@ TEST(shared_path_survives_a_peer_that_writes_rubbish) {
   }
 }
 
-TEST(shared_path_is_avoided_if_either_end_says_so) {
+// By the other process.
+TEST(shared_path_is_avoided_if_the_far_end_says_so) {
   PathAndPeer p;
-  bool room = true;
-  p.running.sync([&] {
-    p.path->avoid(true);
-    room = p.path->hasRoom();
-  });
-  CHECK(!p.usable);
-  CHECK(!room);
-  p.running.sync([&] { p.path->avoid(false); });
-  CHECK(p.usable);
   p.theirs.side(1).avoids.store(1);
   p.running.waitUntil([&] { return !p.usable; });
   p.theirs.side(1).avoids.store(0);
   p.running.waitUntil([&] { return p.usable; });
 }
+
+class SharedHelper final : public test::PathHelper {
+ public:
+  std::array<Maker, 2> connect() override {
+    auto ends = std::make_shared<std::array<SharedEnds, 2>>();
+    FileDescriptor memory;
+    CHECK(SharedMemory::make(kRing, (*ends)[0].memory, memory).ok());
+    CHECK(SharedMemory::map(memory.get(), (*ends)[1].memory).ok());
+    int sockets[2];
+    CHECK_EQ(
+        ::socketpair(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0, sockets), 0);
+    std::array<Maker, 2> makers;
+    for (size_t side = 0; side < 2; ++side) {
+      SharedEnds& mine = (*ends)[side];
+      mine.side = static_cast<int>(side);
+      mine.socket.reset(sockets[side]);
+      mine.wakeMine.reset(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+      (*ends)[1 - side].wakeTheirs.reset(::dup(mine.wakeMine.get()));
+      makers[side] = [ends, side](test::PathUser& user, PathId id) {
+        return std::make_unique<SharedPath>(
+            user.loop, user.channel, id, std::move((*ends)[side]), user);
+      };
+    }
+    return makers;
+  }
+  // The ring, and what is taken ahead of it.
+  uint64_t mostUnread() const override {
+    return kRing + (2u << 20);
+  }
+  bool noticesEnd() const override {
+    return true;
+  }
+  bool obeysRules() const override {
+    return false;
+  }
+  bool silence(int, bool) override {
+    return false;
+  }
+};
+
+PATH_CONTRACT(shared, SharedHelper)
 
 // --- in the loop
 

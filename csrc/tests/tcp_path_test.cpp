@@ -1,10 +1,12 @@
 #include "transport/tcp_path.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <unistd.h>
 
 #include "tests/channel_pair.h"
 #include "tests/connection.h"
+#include "tests/path_contract.h"
 
 namespace resilient::test {
 namespace {
@@ -70,6 +72,51 @@ TEST(tcp_path_reads_what_has_come_before_it_gives_up) {
   pair.a.channel.fail(owner.why);
   pair.a.completions.drain();
 }
+
+// Over loopback.
+class TcpHelper final : public PathHelper {
+ public:
+  std::array<Maker, 2> connect() override {
+    Connection connection;
+    FileDescriptor* const sockets[] = {&connection.first, &connection.second};
+    std::array<Maker, 2> makers;
+    for (size_t side = 0; side < 2; ++side) {
+      fds_[side] = sockets[side]->get();
+      CHECK_EQ(::fcntl(fds_[side], F_SETFL, O_NONBLOCK), 0);
+      auto socket = std::make_shared<FileDescriptor>(std::move(*sockets[side]));
+      makers[side] = [socket](PathUser& user, PathId id) {
+        return std::make_unique<TcpPath>(
+            user.loop,
+            user.channel,
+            id,
+            /*slot=*/0,
+            std::move(*socket),
+            user.faults,
+            user);
+      };
+    }
+    return makers;
+  }
+  // The kernel's buffers of both ends.
+  uint64_t mostUnread() const override {
+    return 32u << 20;
+  }
+  bool noticesEnd() const override {
+    return true;
+  }
+  bool obeysRules() const override {
+    return true;
+  }
+  bool silence(int to, bool silent) override {
+    dropArrivals(fds_[to], silent);
+    return true;
+  }
+
+ private:
+  int fds_[2] = {-1, -1};
+};
+
+PATH_CONTRACT(tcp, TcpHelper)
 
 } // namespace
 } // namespace resilient::test
