@@ -259,11 +259,16 @@ struct Ends {
   }
   // Sends a message from `from` to the other one, with a receive for it.
   void send(PathUser& from, size_t bytes) {
+    const std::string content = expect(from, bytes);
+    from.run([&] { from.send(content); });
+  }
+  // The content of the next message of `from`, for which there is a receive.
+  std::string expect(PathUser& from, size_t bytes) {
     PathUser& to = &from == &a ? b : a;
     const std::string content = text(bytes, ++lastSeed);
     to.run([&] { to.receive(bytes); });
     expected[&from == &a].push_back(content);
-    from.run([&] { from.send(content); });
+    return content;
   }
   // All messages have arrived, whole and in order, and once.
   void settle() {
@@ -316,8 +321,9 @@ struct Ends {
   void fill(size_t bytes) {
     send(a, 16u << 20); // the channel trusts the path with more from then on
     settle();
-    send(a, bytes);
-    b.pause();
+    const std::string content = expect(a, bytes);
+    b.pause(); // before the first byte
+    a.run([&] { a.send(content); });
     const auto seen = std::make_shared<std::pair<uint64_t, int>>();
     a.until("the path is full", [this, seen] {
       const bool still = !a.path().hasRoom() && a.taken == seen->first;
