@@ -378,6 +378,19 @@ void passTime(PathUser& user, Nanos time) {
   user.until("time passes", [&user, end] { return user.loop.now() >= end; });
 }
 
+// The path shows no life for a while. Answers to what was sent before may come
+// first.
+void standsStill(PathUser& user) {
+  using Life = std::pair<uint64_t, TimePoint>;
+  const auto seen = std::make_shared<std::pair<Life, int>>();
+  user.until("it stands still", [&user, seen] {
+    const Life life{user.path().evidence().progress, user.path().heardAt()};
+    const bool same = life == seen->first;
+    *seen = {life, same ? seen->second + 1 : 0};
+    return seen->second >= 100;
+  });
+}
+
 } // namespace
 
 namespace path_contract {
@@ -559,19 +572,14 @@ void shows_the_silence_of_the_network(PathHelper& helper) {
   a.until("the silence shows", [&a] {
     return a.path().evidence().kernelOwes || !a.path().usable();
   });
-  uint64_t progress = 0;
-  TimePoint heard{};
   bool usable = false;
   a.run([&] {
-    progress = a.path().evidence().progress;
-    heard = a.path().heardAt();
     usable = a.path().usable();
     CHECK_EQ(a.use, use + !usable);
   });
-  passTime(a, 30ms);
+  standsStill(a);
   a.run([&] {
-    CHECK_EQ(a.path().evidence().progress, progress);
-    CHECK(a.path().heardAt() == heard);
+    CHECK(a.path().evidence().kernelOwes || !usable);
     CHECK_EQ(a.path().usable(), usable);
   });
   ends.b.run([&] { CHECK(!ends.b.received()); });
@@ -597,12 +605,10 @@ void drops_by_rule(PathHelper& helper) {
   ends.send(a, 10);
   ends.send(ends.b, 10);
   a.until("it owes", [&a] { return a.path().evidence().kernelOwes; });
-  uint64_t progress = 0;
-  a.run([&] { progress = a.path().evidence().progress; });
-  passTime(a, 30ms);
+  standsStill(a);
   a.run([&] {
     CHECK(!a.received());
-    CHECK_EQ(a.path().evidence().progress, progress);
+    CHECK(a.path().evidence().kernelOwes);
   });
   ends.b.run([&] { CHECK(!ends.b.received()); });
   const int ready = a.ready;
