@@ -233,14 +233,14 @@ def test_the_windows_asked_for_are_those_of_the_backend() -> None:
     count = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
     (assumed,) = re.findall(r"double assumedBytesPerS = 5e9 / (\d+);", count)
     assert 5e9 / int(assumed) == doctor_checks._ASSUMED_BYTES_PER_S
-    roles = (ROOT / "csrc" / "delegate" / "peer_link_roles.cpp").read_text(encoding="utf-8")
-    (most,) = re.findall(r"kMostWindowBytes = (\d+)u << 20;", roles)
-    assert int(most) << 20 == doctor_checks._WINDOW_MAX_BYTES
+    roles = (ROOT / "csrc" / "delegate" / "connect_tcp.cpp").read_text(encoding="utf-8")
+    (found,) = re.findall(r"kMaxWindowBytes = (\d+)u << 20;", roles)
+    assert int(found) << 20 == doctor_checks._WINDOW_MAX_BYTES
 
 
 def test_the_limit_of_connections_is_that_of_the_backend() -> None:
     source = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
-    assert re.findall(r"int most = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MAX)]
+    assert re.findall(r"int max = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MAX)]
 
 
 def test_another_backends_variable_is_not_read() -> None:

@@ -51,7 +51,7 @@ _LOCAL_FILES = 4
 # wan_connections=auto opens up to so many between two NICs: as in csrc/path/connection_count.h.
 CONNECTIONS_MAX = 16
 # A connection over a long way gets buffers for so much, where that is allowed: as in
-# csrc/path/connection_count.h and csrc/failover/roles.h.
+# csrc/path/connection_count.h and csrc/delegate/connect_tcp.cpp.
 _ASSUMED_BYTES_PER_S = 5e9 / 8
 _WINDOW_MAX_BYTES = 64 << 20
 # A shorter way is never limited by windows of the usual size.
