@@ -96,7 +96,7 @@ def reduced(inputs: list[torch.Tensor], op: Any) -> torch.Tensor:
 
 
 def gloo_refuses(dtype: torch.dtype, op: Any) -> bool:
-    """What gloo cannot reduce, so that these tests can be run on it, too."""
+    """True for a reduction that gloo lacks; the tests skip it when they run on gloo."""
     return on_gloo() and (dtype in (torch.int16, *FLOAT8, *UNSIGNED) or op == AVG)
 
 

@@ -50,7 +50,7 @@ def no_process_left() -> Iterator[None]:
         left = {
             pid: command
             for pid, command in _children().items()
-            # multiprocessing's own helpers live as long as this process.
+            # The helpers of multiprocessing live until this process ends.
             if pid not in before
             and "multiprocessing.forkserver" not in command
             and "multiprocessing.resource_tracker" not in command
@@ -71,7 +71,7 @@ def pretended_device() -> None:
 def run_python(tmp_path: Path) -> Callable[..., str]:
     """Runs a program in a Python of its own and returns what it prints.
 
-    It starts in an empty directory, so that the installed package is found, not the source.
+    It starts in an empty directory: there Python finds the installed package, not the source.
     Every warning is an error there. Fails the test if the program does or takes a minute.
     """
 

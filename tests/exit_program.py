@@ -1,8 +1,8 @@
 """Started by test_exit.py: forks processes that each run one scenario and end as programs do.
 
 A process is forked from this one after `import torch`, which takes seconds, but before torch or
-the backend run: it leaves this file at its end, so that it goes through the whole shutdown of the
-interpreter, as a program of its own would. Requests come as JSON lines on standard input:
+the backend run. It leaves this file at its end and goes through the whole shutdown of the
+interpreter, as a separate program would. Requests come as JSON lines on standard input:
 {"scenario", "rank", "size", "port", "folder"}; the answers are {"pid"}. When a process has ended,
 its exit code is in the file status_<pid> of the folder given as argument.
 """
@@ -79,7 +79,7 @@ def wait_in_all_reduce(job: dict[str, Any]) -> None:
 
 
 def wait_for_topology(job: dict[str, Any]) -> None:
-    """Of a group that the peer does not join."""
+    """Waits for the topology of a group that the peer does not join."""
     if job["rank"] == 0:
         group = dist.new_group([0, 1], use_local_synchronization=True)
         ready(job)

@@ -105,7 +105,7 @@ def say(**values: object) -> None:
 
 
 def main() -> None:
-    """Joins, does what it is told, and says how it went."""
+    """Joins the group, runs the requested job and reports its result."""
     settings = json.loads(sys.argv[1])
     dist.init_process_group(
         "resilient", timeout=datetime.timedelta(seconds=settings.get("timeout_s", 60))
@@ -121,7 +121,7 @@ def main() -> None:
         dist.barrier()
         paths = torch_resilient.stats().peers[0].to_dict()["paths"]
         say(kind="result", paths=paths, **result)
-        dist.barrier()  # nobody leaves before the others have looked at their paths
+        dist.barrier()  # no rank leaves before the others have looked at their paths
     except dist.DistBackendError as error:
         say(kind="error", text=str(error), peer=torch_resilient.stats().peers[0].to_dict())
         os._exit(3)

@@ -1,4 +1,4 @@
-"""A stranger who calls at a port as often as it is told to, for test_flood.py.
+"""A stranger that connects to a port at a given rate, for test_flood.py.
 
 Arguments: address, port, calls a second, first words (none, half or whole: of a hello), addresses
 to call from, and the name of the job's secret in hex, which a whole hello has. Says once a second

@@ -38,7 +38,7 @@ def key_id_of(secret: bytes) -> bytes:
 
 
 def read(s: socket.socket, count: int) -> bytes:
-    """Exactly so many bytes; raises OSError if there are fewer."""
+    """Reads exactly `count` bytes; raises OSError if there are fewer."""
     data = b""
     while len(data) < count:
         part = s.recv(count - len(data))
@@ -49,7 +49,7 @@ def read(s: socket.socket, count: int) -> bytes:
 
 
 class Caller:
-    """A handshake in steps, so that many can be under way; each may raise OSError."""
+    """A handshake in steps: many can be under way at once. Each step may raise OSError."""
 
     def __init__(self, port: int, secret: bytes, acceptor: bytes) -> None:
         """As a process with a new uid, for a slot far up."""
@@ -73,7 +73,7 @@ class Caller:
 
 
 def data_frame(message: int, payload: bytes) -> bytes:
-    """A whole message in one chunk, for a group that nobody knows."""
+    """A whole message in one chunk, for a group that does not exist."""
     head = b"TRF1" + bytes([1, 3]) + struct.pack("<HII", 0, len(payload), len(payload))
     head += struct.pack("<QQQQ", 0, message, len(payload), 0)
     head += struct.pack("<QQQ", 0x1234, 7, message - 1)  # group, tag, order

@@ -72,7 +72,7 @@ def backend_name() -> str:
 
 
 def on_gloo() -> bool:
-    """True if the tests are being checked against gloo itself, whose known limits they skip."""
+    """True if the tests are checked against gloo itself; they skip its known limits."""
     return backend_name() == "gloo"
 
 
@@ -423,7 +423,7 @@ def _kill_session(pid: int) -> bool:
 
 def _rank_main(job: _Job, pipe: multiprocessing.connection.Connection) -> None:
     """Body of a rank process."""
-    os.setsid()  # so that the harness can kill what the rank has started, too
+    os.setsid()  # lets the harness kill the children of the rank, too
     # The kernel kills the rank if the server that forked it, hence pytest, is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     global _current

@@ -34,7 +34,7 @@ OPEN = SmartOptions(
 def drops_of(
     message: Tensor, threshold: float, max_drop_fraction: float, rate: float, seed: int
 ) -> list[Range]:
-    """What of a message gets dropped: packets below the threshold, each with probability `rate`."""
+    """Ranges of a message to drop: packets below the threshold, each with probability `rate`."""
     if threshold < 0:
         return []
     generator = torch.Generator().manual_seed(seed)
@@ -108,7 +108,7 @@ class LossyNetwork:
 
 @dataclasses.dataclass
 class Bucket:
-    """What smart_hook asks of DDP's bucket."""
+    """The part of DDP's bucket that smart_hook uses."""
 
     flat: Tensor
     params: Sequence[Tensor]

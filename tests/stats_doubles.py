@@ -21,7 +21,7 @@ _LISTENER = ListenerStats(
 
 
 def datagram_stats(**values: Any) -> DatagramStats:
-    """Of a UDP path that has carried nothing."""
+    """The statistics of a UDP path that has carried nothing."""
     idle = DatagramStats(
         packet_bytes=1376,
         packets=0,
@@ -41,7 +41,7 @@ def datagram_stats(**values: Any) -> DatagramStats:
 
 
 def path_stats(**values: Any) -> PathStats:
-    """Of a connection that is up."""
+    """The statistics of a connection that is up."""
     up = PathStats(
         kind="tcp",
         index=0,
@@ -69,7 +69,7 @@ def path_stats(**values: Any) -> PathStats:
 
 
 def peer_stats(*paths: PathStats, **values: Any) -> PeerStats:
-    """Of rank 1, which is up."""
+    """The statistics of rank 1, which is up."""
     up = PeerStats(
         rank=1,
         host="b",
@@ -88,7 +88,7 @@ def peer_stats(*paths: PathStats, **values: Any) -> PeerStats:
 
 
 def group_stats(*peers: PeerStats) -> GroupStats:
-    """Of rank 0 in the default group."""
+    """The statistics of rank 0 in the default group."""
     return GroupStats(
         group="0",
         rank=0,
@@ -102,7 +102,7 @@ def group_stats(*peers: PeerStats) -> GroupStats:
 
 
 def process_snapshot(*peers: PeerStats, **values: Any) -> Snapshot:
-    """Of rank 0 of 2."""
+    """The snapshot of rank 0 of 2."""
     running = Snapshot(
         version="0.1.0",
         time_s=100.0,

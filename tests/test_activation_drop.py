@@ -28,7 +28,7 @@ class Identity(nn.Module):
 
 
 def crossed(tensor: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Boundary]:
-    """What arrives behind a boundary."""
+    """The tensor behind a boundary, and the boundary."""
     boundary = Boundary("b", **settings)
     module = Identity()
     boundary.watch(module)
@@ -36,7 +36,7 @@ def crossed(tensor: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Bounda
 
 
 def dropped_packets(arrived: torch.Tensor) -> list[int]:
-    """Packets of all zeros; each other one must be whole. Of a tensor of ones."""
+    """The packets of all zeros in a tensor of ones; each other packet must be whole."""
     dropped = []
     elements = PACKET_BYTES // arrived.element_size()
     for number, packet in enumerate(arrived.flatten().split(elements)):

@@ -65,7 +65,7 @@ def healthy_costs() -> PipelineCosts:
 
 
 def reports_of(costs: PipelineCosts, **more: float) -> list[StageReport]:
-    """What the ranks of such a pipeline would measure."""
+    """The measurements of the ranks of such a pipeline."""
     reports = []
     for stage in range(costs.num_stages):
         links = {}
@@ -362,7 +362,7 @@ def test_a_rank_that_cannot_fetch_keeps_all_on_the_old_plan() -> None:
 
 
 def held_back(orchestrator: Orchestrator) -> tuple[threading.Event, threading.Event]:
-    """Makes its planner wait: (set when it has begun, to be set so that it goes on)."""
+    """Makes its planner wait: (set when it has begun, to be set to let it continue)."""
     begun, go_on = threading.Event(), threading.Event()
     decide = orchestrator._decider.consider
 
@@ -409,7 +409,7 @@ def test_the_next_stage_plans_while_the_planner_is_late() -> None:
     assert [True] * 4 in switches
     assert all(each in ([True] * 4, [False] * 4) for each in switches)
     assert plan_ids(ranks) == {PlanId(1, 1)}
-    # It wakes up, publishes what nobody needs, and plans again.
+    # It wakes up, publishes a plan that no rank needs, and plans again.
     go_on.set()
     settle(ranks)
     assert ranks[0].published == 1
@@ -422,7 +422,7 @@ def test_the_next_stage_plans_while_the_planner_is_late() -> None:
 
 
 def test_plans_of_two_planners_at_once() -> None:
-    """Those of one epoch are told apart, and all ranks end with the same one."""
+    """Plans of one epoch stay distinct, and all ranks end with the same one."""
     now_s = 0.0
     ranks = make_orchestrators(MemoryStore(), lambda: now_s)
     first, go_on_first = held_back(ranks[0])
@@ -540,7 +540,7 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
         delays.append(found.costs.delay_forward_s[1] if found.costs else None)
         if schedule._patience is not patiences[-1]:
             patiences.append(schedule._patience)
-    # What was learned of the messages of a plan is forgotten with it.
+    # A new plan resets the patience that was learned from the old plan's messages.
     assert len(patiences) == len({0, *epochs})
     events = [(each.kind, each.text) for each in stats().events]
     return {
@@ -569,7 +569,7 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
     assert all(rank["links_measured"] for rank in got)
     run = read_run(tmp_path)
     assert [step.step for step in run.steps] == list(range(END))
-    # What came over the slow link took as long as the delay; the clocks agree that well.
+    # Messages over the slow link took as long as the delay; the clocks agree that well.
     late = [
         message.end_s - message.start_s
         for step in run.steps[SLOW_FROM + 1 : HEALED_FROM - 1]
@@ -580,7 +580,7 @@ def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> No
 
 
 THIN_BYTES_PER_S = 20e6
-LARGE = 1 << 18  # numbers: 52 ms on such a link, for which a round trip of a few bytes takes none
+LARGE = 1 << 18  # numbers: 52 ms on such a link; a round trip of a few bytes takes no time there
 
 
 class Wide(nn.Module):
@@ -634,7 +634,7 @@ def test_a_timeline_that_only_some_ranks_want_is_not_written(tmp_path: Path) -> 
 
 
 def several_recorded(rank: int, folder: str) -> None:
-    """Two schedules of three ranks, of which two ranks have had one of their own; one by one."""
+    """Two ranks run a schedule of their own, then three ranks run two, one after the other."""
     pair = dist.new_group([0, 1])
     cpu = torch.device("cpu")
     made = [(pair, 2)] * (rank < 2) + [(None, 3)] * 2
@@ -688,8 +688,8 @@ def test_plans_find_their_pipeline() -> None:
 
 
 def without_its_planner(rank: int) -> list[tuple[int, int]]:
-    """The planner of the first stage hangs; later it is itself again. What planned, and how often
-    all ranks had switched by then."""
+    """The planner of the first stage hangs and later recovers. Returns the rank that planned, and
+    how often all ranks had switched by then."""
     agreement.PLANNER_PATIENCE_S = 0.1
     stage = PipelineStage(Part(rank), rank, 3, torch.device("cpu"))
     schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, device_microbatches=COUNT)

@@ -1,4 +1,4 @@
-"""What a rank of an adaptive pipeline decides before an iteration: a function of one value."""
+"""The decision of a rank of an adaptive pipeline before an iteration: a function of one value."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MEASURED = StageReport(forward_s=1.0, input_backward_s=1.0, weight_backward_s=1.
 
 
 def situation(*reports: StageReport, **values: object) -> Situation:
-    """Of stage 0 of three, which all hold the first plan, have measured and are idle."""
+    """Stage 0 of three stages, which all hold the first plan, have measured and are idle."""
     quiet = Situation(
         step=10,
         stage=0,

@@ -52,7 +52,7 @@ class View:
 
 @dataclass
 class Operands:
-    """The operands of one rank. Where an operation works in place, `inputs` is `outputs`."""
+    """The operands of one rank. `inputs` is `outputs` if an operation works in place."""
 
     inputs: list[View]
     outputs: list[View]
@@ -253,7 +253,7 @@ def operands(rng: random.Random, name: str, k: int, count: int, rank: int, size:
     # Outputs first or inputs first: which of them lies where must not matter.
     views = choose(rng, results + sizes, shared)
     outputs, inputs = views[: len(results)], views[len(results) :]
-    if rng.random() < 0.3:  # exactly in place, as far as the operation has such a place
+    if rng.random() < 0.3:  # exactly in place, if the operation supports that
         for i, view in enumerate(inputs):
             if name in ("all_gather", "all_gather_coalesced"):
                 output = outputs[rank * len(inputs) + i]
@@ -409,7 +409,7 @@ def test_an_output_that_one_rank_cannot_write_fails_on_all_ranks() -> None:
 
 
 def coalescing_with_device(rank: int) -> None:
-    """What torch itself makes one operation of, what it does not, and messages in any order."""
+    """Operations that torch itself coalesces, others, and messages in any order."""
     size, device = world_size(), torch.device("cpu")
     x, y = torch.full((2,), float(rank + 1)), torch.arange(4.0) + rank
     sums = torch.full((2,), size * (size + 1) / 2)

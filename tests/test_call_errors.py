@@ -1,6 +1,6 @@
 """Mistakes in the arguments of a call: found before anything is sent, raised as gloo raises them.
 
-gloo raises RuntimeError, NCCL mostly ValueError. Ours is both, and holds the words that PyTorch's
+gloo raises RuntimeError, NCCL usually ValueError. Ours is both, and holds the words that PyTorch's
 own tests of gloo look for.
 """
 

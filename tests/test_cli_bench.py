@@ -50,7 +50,7 @@ def test_goodput_is_that_of_the_end() -> None:
     arrivals = [(float(i), 1_000_000) for i in range(5)]
     arrivals += [(4 + i / 10, 1_000_000) for i in range(1, 61)]
     assert bench.goodput(arrivals) == pytest.approx(10e6)
-    # The first of two cannot count: nobody knows when it began.
+    # The first of two cannot count: its start is unknown.
     assert bench.goodput([(1.0, 5_000_000), (2.0, 1_000_000)]) == pytest.approx(1e6)
     assert bench.goodput([(1.0, 5)]) == bench.goodput([]) == 0
 

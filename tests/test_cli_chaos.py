@@ -1,4 +1,4 @@
-"""`torch-resilient chaos`: the script, the records of a job, and what is told of them."""
+"""`torch-resilient chaos`: the script, the records of a job, and the report."""
 
 from __future__ import annotations
 
@@ -267,7 +267,7 @@ def test_a_record_is_for_its_owner_only(tmp_path: Path) -> None:
     victim.write_text("mine")
     path = tmp_path / "records" / f"rank00003.{os.getpid()}.jsonl"
     path.parent.mkdir()
-    path.symlink_to(victim)  # by somebody who may write there
+    path.symlink_to(victim)  # by another user who may write there
     for _ in range(2):  # also in place of its own last one
         recorder.Recorder(str(path.parent), 3, (0.0, 0.0)).close()
         assert victim.read_text() == "mine"
@@ -438,7 +438,7 @@ def test_a_pause_of_another_time_is_not_the_faults(tmp_path: Path) -> None:
 
 
 def test_no_fault_counts_as_calm(tmp_path: Path) -> None:
-    """What is usual, and how far from it operations are without faults, excludes all of them."""
+    """The usual time of an operation and the noise without faults exclude all faults."""
     operations = calm(10)
     operations[50]["took_s"] = operations[80]["took_s"] = 0.4
     lines = [row(1)]
@@ -556,7 +556,7 @@ def test_broken_ends_are_told(tmp_path: Path) -> None:
 
 # ---- a job --------------------------------------------------------------------------------
 
-# Goes on for as long as the last fault needs, and reports wrong sums by its exit status.
+# Runs until the last fault has ended, and reports wrong sums by its exit status.
 PROGRAM = """
 import sys, time
 import torch, torch.distributed as dist

@@ -112,7 +112,7 @@ def test_it_leaves_nothing_behind(
     (facts,) = json.loads(capsys.readouterr().out)["facts"]
     assert set(names) <= set(facts["environment"])
     assert list(tmp_path.iterdir()) == []
-    # What the job could not start with is told all the same.
+    # doctor still reports a value that the job could not start with.
     monkeypatch.setenv(names[0], "job")
     assert cli.main(["doctor"]) == 1
     assert 'TORCH_RESILIENT_METRICS="job": expected a folder' in capsys.readouterr().out
@@ -351,7 +351,7 @@ def test_autotuning_that_is_off() -> None:
 def test_versions_that_differ() -> None:
     finding = only(job(versions={"torch": "2.13.0", "torch_resilient": "0.2.0"}))
     assert "0.2.0 on ranks [0], 0.1.0 on ranks [1]" in finding.seen
-    # Not by its name: no index has it, or somebody else's.
+    # Not by its name: no index has this package, or an index has another one of that name.
     assert "pip install --no-build-isolation" in finding.remedy
     finding = only(job(versions={"torch": "2.13.1", "torch_resilient": "0.1.0"}))
     assert "`pip install torch==VERSION`" in finding.remedy
@@ -464,7 +464,7 @@ def test_windows_that_the_backend_raises(
         facts.sysctl |= {"net.core.wmem_max": send_max, "net.core.rmem_max": receive_max}
         facts.buffers_forced = forced
     assert len(check_job(ranks)) == findings
-    # Where the user says how many connections, the buffers are the system's.
+    # If the user sets the number of connections, the buffers are the system's.
     ranks[0].wan_connections = 2
     assert "at most 0.63 Gbit/s" in only(check_job(ranks)).seen
 

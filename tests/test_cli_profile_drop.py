@@ -20,7 +20,7 @@ from harness import wait_until
 from torch_resilient import cli
 from torch_resilient.cli import profile_drop
 
-# What comes out is what goes in, so that nothing else than activations can tell it.
+# The output is the input: only the activations carry information.
 SCRIPT = """\
 import sys
 import torch
@@ -111,7 +111,7 @@ def test_lost_activations_do_harm_and_the_scripts_losses_are_seen(
     assert (boundary["name"], boundary["message_bytes"]) == ("blocks.0", 64 * 64 * 4)
     (harm,) = boundary["harm"]
     assert harm["by_seed"] == pytest.approx([told[2] - told[0], told[3] - told[1]], rel=1e-4)
-    # Of 12 packets, 11 are dropped, and with them nearly all that could be known.
+    # 11 of 12 packets are dropped, and with them nearly all of the information.
     assert min(harm["by_seed"]) > 0.5
     assert progress.count("\n") == 4
     assert "run 4 of 4: 1 of blocks.0 dropped, seed 1: loss " in progress
@@ -279,7 +279,7 @@ def test_a_bound_is_the_largest_fraction_without_harm(
 
     runs = pretend(losses)
     output, _ = profile(capsys, *command("--tolerate=1sd,10%"))
-    # 0.001 loses no packet of such a message: not tried, and not suggested.
+    # 0.001 drops no packet of this small message: not tried, and not suggested.
     assert len(runs) == 3 * (1 + 2 * 3) + 3
     assert runs[-1] == {"early": 0.01, "late": 0.05}
     lines = output.splitlines()
@@ -290,7 +290,7 @@ def test_a_bound_is_the_largest_fraction_without_harm(
     assert rows[1][-1] == "0.05"
     assert lines[-4] == "all at once, (0.01, 0.05): +0.0750 ± 0.0000: tolerated"
     assert lines[-2] == "SmartOptions(activation_bound=(0.01, 0.05))"
-    # Of three stages, the first is more than a quarter.
+    # The first of three stages is more than a quarter.
     assert lines[-1].endswith("what is behind the first quarter: activation_bound=0.01")
 
 

@@ -49,7 +49,7 @@ SAMPLE = re.compile(rf"(?P<name>[a-zA-Z_:][\w:]*)\{{(?P<labels>(?:{LABEL})*)\}} 
 
 
 def samples(text: str) -> dict[str, dict[str, float]]:
-    """Of Prometheus text: value by labels by name. Fails where the format is broken."""
+    """Parses Prometheus text: value by labels by name. Fails where the format is broken."""
     found: dict[str, dict[str, float]] = {}
     kinds: dict[str, str] = {}
     for line in text.splitlines():
@@ -149,8 +149,8 @@ def test_every_process_serves_its_state(tmp_path: Path) -> None:
         assert [look.rank for look in looks] == [0, 1]
         assert [look.world_size for look in looks] == [2, 2]
         assert name.startswith(f"rank0000{rank}.")
-        # Groups of the same ranks share their peers; nothing is told twice, nor lost by a group
-        # that has not used them.
+        # Groups of the same ranks share their peers; no value is reported twice, nor lost by a
+        # group that has not used them.
         assert [len(look.groups) for look in looks] == [3, 3]
         (peer,) = looks[rank].peers
         assert (peer.rank, peer.state) == (1 - rank, "up")
@@ -160,13 +160,13 @@ def test_every_process_serves_its_state(tmp_path: Path) -> None:
         assert sum(sent.values()) > 1 << 16
         assert kind == prometheus.CONTENT_TYPE
         assert status == 404
-        # Nobody else may look.
+        # Other users have no access.
         assert mode == (0o600, 0o700)
     assert not list(folder.iterdir()), "sockets outlive their processes"
 
 
 def free_ports(count: int) -> int:
-    """The first of `count` ports next to each other that nobody has."""
+    """The first of `count` consecutive free ports."""
     for first in range(20000, 30000, 17):
         try:
             for port in range(first, first + count):
@@ -525,7 +525,7 @@ def test_bad_input_is_named_in_one_line(
 
 
 def test_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    # What a process that was killed leaves behind.
+    # A killed process leaves its socket behind.
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(tmp_path / "rank00000.1.sock"))
     assert cli.main(["top", str(tmp_path), "--once"]) == 1

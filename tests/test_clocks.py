@@ -25,7 +25,7 @@ AHEAD_S = (0.0, 5.0, -0.25)
 
 
 def shift_clock(by_s: float) -> None:
-    """Of this process, as the comparison sees it."""
+    """Shifts the clock of this process, as the comparison sees it."""
     native = _native.load()
     shifted = SimpleNamespace(
         wait_any=native.wait_any, ended_at=lambda work: native.ended_at(work) + by_s

@@ -315,7 +315,7 @@ def test_object_collectives(size: int) -> None:
 
 
 def barrier_holds(rank: int) -> None:
-    """Nobody leaves a barrier before everybody has entered it: the store is the witness."""
+    """No rank leaves a barrier before all have entered it; the store records who has."""
     size, store = world_size(), make_store("barrier")
     for i in range(20):
         store.add(f"entered {i}", 1)
@@ -361,7 +361,7 @@ def test_monitored_barrier_names_the_absent(wait_all: bool) -> None:
 
 
 def refusals(rank: int) -> list[str]:
-    """Calls that cannot work fail at once on the caller's side, and harm nobody."""
+    """Calls that cannot work fail at once on the caller's side and harm no other rank."""
     size = world_size()
     wrong: list[str] = []
 
@@ -427,7 +427,7 @@ def mismatch(rank: int, kind: str) -> str:
     else:
         tensor = torch.ones(8)
     if kind == "operation" and rank == 0:
-        # The root of a small broadcast waits for nobody: at the latest its next call fails.
+        # The root of a small broadcast does not wait: at the latest its next call fails.
         return error_of(lambda: (dist.broadcast(tensor, 0), dist.barrier()))
     if kind == "reduction":
         return error_of(lambda: dist.all_reduce(tensor, MAX if rank else SUM))

@@ -113,7 +113,7 @@ def test_xor_gives_the_bytes_of_the_cpu(shape: tuple[int, int, int, int]) -> Non
 
 @gpu
 def test_kernels_run_on_the_current_stream() -> None:
-    """What is computed there before is seen; another stream need not wait."""
+    """They see earlier results on that stream; another stream need not wait."""
     stream = torch.cuda.Stream()
     data = torch.zeros(1 << 24, device="cuda")
     torch.cuda.synchronize()

@@ -22,7 +22,7 @@ UDP = {"TORCH_RESILIENT_WAN": "udp", "TORCH_RESILIENT_INTERFACE": "eth0"}
 
 
 def datagrams(row: Row) -> dict[str, Any]:
-    """Of the one path of datagrams."""
+    """The row of the one path of datagrams."""
     (path,) = [p for p in row["paths"] if p["kind"] == "udp"]
     return path
 

@@ -39,7 +39,7 @@ def feed(
     first: int = 0,
     link: tuple[int, int] = (0, 1),
 ) -> list[DelayChange]:
-    """What is found in samples, `PER_STEP` to a step; `first` is the number of the first."""
+    """The changes found in samples, `PER_STEP` to a step; `first` is the number of the first."""
     found = []
     for number, delay_s in enumerate(delays_s, first):
         change = detector.on_sample(
@@ -93,8 +93,8 @@ def test_what_is_over_before_its_size_is_known_is_not_reported() -> None:
 def test_correlated_noise_gives_few_findings() -> None:
     """Swells of noise that last an iteration are changes for a while; most must not be reported.
 
-    20 % jitter, of which a sample shares 0.8 with the next. Without regard to the correlation it
-    is one finding in 140 iterations; the limit is one in 400.
+    The jitter is 20 %; neighbouring samples share 0.8 of it. A detector that ignores this
+    has one finding in 140 iterations; the limit is one in 400.
     """
     found = 0
     for seed in range(16):
@@ -131,7 +131,7 @@ def test_changes_too_small_to_count() -> None:
 
 @pytest.mark.parametrize("kind", ["step", "noisy step"])
 def test_a_step_and_its_healing_are_found_within_two_iterations(kind: str) -> None:
-    """Of 60 streams, 8 to 32 samples in an iteration: all, in time, with the right size.
+    """All changes in 60 streams, 8 to 32 samples an iteration, are found with the right size.
 
     The size of a noisy step is known from 15 samples or more with a standard deviation of a third:
     2.3 standard errors are 20 %, so a few may be further off.
@@ -260,7 +260,7 @@ def test_a_relapse_after_long_health_is_no_flapping() -> None:
     assert all(change.found_step - change.since_step <= 2 for change in found)
 
 
-# What may be given.
+# Arguments.
 
 
 @pytest.mark.parametrize(

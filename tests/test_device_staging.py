@@ -1,7 +1,7 @@
 """Operations on device tensors: order and visibility of the copies, without a device.
 
-Host tensors are treated as if they were on a device whose copies end late and in another order than
-they were asked for. An operation that reads or sends bytes before their copy has ended is wrong.
+Host tensors are treated as if they were on a device. Its copies end late and in another order than
+requested. An operation that reads or sends bytes before their copy has ended is wrong.
 """
 
 from __future__ import annotations

@@ -42,9 +42,10 @@ def simulate(
     expected: Sequence[str] = (),
     noise: float = 0.0,
 ) -> tuple[float, list[list[str]]]:
-    """What stages that `choose` do, with the costs' delays, or with random ones, `factors` times as
-    long, messages of a direction staying in order; operations take up to `noise` more. What is not
-    `expected` is held back, as in StageRun. Returns the end and the operations."""
+    """Simulates stages that `choose`, with the costs' delays; `rng` makes them random, `factors`
+    times as long. Messages of a direction stay in order; operations take up to `noise` more. An
+    operation that is not `expected` is held back, as in StageRun. Returns the end and the
+    operations."""
     stages = costs.num_stages
     progress = [Progress(count) for _ in range(stages)]
     inputs: list[list[float]] = [[0.0] * count] + [[] for _ in range(stages - 1)]

@@ -19,7 +19,7 @@ DOCUMENTS = sorted(
     path for folder in (ROOT, ROOT / "docs", ROOT / "third_party") for path in folder.glob("*.md")
 )
 
-# A fenced block, in which nothing is a link.
+# A fenced block, which contains no links.
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 CODE_SPAN = re.compile(r"`([^`\n]+)`")
@@ -83,7 +83,7 @@ def listed_sections(text: str) -> set[tuple[str, str]]:
 
 
 def mark_faults(name: str, text: str, listed: set[tuple[str, str]]) -> list[str]:
-    """What is wrong with the marks `Paper: KEY §n` in the file `name` that holds `text`."""
+    """The faults of the marks `Paper: KEY §n` in the file `name` that holds `text`."""
     faults = []
     for number, line in enumerate(text.splitlines(), 1):
         if not (mark := MARK.search(line)):
@@ -138,7 +138,7 @@ def test_the_papers_have_rows_with_a_known_state() -> None:
         assert len(cells) == 5, (key, cells)
         state, code = cells[2], cells[3]
         assert state.startswith(STATES), (key, cells[0], state)
-        # What is built has a place, and a place is claimed only for something.
+        # The row of an existing feature names its code.
         if state.startswith(("yes", "other")):
             assert code, (key, cells[0])
 

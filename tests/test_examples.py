@@ -74,7 +74,7 @@ def gloo_run(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def checkpoint(torchrun: Torchrun, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two steps leave behind, split over four stages on two ranks."""
+    """The checkpoint of two steps, split over four stages on two ranks."""
     folder = tmp_path_factory.mktemp("checkpoint")
     arguments = (f"--backend={BACKEND}", "--schedule=ZBVZeroBubble", "--steps=2")
     train(torchrun, folder, *arguments, f"--checkpoint={folder / 'state'}")
@@ -272,7 +272,7 @@ def test_batches_depend_on_seed_and_step_only(tmp_path: Path) -> None:
 
 
 def two_steps() -> list[list[Span]]:
-    """Two ranks: a first step of 10 s, a second of 4 s in which 5 of 8 seconds are busy."""
+    """Two ranks: a first step of 10 s, a second of 4 s with 5 of 8 seconds busy."""
     return [
         [Span(0, "F", 0, 0, 0, 9), Span(1, "F", 0, 0, 9, 11), Span(1, "wait", -1, -1, 11, 13)],
         [Span(0, "F", 1, 0, 9, 10), Span(1, "F", 1, 0, 11, 12), Span(1, "O", -1, -1, 12, 14)],
@@ -289,7 +289,7 @@ def test_times_of_an_iteration() -> None:
 
 
 def timeline_of(spans: list[list[Span]]) -> dict[str, Any]:
-    """What train_pipeline.py --timeline would have written."""
+    """The timeline as train_pipeline.py --timeline would have written it."""
     return json.loads(json.dumps({"ranks": spans, "schedule": "1F1B", "backend": "gloo"}))
 
 

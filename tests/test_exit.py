@@ -22,7 +22,7 @@ from harness import init_group, on_gloo, run_ranks, wait_until
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo promises none of this")
 
-# A process that has nothing more to do, or is told to stop, is gone within this time.
+# A process that has nothing more to do, or gets a signal to stop, is gone within this time.
 END_S = 2.0
 LOAD = 3.0  # the machine that runs the tests is busy with others
 CRASHES = ["terminate called", "core dumped", "Fatal Python error", "Segmentation", "Aborted"]
@@ -61,7 +61,7 @@ class Programs:
             )
 
     def wait_blocked(self, *ranks: int) -> None:
-        """Until the ranks are in their waits, of which their main threads sleep."""
+        """Waits until the ranks are in their waits and their main threads sleep."""
         self.wait_ready(*ranks)
         for rank in ranks:
             wait_until(partial(self._sleeps, rank), f"rank {rank} is blocked: {self.output(rank)}")

@@ -75,7 +75,7 @@ class Job(LabJob):
         self.until(lambda row: row.get("step", -1) >= number, f"step {number}")
 
     def end(self) -> list[Row]:
-        """What the two ranks say at their end."""
+        """The results of the two ranks."""
         while len(self.results) < len(self.processes):
             self.until(lambda row: row["kind"] in ("result", "error"), "result")
         return [self.results[rank] for rank in range(len(self.processes))]
@@ -101,7 +101,7 @@ class Bed:
 
 @pytest.fixture
 def bed(lab: NetworkLab) -> Iterator[Bed]:
-    """A bed whose jobs are gone afterwards."""
+    """A bed that ends its jobs afterwards."""
     made = Bed(lab)
     yield made
     for job in made.jobs:
@@ -244,7 +244,8 @@ def test_firewall_that_refuses_on_one_way_is_no_death_while_the_other_is_silent(
     for host in bed.hosts:
         if host.run(["iptables", "-A", *rule.split()]).returncode != 0:
             pytest.skip("iptables has no rights or no modules here")
-    # Ten times as long as a death takes, and more than one attempt on the silent way.
+    # Ten times as long as it takes to declare a peer dead, and longer than one attempt on the
+    # silent route.
     last = -1
     with contextlib.suppress(RuntimeError):
         while True:
@@ -312,7 +313,7 @@ def test_what_comes_in_does_not_save_a_way_that_is_dead_outwards(bed: Bed) -> No
         if row["kind"] != "round" or row["rank"] != 0:
             return False
         assert row["wrong"] == 0
-        # What has gone another way in its place, where everything seemed silent, may be up.
+        # An off-route connection in its place may be up: all routes seemed silent.
         paths = [p for p in row["paths"] if p["local_address"].startswith(ours)]
         rounds.append({p["state"] for p in paths if p["nic"] == "eth0"})
         return True
@@ -345,7 +346,7 @@ def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces:
             )
 
         assert job.until(carries, f"path from {address}")["wrong"] == 0
-    for rank in (0, 1):  # and nobody has stopped
+    for rank in (0, 1):  # and no rank has stopped
         row = job.until(lambda row, rank=rank: row["rank"] == rank, "one more round")
         assert row["wrong"] == 0
 

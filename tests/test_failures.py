@@ -45,7 +45,7 @@ def mebibytes(n: float, value: float) -> torch.Tensor:
 
 
 def start_operation(name: str, rank: int, victim: int) -> dist.Work:
-    """Starts the collective in which every rank needs something from `victim`."""
+    """Starts a collective; every rank needs something from `victim` for it."""
     size = world_size()
     mine = mebibytes(8, rank)
     work: Any
@@ -198,7 +198,7 @@ def wait_for_any(rank: int) -> tuple[float, list[str]]:
     assert work is not None
     wait_until_pending()
     store.set("waiting", "")
-    # The second one starts when nobody is left.
+    # The second one starts when no peer is left.
     errors = [error_of(work.wait), error_of(lambda: dist.recv(torch.zeros(4)))]
     return time.monotonic() - float(store.get("at")), errors
 
@@ -214,7 +214,7 @@ def test_a_receive_from_any_source_ends_with_the_last_rank() -> None:
 
 
 def receive_what_the_gone_have_sent(rank: int) -> str:
-    """Rank 1 sends and leaves; rank 0 receives from any source once nobody is left."""
+    """Rank 1 sends and leaves; rank 0 receives from any source once no peer is left."""
     dist.barrier()
     if rank == 1:
         for i in range(3):
@@ -489,7 +489,7 @@ def different_calls(rank: int) -> list[str]:
 
         def both(names: tuple[str, str] = names, group: Any = group) -> None:
             call(names[rank == odd], rank, group)
-            # Where one side needs nothing of the other, the next operation tells.
+            # If one side needs nothing from the other, the next operation fails.
             call("barrier", rank, group)
 
         errors.append(error_of(both))
@@ -505,7 +505,7 @@ def test_all_learn_who_called_something_else(size: int) -> None:
         for rank in range(size):
             error = by_rank[rank][i]
             print(f"{names} on rank {rank} of {size}: {error[:300]}")
-            # Both roots wait for the other one, and nobody sends: only time tells.
+            # Both roots wait for each other, and neither sends: only the timeout ends this.
             assert ("Timed out" in error) == (size == 2 and kinds[0] == "reduce"), error
             theirs = rf"rank {odd} called {kinds[1]}\("
             refused = rf"rank {odd} refused it: .*where the receiver called {kinds[1]}\("

@@ -20,7 +20,7 @@ PAUSE_S = 5.0
 
 
 def counters() -> dict[str, int]:
-    """Of all paths of this rank, together."""
+    """The counters of all paths of this rank, summed."""
     from torch_resilient import stats
 
     paths = [path for peer in stats().peers for path in peer.paths]
@@ -37,7 +37,7 @@ def counters() -> dict[str, int]:
 
 
 def values(numel: int, *key: int) -> torch.Tensor:
-    """Small whole numbers, so that sums are exact in any order."""
+    """Small whole numbers: their sums are exact in any order."""
     generator = torch.Generator().manual_seed(hash(key) & 0x7FFFFFFF)
     return torch.randint(-1000, 1000, (numel,), generator=generator).float()
 
@@ -260,7 +260,7 @@ def test_a_delay_holds_one_direction_only() -> None:
 
 
 def transfer_time(rank: int, nbytes: int) -> float:
-    """Seconds from the send on rank 0 to the end of the receive on rank 1, where it is told."""
+    """Seconds from the send on rank 0 to the end of the receive on rank 1, returned there."""
     message = torch.empty(nbytes // 8, dtype=torch.float64)
     dist.barrier()
     if rank == 0:
@@ -358,7 +358,7 @@ def all_paths_come_up(rank: int) -> None:
 
     dist.all_reduce(torch.ones(1 << 16))
     wait_until(lambda: states() == ["up"] * 6, "three paths to each of two peers are up")
-    dist.barrier()  # nobody leaves before the others have seen it
+    dist.barrier()  # no rank leaves before the others have seen it
 
 
 # The end that was called before it knew the caller's address kept all but one in reserve.

@@ -1,4 +1,4 @@
-"""What stands on c10d gives the numbers it gives on gloo.
+"""Frameworks on c10d compute the same numbers as on gloo.
 
 Every case runs a few training steps, or the like, twice: on gloo and on the backend under test,
 with the same seeds. With two ranks there is one order of the operands of a sum (up to swapping
@@ -286,7 +286,7 @@ def fsdp(rank: int, kind: str) -> Result:
 
 
 def reference_fsdp(rank: int) -> Result:
-    """What FSDP must compute: DDP without the wrapper. gloo has no AVG, which FSDP2 needs."""
+    """The reference for FSDP: DDP without the wrapper. gloo has no AVG, which FSDP2 needs."""
     model = nn.parallel.DistributedDataParallel(sharded_net())
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     losses = []

@@ -213,7 +213,7 @@ def same_prefix(rank: int) -> None:
         init_group("same")
         check()
         check(dist.new_group())
-        # Nobody begins the next round while another is still in this one.
+        # No rank begins the next round while another is still in this one.
         dist.barrier()
         dist.destroy_process_group()
         store = make_store("between")
@@ -316,7 +316,7 @@ def test_backend_named_by_device() -> None:
 
 
 def beside_gloo(rank: int) -> None:
-    """A group of the backend under test inside a job whose default group is gloo's."""
+    """A group of the backend under test inside a job with gloo as the default group."""
     init_group("mixed", backend="gloo")
     ours = dist.new_group(backend=backend_name())
     check()
@@ -624,7 +624,7 @@ def test_torchrun_and_nothing_but_torch(tmp_path: Path) -> None:
 
 @not_gloo
 def test_torchrun_restarts_ranks_that_had_not_all_joined(tmp_path: Path) -> None:
-    """Whoever comes first: what rank 0 has left in the store is not taken for the new rank 0."""
+    """In any order of joining, old entries of rank 0 in the store do not count for the new one."""
     (tmp_path / "script.py").write_text(
         textwrap.dedent(
             f"""

@@ -1,8 +1,8 @@
-"""Collectives over sites and hosts: results, bits, bytes across the border, and what is refused.
+"""Collectives over sites and hosts: results, bits, bytes across the border, and refusals.
 
 All ranks run on this machine; each says which site it is at. Every rank can compute the input of
-every rank. What is exact must match bit for bit, sums that round must be close to the float64
-result; everything must have the same bits on all ranks and in every run.
+every rank. Exact results must match bit for bit, rounded sums must be close to the float64
+result; all results must have the same bits on all ranks and in every run.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def test_a_bad_site_is_refused_at_once() -> None:
 
 
 def with_options_for_sites(rank: int, folder: str) -> str:
-    """What a rank says to its standard error."""
+    """Returns the standard error of a rank."""
     os.environ["TORCH_RESILIENT_WAN_RATE_LIMIT"] = "*=1G, bb=900M"
     os.environ["TORCH_RESILIENT_WAN_DSCP"] = "b=8"
     path = Path(folder, str(rank))
@@ -260,7 +260,7 @@ def test_a_rank_that_does_not_call_is_named() -> None:
 
 
 def subgroups(rank: int) -> Any:
-    """Of the default group's four sites, a group sees its own members' only."""
+    """A group sees only the sites of its own members, not all four of the default group."""
     join(rank, "abba", "hierarchical")
     group = dist.new_group([0, 2, 3])
     if rank != 1:

@@ -71,7 +71,7 @@ def udp(host: Host, address: str, device: str | None = None) -> socket.socket:
 
 
 def received(sock: socket.socket) -> list[bytes]:
-    """What comes within half a second of the last that came."""
+    """Receives messages until none arrives for half a second."""
     messages = []
     sock.settimeout(0.5)
     with contextlib.suppress(TimeoutError):
@@ -142,7 +142,7 @@ def transfer(source: Host, target: Host, address: str, data: bytes) -> tuple[flo
 
 
 def flags(host: Host, device: str) -> int:
-    """Of a network device, as the kernel of the host shows them."""
+    """The flags of a network device, as the kernel of the host shows them."""
 
     def ask() -> int:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
@@ -419,7 +419,7 @@ def test_a_nic_that_is_switched_off_loses_its_routes(pair: tuple[Host, Host, Net
         with pytest.raises(OSError, match="unreachable") as caught:
             sock.sendto(b"refused", target.getsockname())
         assert caught.value.errno == errno.ENETUNREACH
-        # What comes from the other end is lost, not queued.
+        # Messages from the other end are dropped, not queued.
         target.sendto(b"lost", sock.getsockname())
         link.up()
         target.sendto(b"arrives", sock.getsockname())
@@ -665,7 +665,7 @@ from torch_resilient.testing import NetworkLab
 lab = NetworkLab()
 a, b = lab.host("a"), lab.host("b")
 link = lab.link(a, b)
-# One that ignores signals, and one in a session of its own whose parent has ended.
+# One ignores signals; the other has its own session, and its parent has ended.
 first = a.popen(["sh", "-c", "trap '' TERM INT HUP; setsid sleep 1000 & sleep 1000"])
 b.run(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 &"], check=True)
 inodes = [os.fstat(fd).st_ino for h in (a, b) for fd in (h._spaces.net, h._spaces.mounts)]
@@ -842,7 +842,7 @@ def test_what_a_rank_has_started_does_not_hold_up_the_end(
 ) -> None:
     """As torchrun's workers would, which have its output."""
     a, _, link = pair
-    if rank == "ends":  # then nobody knows any more whose process it is
+    if rank == "ends":  # then nothing shows which rank started the process
         monkeypatch.setattr(lab_job, "_DRAIN_S", 0.1)
     job = LabJob([sys.executable, "-c", WORKER, rank], [a], link)
     pid = job.row("worker")["pid"]
@@ -1023,7 +1023,7 @@ def test_importing_it_loads_no_torch(run_python: Callable[..., str]) -> None:
 
 
 def test_the_command_runs_a_job(lab: NetworkLab, capfd: pytest.CaptureFixture[str]) -> None:
-    """Over two links, of which one fails meanwhile."""
+    """It runs over two links; one of them fails meanwhile."""
     program = (
         'echo "$LAB_HOST $NODE_RANK/$PET_NNODES $RANK/$WORLD_SIZE $MASTER_ADDR $(hostname)"; '
         "ip -br link | cut -d' ' -f1 | tr '\\n' ' '; exit $((RANK * 3))"
@@ -1047,7 +1047,7 @@ def test_the_command_ends_when_nobody_reads_its_output(lab: NetworkLab) -> None:
         try:
             assert done.stdout.readline() in (b"[a] y\n", b"[b] y\n")
             done.stdout.close()
-            # That of the commands, or of the one who writes for them.
+            # The status of the commands, or of the process that writes for them.
             assert done.wait(60) in (128 + signal.SIGPIPE, 1)
             assert b"Traceback" not in done.stderr.read()
         finally:

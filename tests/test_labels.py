@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 
 def join(name: str, rank: int) -> Any:
-    """A group whose numbers are those of the default group, as a job makes it that has changed."""
+    """A group with the numbers of the default group, as a job creates it after a change."""
     from torch_resilient._registration import create_backend
 
     options = c10d._DistributedBackendOptions()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-# What each folder of csrc may include, besides itself. The order is that of the design: what a
-# layer may see stands before it. A transport drives a channel, so it stands after the channel;
-# the channel does no I/O and sees no transport. operation is the interface between the engine and
-# the algorithms that it runs: delegate and collectives see it, and not each other.
+# The folders that each folder of csrc may include, besides itself, in the order of the design: a
+# layer sees only layers that stand before it. A transport drives a channel, so it stands after the
+# channel; the channel does no I/O and sees no transport. operation is the interface between the
+# engine and the algorithms that it runs: delegate and collectives see it, and not each other.
 FOLDERS: dict[str, set[str]] = {
     "base": set(),
     "wire": {"base"},
@@ -54,7 +54,7 @@ COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 
 
 def cpp_faults(name: str, text: str) -> list[str]:
-    """What is wrong with the C++ file `name` (relative to csrc) that holds `text`."""
+    """The faults of the C++ file `name` (relative to csrc) that holds `text`."""
     folder = name.split("/")[0]
     # The core's tests build without torch; tests/backend tests the backend, and
     # tests/device makes a module for the tests of the package.
@@ -118,7 +118,7 @@ def _imports(text: str) -> Iterable[tuple[str, str]]:
 
 
 def python_faults(name: str, text: str) -> list[str]:
-    """What is wrong with the Python file `name` (relative to torch_resilient)."""
+    """The faults of the Python file `name` (relative to torch_resilient)."""
     package = name.split("/")[0] if "/" in name else ""
     if package not in PACKAGES:
         return [f"{name}: package {package} has no place in the layers"]

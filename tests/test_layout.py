@@ -93,11 +93,11 @@ def test_a_slow_data_parallel_link_becomes_a_pipeline_link(stage: int) -> None:
         new = proposal.layout
         groups = [set(new.data_group(each)) for each in range(4)]
         assert set(link) not in groups, new
-        # Nobody else's all-reduce is slow now, so it is a link between stages, or unused.
+        # No all-reduce is slow now, so the slow link is between stages, or unused.
         assert max(proposal.after.all_reduce_s) < 0.1 * max(proposal.before.all_reduce_s)
         assert len(proposal.moved) == 2
         slowdowns.append(proposal.before.iteration_s / healthy_s)
-        # Of the order of the paper: 3.6 times by the other place, 1.96 times by the schedule.
+        # Close to the paper: 3.6 times by the other place, 1.96 times by the schedule.
         assert proposal.speedup > (2, 3.5, 5)[delay_ms // 10 - 1]
         assert proposal.after.iteration_s < 1.15 * healthy_s
     assert slowdowns == sorted(slowdowns)
@@ -115,7 +115,7 @@ def test_the_residual_pipeline_straggler_needs_another_schedule() -> None:
     assert times_s["zb_h1"] / times_s["paper"] > 1.3
 
 
-# What a layout costs.
+# The cost of a layout.
 
 
 def test_the_prediction_is_replay_and_ring() -> None:
@@ -169,7 +169,7 @@ def test_a_slow_link_that_nobody_uses_is_left_alone() -> None:
     assert proposal.speedup == 1
 
 
-# What must hold for every proposal.
+# Properties of every proposal.
 
 
 shapes = st.sampled_from([(2, 2), (3, 2), (2, 3), (2, 4), (4, 2), (1, 4), (6, 1), (3, 3), (4, 4)])
@@ -285,7 +285,7 @@ def test_the_local_search_against_all_layouts(shape: tuple[int, int], slow: int)
 
 
 def test_no_move_is_without_need() -> None:
-    """Of all layouts as good as the proposed one, none moves fewer ranks."""
+    """No layout as good as the proposed one moves fewer ranks."""
     costs = paper_costs(30, "paper", (1, 5))
     layout = Layout.of(2, 4)
     proposal = propose_layout(layout, costs)

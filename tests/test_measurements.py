@@ -16,7 +16,7 @@ import measurements
 
 
 def load_run() -> Any:
-    """benchmarks/run.py, whose name others have too."""
+    """Loads benchmarks/run.py by its path, because other modules have that name, too."""
     path = ROOT / "benchmarks" / "run.py"
     spec = importlib.util.spec_from_file_location("benchmarks_run", path)
     assert spec is not None

@@ -35,7 +35,7 @@ MICROBATCHES, ROWS, WIDTH = 4, 3, 8
 
 
 class Stage(nn.Module):
-    """With dropout, so that the random generator matters, and with buffers of both kinds."""
+    """A stage with dropout, which needs the random generator, and buffers of both kinds."""
 
     steps: torch.Tensor
     mean: torch.Tensor
@@ -53,7 +53,7 @@ class Stage(nn.Module):
 
 
 class Trainer:
-    """What one rank has of a job: the stage and the schedule of its place."""
+    """One rank's part of a job: the stage and the schedule of its place."""
 
     def __init__(self, layout: Layout, schedule: str, groups: LayoutGroups, seed: int) -> None:
         from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -226,7 +226,7 @@ def test_every_part_of_the_state_matters() -> None:
 
 @dataclass
 class Made:
-    """Its state is one tensor, which nobody holds once it is pickled."""
+    """Its state is one tensor, which has no other reference once it is pickled."""
 
     value: float
 
@@ -238,7 +238,7 @@ class Made:
 
 
 def some_state(replica: int, stage: int) -> State:
-    """Of a place: tensors of all sorts and what is no tensor; equal if made again."""
+    """The state of a place: tensors of all kinds and other objects; two calls give equal ones."""
     generator = torch.Generator().manual_seed(10 * replica + stage)
     numbers = torch.randn(3 + replica, 5 + stage, generator=generator)
     shared = numbers[0].clone()
@@ -306,7 +306,7 @@ def all_permutations(rank: int, through: str | None) -> int:
             moves += 1
             assert same(found, some_state(*new.place(rank)))
             assert found["shared"][0] is found["shared"][1]
-        # What was sent is as before.
+        # The sent state is unchanged.
         assert same(state, some_state(*layout.place(rank)))
         layout = new
     return moves
@@ -320,7 +320,7 @@ def test_any_state_through_every_permutation(backend: str, through: str | None) 
 
 
 def through_a_group(rank: int) -> None:
-    """Ranks 1 and 3 change places in a group of their own, whose ranks are other numbers."""
+    """Ranks 1 and 3 change places in a separate group, where they have other numbers."""
     group = dist.new_group([1, 3])
     new = Layout(((0, 3), (2, 1)))
     if rank in (1, 3):

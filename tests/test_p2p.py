@@ -218,8 +218,8 @@ def test_batch_isend_irecv_in_random_order(size: int, seed: int) -> None:
 def random_program(rank: int, seed: int) -> None:
     """Sends, receives, waits, collectives and pauses, mixed at random; deadlock-free by design:
 
-    in the order in which the program was drawn, a receive comes after its isend, and a wait for
-    a send comes after the receive.
+    in the order of the draw, a receive comes after its isend, and a wait for a send comes after the
+    receive.
     """
     size = world_size()
     draw = random.Random(seed)
@@ -284,7 +284,7 @@ def test_random_program(seed: int) -> None:
 
 
 def both_directions(rank: int) -> None:
-    """Small messages in both directions keep their order beside large ones."""
+    """Small messages in both directions keep their order among large ones."""
     peer = 1 - rank
     draw = random.Random(5)
     numels = [draw.choice([1, 10, 300_000, 3_000_000, 1, 1, 1]) for _ in range(40)]

@@ -242,7 +242,7 @@ def test_the_longest_times_are_still_numbers(
 
 
 def test_it_runs_as_a_program_without_torch() -> None:
-    """From standard input, in a process in which an import of torch would fail."""
+    """It reads standard input, in a process where an import of torch would fail."""
     program = (
         "import sys\n"
         "sys.modules['torch'] = None\n"

@@ -85,7 +85,7 @@ def test_a_search_that_starts_anew() -> None:
 
 
 def test_an_unbuilt_tree_says_what_to_do(run_python: Callable[..., str]) -> None:
-    """It can be imported, so that `torch-resilient doctor` can say so as well."""
+    """The import succeeds, because `torch-resilient doctor` must be able to report it."""
     program = """
 import sys
 sys.modules["torch_resilient._planning"] = None  # makes the import fail

@@ -234,7 +234,7 @@ def test_a_rigid_order_keeps_the_slack_that_the_generator_gives_away() -> None:
 
 
 def check(plan: Plan, costs: PipelineCosts, limits: Limits) -> None:
-    """Complete, free of deadlock, within its limits, as long as it says."""
+    """The plan is complete, free of deadlock, within its limits, and has the time it states."""
     timed = replay(plan.orders, costs)
     assert timed.iteration_s == plan.iteration_s
     assert (timed.bubble, timed.bubbles) == (plan.bubble, plan.bubbles)
@@ -346,7 +346,7 @@ def test_every_set_of_rules_ends_within_the_limits(
 
 
 def brute_force(costs: PipelineCosts, microbatches: int, limits: Limits) -> float:
-    """The shortest iteration over all orders in which each kind goes through the microbatches."""
+    """The shortest iteration over all orders that run each kind in the order of microbatches."""
 
     def stage_orders(stage: int) -> list[orders.Kinds]:
         found = []
@@ -421,7 +421,7 @@ def test_local_search_finds_what_the_rules_miss() -> None:
 
 
 def test_the_plan_bears_a_slower_link_better() -> None:
-    """Of the plans that are as short, the one that loses least if a slow link gets slower."""
+    """Plans of equal time: the planner chooses the one that loses least if a link gets slower."""
     costs = uniform(4)
     plan = plan_schedule(costs, 24, weight_limit=10, policy="portfolio")
     alone = plan_schedule(costs, 24, weight_limit=10, policy="paper")

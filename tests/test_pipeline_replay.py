@@ -73,7 +73,7 @@ def test_memory_of_the_classic_orders() -> None:
     h1 = replay(orders.zb_h1(4, 12), PAPER)
     assert h1.peak_activations == (4, 3, 2, 1)
     assert h1.peak_pending == (4, 4, 4, 4)
-    # What waits for its W weighs 1.6: on stage i as many as have been put off, i + 1.
+    # A microbatch that waits for its W weighs 1.6: stage i has put off i + 1 of them.
     assert h1.peak_units == pytest.approx((4.6, 5.2, 5.8, 6.4))
     h2 = replay(orders.zb_h2(4, 12), PAPER)
     assert h2.peak_activations == (7, 5, 3, 1)
@@ -195,7 +195,7 @@ def costs_of(draw: st.DrawFn, stages: int, least: int = 1) -> PipelineCosts:
 
 @st.composite
 def any_order(draw: st.DrawFn, microbatches: int, in_turn: bool) -> Order:
-    """Operations of one stage in any order in which F, B, W of each microbatch come so."""
+    """Operations of one stage in any order that keeps F, B, W of each microbatch in sequence."""
     left = [list(KINDS) for _ in range(microbatches)]
     order = []
     while any(left):

@@ -250,7 +250,7 @@ def scaled_loss(output: Tensor, target: Tensor, *, factor: float) -> Tensor:
 
 
 def step_with_loss_kwargs(rank: int, name: str) -> dict[str, Any]:
-    """One step whose loss has a keyword argument."""
+    """One step with a loss that has a keyword argument."""
     module = Part(rank)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = make(name, stage, rank)
@@ -345,8 +345,8 @@ class Expecting(ScheduleLive):
 
 
 class OneByOne(Expecting):
-    """Expects one microbatch after the other; an evaluation, in which only F run, holds none of
-    them back."""
+    """Expects one microbatch after the other; an evaluation, which runs only F, holds none of them
+    back."""
 
     expected = "FBW" * MICROBATCHES
 
@@ -457,7 +457,7 @@ def test_more_stages_than_ranks_are_refused() -> None:
 
 
 def dropped(rank: int) -> bool:
-    """Whether a stage that nobody refers to any more is gone at once."""
+    """Whether a stage without references is gone at once."""
     stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
     schedule = make("live", stage, rank)
     x, target = batch_of(0)
@@ -719,8 +719,8 @@ def test_activation_checkpointing() -> None:
 
 
 class Awkward(Part):
-    """A part whose gradients need more than what torch's split backward looks at: all that the
-    module's parameters get on the way of the gradient to its received inputs."""
+    """A part with gradients that need more than torch's split backward looks at. It looks only at
+    gradients that the parameters get on the way of the gradient to the received inputs."""
 
     def __init__(self, index: int, how: str) -> None:
         super().__init__(index)

@@ -24,7 +24,7 @@ from torch_resilient import ListenerStats, stats
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo lets everybody in")
 
-# What a rank may grow by while strangers come and go: torch allocates, too.
+# The maximum growth of a rank while strangers come and go: torch allocates, too.
 GROWTH_BYTES_MAX = 64 << 20
 STRANGERS = 1000
 
@@ -65,7 +65,7 @@ def job_of_two(rank: int) -> dist.Store:
 
 
 class Worked(NamedTuple):
-    """What a rank saw while it worked."""
+    """The observations of a rank while it worked."""
 
     rounds: int = 0
     longest_s: float = 0.0

@@ -44,7 +44,7 @@ def carried(rank: int) -> tuple[int, int]:
     before = [sum(p.bytes_sent for p in kind) for kind in paths()]
     exchange(rank)
     after = [sum(p.bytes_sent for p in kind) for kind in paths()]
-    dist.barrier()  # nobody leaves before
+    dist.barrier()  # no rank leaves before
     return after[0] - before[0], after[1] - before[1]
 
 

@@ -47,7 +47,7 @@ def test_a_step_with_nan_is_exact_and_leaves_the_memory_alone(bad: float) -> Non
 
 
 def not_finite_in_one_bucket(rank: int, order: list[int]) -> list[dict[str, Any]]:
-    """The memory before and after a step of which one bucket, of the second parameter, is bad."""
+    """The memory before and after a step with one bad bucket, that of the second parameter."""
     LossyNetwork(0.5)
     parameters = [nn.Parameter(torch.zeros(2000)) for _ in range(2)]
     state = SmartState(options=OPEN, model=nn.ParameterList(parameters))

@@ -460,7 +460,7 @@ def test_fsdp2_reduces_the_same_without_loss_and_learns_with_it() -> None:
 
 
 class Heads(nn.Module):
-    """Two of the same size, of which a step uses one."""
+    """Two heads of the same size; a step uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()

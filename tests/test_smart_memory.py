@@ -1,4 +1,4 @@
-"""What SMART's hook has dropped is remembered, sent later, and survives a checkpoint."""
+"""The error memory of SMART's hook: dropped values are sent later, and survive a checkpoint."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def conservation(
     dtype: torch.dtype,
     shapes: Sequence[int],
 ) -> tuple[Gradients, Gradients, Gradients, int]:
-    """What all ranks had to send, what was delivered, what is remembered; all by step or rank.
+    """The sent gradients, the delivered ones and the error memories; all by step or rank.
 
-    Gradients are small integers, so that sums and memories are exact in every type.
+    Gradients are small integers: sums and memories are exact in every type.
     """
     network = LossyNetwork(rate, seed)
     size = dist.get_world_size()
@@ -143,7 +143,7 @@ def test_the_memory_is_the_payload_where_it_was_dropped(
     dense = torch.zeros(total)
     for start, stop in dropped:
         dense[start:stop] = payload[start:stop]
-    dense[sum(sizes) :] = 0  # padding belongs to nobody
+    dense[sum(sizes) :] = 0  # padding belongs to no parameter
     for entry in memory.state_dict().values():
         assert bool((entry["ranges"][:, 0] < entry["ranges"][:, 1]).all()), "an empty range"
     again = ErrorMemory()

@@ -18,7 +18,7 @@ from torch_resilient._third_party import Entry, within
 
 LISTED = _third_party.table()
 USES = {"run", "build", "optional", "framework", "test", "lint", "lab", "benchmark"}
-# The uses whose packages the installed package may import.
+# The installed package may import packages of these uses.
 OF_THE_PACKAGE = {"run", "optional", "framework"}
 
 FOREIGN_INCLUDE = re.compile(r"^\s*#\s*include\s*<((?:\w+/)|Python\.h)", re.MULTILINE)

@@ -37,7 +37,7 @@ from torch_resilient.planning.replay import Replay, replay
 
 # Figures 4 and 5 of PIPEMORPH.
 PAPER = PipelineCosts.of(4, forward_s=0.01, input_backward_s=0.01, weight_backward_s=0.01)
-# Of stage 0's clock, when the first step begins.
+# The time on stage 0's clock when the first step begins.
 ORIGIN_S = 5000.0
 OPTIMIZER_S = 0.007
 SVG = "{http://www.w3.org/2000/svg}"
@@ -49,7 +49,7 @@ def parsed(*orders: str) -> list[Order]:
 
 @dataclass
 class Iteration:
-    """What the ranks of a made-up run do in an iteration."""
+    """One iteration of a made-up run."""
 
     timed: Replay
     plan: int = 0
@@ -81,7 +81,7 @@ class Rank:
         )
 
     def own(self, time_s: float) -> float:
-        """What this rank's clock says."""
+        """The time on this rank's clock."""
         return time_s - self.offset_now(time_s)
 
     def offset_now(self, time_s: float) -> float:
@@ -204,7 +204,7 @@ def test_the_causes_are_those_of_the_replay(seed: int, tmp_path: Path) -> None:
             assert waits["B"] == pytest.approx(bubble.backward_s, abs=1e-5)
             assert found["warm_up"] == pytest.approx(bubble.warm_up_s, abs=1e-5)
             assert found["cool_down"] == pytest.approx(bubble.cool_down_s + after_s, abs=1e-5)
-            # In a replay, nothing waits for nothing. What is there is rounding.
+            # A replay has no overhead; the remainder is rounding.
             assert found["overhead"] == pytest.approx(0, abs=1e-5)
 
 
@@ -433,7 +433,7 @@ def test_missing_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     run = read_run(tmp_path)
     assert run.missing == [1]
     assert {(m.source, m.destination) for m in run.steps[0].messages} == {(2, 3), (3, 2)}
-    # What stage 0 waited for is known, when it was sent is not.
+    # The message that stage 0 waited for is known; the time of its send is not.
     assert run.steps[0].waiting[1, 0].waited_s > 0
     assert run.steps[0].waiting[1, 0].transit_s == 0
     picture, trace = tmp_path / "run.svg", tmp_path / "trace.json"
@@ -704,7 +704,7 @@ def elements(picture: Path, tag: str, classes: str = "") -> list[xml.etree.Eleme
 
 
 def left_of(path: xml.etree.ElementTree.Element) -> float:
-    """Where a path begins."""
+    """The x coordinate of the start of a path."""
     match = re.match(r"M([\d.]+) ", path.get("d", ""))
     assert match is not None
     return float(match[1])
@@ -715,7 +715,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     write_run(tmp_path, iterations)
     picture = tmp_path / "run.svg"
     assert cli.main(["timeline", str(tmp_path), "--picture", str(picture)]) == 0
-    # Of the two changes, the one that came after slow iterations.
+    # The picture shows the change that came after slow iterations, not the other one.
     assert capsys.readouterr().out == (
         f"{picture}: steps 4 to 7 of 0 to 11: around the change from plan 1 to 2 in step 6\n"
     )
@@ -813,7 +813,7 @@ def test_which_steps_are_worth_a_picture(tmp_path: Path) -> None:
     # So few that the microbatches' numbers can be read.
     busy = Iteration(replay(zb_h1(4, 24), PAPER))
     assert chosen("busy", [busy] * 4 + [Iteration(busy.timed, plan=2)] * 4)[0] == [3, 4]
-    # With so many operations, one iteration is enough.
+    # An iteration with this many operations fills the picture.
     many = Iteration(replay(zb_h1(4, 520), PAPER))
     assert chosen("many", [many] * 3) == ([1], "around the slowest, step 1")
 

@@ -86,7 +86,7 @@ def module_of(rank: int) -> torch.nn.Module:
 
 
 def gradient_of_first(rank: int, options: SmartOptions) -> tuple[torch.Tensor, dict[str, float]]:
-    """Of the first stage's weights, where its backend says that LOST was dropped."""
+    """The gradient of the first stage's weights; its backend reports that LOST was dropped."""
     if rank == 0:
 
         def dropped(work: dist.Work) -> list[recovery.Range]:

@@ -58,15 +58,15 @@ def private_state(rank: int) -> None:
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_of)
     x, target = batch_of(0)
     schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank else {}))
-    # What a failed step leaves behind, and we clear.
+    # A failed step leaves this behind, and we clear it.
     forwards = "fwd_cache" if hasattr(stage, "fwd_cache") else "_forward_chunk_states"
     for name in (forwards, "bwd_cache", "dw_runner", "backward_state"):
         assert isinstance(getattr(stage, name), dict), name
     assert isinstance(schedule._internal_losses, list)
-    # What torch makes buffers anew by, for messages of another size.
+    # torch uses these flags to create new buffers for messages of another size.
     assert schedule._stage_forward_initialized is True
     assert schedule._stage_backward_initialized is True
-    # Each output goes to one stage, whose gradient comes to the place of the output.
+    # Each output goes to one stage; its gradient arrives in the place of the output.
     assert [len(stages) for stages in stage.act_send_info.values()] == [1 - rank]
     # All microbatches have receive buffers of their own (torch 2.15 and later: once they are
     # posted), so all can be posted at once.

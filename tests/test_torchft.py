@@ -1,4 +1,4 @@
-"""Groups whose members change: ranks die, others join, and the weights stay equal."""
+"""Groups with changing members: ranks die, others join, and the weights stay equal."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BULK_ELEMENTS = 1 << 21  # 8 MiB: one second on that link
 
 
 def urgent_behind_bulk(rank: int, urgent_class: str) -> list[str]:
-    """Rank 0 sends bulk, then a small message; rank 1 tells in which order they were whole."""
+    """Rank 0 sends bulk, then a small message; rank 1 returns the order of their completion."""
     dist.barrier()
     if rank == 0:
         with torch_resilient.faults.limit(LINK_BYTES_PER_S, peer=1):

@@ -1,4 +1,4 @@
-"""What a type checker says of programs that use the package."""
+"""The findings of a type checker in programs that use the package."""
 
 from __future__ import annotations
 

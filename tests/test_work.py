@@ -70,7 +70,7 @@ def futures(rank: int) -> None:
     size = world_size()
     total = sum(range(1, size + 1))
 
-    # A chain, each step of which sees the tensors.
+    # A chain: each step sees the tensors.
     work = dist.all_reduce(torch.full((4,), float(rank + 1)), async_op=True)
     chain = work.get_future().then(lambda f: f.value()[0] * 2).then(lambda f: f.value() + 1)
     assert torch.equal(chain.wait(), torch.full((4,), 2.0 * total + 1))
@@ -317,7 +317,7 @@ def test_a_work_outlives_its_group() -> None:
 
 
 def dropped_works(rank: int) -> None:
-    """Works that nobody waits for complete; destroying the group waits for nothing forever."""
+    """Works without a waiter complete; destroying the group does not wait forever."""
     for _ in range(50):
         dist.all_reduce(torch.ones(1000), async_op=True)
     last = torch.ones(2)

@@ -62,7 +62,7 @@ class Evaluator:
             forwards, backwards = counts[stage]
             forward_s, backward_s, weight_s = self.durations[stage]
             forward_delay_s, backward_delay_s = self._delays[stage]
-            # Nobody reads what stage 0 "sends" backwards; the last stage sends to itself.
+            # The backward messages of stage 0 are not read; the last stage sends to itself.
             to_next = inputs[stage + 1] if stage < last else answered
             to_previous = gradients[stage - 1] if stage else []
             now_s = free_s[stage]
@@ -138,7 +138,7 @@ def evaluate(
 
 
 def memory_peaks(kinds: Sequence[Kinds], costs: PipelineCosts) -> list[tuple[int, int, float]]:
-    """Of each stage the most microbatches from F to B, from F to W, and the most memory."""
+    """The maxima of each stage: microbatches from F to B, from F to W, and memory."""
     return [
         _held_by_stage(order, costs.activation_units[stage], costs.weight_backward_units[stage])
         for stage, order in enumerate(kinds)

@@ -99,10 +99,11 @@ def generate(
 ) -> tuple[list[Kinds], float]:
     """The orders by these rules, within the limits, and the iteration time in seconds.
 
-    Of the paper's listing these parts are read otherwise. Operations become available by arrival,
+    These parts differ from the paper's listing. Operations become available by arrival,
     `end of the operation + c`, and not `t + c`. On the last stage F makes its own B available. W is
-    available when the local B has ended. What has not arrived cannot be chosen. Stages choose when
-    something ends or arrives, which gives the orders of a time step that divides all times.
+    available when the local B has ended. Messages that have not arrived cannot be chosen. Stages
+    choose when something ends or arrives. This gives the same orders as a time step that divides
+    all times.
     """
     # Paper: PIPEMORPH §4.3, Algorithms 3 and 4
     count = num_microbatches

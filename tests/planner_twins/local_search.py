@@ -12,20 +12,20 @@ from torch_resilient.planning.costs import PipelineCosts
 from torch_resilient.planning.generator import Limits
 from torch_resilient.planning.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kinds
 
-# Late acceptance: a change is kept if the result is no longer than that of so many changes ago.
-# Fewer and the search is stuck sooner, more and it wanders when time is short. So large pipelines,
-# of which fewer changes are tried in a given time, get fewer: as many as it takes to evaluate so
-# many operations, between the least and the most.
+# Late acceptance keeps a change if the result is no longer than the result N changes earlier. With
+# a smaller N the search is stuck sooner; with a larger N it wanders when time is short. Large
+# pipelines try fewer changes in a given time and get a smaller N: the number of changes that takes
+# this many evaluated operations, clamped to the range from _MEMORY_LEAST to _MEMORY_MOST.
 _MEMORY_OPERATIONS = 200_000
 _MEMORY_MIN = 20
 _MEMORY_MAX = 300
 # A search that is stuck goes on from the best, and at first takes all that is at most that part
 # longer. Much less does not leave the dead end, more forgets what made the best good.
 _RESTART_ROOM = 0.02
-# It ends after so many such rounds without a new best.
+# The search ends after this number of rounds without a new best.
 _ROUNDS = 30
-# How many operations before a critical block are searched for idle time, and how many such places
-# a W may go to. More makes long lists of moves of which nearly all are tried in vain.
+# The number of operations before a critical block that are searched for idle time, and the number
+# of such places that a W may go to. Larger values give long lists of moves; nearly all are in vain.
 _LOOK_BACK = 40
 _GAPS = 4
 # F and B jump over at most that many operations at once; further by several moves.
@@ -93,7 +93,7 @@ class Search:
         return [(time_s, list(kinds)) for time_s, kinds in self._found]
 
     def run(self, tries: int) -> bool:
-        """Tries so many changes. Returns whether there is more to try."""
+        """Tries this number of changes. Returns whether there is more to try."""
         for _ in range(tries):
             if self._found[0][0] <= self._enough_s:
                 return False
@@ -135,10 +135,10 @@ class Search:
         changed[stage] = order
         self._step += 1
         slot = self._step % len(self._history)
-        # What the stages have left to do is a sum in another order, so leave room for rounding.
-        max_s = max(self._time_s, self._history[slot])
-        time_s = self._evaluator.run(changed, max_s * (1 + 1e-12))
-        if time_s is not None and time_s <= max_s:
+        # The remaining time of the stages is summed in another order, so leave room for rounding.
+        most_s = max(self._time_s, self._history[slot])
+        time_s = self._evaluator.run(changed, most_s * (1 + 1e-12))
+        if time_s is not None and time_s <= most_s:
             self._current = changed
             self._time_s = time_s
             self._moves = self._find_moves()
@@ -198,7 +198,7 @@ class Search:
         for stage, first, last in self._critical_blocks():
             order, begins = self._current[stage], self._evaluator.starts[stage]
             lengths = self._evaluator.durations[stage]
-            # Where the stage idles before the block for at least half of a W.
+            # Positions before the block where the stage idles for at least half of a W.
             gaps = [
                 position
                 for position in range(first, max(first - _LOOK_BACK - 1, 0), -1)
@@ -211,8 +211,8 @@ class Search:
                     # Swapping neighbours of one kind would change nothing.
                     moves.append((stage, position, position - 1))
                 if kind == WEIGHT_BACKWARD:
-                    # Nobody waits for it: behind the block, into idle time before, or anywhere
-                    # later.
+                    # No operation waits for W: move it behind the block, into idle time before
+                    # it, or anywhere later.
                     if position < last:
                         moves.append((stage, position, last))
                     moves += [(stage, position, gap) for gap in gaps[:_GAPS]]

@@ -1,4 +1,4 @@
-"""Imports torch's own distributed test suite so that a plugin backend runs what gloo runs.
+"""Imports torch's own distributed test suite and makes a plugin backend run what gloo runs.
 
 The suite (``torch.testing._internal.distributed.distributed_test``) chooses its tests by the
 name of the backend: ``BACKEND != "gloo"``, ``@require_backend_is_available({"gloo"})``, the
@@ -28,7 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 SUITE = "torch.testing._internal.distributed.distributed_test"
 
 # (pattern, replacement): every gate of the suite that names gloo; @ stands for the plugin's name.
-# Each must match at least once, so that a changed suite is noticed instead of silently skipped.
+# Each must match at least once: a changed suite fails instead of being silently skipped.
 _PLUGIN_GATES = [
     (r'BACKEND != "gloo"', 'BACKEND not in ("gloo", "@")'),
     (r'BACKEND == "gloo"', 'BACKEND in ("gloo", "@")'),
@@ -40,8 +40,8 @@ _PLUGIN_GATES = [
     ),
 ]
 
-# The suite believes that only MPI has all_to_all for CPU tensors. gloo has it, too, so that this
-# is widened for gloo as well.
+# The suite believes that only MPI has all_to_all for CPU tensors. gloo has it, too, so this is
+# widened for gloo as well.
 _ALL_TO_ALL_GATES = [
     (r'BACKEND != "mpi", "Only MPI supports CPU all_to_all_single"', 'False, ""'),
     (r'BACKEND != "mpi", "Only MPI supports all_to_all"', 'False, ""'),

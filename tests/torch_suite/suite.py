@@ -31,7 +31,7 @@ class TestDistBackendWithSpawn(  # type: ignore[misc]
         self._start_processes(torch.multiprocessing.get_context(method).Process)
 
     def _check_return_codes(self, fn, elapsed_time) -> None:  # type: ignore[no-untyped-def]
-        # Upstream looks at rank 0 only, so that a crash of another rank would pass.
+        # Upstream looks at rank 0 only: a crash of another rank would pass.
         super()._check_return_codes(fn, elapsed_time)
         if fn in self.skip_return_code_checks:
             return
