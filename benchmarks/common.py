@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks as processes, sizes, quantiles, results that explain themselves.
+"""Shared by the benchmarks: ranks as processes, sizes, quantiles and self-describing results.
 
 All ranks run on this machine and talk over the loopback interface.
 """
@@ -65,7 +65,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def describe() -> Row:
-    """What a result needs to be understood later: code, versions, machine, command, load."""
+    """The circumstances of a result: code, versions, machine, command, load."""
     root = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:

@@ -25,8 +25,8 @@ from common import (
 
 ABOUT = """\
 How it measures. In each process both backends are alive at the same time, with the same buffers,
-and take turns: gloo, resilient, then resilient, gloo, and so on. What disturbs the machine so
-disturbs both, and each pair of neighbours gives one ratio of times.
+and take turns: gloo, resilient, then resilient, gloo, and so on. A disturbance of the machine thus
+affects both, and each pair of neighbours gives one ratio of times.
 
   ratio = time of gloo / time of resilient      above 1: resilient is faster
 
@@ -44,21 +44,21 @@ are checked.
 Other work on the cores changes ratios, not only times: it has made single rows of gloo 30 times as
 slow (and as costly), and those of resilient twice. For the record: an idle machine, or --realtime.
 With more ranks than cores both are wrong in their own way: without --realtime the kernel takes
-turns at its leisure (gloo: 1 ms for 8 bytes), with it nobody is ever interrupted.
+turns at its leisure (gloo: 1 ms for 8 bytes), with it no rank is ever interrupted.
 
 Exit status 1 if a limit is missed: 3 times as fast in the median row, 1.2 times in every row, 5
 times in the median of those of up to 1 KiB and the barrier. --quick does not judge, nor does a run
 of a few rows beyond the second limit.
 
 Sizes. For send and recv, all_reduce and broadcast: of the tensor. For all_gather (output),
-reduce_scatter (input) and all_to_all: of the whole tensor, of which each rank has its share; at
-least 4 bytes for each rank.
+reduce_scatter (input) and all_to_all: of the whole tensor; each rank has its share, at least 4
+bytes.
 
   (list)         at the end of a row: gloo lacks the form with one tensor, and got lists
 
   p2p_latency    ping-pong between neighbours (0-1, 2-3), half of the round trip
   p2p_bandwidth  time for each message of a window of isends that one small answer ends
-  broadcast      each time from the next rank, so that no root can run ahead
+  broadcast      each time from the next rank, because one root could run ahead
 
 Examples:
   compare_gloo.py --quick                                  all operations, coarse, < 60 s
@@ -78,7 +78,7 @@ QUICK_SIZES = "8,4K,64K,1M,16M"
 BATCH_S = 0.003
 # Waiting for a descriptor of each operation costs memory; a batch is never longer than this.
 BATCH_MAX = 128
-# Of what one window of p2p_bandwidth sends: enough to keep a connection busy.
+# One window of p2p_bandwidth sends this much, enough to keep a connection busy.
 WINDOW_BYTES = 64 * 1024**2
 WINDOW_MAX = 32
 # Rows that would need more are left out; an operation holds up to 5 copies (input, output, and
@@ -237,7 +237,7 @@ OPS = (
 
 
 def moved_bytes(op: str, ranks: int, size: int) -> int:
-    """What all ranks together have to send at least in one operation."""
+    """The minimum that all ranks together send in one operation."""
     if op.startswith("p2p"):
         return ranks // 2 * size
     return (ranks - 1) * size * (2 if op == "all_reduce" else 1)
@@ -251,7 +251,7 @@ class Bench:
         resilient = dist.new_group(backend="resilient")
         assert dist.group.WORLD is not None
         self.groups = {"gloo": dist.group.WORLD, "resilient": resilient}
-        # Agreements go over a group of their own, so that they are the same for both.
+        # Agreements use a separate group, which both backends share.
         self.control = dist.new_group(backend="gloo")
 
     def _all_ranks(self, value: bool) -> bool:
@@ -291,7 +291,7 @@ class Bench:
         except NotImplementedError as error:
             return {**row, "error": str(error)}
         for tensor in case.tensors:
-            tensor.zero_()  # so that sums stay finite
+            tensor.zero_()  # keeps sums finite
         runs = {backend: form[1] for backend, form in forms.items()}
 
         pilot = [min(self._sample(runs[b], b, 1)[0] for _ in range(3)) for b in BACKENDS]

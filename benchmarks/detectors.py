@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from torch_resilient.control.detector import ChangePoints, Cusum, DelayChange, DelayDetector
 
 HEALTHY_ITERATIONS = 1000
-# Of the parts before, during and after a change.
+# The length of each part: before, during and after a change.
 PART_ITERATIONS = 30
 STEP_S = 0.030
 
@@ -37,8 +37,8 @@ class BayesianChangePoints:
     for the run by the chance that it is none. A change is seen while the run that was there at the
     last restart has less than 1 - `certainty`; its age is that of the most likely run.
 
-    Runs below a probability of 1e-5 are dropped, at most `max_runs` are kept: O(max_runs) per
-    sample. A run's belief is worth at most `max_samples`, so that it follows drift.
+    Runs below a probability of 1e-5 are dropped, at most `most_runs` are kept: O(most_runs) per
+    sample. A run's belief is worth at most `most_samples`, which lets it follow drift.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ def draw(dice: random.Random, parts: Sequence[str], iterations: int) -> Stream:
 def run(
     stream: Stream, make: Callable[[], ChangePoints]
 ) -> tuple[list[tuple[int, DelayChange]], float]:
-    """What is found, with the index of the sample that showed it; microseconds per sample."""
+    """Returns the changes found, with the index of the sample that showed each; us per sample."""
     detector = DelayDetector(change_points=make)
     found = []
     start_s = time.perf_counter()
@@ -180,7 +180,7 @@ def run(
 
 @dataclass
 class Score:
-    """Of one detector over all streams."""
+    """The results of one detector over all streams."""
 
     healthy_samples: int = 0
     false: int = 0

@@ -35,15 +35,15 @@ The paper says neither how many buckets nor how many microbatches it had: 24 and
 
   healthy      ZB-H2, no delay
   straggler    ZB-H2, the slow link is between the two ranks of the second stage
-  pipeline     ZB-H2, two ranks have changed places so that the link is between the second and the
-               third stage of one replica: FALCON's way
+  pipeline     ZB-H2, two ranks have changed places: now the link is between the second and the
+               third stage of one replica, as in FALCON
    +adaptive   there with ScheduleAdaptiveZB: the paper's
   proposed     ZB-H2, in the layout of propose_layout for the delays that the ranks have measured
    +adaptive   there with ScheduleAdaptiveZB
 
-What changes places does so by `migrate`, in the running processes, and comes back for the next row.
-FALCON's ZB in the paper ran over NCCL, whose sends block what comes after them; here none does, so
-less is left to the adaptation. propose_layout may also leave the slow link unused.
+Ranks change places by `migrate`, in the running processes, and change back for the next row.
+FALCON's ZB in the paper ran over NCCL, where a send blocks all later operations. Here no send
+blocks, so less is left to the adaptation. propose_layout may also leave the slow link unused.
 
 Numbers are ms (times healthy; of it the all-reduce, with waiting for the slowest rank), medians.
 All times are multiplied by --scale. Exit status 1 if: a new layout has the slow link in an
@@ -74,7 +74,7 @@ WIDTH = 192  # 144 KiB of weights: the all-reduce takes a small part of a health
 
 
 class Trainer:
-    """What one rank has in a layout: its stage, two schedules of it, an optimizer, its groups."""
+    """One rank's objects in a layout: its stage, two schedules, an optimizer, its groups."""
 
     def __init__(self, layout: Layout, pace_s: float, buckets: int) -> None:
         self.place = layout.place(dist.get_rank())
@@ -140,7 +140,7 @@ class Trainer:
 
 
 def costs_of(delays_s: list[list[float]], pace_s: float, buckets: int) -> LayoutCosts:
-    """Buckets are told to it as bandwidth: that of one shard of a bucket after the other."""
+    """Models the buckets as bandwidth: one shard of a bucket is sent after the other."""
     gradient_bytes = WIDTH * WIDTH * 4
     shard_bytes = gradient_bytes / buckets / REPLICAS
     return LayoutCosts(
@@ -199,7 +199,7 @@ def measure(
     trainers = {old: Trainer(old, pace_s, buckets)}
 
     def move(source: Layout, target: Layout) -> float:
-        """What changes places; returns how long it took without making groups."""
+        """Moves the state; returns how long that took, without the creation of groups."""
         begin_s = time.monotonic()
         now = trainers[source]
         state = migrate_state(source, target, capture_state(now.module, now.optimizer))

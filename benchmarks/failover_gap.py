@@ -25,7 +25,7 @@ Two hosts with two interfaces each, in a lab of network namespaces (needs root).
 64 KiB every 2 ms to rank 1: two thirds of what one of the links carries, which both share (and a
 burst at the beginning, as a training has). Every few seconds one interface fails for a while:
 
-  blackhole    its link swallows everything, both ways or one way; nobody is told
+  blackhole    its link drops everything, both ways or one way, without a notification
   carrier      the end named sees that its cable has been pulled, the other one sees silence
   admin        `ip link set down` at the end named
   cut          the kernel of the end named ends its connections (`ss -K`, if the kernel can do
@@ -45,7 +45,7 @@ burst at the beginning, as a training has). Every few seconds one interface fail
                cut, from the cut: it takes twice as long each time that one follows another soon
   wrong        messages that were lost, doubled, out of order or changed
 
-gloo has one connection: it waits for its time-out, or the network.
+gloo has one connection: it waits for its timeout, or the network.
 
 Exit status 1 if a limit is missed: median pause at admin 50 ms, 99th percentile of the pause in a
 black hole 120 ms, the longest while a link flaps 120 ms, used again within 2 s (median), nothing
@@ -55,7 +55,7 @@ hole (or at carrier, if flapped) 180 ms, after an outage 130 ms.
 
 MESSAGE_BYTES = 65536
 PERIOD_S = 0.002
-# At the beginning, so that both links have shown what they carry.
+# Sent at the beginning, to measure the capacity of both links.
 BURST_MESSAGES = 800
 STREAM_BYTES_PER_S = MESSAGE_BYTES / PERIOD_S
 LINK_BYTES_PER_S = 50e6
@@ -65,8 +65,8 @@ DELAY_S = 0.0025
 FAULT_S = 0.7
 # After a cut, what was on the link has left it: its queue holds 20 ms.
 DRAINED_S = 0.05
-# Of a row: a link that is cut again and again is soon kept back for a minute.
-CUTS_MAX = 8
+# Cuts in a row: a link that is cut repeatedly soon has a hold-down of a minute.
+CUTS_MOST = 8
 GLOO_TIMEOUT_S = 5.0
 CASES = [
     ("blackhole", None),
@@ -116,7 +116,7 @@ SEVERAL_S = 1.0
 SEVERAL_EVERY_S = 3.5
 OUTAGE_S = (0.6, 2.0)
 FLAP_S = 0.2
-# The flapped interface is kept on probation by so many more flaps before each fault.
+# More flaps before each fault keep the flapped interface on probation.
 FLAPS_MORE = 2
 
 
@@ -344,7 +344,7 @@ def measure_several(case: Several, count: int, seed: int) -> Row:
 
 
 def measure_gloo(kind: str, end: str | None) -> str:
-    """What becomes of gloo's stream, in words."""
+    """Describes in words how gloo's stream ends."""
     link = {"delay_s": DELAY_S, "rate_bytes_per_s": 2 * LINK_BYTES_PER_S}
     with two_hosts([link]) as (_, hosts, links, control):
         arguments = {"backend": "gloo", "timeout_s": GLOO_TIMEOUT_S}

@@ -26,16 +26,16 @@ Three ranks. Rank 0 streams to rank 1 over a good link; the link from rank 0 to 
 slower (an injected fault, on real connections).
 
   blocking     throughput 0 -> 1 while 64 MiB are under way to the slow peer, over the throughput
-               without: with / mean(before, after), in every round. `A/A` beside it is after /
-               before, both without: the noise of this machine. First with the links as fast as
+               without: with / mean(before, after), in every round. The next column, `A/A`, is after
+               / before, both without: the noise of this machine. First with the links as fast as
                loopback, where the processor is the limit, then with the good link at 200 MB/s,
                where only waiting can show.
   isend        how long isend of 64 MiB holds the caller, the two backends taking turns; for
                resilient also with the slow peer as the target, over its slow link. The
-               processor time of the calling thread stands beside it: where it is far below the
+               next column is the processor time of the calling thread: where it is far below the
                time, the caller had to wait, for the backend or for a core
 
-gloo has no way to slow one of its links, so its throughput beside a slow peer is not measured.
+gloo has no way to slow one of its links, so its throughput with a slow peer is not measured.
 Exit status 1 if a limit is missed: the median ratio must be at least 0.95, the median and the
 99th percentile of isend below 100 us.
 """

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from common import Report, Row, add_common_arguments, run_ranks, write_rows
 
 ABOUT = """\
-Each rank talks to all others once, so that all connections are up, waits until the work of
-connecting has ended, and sleeps. What its process (all threads) uses meanwhile is the cost of the
-backend's heartbeats and timers. The worst rank counts. Exit status 1 if resilient is above the
-limit; gloo stands beside it.
+Each rank talks to all others once, which sets up all connections, waits until the work of
+connecting has ended, and sleeps. The processor time of its process (all threads) meanwhile is the
+cost of the backend's heartbeats and timers. The worst rank counts. Exit status 1 if resilient is
+above the limit; gloo is shown for comparison.
 """
 
 # A training process that waits for its data should leave the core to the data loader.

@@ -22,7 +22,7 @@ from common import Row, add_common_arguments, quantile, write_rows
 
 from torch_resilient.testing import Host, LabUnavailable, Network, NetworkLab
 
-# What Linux allows without being asked: ATLAS's single connections ran with these.
+# The defaults of Linux, which ATLAS used for its single connections.
 STOCK_WINDOWS = {
     "net.ipv4.tcp_wmem": "4096 16384 4194304",
     "net.ipv4.tcp_rmem": "4096 131072 6291456",
@@ -38,7 +38,7 @@ real_time: list[str] = []
 
 
 def iperf(source: Host, target: Host, address: str, seconds: float, *more: str) -> dict[str, Any]:
-    """What iperf3 reports at the end of a run from `source` to `target`."""
+    """The report of iperf3 at the end of a run from `source` to `target`."""
     server = target.popen(
         [*real_time, "iperf3", "--server", "--one-off", "--json"],
         stdout=subprocess.DEVNULL,
@@ -75,7 +75,7 @@ def pings_ms(source: Host, address: str, count: int) -> list[float]:
 
 @contextlib.contextmanager
 def busy(processes: int) -> Iterator[None]:
-    """Other programs that use all of so many cores."""
+    """Other programs that each use a whole core."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: 1"]) for _ in range(processes)]
     try:
         yield

@@ -127,7 +127,7 @@ class Problem:
         )
 
     def arrival_ms(self, kind: int, stage: int, end_ms: float, before_ms: float) -> float:
-        """Of what F or B on `stage` sends at its end; the message before it arrived then."""
+        """When the message that F or B on `stage` sends arrives, not earlier than `before_ms`."""
         link = self.forward_ms[stage] if kind == FORWARD else self.backward_ms[stage - 1]
         return max(end_ms + link[int(end_ms)], before_ms)
 
@@ -139,11 +139,11 @@ def live(
     expected: Sequence[str] | None = None,
     patience: Sequence[Patience] | None = None,
 ) -> list[Kinds]:
-    """What stages do that choose as live dispatch does, one order per stage.
+    """Simulates stages that choose as live dispatch does; returns one order per stage.
 
-    `expected`: of a plan; what is not due by it is held back for a moment, with the `patience` of
-    the iterations so far. With `weight_share` they know what no stage can: W waits unless this
-    share of it fits before the next message that is on its way.
+    `expected` holds the orders of a plan: an operation that is not due by them is held back for a
+    moment, with the `patience` of the iterations so far. `weight_share` uses knowledge that no real
+    stage has: W waits unless this share of it fits before the next message that is on its way.
     """
     stages, count = problem.stages, problem.count
     progress = [Progress(count) for _ in range(stages)]
@@ -213,7 +213,7 @@ class Times:
         self.orders = list(orders)
         stages = problem.stages
         self.starts_ms: list[list[float]] = [[] for _ in range(stages)]
-        # Of inputs and of gradients, by stage.
+        # Arrivals of inputs and of gradients, by stage.
         self.arrivals_ms: list[list[list[float]]] = [[[], []] for _ in range(stages)]
         self.arrivals_ms[0][0] = [START_MS] * problem.count
         complete = self._run(float("inf"))
@@ -225,7 +225,7 @@ class Times:
 
     @property
     def objective_ms(self) -> float:
-        """Of the local search."""
+        """The objective of the local search."""
         ends_ms = self._ends_ms()
         return max(ends_ms) - START_MS + ENDS_SHARE * sum(ends_ms) / len(ends_ms)
 
@@ -239,7 +239,7 @@ class Times:
     def changed(self, stage: int, position: int, order: Kinds) -> Times | None:
         """With another order of `stage` from `position` on; None if it is longer, or deadlocks.
 
-        What starts before the first operation that is another one stays as it is.
+        Operations that start before the first changed one keep their times.
         """
         since_ms = self.starts_ms[stage][position]
         other = Times.__new__(Times)
@@ -466,7 +466,7 @@ def show(trace: str, memory: str, rows: Sequence[Row]) -> float:
 
 
 def show_gates(rows: Sequence[Row]) -> None:
-    """What gates cost where memory is not limited: of each shape and trace, in the mean."""
+    """Prints the cost of gates where memory is not limited: means per shape and trace."""
     groups: dict[tuple[str, tuple[int, ...]], list[Row]] = {}
     for row in rows:
         if row["memory"] == "none":

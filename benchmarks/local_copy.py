@@ -30,9 +30,9 @@ Rank 0 gets a tensor of rank 1 in four ways, which take turns in one run:
   resilient   send and recv, through the ring of shared memory: rank 1 copies in, rank 0 out
   gloo        send and recv
 
-In the ring two processors copy at a time, and what is between them stays in their caches; so two
-copies there can be faster than one. Where the system forbids process_vm_readv (it needs the right
-to trace the other process) its column is empty. Every copy is checked.
+In the ring two processors copy at a time, and the data between them stays in their caches. Two
+copies there can therefore be faster than one. The column of process_vm_readv is empty if the
+system forbids it (it needs the right to trace the other process). Every copy is checked.
 
   share = resilient's rate / memcpy's
 """

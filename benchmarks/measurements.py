@@ -1,8 +1,8 @@
 """docs/measurements.md, made from what the benchmarks have recorded in benchmarks/results.
 
 `run.py --record` writes the rows of a benchmark into results/NAME.jsonl and calls this. A benchmark
-without recorded rows keeps the section results/earlier/NAME.md, whose figures are older than this
-file: "field: value" lines, an empty line, then Markdown.
+without recorded rows keeps the section results/earlier/NAME.md. Its figures are older than this
+file. The section has "field: value" lines, an empty line, then Markdown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "measurements.md"
 
-# What common.describe() adds to each row; printed once above the table.
+# Fields that common.describe() adds to each row; printed once above the table.
 ABOUT = (
     "commit",
     "changed",
@@ -115,7 +115,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def circumstances(row: Row) -> str:
-    """What is known about a run, in one line."""
+    """Describes the circumstances of a run in one line."""
     machine = row["machine"]
     changed = " with local changes" if row["changed"] else ""
     environment = "".join(f" {key}={value}" for key, value in row["environment"].items())

@@ -127,7 +127,7 @@ def isal_way(name: str, data: Bytes, parity: Bytes, repeats: int) -> Way | None:
 
 
 def ways(data: Bytes, repeats: int) -> list[Way]:
-    """What is measured over `data`, a number of packets that is a multiple of 100."""
+    """The ways to measure over `data`, a number of packets that is a multiple of 100."""
     flat = data.reshape(-1)
     copy = np.ones_like(flat)
     folded = np.ones(flat.size // 10 + 64, dtype=np.uint8)

@@ -41,11 +41,11 @@ from planner_twins import evaluator, generator
 
 # Kinds of limits, and what the mean gap of the best plans may be, in percent.
 LIMITS = {"no limit": 0.1, "limit on F-B": 0.3, "limit on F-W": 0.5}
-# What the gap of any of them may be.
+# The maximum gap of a single plan, in percent.
 WORST = 3.5
-# Times are whole numbers of this many seconds, so that CP-SAT's integers are exact.
+# Times are whole multiples of this many seconds, which CP-SAT's integers express exactly.
 UNIT_S = 1e-4
-# (stages, microbatches) whose planning times are printed.
+# The planning times are printed for these (stages, microbatches).
 SIZES = ((8, 32), (16, 128), (64, 512))
 
 
@@ -171,7 +171,7 @@ def plan(problem: Problem, policy: str, budget_ms: float) -> tuple[Plan, float]:
 
 
 def inner_loops(problem: Problem, budget_ms: float) -> dict[str, Callable[[], object]]:
-    """What is timed, by name."""
+    """The functions to time, by name."""
     costs, count = problem.costs, problem.num_microbatches
     rules = Rules(tuple(adapted_warmup(costs, count)), gate=True, forward_first=True)
     limits = no_limits(costs.num_stages, count)

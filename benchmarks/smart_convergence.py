@@ -24,20 +24,21 @@ from torch_resilient.smart.gradient_drop import ErrorMemory, Range, sampled_cuto
 ABOUT = """\
 A language model of two LSTM layers with tied embeddings, dropout 0.3, learns the words of the
 Python standard library's sources: Adam at 1e-3, cosine to 1e-6, gradients clipped to norm 1. Each
-step's gradient is cut into packets of 1376 bytes; those whose mean magnitude is below the cut-off
-of the largest 1 % of the elements (sampled) are dropped with the given probability: zeros are read.
+step's gradient is cut into packets of 1376 bytes; packets with a mean magnitude below the
+cut-off of the largest 1 % of the elements (sampled) are dropped with the given probability and read
+as zeros.
 
   baseline     nothing is dropped
-  no feedback  what is dropped is gone
-  feedback     what is dropped is added to the next gradient, by the code that the DDP hook uses
+  no feedback  dropped values are gone
+  feedback     dropped values are added to the next gradient, by the code that the DDP hook uses
 
 One process; every replica would apply the same gradient, so one is enough. A seed fixes weights,
 data and dropout, so settings are compared seed by seed: "vs baseline" is the mean of the
-differences with its standard deviation, which is what to look at; the columns beside it vary with
-the seed far more.
+differences with its standard deviation. Judge by this column; the others vary far more with the
+seed.
 
---burst: packets are dropped in runs of so many. --hold: a packet stays dropped for so many steps
-in a row, as on a path that fails for a while; 1: every step draws anew. The paper says
+--burst: the number of packets dropped in a run. --hold: the number of steps in a row for which a
+packet stays dropped, as on a path that fails for a while; 1: every step draws anew. The paper says
 "consecutive" loss without saying which. Its figures, WikiText-2, GPT-2's tokens, width 512, 20
 epochs, one seed: perplexity 161.37 without drops; no feedback 161.98, 162.30, 163.15 at 1, 2, 5 %;
 feedback 161.59, 161.34, 161.29: differences of up to 0.011 in the logarithm.
@@ -130,7 +131,7 @@ class LossyNetwork:
         return unlucky
 
     def deliver(self, gradient: Tensor, layout: Sequence[tuple[str, int]]) -> Tensor:
-        """What arrives of the flat `gradient`, and of what is remembered."""
+        """Returns the part of the flat `gradient` and of the error memory that arrives."""
         payload = gradient.clone()
         if self.memory is not None:
             self.memory.add_to(payload, layout)

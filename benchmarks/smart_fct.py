@@ -36,7 +36,7 @@ and a flow's completion time is from the send to the end of the receive. (Paper:
 Figures 3 and 4, where the link has 400 Gbit/s and 0.4 ms: there, as here, a message takes less than
 a round trip on the wire.) All contenders are connected all the while and take turns of some flows.
 
-  repeat     datagrams, wan_recovery=selective_repeat: what is dropped is sent again
+  repeat     datagrams, wan_recovery=selective_repeat: dropped packets are retransmitted
   uniform    datagrams with XOR (100, 10) for everything: LoWAR's parity
   exact      datagrams with Reed-Solomon by measured drops (the default of TORCH_RESILIENT_WAN=udp),
              every byte delivered
@@ -44,7 +44,7 @@ a round trip on the wire.) All contenders are connected all the while and take t
              DP, the small packets of a gradient, up to a tenth of them
   cubic, bbr connections with this congestion control, BBR where the kernel has it
 
-PP are activations, DP gradients: float32 in which 3 % of the packets hold nearly all of the energy.
+PP are activations, DP gradients: float32 where 3 % of the packets hold nearly all of the energy.
 100 KiB to 4 MiB are the messages of a model of 3 billion parameters: activations of 25 to 1024
 tokens of 2048 values in 16 bits, and a bucket of 25 MiB cut into shards for 8 to 256 ranks.
 
@@ -53,7 +53,7 @@ parity and repeats included (0: not known). In brackets, the reduction of the 99
 `smart` against that contender. The paper: up to 89.9 % (PP) and 91.7 % (DP) against repeat, 78.8 %
 and 73.0 % against uniform.
 
-  fairness   a stream of datagrams beside one TCP connection (iperf3, CUBIC and BBR) on a link of
+  fairness   a stream of datagrams and one TCP connection (iperf3, CUBIC and BBR) share a link of
              100 Mbit/s: the share of each, in units of half the link
 
 Exit status 1 if `exact` or `smart` take more than 1.2 times the lossless time of `repeat` in the
@@ -125,7 +125,7 @@ def flows(turn: dict[str, Any]) -> None:
             dist.recv(received, 0)
             times.append(time.monotonic())
             wrong = received != data
-            # What is missing is zero, and only where that was tolerated.
+            # Missing data is zero, and only where that was tolerated.
             if bool(wrong.any()) and not (turn["tolerant"] and bool((received[wrong] == 0).all())):
                 raise AssertionError("a message was not what had been sent")
             dist.send(answer, 0)
@@ -168,7 +168,7 @@ def stream(turn: dict[str, Any]) -> None:
 
 
 def worker(settings: dict[str, Any]) -> None:
-    """Takes turns until it is told to end."""
+    """Takes turns until it receives the command to end."""
     import torch.distributed as dist
 
     dist.init_process_group("resilient", timeout=TIMEOUT)
@@ -369,7 +369,7 @@ def completion(
 
 
 def fairness(algorithm: str, seconds: float, seed: int, rows: list[Row]) -> list[str]:
-    """A stream of datagrams beside one TCP connection with this congestion control."""
+    """A stream of datagrams shares a link with one TCP connection with this congestion control."""
     missed = []
     rate = 12.5e6
     link = {"delay_s": 0.01, "rate_bytes_per_s": rate}

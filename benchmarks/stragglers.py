@@ -1,4 +1,4 @@
-"""What slow links cost a pipeline, schedule by schedule: PIPEMORPH's Figures 14 to 18 and 22."""
+"""The cost of slow links for a pipeline, by schedule: PIPEMORPH's Figures 14 to 18 and 22."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torch_resilient.pipelining import (
 
 ABOUT = """\
 Real processes, real messages over the resilient backend, injected delays. A stage's operations do
-little and sleep for the rest of their time, so that eight stages fit on two cores. All schedules
+little and sleep for the rest of their time: eight stages thus fit on two cores. All schedules
 run in the same processes and take turns, iteration by iteration; a row's numbers are medians. Over
 traces each schedule runs in its turn, over the same uninterrupted trace, and numbers are means.
 
@@ -44,7 +44,7 @@ traces each schedule runs in its turn, over the same uninterrupted trace, and nu
 
 Each is given in ms and, in brackets, as a multiple of its own healthy iteration. `best` is what the
 planner's exact model finds for the row's delays in one second. The paper's 1F1B and ZB ran over
-NCCL, whose sends block what comes after them; here no send blocks, so both suffer less than there.
+NCCL, where a send blocks all later operations; here no send blocks, so both suffer less than there.
 
 All times of the paper are multiplied by --scale, which changes no ratio: the longer the operations,
 the less do this machine's own delays count. Exit status 1 if `live` is slower than another schedule
@@ -53,7 +53,7 @@ its healthy iteration, and 1.03 times `best`. Figure 19 is in dp_straggler.py. T
 not in the paper: a link on which the bytes of a message take that long, and nothing else.
 """
 
-# What the paper reports, where it gives numbers; slowdowns are against the same system healthy.
+# The paper's numbers, where it gives any; slowdowns are against the same system healthy.
 PAPER = {
     "fig14 30 ms": "ZB 703 ms, PIPEMORPH-CPU 579 ms, PIPEMORPH 398 ms (healthy 368)",
     "fig15 60 ms": "1F1B 2.70x, ZB 4.24x, PIPEMORPH-CPU 2.15x, PIPEMORPH 1.13x",
@@ -74,7 +74,7 @@ NOISE = 0.03
 
 @dataclass(frozen=True)
 class Model:
-    """What a stage computes before it sleeps, and the shape of a microbatch between stages."""
+    """The computation of a stage before it sleeps, and the shape of a microbatch between stages."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
@@ -108,11 +108,11 @@ class Scenario:
 
     Attributes:
         name: for the table.
-        base_ms: of every link and direction.
+        base_ms: the delay of every link and direction.
         extra_ms: by link, on top of that.
-        transfer_ms: by link, what a message's bytes take on it; such a row needs the model "large".
-        trace: draws the delay of a link at each change, instead; with `interval_ms`, the least and
-            the most time between two changes.
+        transfer_ms: by link, the time of a message's bytes on it; requires the model "large".
+        trace: draws the delay of a link at each change, instead; with `interval_ms`, the minimum
+            and the maximum time between two changes.
     """
 
     name: str
@@ -176,7 +176,7 @@ def scenarios(quick: bool) -> list[Scenario]:
 
 
 class PacedStage(PipelineStage):
-    """A stage whose operations last a given time, whatever they do."""
+    """A stage with operations that last a given time, whatever they do."""
 
     pace_s: float
 
@@ -199,7 +199,7 @@ class PacedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        # Of the first stage's inputs nobody wants the gradient: W is its whole backward.
+        # The gradient of the first stage's inputs is not needed: W is its whole backward.
         units = 2 if full_backward else 0 if self.is_first else 1
         run = super().backward_one_chunk
         return self._paced(units, run, bwd_chunk_id, loss, full_backward, last_backward)
@@ -272,7 +272,7 @@ class Bench:
         return float(longest)
 
     def costs(self, scenario: Scenario, scale: float) -> PipelineCosts | None:
-        """What the planner would have to know; None if the delays change."""
+        """The costs that the planner would have to know; None if the delays change."""
         if scenario.trace is not None:
             return None
         delays = [scenario.delay_ms(link) * scale / 1e3 for link in range(self.stages - 1)]
@@ -439,7 +439,7 @@ def main() -> int:
         default="linear",
         help="of a stage: one small linear layer, or a transformer layer (default: linear)",
     )
-    parser.add_argument("--only", default="", help="scenarios whose name begins with this")
+    parser.add_argument("--only", default="", help="run scenarios with this name prefix")
     options = parser.parse_args()
     rows = [each for each in scenarios(options.quick) if each.name.startswith(options.only)]
     if not rows:

@@ -73,14 +73,14 @@ SITES = 2
 TIMEOUT = timedelta(seconds=120)
 # IP and TCP with time stamps, of each packet.
 HEADER_BYTES = 20 + 32
-# Of what is counted: the first ones find their connections idle.
+# The operations that are counted: the first ones find their connections idle.
 COUNTED = 3
 
 Call = Callable[[dist.ProcessGroup], object]
 
 
-def min_bytes(op: str, size: int) -> float:
-    """What must cross between two equal sites, in the busier direction, for `size` bytes."""
+def least_bytes(op: str, size: int) -> float:
+    """The minimum that crosses between two equal sites, in the busier direction."""
     return size / 2 if op in ("reduce_scatter", "all_gather") else size
 
 
@@ -169,7 +169,7 @@ class Bench:
             call(self.groups[name])
             if self._worst(not case.right()):
                 raise RuntimeError(f"{name}: {op} of {size} bytes gives a wrong result")
-            case.input.zero_()  # so that sums stay as they are
+            case.input.zero_()  # keeps sums as they are
             pilot += self._sample(call, name) * self.options.repeat
         rounds = max(3, min(100, round(self.options.budget_s / pilot)))
         samples: dict[str, list[float]] = {name: [] for name in names}

@@ -24,8 +24,9 @@ Two hosts in a lab of network namespaces (needs root). Rank 0 sends 4 MiB messag
 
   windows     one link, 10 to 40 ms each way, with the system's usual buffers, which limit what a
               connection has in flight (ATLAS, Table 1), and with large ones. Goodput over that of
-              iperf3 with the best number of streams, measured in turns; beside it iperf3 with one
-              stream, and gloo. `found` is when the goodput first reaches 95 % of its final value
+              iperf3 with the best number of streams, measured in turns; for comparison, iperf3
+              with one stream, and gloo. `found` is when the goodput first reaches 95 % of its
+              final value
   pairs       two links of different rates, delays and queues: goodput over the sum of the rates;
               then one of the rates changes, and the goodput of the second after next is compared
 
@@ -39,7 +40,7 @@ FOUND_MAX_S = 2.0
 PAIR_MIN = 0.90
 SMALL = {"net.ipv4.tcp_wmem": "4096 16384 4194304", "net.ipv4.tcp_rmem": "4096 131072 6291456"}
 LARGE = {"net.ipv4.tcp_wmem": "4096 16384 67108864", "net.ipv4.tcp_rmem": "4096 131072 67108864"}
-# What TCP and IP add to 1448 bytes of payload on a link with packets of 1500.
+# The share of payload: TCP and IP fill packets of 1500 bytes with 1448 bytes of payload.
 PAYLOAD = 1448 / 1500
 
 
@@ -84,7 +85,7 @@ def worker(settings: dict[str, Any]) -> None:
             number += 1
         say("received", times=times)
     sys.stdin.readline()
-    dist.destroy_process_group()  # ends the receives that nobody has answered
+    dist.destroy_process_group()  # ends the receives that got no message
 
 
 def rate_between(times: list[float], begin: float, end: float) -> float:

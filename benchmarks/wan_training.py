@@ -38,20 +38,20 @@ the same data; their losses must be equal to the last bit.
 
 A row shows the median times, the median ratio, and between which ratios 80 % of the iterations lie.
 
-The setting is that of ATLAS (sections 3, 4.1, 6.2): a link that could carry 5 Gbit/s, of which one
-connection gets 1220 to 293 Mbit/s at 10 to 40 ms one way (Table 1), because the system limits what
-a connection has in flight; activations of 32 MiB (GPT-A: 4K x 4K, 16 bits), 4 microbatches, and a
-computation that takes a third to a quarter of the time that its activations take at 5 Gbit/s.
+The setting is that of ATLAS (sections 3, 4.1, 6.2): a link that could carry 5 Gbit/s; one
+connection gets 1220 to 293 Mbit/s of it at 10 to 40 ms one way (Table 1), because the system limits
+what a connection has in flight; activations of 32 MiB (GPT-A: 4K x 4K, 16 bits), 4 microbatches,
+and a computation that takes a third to a quarter of the time that its activations take at 5 Gbit/s.
 There, iterations are up to 17 times as fast as those of systems with one connection. Two cores
 that compute, send and emulate a link do not come near 5 Gbit/s. So there are two networks:
 
-  usual   the system's usual buffers (tcp_wmem up to 4 MiB), as in wan_connections.py, so that one
-          connection gets what Table 1 says, and a link of --rate-mbit (default 2000, as much as
+  usual   the system's usual buffers (tcp_wmem up to 4 MiB), as in wan_connections.py, which give
+          one connection the rate in Table 1, and a link of --rate-mbit (default 2000, as much as
           the machine carries). The link is only a few times as fast as one connection, and the
           processor needs longer for an activation (8 MiB) than the link: the ratios are bounded by
           that, not by the backend
-  scaled  the paper's testbed at 1:20: a link of 250 Mbit/s, buffers of a twentieth, so that one
-          connection gets a twentieth of Table 1 (iperf3: 13.7 and 31.8 Mbit/s at 40 and 20 ms one
+  scaled  the paper's testbed at 1:20: a link of 250 Mbit/s, buffers of a twentieth, which give one
+          connection a twentieth of Table 1 (iperf3: 13.7 and 31.8 Mbit/s at 40 and 20 ms one
           way; a twentieth of the paper's is 14.7 and 30), activations of 1.6 MiB. The proportions
           of window, link, delay and activation are the paper's; the computation takes a third to a
           half of the time of its activations on the link
@@ -68,7 +68,7 @@ Examples:
 """
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-# What each case compares with gloo's contender of the same model.
+# The model of each case; gloo's contender has the same model.
 CASES = {"1F1B": "pipeline", "live": "pipeline", "DDP": "DDP"}
 MICROBATCHES = 4
 # A context of 64 bytes and a width of 64 make most bytes of activation for the least computation:
@@ -79,7 +79,7 @@ TIMEOUT = datetime.timedelta(seconds=120)
 
 
 class Network(NamedTuple):
-    """What a row's link and its model are."""
+    """The link and the model of a row."""
 
     wmem_bytes: int  # of one connection, at most
     rmem_bytes: int
@@ -92,7 +92,7 @@ class Network(NamedTuple):
     quick_cases: tuple[str, ...]
 
     def sysctl(self) -> dict[str, str]:
-        """Of both hosts."""
+        """The kernel settings of both hosts."""
         return {
             "net.ipv4.tcp_wmem": f"4096 16384 {self.wmem_bytes}",
             "net.ipv4.tcp_rmem": f"4096 {min(131072, self.rmem_bytes)} {self.rmem_bytes}",
@@ -254,7 +254,7 @@ def worker(settings: dict[str, Any]) -> None:
 
 
 class Turns:
-    """What the ranks have said, by case, contender and round."""
+    """The reports of the ranks, by case, contender and round."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
