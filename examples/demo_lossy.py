@@ -65,7 +65,7 @@ class DemoError(Exception):
 
 @dataclass
 class Run:
-    """What a training left.
+    """The results of a training.
 
     Attributes:
         steps: by rank, then by step: the rows of train_ddp_lossy.py.
@@ -80,20 +80,20 @@ class Run:
 
     @property
     def times_s(self) -> list[float]:
-        """Of each step, on the rank that took longer."""
+        """The time of each step, on the rank that took longer."""
         return [max(row["taken_s"] for row in rows) for rows in zip(*self.steps, strict=True)]
 
     @property
     def losses(self) -> list[float]:
-        """Of each step, nats per byte, the mean of both ranks."""
+        """The loss of each step, nats per byte, the mean of both ranks."""
         return [float(row["loss"]) for row in self.steps[0]]
 
     def digests(self, rank: int) -> list[str]:
-        """Of that rank's parameters, after each step."""
+        """The digests of that rank's parameters, after each step."""
         return [row["digest"] for row in self.steps[rank]]
 
     def packets(self, name: str) -> int:
-        """What both ranks have counted of their datagrams: dropped, recovered, zero_filled..."""
+        """A counter of datagrams, summed over both ranks: dropped, recovered, zero_filled..."""
         counted = (
             path["datagrams"][name]
             for result in self.results.values()

@@ -38,7 +38,7 @@ def training(steps: int) -> list[str]:
 
 
 def run(command: Sequence[str]) -> str:
-    """What it prints. Raises FailoverError, with the end of its output, if it fails or hangs."""
+    """Returns its output. Raises FailoverError, with the end of it, if it fails or hangs."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command,

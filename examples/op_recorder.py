@@ -1,4 +1,4 @@
-"""What each pipeline rank did when: spans of F, B, I, W and O, and the waits between them.
+"""The activity of each pipeline rank: spans of F, B, I, W and O, and the waits between them.
 
 The letters are torch's: F forward, B the whole backward, I the backward for the inputs, W the
 backward for the weights (B = I + W), O the optimizer. `wait` is everything else inside a step:
@@ -50,8 +50,8 @@ class OpRecorder:
         self._pace_s = pace_s
         self._step = 0
         self._busy_until_s = 0.0
-        # The wall clock, so that ranks on several hosts can be drawn on one axis (as well as
-        # their clocks agree), but counted by the monotonic clock, which nobody sets back.
+        # The wall clock gives ranks on several hosts one axis (as well as their clocks agree).
+        # The monotonic clock counts, because it is never set back.
         self._clock_offset_s = time.time() - time.monotonic()
 
     def now_s(self) -> float:
@@ -59,7 +59,7 @@ class OpRecorder:
         return time.monotonic() + self._clock_offset_s
 
     def begin_step(self, step: int) -> None:
-        """What follows belongs to `step`."""
+        """Assigns the following operations to `step`."""
         self._step = step
         self._busy_until_s = self.now_s()
 
@@ -87,7 +87,7 @@ class OpRecorder:
 
 
 class RecordedStage(PipelineStage):
-    """A pipeline stage whose operations a recorder watches; otherwise torch's own.
+    """A stage of torch that reports its operations to a recorder.
 
     Set `recorder`, and `units` (the share of its rank's layers that this stage holds), before
     the first step.
@@ -113,7 +113,7 @@ class RecordedStage(PipelineStage):
         full_backward: bool = True,
         last_backward: bool = False,
     ) -> Any:
-        # On the first stage nobody asks for the gradient of the inputs: I does nothing there,
+        # On the first stage the gradient of the inputs is not needed: I does nothing there,
         # and W is the whole backward.
         kind, units = ("B", 2.0) if full_backward else ("I", 0.0 if self.is_first else 1.0)
         with self.recorder.span(kind, self.stage_index, bwd_chunk_id, units * self.units):
@@ -165,7 +165,7 @@ def iteration_times(ranks: Sequence[Sequence[Span]]) -> IterationTimes:
 
 
 def bubble_fraction(times: IterationTimes, ranks: int, skip: int = 1) -> float:
-    """Share of the ranks' time in which they computed nothing, without the first `skip` steps."""
+    """Share of idle time in the time of all ranks, without the first `skip` steps."""
     if len(times.steps) <= skip:
         skip = 0
     return 1.0 - sum(times.busy_s[skip:]) / (ranks * sum(times.iteration_s[skip:]))

@@ -32,15 +32,15 @@ RANKS = 4
 SLOW_MS = 60.0
 # The demo's link: the last one, on which 1F1B has no slack at all.
 LOW, HIGH = 2, 3
-# What rank 2 sends to rank 3 in a step of 1F1B with the sizes of train_pipeline.py: 8 microbatches
+# Rank 2 sends this to rank 3 in a step of 1F1B with the sizes of train_pipeline.py: 8 microbatches
 # of 4 rows x 64 bytes x 128 floats. Schedules with two stages a rank send twice that.
 SENT_PER_STEP_BYTES = 8 * 4 * 64 * 128 * 4
-# The fewest steps in which each phase has one that is not the first.
-MIN_STEPS = 8
+# With fewer steps, a phase would have only its first step.
+LEAST_STEPS = 8
 # A run takes 20 to 30 s; a machine too slow for this limit should lower --steps.
 RUN_TIMEOUT_S = 180.0
 
-# Two connections between each two ranks, so that there is a way left when one is cut.
+# Two connections between each two ranks: one is left when the other is cut.
 COMMON_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_RESILIENT_PATHS_SAME_HOST": "2"}
 
 Summary = dict[str, Any]
@@ -65,7 +65,7 @@ class Phases:
 
     @property
     def ranges(self) -> dict[str, range]:
-        """Each without its first step, in which things change."""
+        """The steps of each phase without the first one, when conditions change."""
         ends = [0, self.slow, self.late, self.healed, self.end]
         names = ("healthy", "slow, early", "slow, late", "healed")
         return {
@@ -110,7 +110,7 @@ class Run:
 
 
 def paths_between(summary: Summary, rank: int, peer: int) -> list[dict[str, Any]]:
-    """What `rank` knows of its paths to `peer`, from torch_resilient.stats().
+    """The paths of `rank` to `peer`, from torch_resilient.stats().
 
     Raises:
         DemoError: the rank has no statistics of that peer.
@@ -123,7 +123,7 @@ def paths_between(summary: Summary, rank: int, peer: int) -> list[dict[str, Any]
 
 
 def round_trip_ms(summary: Summary, step: int) -> float:
-    """Of the demo's link, as measured at the end of that step.
+    """The round trip of the demo's link, as measured at the end of that step.
 
     Raises:
         DemoError: nothing was measured.
@@ -178,7 +178,7 @@ def cut_evidence(summary: Summary) -> str:
 
 
 def evidence(summary: Summary) -> str:
-    """Of both faults; raises DemoError if one did not happen."""
+    """The evidence of both faults; raises DemoError if one did not happen."""
     return f"{cut_evidence(summary)}; {slow_link_evidence(summary)}"
 
 
@@ -272,7 +272,7 @@ def run_torchrun(
 
 
 def run_folder(schedule: str, options: argparse.Namespace) -> Path:
-    """Where the adaptive schedule's timeline of that run goes."""
+    """The folder for the adaptive schedule's timeline of that run."""
     return options.out / "runs" / schedule
 
 
@@ -435,9 +435,9 @@ def picture(runs: Sequence[Run], options: argparse.Namespace) -> str:
 
 
 def draw_plan_change(folder: Path, out: Path) -> str:
-    """The steps in which the adaptive schedule changed its plan, with the package's own command.
+    """Draws the steps around a change of plan, with the package's own command.
 
-    Returns what the command says. Raises DemoError if it fails.
+    Returns the output of the command. Raises DemoError if it fails.
     """
     command = [sys.executable, "-m", "torch_resilient.cli", "timeline", str(folder)]
     done = subprocess.run(

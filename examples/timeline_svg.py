@@ -3,7 +3,7 @@
     python examples/timeline_svg.py timeline.json --out timeline.svg
 
 A picture has sections (one schedule each), a section has panels (one run each), a panel has a row
-for each rank; all share one time scale. What is hatched is idle.
+for each rank; all share one time scale. Hatched areas are idle.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from torch_resilient.smart import SmartState, smart_hook
 
 
 def digest_of(model: torch.nn.Module) -> str:
-    """Of all parameters: the same on every rank, after every step, or replicas have diverged."""
+    """Digest of all parameters; replicas have diverged if it differs between ranks after a step."""
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().numpy())

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 
 def main() -> None:
-    """Train a model whose weights are spread over the ranks; rank 0 prints the loss."""
+    """Train a model with weights sharded over the ranks; rank 0 prints the loss."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--backend", default="resilient")
     parser.add_argument("--steps", type=int, default=20)

@@ -32,9 +32,9 @@ from torch_resilient import faults, stats
 from torch_resilient.pipelining import ScheduleAdaptiveZB
 
 HELP = """\
-The schedule says in which order a rank runs the forwards (F) and backwards of its microbatches.
-A backward can be run whole (B) or split: I, the gradient of the inputs, which the previous stage
-waits for, and W, the gradient of the weights, which nobody waits for and which can fill a gap.
+The schedule is the order of the forwards (F) and backwards of a rank's microbatches. A backward
+can be run whole (B) or split: I, the gradient of the inputs, which the previous stage waits for,
+and W, the gradient of the weights, which no other stage waits for and which can fill a gap.
 
   AdaptiveZB             split backward; runs what has arrived, and plans anew when a link slows
                          down or recovers. The default over the resilient backend; over another
@@ -158,7 +158,7 @@ def build_stage(
     device: torch.device,
     recorder: OpRecorder,
 ) -> RecordedStage:
-    """One stage with its shapes declared, so that the first step need not find them out."""
+    """One stage with its shapes declared; the first step need not infer them."""
     shape = GptShape(layers=arguments.layers, width=arguments.width, context=arguments.context)
     module = GptStage(shape, index, stages, arguments.seed).to(device)
     rows, length, width = arguments.rows, arguments.context, arguments.width
@@ -327,7 +327,7 @@ def _parameter_of(key: str) -> str:
 
 
 class Report(NamedTuple):
-    """What one rank has to tell at the end.
+    """The report of one rank at the end.
 
     Attributes:
         losses: by step; empty but on the rank of the last stage.
@@ -380,7 +380,7 @@ def gather(report: Report) -> list[Report] | None:
 
 
 def summarise(arguments: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:
-    """What --json writes; times in seconds."""
+    """The contents of --json; times in seconds."""
     times = iteration_times([report.spans for report in reports])
     losses = next(report.losses for report in reports if report.losses)
     # The first iteration also opens connections and agrees on shapes.
@@ -412,13 +412,13 @@ def summarise(arguments: argparse.Namespace, reports: list[Report]) -> dict[str,
 
 
 def plan_lines(report: Report) -> list[str]:
-    """What the adaptive schedule has decided, as the first stage tells it."""
+    """The decisions of the adaptive schedule, as the first stage reports them."""
     events = report.stats["events"] if report.schedule and report.stats else []
     return [f"plan       {event['text']}" for event in events if event["kind"] == "plan"]
 
 
 def timeline(arguments: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:
-    """What --timeline writes: spans by rank, in seconds from the first."""
+    """The contents of --timeline: spans by rank, in seconds from the first."""
     origin_s = min(span.start_s for report in reports for span in report.spans)
     return {
         "format": 1,
@@ -496,7 +496,7 @@ def main() -> int:
     dist.init_process_group(arguments.backend)
     try:
         train(arguments)
-        dist.barrier()  # rank 0 holds the store: nobody leaves before all have reported
+        dist.barrier()  # rank 0 holds the store: no rank leaves before all have reported
     finally:
         dist.destroy_process_group()
     return 0
