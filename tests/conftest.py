@@ -69,7 +69,7 @@ def pretended_device() -> None:
 
 @pytest.fixture
 def run_python(tmp_path: Path) -> Callable[..., str]:
-    """Runs a program in a Python of its own and returns what it prints.
+    """Runs a program in a separate Python process and returns its output.
 
     It starts in an empty directory: there Python finds the installed package, not the source.
     Every warning is an error there. Fails the test if the program does or takes a minute.

@@ -11,7 +11,7 @@ import struct
 import sys
 
 IPV4 = 0x0800
-EVERYTHING = 0x0003  # only who asks for this sees what leaves
+EVERYTHING = 0x0003  # only a socket with this protocol sees outgoing packets
 OUTGOING = 4  # sll_pkttype
 
 

@@ -135,7 +135,7 @@ def end_with_waiting_thread(job: dict[str, Any]) -> None:
 
 
 def end_with_threads_that_go_on(job: dict[str, Any]) -> None:
-    """Daemon threads receive again and again, whatever fails, when the interpreter ends."""
+    """Daemon threads receive in a loop, whatever fails, when the interpreter ends."""
 
     def receive() -> None:
         while True:

@@ -79,7 +79,7 @@ def exchange(
 
 
 def burst(rounds: int, pause_s: float) -> dict[str, object]:
-    """As exchange, with 32 MiB first, which keep all links busy, and then 64 KiB at a time."""
+    """Runs exchange with 32 MiB first, which keeps all links busy, then with 64 KiB at a time."""
     return exchange(rounds, pause_s, first=1 << 23, rest=1 << 14)
 
 

@@ -52,7 +52,7 @@ class Caller:
     """A handshake in steps: many can be under way at once. Each step may raise OSError."""
 
     def __init__(self, port: int, secret: bytes, acceptor: bytes) -> None:
-        """As a process with a new uid, for a slot far up."""
+        """Starts as a process with a new uid, for a high path slot."""
         self.secret = secret
         self.socket = socket.create_connection(("127.0.0.1", port), timeout=30)
         self.said = hello(key_id_of(secret), os.urandom(16), acceptor, slot=2047)
@@ -66,7 +66,7 @@ class Caller:
         self.socket.sendall(proof)
 
     def verdict(self) -> int:
-        """Whether it is let in."""
+        """Returns the verdict of the acceptor."""
         header = read(self.socket, 8)
         (length,) = struct.unpack_from("<H", header, 6)
         return int(struct.unpack_from("<H", read(self.socket, length - 8))[0])

@@ -60,7 +60,7 @@ _PRELOADED = [
 # loaded machine.
 _DUMP_LEAD_S = 2.0
 
-# From the end of a process to the moment its exit code can be read; a bound for a loaded machine.
+# The maximum time from the end of a process until its exit code is readable, under load.
 _REAP_S = 10.0
 
 _PR_SET_PDEATHSIG = 1
@@ -88,7 +88,7 @@ def needs(package: str) -> pytest.MarkDecorator:
 
 @dataclass
 class Outcome:
-    """How one rank ended. Exactly one of `value`, `error` and a bad `exit_code` tells."""
+    """The end of one rank: exactly one of `value`, `error` and a bad `exit_code` is set."""
 
     rank: int
     value: Any = None
@@ -145,7 +145,7 @@ _kept: list[dist.ProcessGroup] = []
 
 
 def make_store(prefix: str = "") -> dist.Store:
-    """In a rank: a new client of the store shared by all ranks of this run."""
+    """Creates, in a rank, a new client of the store shared by all ranks of this run."""
     assert _current is not None, "only in a rank process"
     store: dist.Store
     if _current.store == "tcp":
@@ -162,13 +162,13 @@ def make_store(prefix: str = "") -> dist.Store:
 
 
 def store_port() -> int:
-    """In a rank of a run with store="tcp": the port of its store, which is on 127.0.0.1."""
+    """The port of the store of a run with store="tcp", on 127.0.0.1. For use in a rank."""
     assert _current is not None, "only in a rank process"
     return _current.store_port
 
 
 def set_launcher_environment() -> str:
-    """In a rank of a run with store="tcp": sets the variables that torchrun sets.
+    """Sets, in a rank of a run with store="tcp", the variables that torchrun sets.
 
     For code that creates the default group itself. Returns the name of the run's backend.
     """
@@ -193,7 +193,7 @@ def set_launcher_environment() -> str:
 def init_group(
     prefix: str = "", backend: str | None = None, timeout_s: float | None = None
 ) -> None:
-    """In a rank: initialises the default group; `prefix` keeps several of them apart."""
+    """Initialises, in a rank, the default group; `prefix` separates several of them."""
     assert _current is not None, "only in a rank process"
     if (backend or _current.backend) == "gloo":
         # Else a rank may have made its group, and be gone, while another still connects to it,
@@ -209,13 +209,13 @@ def init_group(
 
 
 def scratch() -> str:
-    """In a rank: a folder shared by all ranks of this run, removed after it."""
+    """A folder shared by all ranks of this run, removed after it. For use in a rank."""
     assert _current is not None, "only in a rank process"
     return _current.folder
 
 
 def world_size() -> int:
-    """In a rank: how many ranks this run has, whether or not a group exists."""
+    """The number of ranks of this run, with or without a group. For use in a rank."""
     assert _current is not None, "only in a rank process"
     return _current.world_size
 
@@ -239,7 +239,7 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20) 
 
 
 def wait_until_pending() -> None:
-    """In a rank: waits until the engine has begun an operation that has not ended."""
+    """Waits, in a rank, until the engine has begun an operation that has not ended."""
     from torch_resilient import stats
 
     wait_until(lambda: stats().operations_pending > 0, "an operation is pending")

@@ -21,7 +21,7 @@ MICROBATCHES = 4
 
 
 def main() -> None:
-    """Trains, and says each step's losses and what was dropped."""
+    """Trains, and reports each step's losses and the dropped packets."""
     settings = json.loads(sys.argv[1])
     dist.init_process_group("resilient", timeout=datetime.timedelta(seconds=60))
     rank = dist.get_rank()

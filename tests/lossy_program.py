@@ -18,7 +18,7 @@ from torch_resilient.smart import SmartOptions, SmartState, smart_hook
 
 
 def main() -> None:
-    """Trains, and says after each step which parameters it has."""
+    """Trains, and reports its parameters after each step."""
     settings = json.loads(sys.argv[1])
     dist.init_process_group("resilient", timeout=datetime.timedelta(seconds=60))
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ class LossyNetwork:
         threshold: float = -1.0,
         max_drop_fraction: float = 0.0,
     ) -> Any:
-        """As recovery.exchange, with losses."""
+        """Stands in for recovery.exchange, with drops."""
         self.thresholds.append(threshold)
         limits = torch.tensor([threshold, max_drop_fraction], dtype=torch.float64)
         theirs = {peer: torch.empty_like(limits) for peer in incoming}

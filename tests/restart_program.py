@@ -1,4 +1,4 @@
-"""A pipeline that goes on from its checkpoint when torchrun restarts it.
+"""A pipeline that resumes from its checkpoint when torchrun restarts it.
 
 Arguments: directory, step at which rank 0 kills itself in its first life (-1: never). Each rank
 leaves its losses and parameters there, as hexadecimal numbers, and how its last life began.

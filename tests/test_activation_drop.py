@@ -80,7 +80,7 @@ def test_the_bound_is_that_of_the_whole_message() -> None:
 
 def test_small_messages_arrive_whole() -> None:
     assert may_miss(99 * PACKET_BYTES, 0.01) == 0
-    # 0.01 is a little less as float32, as which it travels.
+    # 0.01 is a little less as float32, the type on the wire.
     assert may_miss(100 * PACKET_BYTES, 0.01) == 0
     assert may_miss(101 * PACKET_BYTES, 0.01) == 1
     assert may_miss(PACKET_BYTES, 1.0) == 0

@@ -116,7 +116,7 @@ def test_costs_from_reports() -> None:
     assert found is not None
     assert found.delay_forward_s[1] == pytest.approx(0.16)
     assert found.delay_backward_s[1] == pytest.approx(0.26)
-    # Nothing measured on one stage: nothing is known of the whole.
+    # One stage without a measurement leaves the whole pipeline unknown.
     assert costs_of([StageReport(), *reports[1:]]) is None
 
 
@@ -250,10 +250,10 @@ def test_plans_for_links_that_nothing_measures_keep_slack(fixed: bool) -> None:
             return replay([plan.order_of(stage) for stage in range(4)], costs).iteration_s
         return predicted_s(costs, COUNT, plan.gates)
 
-    # As fast without delays, and these cost the way through the pipeline once.
+    # Without delays it is as fast; delays cost one way through the pipeline.
     assert iteration_s(False, even) < 1.01 * iteration_s(True, even)
     assert iteration_s(False, slow) < iteration_s(False, even) + 3 * 0.02 + 0.005
-    # Not so where links are known to have none.
+    # This does not hold if links are known to have no delay.
     assert iteration_s(True, slow) > iteration_s(True, even) + 3 * 0.02 + 0.05
 
 
@@ -292,7 +292,7 @@ class MemoryStore:
 
 
 def settle(orchestrators: list[Orchestrator]) -> None:
-    """Until the threads have done what they were given."""
+    """Waits until the threads have finished their jobs."""
     for each in orchestrators:
         for worker in (each._planning, each._fetching):
             if worker.job is not None:
@@ -350,7 +350,7 @@ def test_a_rank_that_cannot_fetch_keeps_all_on_the_old_plan() -> None:
         settle(ranks)
     assert ranks[0].published == 1
     assert {each.current.epoch for each in ranks} == {0}
-    # It comes back: they go on.
+    # It comes back, and the others continue.
     dead.fail = False
     dead.values = store.values
     found = []
@@ -486,7 +486,7 @@ def test_same_bits_as_torch(dispatch: str) -> None:
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo,cuda:resilient"])
 def test_without_the_backend_it_follows_the_papers_way(backend: str) -> None:
-    """Also where it carries tensors of another device than the stage's."""
+    """Also if the backend carries tensors of another device than the stage's."""
     want = run_ranks(train, "torch 1F1B", world_size=3, backend="gloo")
     got = run_ranks(adaptive, "live", world_size=3, backend=backend)
     same_numbers(got, want)
@@ -519,7 +519,7 @@ class PacedPart(nn.Module):
         return Paced.apply(x, self.weight)
 
 
-# After it has healed, longer than the detector needs on a busy machine.
+# The steps after the link has healed: more than the detector needs on a busy machine.
 SLOW_FROM, HEALED_FROM, END = 14, 28, 68
 
 
@@ -663,7 +663,7 @@ def test_schedules_of_one_process_keep_their_files_apart(tmp_path: Path) -> None
 
 
 def several_groups(rank: int) -> list[int]:
-    """Ranks 0 and 1 have had a pipeline of their own before the one of all three."""
+    """Ranks 0 and 1 run a separate pipeline before the one of all three."""
     pair = dist.new_group([0, 1])
     cpu = torch.device("cpu")
     if rank < 2:
@@ -729,7 +729,7 @@ def test_a_pipeline_whose_planner_hangs_goes_on_adapting() -> None:
 
 
 def test_torchrun_restarts_a_pipeline_whose_rank_0_is_killed(tmp_path: Path) -> None:
-    """From the checkpoint, with the bits of a run that nothing happened to."""
+    """It resumes from the checkpoint, with the same bits as an undisturbed run."""
     results = []
     for name, killed_at in (("whole", -1), ("killed", 6)):
         folder = tmp_path / name

@@ -63,7 +63,7 @@ Values = list[list[torch.Tensor]]  # by rank, the inputs before the call
 
 @dataclass
 class Operation:
-    """How an operation is called, and the values that its outputs receive."""
+    """The call of an operation, and the values that its outputs receive."""
 
     # (list length, size) -> how often the basic count each input and output holds.
     inputs: Callable[[int, int], list[int]]
@@ -93,7 +93,7 @@ def coalesced(call: Callable[[torch.Tensor, torch.Tensor], Any], ins: Any, outs:
 
 
 def messages(ins: list[torch.Tensor], outs: list[torch.Tensor], rank: int, size: int) -> Any:
-    """To the next rank, from the one before; sends may share memory with each other."""
+    """Sends to the next rank and receives from the previous one; sends may share memory."""
     operations = [dist.P2POp(dist.isend, t, (rank + 1) % size) for t in ins]
     operations += [dist.P2POp(dist.irecv, t, (rank - 1) % size) for t in outs]
     return dist.batch_isend_irecv(operations)
@@ -242,7 +242,7 @@ def operands(rng: random.Random, name: str, k: int, count: int, rank: int, size:
         views = choose(rng, sizes, shared)
         return Operands(views, views)
     results = [n * count for n in operation.outputs(k, size)]
-    if name == "messages":  # each is an operation of its own: only what is sent may be shared
+    if name == "messages":  # each is a separate operation: only sent memory may be shared
         own = choose(rng, [2 * sum(sizes), *results], shared=False)[1:]
         first = min(view.start for view in own)
         inputs = choose(random.Random(rng.random()), sizes, shared)

@@ -285,7 +285,7 @@ def test_mistakes_raise_what_gloo_raises() -> None:
 
 
 def through_dist(rank: int) -> list[tuple[str, bool]]:
-    """By torch.distributed's own functions, and by torch's functional collectives."""
+    """Calls torch.distributed's own functions and torch's functional collectives."""
     import torch.distributed._functional_collectives as funcol
 
     size = world_size()

@@ -45,7 +45,7 @@ def test_the_same_seed_gives_the_same_script() -> None:
     script = make_script(7, SETTINGS)
     assert script == make_script(7, SETTINGS)
     assert script != make_script(8, SETTINGS)
-    # For ever, on any machine: who reports a seed reports the faults.
+    # These never change, on any machine: a reported seed reproduces its faults.
     assert environment(script[:3], 7) == (
         "stall rank=0 peer=1 path=0 from_s=4 until_s=4.9; "
         "cut rank=2 peer=1 path=0 at_s=7; "
@@ -250,7 +250,7 @@ def test_every_operation_is_given_once() -> None:
     assert take(dump_of(1, done, pending, done)) == []
     assert take(dump_of(1, done, done, done, pending)) == [2]
     assert log.missed == 0
-    # The ring goes on: 4 and 5 are gone before they were seen.
+    # The ring continues: 4 and 5 are overwritten before they were seen.
     assert take(dump_of(6, done, pending)) == [6]
     assert log.missed == 2
     assert take(dump_of(6, done, pending), last=True) == [7]
@@ -268,7 +268,7 @@ def test_a_record_is_for_its_owner_only(tmp_path: Path) -> None:
     path = tmp_path / "records" / f"rank00003.{os.getpid()}.jsonl"
     path.parent.mkdir()
     path.symlink_to(victim)  # by another user who may write there
-    for _ in range(2):  # also in place of its own last one
+    for _ in range(2):  # also replaces its previous one
         recorder.Recorder(str(path.parent), 3, (0.0, 0.0)).close()
         assert victim.read_text() == "mine"
         assert stat.S_IMODE(path.lstat().st_mode) == 0o600
@@ -286,7 +286,7 @@ def test_what_tells_is_written_at_once(tmp_path: Path, monkeypatch: pytest.Monke
 
     writer = recorder.Recorder(str(tmp_path), 0, (0.0, 0.0))
     look(1.00)
-    look(1.01)  # only bytes: told every tenth of a second
+    look(1.01)  # only bytes changed: reported every tenth of a second
     look(1.02, state="suspect", times_suspect=1)
     look(1.03, times_suspect=1)
     look(1.04, times_suspect=1)
@@ -432,7 +432,7 @@ def test_a_pause_of_another_time_is_not_the_faults(tmp_path: Path) -> None:
     report = make_report([drop()], read_records(tmp_path))
     assert report.outcomes[0].pause is not None
     assert report.outcomes[0].pause.extra_s == pytest.approx(0)
-    # But it tells how much such times are worth.
+    # The noise is reported, too.
     assert report.noise is not None
     assert report.noise.extra_s == pytest.approx(0.48)
 
@@ -631,7 +631,7 @@ def test_a_job_gives_its_status_and_one_without_faults_is_no_proof(
 
 
 def test_the_same_faults_come_again_with_what_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    """With its number of paths, too, or the same rules would find nothing to hit."""
+    """The number of paths is printed, too: without it the same rules would hit nothing."""
     cli.main(["chaos", "--ranks", "2", "--", "sh", "-c", "env | grep ^TORCH_RESILIENT_"])
     lines = capfd.readouterr().out.splitlines()
     given = {line for line in lines if line.startswith("TORCH_RESILIENT_")}

@@ -1,4 +1,4 @@
-"""`torch-resilient doctor`: each mistake is found, with what mends it, and nothing else is."""
+"""`torch-resilient doctor` finds each mistake, with its remedy, and reports nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def host(rank: int | None = None, **values: Any) -> Facts:
 
 
 def only(findings: list[Finding]) -> Finding:
-    """The one finding, which must be whole."""
+    """The one finding, which must be complete."""
     assert len(findings) == 1, [doctor.finding_text(each) for each in findings]
     (finding,) = findings
     assert finding.seen
@@ -169,7 +169,7 @@ def test_a_name_that_leads_to_loopback() -> None:
     assert finding.check == "hosts-file"
     assert finding.where == "rank 0 (node0)"
     assert line in finding.seen
-    # The remedy does what it says: the name goes, the rest of the file stays.
+    # The remedy works: it removes the name and keeps the rest of the file.
     command = re.search(r"`(sed -i [^;]*?) /etc/hosts;", finding.remedy)
     assert command
     text = f"127.0.0.1 localhost\n{line}\n10.0.0.2 node0b\n"
@@ -216,7 +216,7 @@ def test_reverse_lookups_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "getnameinfo", getnameinfo)
     assert 0 <= doctor_facts.reverse_lookup_s("192.0.2.7") < 1
     assert 0 <= doctor_facts.reverse_lookup_s("2001:db8::7") < 1
-    # As the store's socket has it, for which /etc/hosts does not answer.
+    # The address as the store's socket has it; /etc/hosts does not resolve this form.
     assert asked == ["::ffff:192.0.2.7", "2001:db8::7"]
 
 
@@ -290,7 +290,7 @@ def test_a_backend_that_does_not_start() -> None:
     error = "listen on port 29600: Address already in use; another process has that port"
     remedy = only(check_host(host(backend_error=error))).remedy
     assert "`unset TORCH_RESILIENT_LISTEN_PORT`" in remedy
-    # The number of a process is known in it alone: the shell that says it must be its own.
+    # Only the process itself knows its rank: the remedy must use a shell in that process.
     (started,) = re.findall(r"sh -c '(.*) exec python train.py'", remedy)
     for rank in ("0", "1"):
         done = subprocess.run(
@@ -435,7 +435,7 @@ def test_windows_too_small_for_a_long_link() -> None:
     assert "at most 5.03 Gbit/s over 80 ms; eth0 has 10 Gbit/s" in finding.seen
     sizes = re.search(r'tcp_rmem="4096 131072 (\d+)"', finding.remedy)
     assert sizes
-    # With what the remedy sets there is nothing left to mend.
+    # With the values of the remedy there is no finding.
     mended = {
         "net.ipv4.tcp_rmem": f"4096 131072 {sizes[1]}",
         "net.ipv4.tcp_wmem": f"4096 16384 {sizes[1]}",

@@ -288,7 +288,7 @@ def test_looking_while_groups_come_and_go() -> None:
 
 
 def clients(rank: int) -> tuple[int, int]:
-    """How many of many slow clients are let in, and whether others are served after them."""
+    """The number of slow clients that are accepted, and whether others are served after them."""
     dist.barrier()
     (where,) = top.find([f"{os.environ['TORCH_RESILIENT_METRICS']}"])
     slow = []

@@ -20,7 +20,7 @@ from torch_resilient.pipelining import SchedulePlanned, clocks
 
 STAGES = 3
 STEPS = 70
-# How far the clocks of the stages are off, after the first comparison.
+# The offsets of the stages' clocks after the first comparison.
 AHEAD_S = (0.0, 5.0, -0.25)
 
 
@@ -54,7 +54,7 @@ def recorded(rank: int, folder: str, delay_s: float) -> None:
 
 
 def offsets_of(folder: Path, rank: int) -> list[float]:
-    """Those that were measured while the run went on."""
+    """The offsets that were measured during the run."""
     lines = (folder / f"rank{rank:05}.jsonl").read_text().splitlines()
     first, *rest = map(json.loads, lines)
     assert "step" not in first

@@ -209,7 +209,7 @@ def premul_sum(rank: int) -> Any:
             got, torch.stack([inputs[rank]] * size), dist._make_nccl_premul_sum(0.25)
         )
         checks.close(got, reduced([t * 0.25 for t in inputs], SUM), f"scatter {dtype} {shape}")
-    # A factor of its own for each rank.
+    # Each rank has a different factor.
     got = torch.ones(5)
     dist.all_reduce(got, dist._make_nccl_premul_sum(float(rank + 1)))
     checks.equal(got, torch.full((5,), float(size * (size + 1) / 2)), "own factors")

@@ -72,7 +72,7 @@ def test_messages_are_exact_over_a_lossy_link(
 def test_replicas_stay_identical_where_gradients_are_lost(
     lab: NetworkLab, ranks_per_host: int
 ) -> None:
-    """With two ranks on each host, each is a site, and what crosses is a sum of its ranks."""
+    """Each host is a site with two ranks; the sum of its ranks crosses the border."""
     a, b = lab.host("a"), lab.host("b")
     ranks = [a] * ranks_per_host + [b] * ranks_per_host
     lab.link(a, b, delay_s=0.005, rate_bytes_per_s=50e6, drop=0.05)
@@ -186,7 +186,7 @@ def test_copied_and_altered_datagrams_are_dropped(lab: NetworkLab) -> None:
 
 
 def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> None:
-    """Over two pairs of NICs, since each alone is never faster than the cap."""
+    """Uses two pairs of NICs, because one pair is never faster than the rate limit."""
     a, b = lab.host("a"), lab.host("b")
     for _ in range(2):
         lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6, drop=0.05)
@@ -207,7 +207,7 @@ def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> No
         ways = [p for p in result["paths"] if p["kind"] == "udp"]
         assert len(ways) == 2
         assert all(way["datagrams"]["parity"] > 0 for way in ways)
-        # With two NICs a rank listens at all its addresses: no fragments there either.
+        # A rank with two NICs listens at all its addresses: no fragments there either.
         assert all(way["datagrams"]["packet_bytes"] == 1376 for way in ways)
         assert result["wrong"] == 0
         sent = sum(way["datagrams"]["bytes"] for way in ways)

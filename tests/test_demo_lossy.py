@@ -137,7 +137,7 @@ def test_without_root_it_says_so(
 def test_the_demo_proves_what_it_says(
     lab: NetworkLab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`lab` says whether there can be one; the demo makes its own."""
+    """The fixture `lab` checks that a lab is possible; the demo creates its own."""
     assert (
         demo_lossy.main([f"--steps={demo_lossy.MIN_STEPS}", "--delay-ms=5", f"--out={tmp_path}"])
         == 0
@@ -151,7 +151,7 @@ def test_the_demo_proves_what_it_says(
 
 @pytest.mark.slow
 def test_the_program_runs_under_torchrun_too() -> None:
-    """On one host, where nothing is lost."""
+    """Runs on one host, where no packet is dropped."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(EXAMPLES / "train_ddp_lossy.py")
     options = ["--smart", "--json", "--steps=3", "--layers=2", "--width=32"]

@@ -108,7 +108,7 @@ def test_correlated_noise_gives_few_findings() -> None:
 
 
 def test_cusum_follows_a_drift() -> None:
-    """By ten times the spread in the end, little by little: no sample of it is a change."""
+    """The level drifts slowly by ten times the spread; no sample is a change."""
     dice = random.Random(13)
     finder = Cusum()
     finder.restart([dice.gauss(0, 1) for _ in range(64)])
@@ -191,7 +191,7 @@ def test_the_level_can_be_changed_many_times() -> None:
 
 
 def test_drift_is_reported_when_it_has_become_a_change() -> None:
-    """From 10 to 20 ms over 1000 steps: no step of it is a change point, the whole is."""
+    """From 10 to 20 ms over 1000 steps, only the total drift counts as a change."""
     dice = random.Random(4)
     samples = [
         sample * (1 + step / 1000) for step in range(1000) for sample in noise(dice, 0.010, 1, 0.1)
@@ -201,7 +201,7 @@ def test_drift_is_reported_when_it_has_become_a_change() -> None:
     assert found[0].after_s == pytest.approx(0.013, rel=0.05)
     for change in found:
         assert change.after_s >= 1.3 * change.before_s
-    # Each goes on from where the last has ended.
+    # Each change starts from the level where the last one ended.
     assert found[1].before_s == found[0].after_s
 
 
@@ -273,7 +273,7 @@ def test_samples_that_are_no_delay(delay_s: float) -> None:
     feed(detector, before)
     with pytest.raises(ValueError, match=r"delay of link 0 -> 1: expected 0 to 3600 s"):
         detector.on_sample(0, 1, delay_s, time_s=1e3, step=1000)
-    # It has changed nothing: the stream goes on, and time may still be before that of the sample.
+    # The state is unchanged: the stream continues, also at times before that of the sample.
     assert feed(detector, noise(dice, 0.005, 10), len(before)) == []
     detector.on_sample(2, 3, MAX_DELAY_S, time_s=0.0, step=0)
 
@@ -319,7 +319,7 @@ def test_any_delays_give_findings_that_hold_together(delays_s: list[float]) -> N
 
 
 def test_memory_is_bounded() -> None:
-    """Not more is kept after 20,000 samples than after 1,000."""
+    """The memory after 20,000 samples is not larger than after 1,000."""
     dice = random.Random(10)
     detector = DelayDetector()
 

@@ -239,7 +239,7 @@ def test_what_is_expected_is_the_first_that_has_not_run() -> None:
 
 @pytest.mark.parametrize("slow", [(0,), (0, 1), (6,)])
 def test_a_moment_of_patience_keeps_noise_from_spoiling_a_plan(slow: tuple[int, ...]) -> None:
-    """Without it, what begins right before a message costs more than the noise itself."""
+    """Without it, an operation that begins right before a message costs more than the noise."""
     stages, count = 8, 16
     costs = PipelineCosts.of(
         stages,

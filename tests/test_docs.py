@@ -118,7 +118,7 @@ def test_the_link_check_finds() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_files_named_in_documents_exist(document: Path) -> None:
-    """In code spans: `csrc/...`, `tests/...` and so on, `a.{h,cpp}` for several."""
+    """The paths in code spans: `csrc/...`, `tests/...` and so on, `a.{h,cpp}` for several."""
     missing = []
     for span in CODE_SPAN.findall(FENCE.sub("", document.read_text(encoding="utf-8"))):
         if not re.fullmatch(

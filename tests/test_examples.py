@@ -125,7 +125,7 @@ def test_the_adaptive_schedule_learns_the_same_and_tells_what_it_did(
         assert told["dispatch"] == ("live" if BACKEND == "resilient" else "fixed")
         if told["dispatch"] == "live":
             assert told["waits"]["while_ready"] == 0
-        # Measured is what was paced. On the first stage W is the whole backward, and I nothing.
+        # The measured times are the paced ones. On the first stage I is empty.
         assert min(told["costs"]["forward_s"]) >= 0.005
         assert told["costs"]["input_backward_s"][1] >= 0.005
         assert told["costs"]["weight_backward_s"][0] >= 0.010
@@ -158,7 +158,7 @@ def test_torchs_zero_bubble_with_one_stage_a_rank_learns_the_same(
 def test_a_resumed_run_goes_on_as_if_never_interrupted(
     torchrun: Torchrun, gloo_run: dict[str, Any], checkpoint: Path, tmp_path: Path
 ) -> None:
-    """Also when the model is split differently: four stages wrote, two read."""
+    """The checkpoint also fits another split of the model: four stages wrote, two read."""
     arguments = (f"--backend={BACKEND}", "--schedule=1F1B")
     resumed, _ = train(torchrun, tmp_path, *arguments, f"--checkpoint={checkpoint}", "--resume")
     assert resumed["steps"] == [2, 3]

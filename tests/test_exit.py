@@ -1,4 +1,4 @@
-"""How processes end: in time, with the right exit code, and with nothing left behind."""
+"""Processes end in time, with the right exit code, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Programs:
 
 
 def end_in_good_order(rank: int, folder: str) -> None:
-    """With its own standard error in a file."""
+    """Ends normally, with its standard error in a file."""
     from torch_resilient import stats
 
     log = os.open(f"{folder}/{rank}", os.O_CREAT | os.O_WRONLY)

@@ -204,7 +204,7 @@ def test_job_waits_while_no_path_is_left_and_goes_on(bed: Bed) -> None:
         link.down("blackhole")
     last = -1
     with contextlib.suppress(RuntimeError):
-        while True:  # what had arrived is still told; then silence
+        while True:  # rows that had arrived still come; then silence
             last = job.until(received, "message", timeout_s=1.5)["number"]
     assert all(process.poll() is None for process in job.processes)
     bed.links[1].up()
@@ -336,7 +336,7 @@ def test_what_comes_in_does_not_save_a_way_that_is_dead_outwards(bed: Bed) -> No
 @pytest.mark.parametrize("interfaces", ["eth0", "eth0,eth1"])
 def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces: str) -> None:
     job = bed.job("exchange", ENDLESS, 0.005, TORCH_RESILIENT_INTERFACE=interfaces)
-    for rank, host in enumerate(("a", "b", "a")):  # either end, and once more
+    for rank, host in enumerate(("a", "b", "a")):  # each end, then the first one again
         address = bed.links[0].readdress(host)
 
         def carries(row: Row, rank: int = rank % 2, address: str = address) -> bool:

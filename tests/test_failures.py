@@ -1,4 +1,4 @@
-"""Ranks that die, hang, come late, or call something else: who notices, when, and what it says."""
+"""Ranks die, hang, come late or call something else: which ranks notice, when, with what error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from harness import (
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo promises none of this")
 
 # The news of a death reach everybody within this time. The loaded machine that runs the tests may
-# need longer, but a time-out of an operation (LIMIT_S and more) must stay apart from it.
+# need longer, but a timeout of an operation (LIMIT_S and more) must stay apart from it.
 DEATH_S = 1.0
 LOAD = 3.0
 LIMIT_S = 20.0
@@ -90,7 +90,7 @@ def bytes_acknowledged() -> int:
 
 
 def wait_until_in_barrier(store: dist.Store, ranks: list[int]) -> None:
-    """For the victim, which has no part in it that could tell."""
+    """Waits for the ranks in the barrier; the victim takes no part in it."""
     store.wait([f"in/{r}" for r in ranks])
 
 
@@ -118,7 +118,7 @@ def failure_in(rank: int, name: str, victim: int, sign: int, warm: bool) -> tupl
             wait_until_in_barrier(store, [r for r in range(world_size()) if r != victim])
         store.set("at", repr(time.monotonic()))
         os.kill(os.getpid(), sign)
-        # Only a stopped one gets here, if the others let it go on.
+        # Only a stopped rank gets here, when the others continue it.
         slow.clear()
         error_of(work.wait)
         return 0.0, ""
@@ -249,7 +249,7 @@ def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
         assert f"Timed out waiting {int(limit_s * 1000)}ms" in error
         assert re.search(rf"rank {victim} \(host .*\) does not respond", error), error
         assert re.search(r"last sign of life \d[\d.]* (?:ms|s) ago", error), error
-        # As far as this rank can know: the last thing that came from there.
+        # The last operation that this rank has seen from there.
         assert re.search(r"then in \w+\([a-z0-9]+.*\) #[23]", error), error
     if name == "broadcast":
         errors = [o.value[1] for o in survivors]
@@ -257,7 +257,7 @@ def test_at_the_time_out_all_learn_who_hangs(name: str) -> None:
 
 
 def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, str]:
-    """Like failure_in, for a rank that is stopped; it goes on when the others are done.
+    """Like failure_in, for a rank that is stopped; it continues when the others are done.
 
     The time is in seconds since the first of the others began: its time-out ends it for all.
     """
@@ -355,7 +355,7 @@ def test_the_living_go_on_without_the_dead() -> None:
 
 
 def recv_from_a_late_one(rank: int) -> tuple[str, float]:
-    """A time-out concerns its operation only."""
+    """A timeout affects only its operation."""
     store = make_store("test")
     got = torch.empty(4)
     if rank == 0:
@@ -473,7 +473,7 @@ PAIRS = [
     ("broadcast", "broadcast, shorter"),
     ("broadcast, large", "broadcast"),
     ("reduce to 0", "reduce to 1"),
-    # In total alike, and with pieces of equal sizes.
+    # The totals are equal, and the pieces have equal sizes.
     ("reduce_scatter", "reduce_scatter, other parts"),
     ("all_reduce of two", "all_reduce of two, swapped"),
     ("all_gather of two", "all_gather of two, one int"),
@@ -481,7 +481,7 @@ PAIRS = [
 
 
 def different_calls(rank: int) -> list[str]:
-    """Each pair in a group of its own, as a mismatch that one side missed ends a group."""
+    """Uses a separate group for each pair, because a mismatch that one side missed ends a group."""
     errors = []
     odd = world_size() - 1
     for names in PAIRS:
@@ -643,7 +643,7 @@ def different_messages(rank: int, recv_first: bool) -> list[str]:
                 store.wait([f"sent/{i}"])
             got = dist.irecv(wanted, peer)
             if recv_first:
-                # By the way of the receive, which a busy machine may not have posted yet.
+                # Through the receive, which a busy machine may not have posted yet.
                 dist.send(token, peer, tag=1)
             errors.append(error_of(got.wait))
             assert torch.equal(wanted, before), "wrong data was written"

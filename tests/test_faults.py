@@ -186,7 +186,7 @@ def silence_during(rank: int, rule: str, name: str) -> tuple[float, dict[str, in
     for i in range(3):
         operation(rank, 1 << 19, 2 + i)
     took = time.monotonic() - began
-    # Before the fault is cleared: the operations have ended in spite of it.
+    # The operations end before the fault is cleared.
     result = counters()
     dist.barrier()
     if fault:

@@ -21,7 +21,7 @@ ATTACK = Path(__file__).with_name("flood_attack.py")
 PORT = 29511
 SECRET = "the secret of the job that is flooded"
 ENDLESS = 100_000
-# Until the listeners are full of strangers, and drop them.
+# The time until the listeners are full of strangers and drop them.
 FLOODED_S = 3.0
 HEALED_MAX_S = 2.0
 

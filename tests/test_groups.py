@@ -75,7 +75,7 @@ def test_new_group(store: str) -> None:
 
 
 def groups_in_threads(rank: int) -> None:
-    """Four groups over the same ranks, each driven by a thread of its own, at once."""
+    """Four groups over the same ranks at once, each with its own thread."""
     groups = [dist.new_group() for _ in range(4)]
     failures: list[BaseException] = []
 
@@ -228,7 +228,7 @@ def test_the_same_store_again() -> None:
 
 
 def once_without_the_other(rank: int) -> None:
-    """As after a restart by torchrun: before it, rank 0 had joined and rank 1 had not."""
+    """The state after a restart by torchrun: before it, rank 0 had joined and rank 1 had not."""
     if rank == 0:
         child = os.fork()
         if child == 0:
@@ -372,7 +372,7 @@ def detail(rank: int) -> None:
 
 
 def test_debug_level_detail() -> None:
-    """torch wraps the backend and compares what the ranks call, through a group of its own."""
+    """torch wraps the backend and compares the calls of the ranks through a separate group."""
     run_ranks(detail, world_size=3, env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
 
 
@@ -477,7 +477,7 @@ def forked_child(rank: int) -> None:
             code = 0 if "fork before init_process_group" in text else 2
         finally:
             os._exit(code)
-    # The parent goes on while the child lives, and after it has ended.
+    # The parent continues while the child lives, and after it has ended.
     check()
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0, "the child got no error that speaks of fork"
@@ -524,7 +524,7 @@ def data_loader(rank: int, method: str) -> None:
         sampler=torch.utils.data.DistributedSampler(Numbers(), shuffle=False),
     )
     total = torch.zeros(1)
-    for _ in range(2):  # workers are started anew in each epoch
+    for _ in range(2):  # each epoch starts new workers
         for batch in loader:
             total += batch[:, 0].sum()
             check()

@@ -118,7 +118,7 @@ def summed(rank: int, sites: str, algorithm: str, count: int) -> bytes:
 
 
 def test_the_bits_are_those_of_the_places_or_of_the_flat_algorithm() -> None:
-    """In the order ((0 + 1) + 2) + 3, or (0 + 1) + (2 + 3), whoever is at home where."""
+    """The order is ((0 + 1) + 2) + 3 or (0 + 1) + (2 + 3), whatever the sites of the ranks."""
     count = 100003
     inputs = [values((count,), torch.float32, "bits", r) for r in range(4)]
     flat = ((inputs[0] + inputs[1]) + inputs[2]) + inputs[3]
@@ -301,7 +301,7 @@ def test_clusters_by_round_trip() -> None:
     assert clusters(rows, 0.003) == [0, 1, 0, 1, 0]
     assert clusters(rows, 0.1) == [0] * 5
     assert clusters(rows, 0.0001) == list(range(5))
-    # Over others, and if only one of two has measured it.
+    # Clusters form through other ranks, and if only one of two has measured the delay.
     inf = float("inf")
     chain = [[0, near, far], [inf, 0, inf], [far, near, 0]]
     assert clusters(chain, 0.003) == [0, 0, 0]

@@ -157,7 +157,7 @@ def routing(host: Host) -> str:
     """All rules, routes and addresses of a host."""
     commands = "ip rule; ip route show table all; ip -6 rule; ip -6 route show table all; ip -br a"
     done = host.run(["sh", "-c", commands], capture_output=True, text=True, check=True, timeout=30)
-    # A change of carrier tells the kernel what it did not know before.
+    # After a change of carrier the kernel shows UP instead of UNKNOWN.
     return str(done.stdout).replace("UNKNOWN", "UP     ")
 
 
@@ -335,7 +335,7 @@ def test_counters_are_exact_for_each_direction(pair: tuple[Host, Host, Network])
 
 
 def test_counters_of_thousands_of_directions(pair: tuple[Host, Host, Network]) -> None:
-    """As 80 hosts on one network have; more than the kernel lets the relay say at once."""
+    """As many as 80 hosts on one network have: more than the relay can send in one message."""
     a, b, link = pair
     more = range(2, 80 * 79)
     link._lab._relay.ask([f"pipe {pipe} 0 1 {pipe}" for pipe in more])
@@ -384,7 +384,7 @@ def test_a_lost_carrier_shows_at_the_end_that_lost_it(pair: tuple[Host, Host, Ne
     before = routing(a), routing(b)
     with udp(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
         link.down("carrier", end=a)
-        # The kernel tells of such changes once a second at most.
+        # The kernel reports such changes once a second at most.
         eventually(lambda: flags(a, "eth0") & (IFF_UP | IFF_RUNNING) == IFF_UP)
         assert flags(b, "eth0") & IFF_RUNNING
         sock.sendto(b"lost", target.getsockname())
@@ -432,7 +432,7 @@ def test_a_nic_that_is_switched_off_loses_its_routes(pair: tuple[Host, Host, Net
 def test_a_nic_is_ready_when_the_kernel_has_its_own_route(
     pair: tuple[Host, Host, Network], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine it comes some time after the address, and packets were lost."""
+    """On a busy machine the route follows the address late, and packets were lost."""
     (nic,) = pair[0].nics
     route = f"local {nic.address_v6} dev {nic.device} table local"
     looks = []
@@ -460,7 +460,7 @@ def test_a_nic_that_its_host_removes(lab: NetworkLab) -> None:
 
     assert devices() == 4
     a._ip(["link delete eth0"])
-    # Else the kernel would wake the relay again and again, at real-time priority.
+    # Otherwise the kernel would wake the relay repeatedly, at real-time priority.
     eventually(lambda: devices() == 3)
     with echo(b, other.address(b)) as target, udp(a, other.address(a)) as sock:
         round_trip_s(sock, target)
@@ -527,7 +527,7 @@ def test_a_source_address_chooses_the_nic(lab: NetworkLab) -> None:
                     assert here.recv(1) == b"!"
                 assert lan.counters(direction).delivered.packets == before + 1
                 assert lan.counters().delivered.packets == whole + 2
-    # One of the two is switched off; the other goes on.
+    # One of the two is switched off; the other continues.
     lan.down("admin", end="a/lan")
     with udp(b, b.nics[0].address) as there, udp(a, a.nics[1].address) as here:
         here.sendto(b"?", there.getsockname())
@@ -750,7 +750,7 @@ def test_a_dead_relay_takes_the_hosts_processes_along(lab: NetworkLab) -> None:
 
 
 def test_without_root_it_says_so() -> None:
-    """In a child that has given up root; the modules are loaded already."""
+    """Runs in a child that has given up root; the modules are already loaded."""
     if os.getuid() != 0:
         assert "needs root" in (unavailable() or "")
         return
@@ -794,7 +794,7 @@ def test_a_job_runs_a_rank_on_each_host_and_gives_their_rows(
         for rank in range(3):
             assert hello[rank]["keys"] == [str(rank), "3", "29400", "blue"]
             assert hello[rank]["store"] == link.address(a)
-    # Those that waited for a word are gone.
+    # The processes that waited for input are gone.
     assert [process.returncode for process in job.processes] == [-signal.SIGKILL] * 3
     job.close()
 
@@ -840,7 +840,7 @@ if sys.argv[1] == "waits":
 def test_what_a_rank_has_started_does_not_hold_up_the_end(
     pair: tuple[Host, Host, Network], monkeypatch: pytest.MonkeyPatch, rank: str
 ) -> None:
-    """As torchrun's workers would, which have its output."""
+    """A rank's child keeps the rank's output open, as torchrun's workers do."""
     a, _, link = pair
     if rank == "ends":  # then nothing shows which rank started the process
         monkeypatch.setattr(lab_job, "_DRAIN_S", 0.1)

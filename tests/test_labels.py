@@ -1,4 +1,4 @@
-"""The rank by which messages name a process, where groups number processes in their own ways."""
+"""The rank by which messages name a process, although each group numbers its processes."""
 
 from __future__ import annotations
 

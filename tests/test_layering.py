@@ -33,7 +33,7 @@ FOLDERS: dict[str, set[str]] = {
     "planning": {"base"},
     "lab": {"base"},
 }
-# No I/O, no thread, no clock of their own: they run under simulation.
+# These have no I/O, no threads and no clock: they run under simulation.
 PURE = {"base", "wire", "loss", "path", "datagram", "failover", "operation", "channel"}
 PURE |= {"collectives", "planning", "lab"}
 # base holds the checked system calls and the system's random numbers and, for the time of day
@@ -47,7 +47,7 @@ IMPURE_HEADER = re.compile(
 )
 CLOCK = re.compile(r"\b(steady_clock|system_clock|high_resolution_clock)::now\b|\bclock_gettime\b")
 TORCH_HEADER = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/.*|Python\.h")
-# Python modules of their own, without torch.
+# Separate Python modules, without torch.
 PLAIN_BINDINGS = {f"{folder}/bindings.cpp" for folder in ("loss", "planning", "lab", "cuda")}
 INCLUDE = re.compile(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', re.MULTILINE)
 COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)

@@ -160,7 +160,7 @@ def test_one_replica_reduces_nothing_and_one_stage_sends_nothing() -> None:
 
 
 def test_a_slow_link_that_nobody_uses_is_left_alone() -> None:
-    """Between stages that are not neighbours, of different replicas."""
+    """The link is between stages of different replicas that are not neighbours."""
     costs_s = square(8, 0.001)
     costs_s[0][7] = costs_s[7][0] = 0.5
     layout = Layout.of(2, 4)
@@ -247,7 +247,7 @@ def test_what_ranks_are_called_does_not_matter(
     assert (other.before, other.after) == (one.before, one.after)
 
 
-# How good the search is.
+# The quality of the search.
 
 
 @pytest.mark.parametrize("shape", [(2, 2), (3, 2), (2, 3)])

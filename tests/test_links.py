@@ -15,7 +15,7 @@ from torch_resilient.control.links import measure_delays
 def delays(rank: int) -> list[list[float]]:
     if rank in (0, 2):
         faults.delay(0.03, peer=2 - rank)
-    # Over new connections, which are not measured at once.
+    # Measures over new connections, which have no measurements yet.
     once = measure_delays(rounds=1)
     assert all(once[i][j] > 0 for i in range(3) for j in range(3) if i != j), once
     assert once[0][2] >= 0.03, once

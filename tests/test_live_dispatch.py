@@ -38,7 +38,7 @@ def constant(stages: int, count: int) -> Problem:
 @pytest.mark.parametrize(("stages", "count"), [(1, 3), (2, 5), (4, 12), (6, 9)])
 def test_constant_delays_give_what_the_package_predicts(stages: int, count: int) -> None:
     problem = constant(stages, count)
-    # One "second" for each ms: all times are whole numbers, and what is at once stays so.
+    # One "second" for each ms: all times are whole numbers, and simultaneous events stay so.
     costs = PipelineCosts.of(
         stages, forward_s=10, input_backward_s=10, weight_backward_s=10, delay_forward_s=30
     )

@@ -126,7 +126,7 @@ def copy_of(state: State) -> State:
 
 
 def train(rank: int, new: Layout, schedule: str) -> list[Run]:
-    """Three runs: never moved; moved; begun anew in the new layout from a copy of the state."""
+    """Three runs: never moved; moved; restarted in the new layout from a copy of the state."""
     old_groups = build_groups(OLD)
     assert old_groups is not None
     staying = Trainer(OLD, schedule, old_groups, seed=1)

@@ -117,7 +117,7 @@ def test_a_failing_registration_warns_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_failing_registration_never_raises(run_python: Callable[..., str]) -> None:
-    # Not even here, where run_python makes every warning an error: `import torch` would fail.
+    # run_python makes every warning an error, and `import torch` would fail if one were raised.
     program = """
 import contextlib, io
 import torch.distributed

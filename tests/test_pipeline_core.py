@@ -43,7 +43,7 @@ def test_times_and_memory(problem: Problem, data: st.DataObject) -> None:
     assert times == evaluator.evaluate(kinds, costs)
     held = _planning.memory_peaks(kinds, costs)
     assert held == evaluator.memory_peaks(kinds, costs)
-    # And replay, the source of truth, says the same.
+    # replay, the reference, gives the same result.
     timed = replay(orders_from_kinds(kinds), costs)
     assert max(end_s for _, _, _, end_s in times) == timed.iteration_s
     assert [(begin_s, forward_s, backward_s) for begin_s, forward_s, backward_s, _ in times] == [

@@ -192,7 +192,7 @@ def test_a_fixed_order_waits_although_it_could_work(reference: list[dict[str, An
 
 
 def idle_while_it_could_work(rank: int) -> int:
-    """With a choice that leaves every W until all B are done."""
+    """Uses a choice that postpones every W until all B are done."""
 
     def lazy(progress: Any, *arguments: Any) -> str | None:
         kind = choose(progress, *arguments)
@@ -301,7 +301,7 @@ def several_steps(rank: int, name: str) -> dict[str, Any]:
             output = schedule.eval(*inputs, **extra)
         if stage.is_last:
             found["evaluated"].append(numbers([output, *losses]))
-        # torch's own schedules divide gradients that are there once more, also in eval().
+        # torch's own schedules divide existing gradients a second time, also in eval().
         module.zero_grad()
         schedule.step(*inputs, **({"target": target} if stage.is_last else {}))
     found["gradients"] = numbers(p.grad for p in module.parameters())
@@ -393,7 +393,7 @@ def other_batches(rank: int) -> None:
         return {"target": torch.ones(rows * MICROBATCHES, WIDTH)} if rank else {}
 
     schedule.step(*inputs(ROWS), **target(ROWS))
-    # Another size where torch makes its buffers anew, and back.
+    # Another size, for which torch creates new buffers, and back.
     schedule.eval(*inputs(2 * ROWS), **target(2 * ROWS))
     schedule.step(*inputs(ROWS), **target(ROWS))
     if rank == 0:
@@ -792,7 +792,7 @@ def awkward(rank: int, name: str, how: str) -> dict[str, Any]:
     ["frozen before", "detached", "outside", "keyword", "loss", "view", "hook", "same depths"],
 )
 def test_gradients_of_all_that_torch_gives_one(how: str) -> None:
-    """Also of what no received input leads to, and of what is no parameter of the stage."""
+    """This includes tensors that no received input leads to, and tensors that are no parameters."""
     if how in ("frozen before", "detached") and torch_actions._TORCH < (2, 13):
         pytest.skip(f"torch {torch.__version__} runs no such stage in its own 1F1B")
     want = run_ranks(awkward, "torch 1F1B", how, world_size=3)
@@ -802,7 +802,7 @@ def test_gradients_of_all_that_torch_gives_one(how: str) -> None:
 
 
 def received_gradients(rank: int) -> int:
-    """How many gradients of received inputs are kept after a step."""
+    """The number of gradients of received inputs that are kept after a step."""
     stage = PipelineStage(Part(rank), rank, 3, torch.device("cpu"))
     schedule = make("live", stage, rank)
     x, target = batch_of(0)
@@ -829,7 +829,7 @@ class Failing(Part):
 
 
 def goes_on_after_a_failure(rank: int) -> list[str]:
-    """Rank 0 catches what its module raises and goes on with the next batch."""
+    """Rank 0 catches its module's exception and continues with the next batch."""
     module = Failing(rank)
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     schedule = make("live", stage, rank)

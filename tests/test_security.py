@@ -74,7 +74,7 @@ class Worked(NamedTuple):
 
 
 def strangers_counted(callers: ListenerStats) -> int:
-    """By the listener."""
+    """The number of strangers that the listener has counted."""
     return callers.refused + callers.timed_out + callers.broken_off + callers.dropped
 
 
@@ -123,7 +123,7 @@ def connect(port: int) -> socket.socket:
 
 
 def closed_by_peer(s: socket.socket, timeout_s: float) -> bool:
-    """Whether the other end closes within the time; what it says meanwhile is ignored."""
+    """Whether the other end closes within the time; its messages are ignored."""
     s.settimeout(timeout_s)
     try:
         while s.recv(4096):
@@ -155,7 +155,7 @@ def garbage(port: int) -> None:
 
 
 def crowd(port: int) -> None:
-    """Opens many connections, says nothing, and stays."""
+    """Opens many connections, sends nothing, and stays."""
     sockets = []
     try:
         for i in range(STRANGERS):
@@ -235,7 +235,7 @@ SECRET = "the secret of the job, and the attacker has it"
 
 
 def pretend(rank: int) -> Worked:
-    """Rank 2 has the secret, and says again and again that it is another member."""
+    """Rank 2 has the secret, and claims repeatedly to be another member."""
     store = job_of_two(rank)
     if rank < 2:
         dist.all_reduce(torch.ones(1 << 16))
@@ -302,7 +302,7 @@ def test_members_that_no_group_knows_cost_no_memory() -> None:
 
 
 class Proxy:
-    """Passes connections on to a port, and keeps what the callers said."""
+    """Forwards connections to a port, and keeps the bytes that the callers sent."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -333,7 +333,7 @@ class Proxy:
 
 
 def replayed(rank: int) -> Worked:
-    """Rank 2 puts itself before rank 0, and says later what it has heard."""
+    """Rank 2 puts itself in front of rank 0, and later replays the recorded bytes."""
     if rank == 1:  # it reads the address of rank 0 as it joins
         make_store("test").wait(["between"])
     store = job_of_two(rank)
@@ -374,7 +374,7 @@ def replayed(rank: int) -> Worked:
 
 
 def test_a_replayed_handshake_is_refused() -> None:
-    # Not past the proxies, through shared memory.
+    # No shared memory, which would bypass the proxies.
     env = {"TORCH_RESILIENT_SHARED_MEMORY": "0"}
     results = run_ranks(replayed, world_size=3, init=False, env=env)
     for seen in results[:2]:

@@ -79,7 +79,7 @@ def test_what_a_bad_step_has_delivered_is_not_forgotten(order: list[int]) -> Non
 def guarded(
     rank: int, rate: float, options: SmartOptions, breaks_promise: bool
 ) -> tuple[list[int], str, bool]:
-    """By step, the bytes zero-filled; why it is exact in the end; whether the sums agree."""
+    """The zero-filled bytes by step, the final reason for exactness, and whether the sums agree."""
     network = LossyNetwork(rate)
     parameter = nn.Parameter(torch.zeros(4096))
     state = SmartState(options=options, model=nn.ParameterList([parameter]))
@@ -134,7 +134,7 @@ def test_too_much_loss_in_the_mean_ends_the_tolerance() -> None:
 
 
 def exact_cases(rank: int) -> dict[str, list[bool]]:
-    """For each way to ask for it, which steps were exact."""
+    """The exact steps, for each way to request exactness."""
     network = LossyNetwork(0.5)
     found = {}
     for name, options in {

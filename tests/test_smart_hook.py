@@ -270,7 +270,7 @@ def test_buckets_are_gathered_in_their_order_whatever_arrives_first() -> None:
 
 
 def held_send(rank: int) -> tuple[bool, bool]:
-    """The receiver of the first bucket's message has not said yet what it has zero-filled."""
+    """The receiver of the first bucket's message has not yet reported its zero-filled ranges."""
     parameters = [nn.Parameter(torch.zeros(1000)) for _ in range(2)]
     state = SmartState(model=nn.ParameterList(parameters))
     real, told = recovery.exchange, torch.futures.Future[None]()

@@ -46,7 +46,7 @@ def conservation(
     wanted = torch.zeros(sum(shapes), dtype=torch.float64)
     delivered = torch.zeros(sum(shapes), dtype=torch.float64)
     for step in range(6):
-        # As DDP: buckets in another order and of other parameters after the first step.
+        # Like DDP: after the first step, buckets have another order and other parameters.
         groups = [[0], [1, 2], [3]] if step == 0 else [[3, 2], [1, 0]]
         futures = []
         for group in groups:
@@ -214,7 +214,7 @@ def test_the_threshold_is_the_cutoff_of_the_largest() -> None:
 def restarted(
     rank: int, break_at: int | None, bucket_cap_mb: float, keep_memory: bool = True
 ) -> tuple[list[list[str]], list[float]]:
-    """Seven steps with drops; with `break_at`, everything is made anew from a checkpoint there.
+    """Seven steps with drops; with `break_at`, everything is rebuilt from a checkpoint there.
 
     Returns the parameters after each step, and the thresholds of all messages.
     """
@@ -249,7 +249,7 @@ def restarted(
 def test_a_restart_with_the_same_buckets_changes_no_bit() -> None:
     straight = run_ranks(restarted, None, 100, world_size=2)
     # One bucket holds everything, so DDP's rebuilding after the first step changes at most its
-    # order: break where the next step builds it anew, too.
+    # order: break where the next step rebuilds it, too.
     broken = run_ranks(restarted, 3, 100, world_size=2)
     assert broken[0][0] == broken[1][0]
     assert broken == straight

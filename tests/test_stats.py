@@ -81,7 +81,7 @@ def test_a_running_group_is_told_with_its_types() -> None:
         assert (event.kind, event.text) == ("test", f"rank {rank} looks")
         assert event.details == {"number": rank}
         assert where == Topology(("", ""), False, (0, 0), where.algorithm)
-        # Nothing that the compiled module tells is lost.
+        # No value of the compiled module is lost.
         assert set(native) | {"events"} == set(found.to_dict())
         assert set(native["peers"][0]) == set(peer.to_dict())
         assert set(native["peers"][0]["paths"][0]) == set(peer.paths[0].to_dict())

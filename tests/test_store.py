@@ -64,7 +64,7 @@ class DistantStore:
 
 
 def store_of_rank_zero(rank: int, size: int, one_way_s: float = 0.0) -> dist.Store:
-    """As `env://` without torchrun: rank 0 serves the store, and takes it away when it ends."""
+    """`env://` without torchrun: rank 0 serves the store, and closes it when it ends."""
     shared = make_store("ports")
     if rank == 0:
         served = dist.TCPStore("127.0.0.1", 0, size, True, GROUP_TIMEOUT, wait_for_workers=False)
@@ -147,7 +147,7 @@ def fail_soon(rank: int, size: int) -> tuple[str, float] | None:
     )
     if rank == 0:
         wait_until(lambda: (Path(scratch()) / "waiting").exists(), "rank 1 waits")
-        # Not destroyed: the process ends, as if it had been killed.
+        # The group is not destroyed: the process ends as if it had been killed.
         os._exit(0)
     work = dist.irecv(torch.zeros(1), size - 1)
     assert work is not None
@@ -230,7 +230,7 @@ def test_two_ranks_in_one_process_are_refused_at_once() -> None:
 
 
 def read_one_key(rank: int, kind: str) -> None:
-    """How an absent key compares, on which a look-up in one round trip rests."""
+    """The comparison with an absent key; a look-up in one round trip relies on it."""
     store: dist.Store
     if kind == "file":
         store = dist.FileStore(str(Path(scratch()) / "store"), 1)

@@ -1,4 +1,4 @@
-"""`torch-resilient timeline`: runs made from exact replays are read, told and drawn."""
+"""`torch-resilient timeline`: runs made from exact replays are read, reported and drawn."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Rank:
     stage: int
     num_stages: int
     offset_s: float = 0.0
-    # Seconds by which the clock goes wrong per second.
+    # The drift of the clock, in seconds per second.
     drift: float = 0.0
     now_s: float = ORIGIN_S
     writer: TimelineWriter = field(init=False)
@@ -99,7 +99,7 @@ class Rank:
         self.writer.add(
             step,
             iteration.plan,
-            # As a device tells them late: after a wait of the host that came later.
+            # A device reports its spans late: after a later wait of the host.
             [("wait", -1, spans[0][3], spans[1][2]), *reversed(spans)],
             [
                 (*message.operation, self.own(start_s + message.end_s))
@@ -163,7 +163,7 @@ def three_plans() -> list[Iteration]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_causes_are_those_of_the_replay(seed: int, tmp_path: Path) -> None:
-    """For random pipelines, on clocks that are far apart."""
+    """Checks random pipelines with large clock offsets."""
     rng = random.Random(seed)
     stages, microbatches = rng.randint(1, 5), rng.randint(1, 8)
     make = rng.choice([gpipe, one_f_one_b, zb_h1, zb_h2])
@@ -324,7 +324,7 @@ def test_without_arrivals_a_wait_lasts_until_the_operation(tmp_path: Path) -> No
 
 
 def test_only_forwards(tmp_path: Path) -> None:
-    """As `eval()` of a schedule does."""
+    """Runs forwards only, as `eval()` of a schedule does."""
     rank = Rank(tmp_path, 0, 1)
     rank.writer.add(0, 0, [("F", 0, 1, 2), ("F", 1, 4, 5)], [], 0, 6)
     rank.writer.add(1, 0, [], [], 8, 9)
@@ -593,7 +593,7 @@ def test_the_writer_says_what_it_cannot_write(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="closed file"):
         rank.writer.event(1, "too late")
     assert len(read_run(tmp_path / "run").steps) == 1
-    # A new run in the same folder begins anew.
+    # A new run in the same folder starts from scratch.
     Rank(tmp_path / "run", 0, 1).writer.close()
     assert read_run(tmp_path / "run").steps == ()
 
@@ -752,7 +752,7 @@ def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         re.fullmatch(r"stage \d: waits for a gradient, B\d over link 2 to 1; .* ms", tip)
         for tip in tips
     )
-    # The legend tells the causes there are, with a pattern for each.
+    # The legend shows the causes that occur, with a pattern for each.
     fills = set(re.findall(r'fill="url\(#idle-(\w+)\)"', text))
     assert fills >= {"warm_up", "backward", "cool_down"}
     assert "idle" not in fills
@@ -854,7 +854,7 @@ def test_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slices = [event for event in events if event["ph"] == "X"]
     done = [e for e in slices if e["pid"] < 4 and e["tid"] == 0]
     assert len(done) == 2 * 4 * 6 * 3
-    # On one clock, from the first operation of the first step.
+    # All times are on one clock, from the first operation of the first step.
     for stage, spans in enumerate(timed.stages):
         row = [e for e in done if e["pid"] == stage and e["args"]["step"] == 0]
         assert [e["name"] for e in row] == [str(span.operation) for span in spans]
@@ -862,7 +862,7 @@ def test_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert [e["dur"] for e in row] == pytest.approx(
             [(s.end_s - s.start_s) * 1e6 for s in spans], abs=1
         )
-    # On no thread does one slice reach into the next.
+    # Slices of a thread do not overlap.
     for thread in {(e["pid"], e["tid"]) for e in slices}:
         row = sorted(
             (e["ts"], e["ts"] + e["dur"]) for e in slices if (e["pid"], e["tid"]) == thread

@@ -1,4 +1,4 @@
-"""Which activations may lose something, and what is counted of it."""
+"""The tolerance of activations, and the counters of zero-filled data."""
 
 from __future__ import annotations
 

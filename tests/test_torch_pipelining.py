@@ -91,7 +91,7 @@ def static_stage(module: nn.Module, index: int, group: Any = None) -> PipelineSt
 
 
 def first_stages_backward(rank: int) -> list[int]:
-    """How many gradients the first stage has after each of its B and W."""
+    """The number of gradients of the first stage after each of its B and W."""
     torch.manual_seed(rank)
     module = nn.Linear(4, 4)
     stage = static_stage(module, rank)

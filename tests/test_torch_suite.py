@@ -20,7 +20,7 @@ from harness import backend_name
 SUITE = Path(__file__).resolve().parent / "torch_suite"
 BASELINE = SUITE / "gloo_baseline.json"
 
-# Below this number the suite has not been run but skipped, whatever it says.
+# Below this number the suite has skipped its tests, whatever it reports.
 EXPECTED_PASSES = 120
 
 RUN_TIMEOUT_S = 900  # about 65 s on two idle cores
@@ -51,7 +51,7 @@ def run_suite(backend: str, out: Path, *options: str) -> dict[str, Any]:
 
 
 def gloo_statuses(tmp_path: Path) -> dict[str, str]:
-    """From the recorded run of gloo, or a new one if torch is another version."""
+    """The results of the recorded run of gloo, or of a new run if torch is another version."""
     baseline = json.loads(BASELINE.read_text())
     if baseline["torch"] == torch.__version__.split("+")[0]:
         statuses: dict[str, str] = baseline["tests"]

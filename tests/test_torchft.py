@@ -191,7 +191,7 @@ class Replica:
 
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
-    """The address of a lighthouse, which tells torchft's replicas of each other."""
+    """The address of a lighthouse, by which torchft's replicas find each other."""
     from torchft.coordination import LighthouseServer
 
     server = LighthouseServer(

@@ -48,7 +48,7 @@ def findings(program: Path) -> dict[int, str]:
     """The code of mypy's error on each line of a program, in strict mode."""
     pytest.importorskip("mypy")
     done = subprocess.run(
-        # A cache of its own: other settings than those of the source's check.
+        # A separate cache, because the settings differ from those of the source's check.
         [
             sys.executable,
             "-m",
@@ -95,7 +95,7 @@ def test_types_and_names_are_those_of_run_time() -> None:
 
 
 def test_the_stub_has_every_option() -> None:
-    """As an attribute and as an argument of Options(), and no other."""
+    """Each is an attribute and an argument of Options(), and there are no others."""
     text = (ROOT / "torch_resilient" / "_C.pyi").read_text()
     text = text.partition("# The table in csrc/base/options.def.")[2]
     attributes, _, arguments = text.partition("def __init__(")

@@ -178,7 +178,7 @@ def test_result_is_the_output() -> None:
 
 
 def wait_expires(rank: int) -> None:
-    """A wait with a limit of its own raises; the operation goes on and completes later."""
+    """A wait with its own timeout raises; the operation continues and completes later."""
     store = make_store("expires")
     tensor = torch.full((100,), float(rank + 1))
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Iteration times and memory of compact orders: what `replay` says, and no more of it.
+"""Iteration times and memory of compact orders: the results of `replay`, without its details.
 
 csrc/planning/evaluator.cpp must give the same to the last bit.
 """
@@ -13,7 +13,7 @@ from torch_resilient.planning.orders import FORWARD, INPUT_BACKWARD, Kinds
 
 
 class Evaluator:
-    """Runs compact orders and says when each operation starts.
+    """Runs compact orders and returns when each operation starts.
 
     Attributes:
         durations: seconds of F, B and W, of each stage.

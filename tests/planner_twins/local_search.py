@@ -17,10 +17,10 @@ from torch_resilient.planning.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kin
 # pipelines try fewer changes in a given time and get a smaller N: the number of changes that takes
 # this many evaluated operations, clamped to the range from _MEMORY_LEAST to _MEMORY_MOST.
 _MEMORY_OPERATIONS = 200_000
-_MEMORY_MIN = 20
-_MEMORY_MAX = 300
-# A search that is stuck goes on from the best, and at first takes all that is at most that part
-# longer. Much less does not leave the dead end, more forgets what made the best good.
+_MEMORY_LEAST = 20
+_MEMORY_MOST = 300
+# A search that is stuck restarts from the best, and at first accepts orders that are longer by at
+# most this fraction. Much less does not leave the dead end; more loses the merits of the best.
 _RESTART_ROOM = 0.02
 # The search ends after this number of rounds without a new best.
 _ROUNDS = 30

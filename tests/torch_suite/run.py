@@ -63,7 +63,7 @@ def prepare_environment(arguments: argparse.Namespace, folder: str) -> None:
         TORCH_CPP_LOG_LEVEL="ERROR",
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    tempfile.tempdir = None  # read TMPDIR anew
+    tempfile.tempdir = None  # read TMPDIR again
 
 
 def run_one(case: unittest.TestCase) -> dict[str, Any]:
