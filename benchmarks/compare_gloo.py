@@ -94,8 +94,8 @@ MEDIAN_MIN = 3.0
 ROW_MIN = 1.2
 SMALL_MIN = 5.0  # the median of rows up to SMALL_BYTES
 SMALL_BYTES = 1024
-# Fewer rows have no median that says anything.
-ROWS_MIN = 40
+# The median of fewer rows is not meaningful.
+ROWS_LEAST = 40
 
 Run = Callable[[dist.ProcessGroup, int], None]
 

@@ -159,7 +159,7 @@ def costs_of(delays_s: list[list[float]], pace_s: float, buckets: int) -> Layout
 
 @contextlib.contextmanager
 def slow_link(rank: int, delay_s: float) -> Any:
-    """With this delay of all that the two ranks send to each other."""
+    """Delays all messages between the two ranks of SLOW_LINK."""
     with contextlib.ExitStack() as stack:
         if rank in SLOW_LINK:
             peer = SLOW_LINK[1 - SLOW_LINK.index(rank)]

@@ -125,7 +125,7 @@ class CannotCutError(Exception):
 
 
 def worker(settings: dict[str, Any]) -> None:
-    """One rank: the sender, until told to stop, or the receiver."""
+    """Runs one rank: the sender, until it receives the command to stop, or the receiver."""
     import torch
     import torch.distributed as dist
 

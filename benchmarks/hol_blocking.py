@@ -87,7 +87,7 @@ class Bench:
         return 0.0
 
     def _beside_slow(self, messages: int, slow_bytes_per_s: float) -> float:
-        """As _beat, while rank 2 receives over the slow link, from before the start to its end."""
+        """Measures as _beat does, while rank 2 receives over the slow link all the time."""
         work = fault = None
         if self.rank == 0:
             fault = faults.limit(slow_bytes_per_s, peer=2)

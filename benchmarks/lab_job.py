@@ -35,7 +35,7 @@ def start_job(
 
 
 def say(kind: str, **values: Any) -> None:
-    """From a rank: one row for the parent."""
+    """Sends one row from a rank to its parent."""
     print(json.dumps({"kind": kind, **values}), flush=True)
 
 

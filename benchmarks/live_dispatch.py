@@ -74,11 +74,11 @@ MAX_FREE, MAX_LIMITED = 2.0, 7.0
 START_MS = 2000
 # Longer than any iteration here could be, with one microbatch after the other.
 TRACE_MS = START_MS + 60_000
-# For the orders that the local search begins with: times the warm-up, share of W.
+# The initial orders of the local search: factors of the warm-up and of the room, shares of W.
 WARMUP_FACTORS = (0.0, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0)
 ROOM_FACTORS = (1.0, 1.5, 3.0)
 WEIGHT_SHARES = (0.0, 0.5, 1.0)
-# How far a move takes an operation.
+# The number of positions by which a move shifts an operation.
 DISTANCES = (1, 1, 2, 3, 5, 8, 13)
 # The local search's other aim, small against the iteration time: all stages ending early.
 ENDS_SHARE = 1e-3
@@ -112,7 +112,7 @@ class Problem:
     limits: Limits
 
     def costs(self, at_ms: int | None = None) -> PipelineCosts:
-        """With the delays of one moment, else with the mean."""
+        """The costs with the delays of one moment, or with the mean if `at_ms` is None."""
 
         def delays(links: Sequence[Sequence[float]]) -> list[float]:
             return [(MEAN_MS if at_ms is None else link[at_ms]) / 1e3 for link in links]
@@ -272,7 +272,7 @@ class Times:
         length = 3 * problem.count
         forward_ms, backward_ms = problem.forward_ms, problem.backward_ms
         left = sum(length - len(starts) for starts in self.starts_ms)
-        waiting = list(range(stages))  # those that might go on
+        waiting = list(range(stages))  # stages that may be able to continue
         while waiting:
             stage = waiting.pop()
             order, starts = self.orders[stage], self.starts_ms[stage]
@@ -395,7 +395,7 @@ def hindsight_ms(
             starts += [live(problem, gates, share) for share in WEIGHT_SHARES]
     distinct = {tuple(orders): Times(problem, orders) for orders in starts}
     first = sorted(distinct.values(), key=Times.key)[:3]
-    # A quarter of the moves tells which start is the best; that one gets the rest.
+    # A quarter of the moves determines the best start, which gets the rest.
     tried = [search(times, moves // 12, rng) for times in first]
     best = min(tried, key=Times.key)
     best = search(best, moves // 2, rng)

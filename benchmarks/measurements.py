@@ -35,7 +35,7 @@ ABOUT = (
     "time",
     "load",
 )
-# The command of a row names the file that it was written to, which says nothing.
+# The command of a row names its output file, which is not relevant.
 JSON_ARGUMENT = re.compile(r" --json[ =]\S+")
 LIST_MAX = 6  # a longer list of numbers is shown as its median and range
 

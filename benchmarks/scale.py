@@ -46,7 +46,7 @@ def timed(function: Callable[[], object], times: int = 1) -> float:
 
 
 def measure(rank: int, ranks: int, backend: str, port: int) -> dict[str, float]:
-    """In a rank: its own times in ms."""
+    """Runs in a rank; returns its times in ms."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, ranks, rank == 0, TIMEOUT, wait_for_workers=False)
     if store.add("here", 1) == ranks:

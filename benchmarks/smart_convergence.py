@@ -59,7 +59,7 @@ TOKEN = re.compile(r"\w+|[^\w\s]|\n|[ \t]+")
 
 @dataclass(frozen=True)
 class Size:
-    """How much is trained."""
+    """The size of the model and of the training."""
 
     vocabulary: int
     width: int

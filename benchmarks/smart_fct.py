@@ -89,7 +89,7 @@ SCHEMES = {
 
 
 def flows(turn: dict[str, Any]) -> None:
-    """Sends or receives `count` messages; says when each began or ended."""
+    """Sends or receives `count` messages; reports when each began or ended."""
     import torch
     import torch.distributed as dist
 
@@ -139,7 +139,7 @@ def wire_bytes(stats: GroupStats) -> int:
 
 
 def stream(turn: dict[str, Any]) -> None:
-    """As much as goes for some seconds; says how much arrived in the second half."""
+    """Sends at full rate for some seconds; reports the goodput of the second half."""
     import torch
     import torch.distributed as dist
 

@@ -125,7 +125,7 @@ class Scenario:
     interval_ms: tuple[float, float] = (0.0, 0.0)
 
     def delay_ms(self, link: int) -> float:
-        """From when a message is sent until it has arrived whole."""
+        """The time from the send of a message until all of it has arrived."""
         extra_ms = self.extra_ms.get(link, 0.0) + self.transfer_ms.get(link, 0.0)
         return self.base_ms + extra_ms
 

@@ -45,7 +45,7 @@ PAYLOAD = 1448 / 1500
 
 
 def worker(settings: dict[str, Any]) -> None:
-    """One rank: sends until told to stop, or receives and tells when what was there."""
+    """Runs one rank: it sends until the command to stop, or receives and reports arrival times."""
     import torch
     import torch.distributed as dist
 

@@ -271,7 +271,7 @@ class Turns:
         return [end - before for before, end in itertools.pairwise(ends)]
 
     def losses(self, model: str, contender: str, rounds: int) -> list[list[str | None]]:
-        """By rank, of all rounds."""
+        """The losses of all rounds, by rank."""
         return [
             [x for n in range(rounds) for x in self._said[model, contender, n][rank]["losses"]]
             for rank in range(self.ranks)
