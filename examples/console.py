@@ -41,7 +41,7 @@ class Progress:
         self._tenth_shown = -1
 
     def update(self, done: int, text: str) -> None:
-        """`done` steps are finished; `text` says how it goes."""
+        """Shows that `done` steps are finished; `text` describes the progress."""
         if not self._enabled:
             return
         elapsed_s = time.monotonic() - self._began_s

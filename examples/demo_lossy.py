@@ -29,7 +29,7 @@ from curves_svg import Curve, render_curves
 from torch_resilient.testing import LabJob, NetworkLab, unavailable
 
 DROP = 0.02
-# Not counted: connections open, the size of packets and the drop rate are being found out.
+# Not counted: the backend opens connections and measures packet size and drop rate.
 WARM_UP = 5
 MIN_STEPS = WARM_UP + 5
 STEP_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ FIRST_PORT = 29400
 
 @dataclass(frozen=True)
 class Way:
-    """How gradients travel.
+    """The transport of the gradients.
 
     Attributes:
         name: for people.
@@ -60,7 +60,7 @@ WAYS = (
 
 
 class DemoError(Exception):
-    """A claim of the demonstration does not hold; the text says which and why."""
+    """A claim of the demonstration does not hold; the message names it and the reason."""
 
 
 @dataclass
@@ -183,7 +183,7 @@ def table(runs: Sequence[Run]) -> str:
     lines = [(*head, "zero-filled", "last loss")]
     for run in runs:
         times_ms = [1e3 * each for each in run.times_s[WARM_UP:]]
-        # The kernel sends again what TCP loses; the backend sees nothing of it.
+        # The kernel retransmits packets that TCP loses; the backend does not see this.
         names = ("dropped", "recovered", "retransmitted", "zero_filled")
         counts = [f"{run.packets(name):,}" if run.way.datagrams else "" for name in names]
         if not run.way.datagrams:

@@ -28,7 +28,7 @@ FAULTS = 5
 
 
 class FailoverError(Exception):
-    """A claim does not hold; the text says which and why."""
+    """A claim does not hold; the message names it and the reason."""
 
 
 def training(steps: int) -> list[str]:

@@ -95,7 +95,7 @@ class Network:
 
 
 class DemoError(Exception):
-    """A claim of the demonstration does not hold; the text says which and why."""
+    """A claim of the demonstration does not hold; the message names it and the reason."""
 
 
 @dataclass(frozen=True)
@@ -449,7 +449,7 @@ def draw_plan_change(folder: Path, out: Path) -> str:
 
 
 def plans_of(run: Run) -> list[str]:
-    """The changes of plan, as the first stage tells them."""
+    """The changes of plan, as the first stage reports them."""
     events = (run.summary["stats"][0] or {}).get("events", [])
     return [event["text"] for event in events if event["kind"] == "plan"]
 

@@ -87,7 +87,7 @@ class Panel:
 
     @property
     def length_s(self) -> float:
-        """From the first operation to the end of the last."""
+        """The time from the first operation to the end of the last."""
         return max(span.end_s for spans in self.ranks for span in spans)
 
 

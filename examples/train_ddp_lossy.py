@@ -43,7 +43,7 @@ def digest_of(model: torch.nn.Module) -> str:
 
 def say(kind: str, **values: Any) -> None:
     """One line of JSON."""
-    # In one piece: the ranks of a host share their output.
+    # A single write: the ranks of a host share their output.
     sys.stdout.write(json.dumps({"kind": kind, **values}) + "\n")
     sys.stdout.flush()
 

@@ -67,7 +67,7 @@ examples:
       torchrun --standalone --nproc-per-node 4 examples/train_pipeline.py --timeline-dir run
   torch-resilient timeline run --picture run.svg
 
-  # stop and go on; the checkpoint fits any number of ranks and any schedule
+  # stop and resume; the checkpoint fits any number of ranks and any schedule
   torchrun ... examples/train_pipeline.py --steps 15 --checkpoint ckpt
   torchrun ... examples/train_pipeline.py --steps 30 --checkpoint ckpt --resume
 """
