@@ -95,7 +95,7 @@ ROW_MIN = 1.2
 SMALL_MIN = 5.0  # the median of rows up to SMALL_BYTES
 SMALL_BYTES = 1024
 # The median of fewer rows is not meaningful.
-ROWS_LEAST = 40
+ROWS_MIN = 40
 
 Run = Callable[[dist.ProcessGroup, int], None]
 

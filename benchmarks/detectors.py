@@ -37,8 +37,8 @@ class BayesianChangePoints:
     for the run by the chance that it is none. A change is seen while the run that was there at the
     last restart has less than 1 - `certainty`; its age is that of the most likely run.
 
-    Runs below a probability of 1e-5 are dropped, at most `most_runs` are kept: O(most_runs) per
-    sample. A run's belief is worth at most `most_samples`, which lets it follow drift.
+    Runs below a probability of 1e-5 are dropped, at most `max_runs` are kept: O(max_runs) per
+    sample. A run's belief is worth at most `max_samples`, which lets it follow drift.
     """
 
     def __init__(

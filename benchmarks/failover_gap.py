@@ -66,7 +66,7 @@ FAULT_S = 0.7
 # After a cut, what was on the link has left it: its queue holds 20 ms.
 DRAINED_S = 0.05
 # Cuts in a row: a link that is cut repeatedly soon has a hold-down of a minute.
-CUTS_MOST = 8
+CUTS_MAX = 8
 GLOO_TIMEOUT_S = 5.0
 CASES = [
     ("blackhole", None),

@@ -79,7 +79,7 @@ COUNTED = 3
 Call = Callable[[dist.ProcessGroup], object]
 
 
-def least_bytes(op: str, size: int) -> float:
+def min_bytes(op: str, size: int) -> float:
     """The minimum that crosses between two equal sites, in the busier direction."""
     return size / 2 if op in ("reduce_scatter", "all_gather") else size
 

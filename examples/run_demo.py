@@ -36,7 +36,7 @@ LOW, HIGH = 2, 3
 # of 4 rows x 64 bytes x 128 floats. Schedules with two stages a rank send twice that.
 SENT_PER_STEP_BYTES = 8 * 4 * 64 * 128 * 4
 # With fewer steps, a phase would have only its first step.
-LEAST_STEPS = 8
+MIN_STEPS = 8
 # A run takes 20 to 30 s; a machine too slow for this limit should lower --steps.
 RUN_TIMEOUT_S = 180.0
 

@@ -15,10 +15,10 @@ from torch_resilient.planning.orders import INPUT_BACKWARD, WEIGHT_BACKWARD, Kin
 # Late acceptance keeps a change if the result is no longer than the result N changes earlier. With
 # a smaller N the search is stuck sooner; with a larger N it wanders when time is short. Large
 # pipelines try fewer changes in a given time and get a smaller N: the number of changes that takes
-# this many evaluated operations, clamped to the range from _MEMORY_LEAST to _MEMORY_MOST.
+# this many evaluated operations, clamped to the range from _MEMORY_MIN to _MEMORY_MAX.
 _MEMORY_OPERATIONS = 200_000
-_MEMORY_LEAST = 20
-_MEMORY_MOST = 300
+_MEMORY_MIN = 20
+_MEMORY_MAX = 300
 # A search that is stuck restarts from the best, and at first accepts orders that are longer by at
 # most this fraction. Much less does not leave the dead end; more loses the merits of the best.
 _RESTART_ROOM = 0.02
@@ -136,9 +136,9 @@ class Search:
         self._step += 1
         slot = self._step % len(self._history)
         # The remaining time of the stages is summed in another order, so leave room for rounding.
-        most_s = max(self._time_s, self._history[slot])
-        time_s = self._evaluator.run(changed, most_s * (1 + 1e-12))
-        if time_s is not None and time_s <= most_s:
+        max_s = max(self._time_s, self._history[slot])
+        time_s = self._evaluator.run(changed, max_s * (1 + 1e-12))
+        if time_s is not None and time_s <= max_s:
             self._current = changed
             self._time_s = time_s
             self._moves = self._find_moves()
