@@ -14,7 +14,7 @@ namespace resilient::cuda {
 namespace {
 
 constexpr size_t kBlockThreads = 256;
-// Of a grid in its first dimension; what is beyond goes round again.
+// The limit of a grid in its first dimension; further blocks loop.
 constexpr size_t kMaxBlocks = 0x7fffffff;
 
 __device__ size_t firstThread() {

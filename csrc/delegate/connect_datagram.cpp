@@ -321,7 +321,7 @@ void DatagramConnector::fillStats(PeerStats& stats) const {
   for (size_t route = 0; route < routes_.size(); ++route) {
     const Route& r = routes_[route];
     PathStats p;
-    // Of closed paths only what is a sum.
+    // Only sums continue over closed paths.
     p.bytesSent = r.past.bytesSent;
     p.bytesReceived = r.past.bytesReceived;
     p.chunksSent = r.past.chunksSent;

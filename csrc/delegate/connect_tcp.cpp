@@ -10,9 +10,9 @@ namespace {
 // More than this many connections between two processes is a mistake.
 constexpr size_t kMaxConnections = 2048;
 
-// Of the budget that a peer on this host grants, we use this much. What comes
-// before its receive is posted is copied once more, which costs as much as the
-// transfer; asking first costs 50 us. (On a network it is the other way
+// We use this much of the budget that a peer on this host grants. Data that
+// comes before its receive is posted is copied once more, which costs as much
+// as the transfer; asking first costs 50 us. (On a network it is the other way
 // round.) Measured with 4 ranks, all_to_all and broadcast of 4 to 256 MiB:
 // 1.3 to 1.6 times as fast as with the whole budget.
 constexpr uint64_t kLocalEagerBytes = 512u << 10;
@@ -24,7 +24,7 @@ constexpr uint32_t kFirstChunkBytes = 64u << 10;
 // Beyond this, more connections rather than larger buffers.
 constexpr uint64_t kMaxWindowBytes = 64u << 20;
 
-// What other traffic and the kernel's own timers add to a round trip.
+// The time that other traffic and kernel timers add to a round trip.
 constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
 
 FailoverConfig failoverConfig(const Link& link) {
@@ -175,8 +175,8 @@ size_t TcpConnector::otherPairs(size_t c) const {
             .size();
 }
 
-// Where to connect from and to. Addresses that both hosts have are left out of
-// the other pairs: those lead to ourselves.
+// Sets the addresses to connect from and to. Addresses that both hosts have are
+// left out of the other pairs: those lead to ourselves.
 void TcpConnector::aim(size_t c, const AttemptPlan& plan, OutgoingSpec& spec) {
   const std::vector<NicAddress>& theirs = link_.address()->addresses;
   if (routes_.empty()) {
@@ -345,7 +345,8 @@ void TcpConnector::install(
   link_.onConnection();
 }
 
-// What a new connection to another host needs beyond what all sockets have.
+// Sets what a new connection to another host needs beyond what all sockets
+// have.
 void TcpConnector::tuneNew(size_t c, int fd) {
   LinkHost& host = link_.host();
   const EngineOptions& options = host.options();
@@ -433,8 +434,8 @@ void TcpConnector::onPathsLost(const PathsLost& lost) {
   }
 }
 
-// Routes are pairs of NICs, so they stay as they are. What was connected from
-// the old address is lost; the peer learns of the new one as soon as any path
+// Routes are pairs of NICs, so they stay as they are. Connections from
+// the old address are lost; the peer learns of the new one as soon as any path
 // carries, or from the connections that we make ourselves.
 void TcpConnector::onOurAddresses() {
   if (!link_.usable() || routes_.empty()) {

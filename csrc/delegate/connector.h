@@ -59,7 +59,7 @@ class Link {
   bool sameHost() const {
     return address_ && address_->hostId == host_.self().hostId;
   }
-  // Of the two processes, the one that begins where only one may.
+  // This process begins where only one of the two may.
   bool preferredInitiator() const {
     return host_.self().uid < uid_;
   }
@@ -101,7 +101,7 @@ class Link {
   // An attempt has failed: is the peer to be given up?
   virtual void onNoConnection() = 0;
   virtual void onPeerGone(const AttemptFailure& last) = 0;
-  // What each path is for has changed.
+  // The classes of the paths have changed.
   virtual void onRoles(const Roles& roles) = 0;
 
  protected:

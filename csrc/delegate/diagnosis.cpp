@@ -7,7 +7,7 @@
 #include "delegate/group_impl.h"
 #include "delegate/resolver.h"
 
-// Who is to blame for a time-out, and what the evidence says. All from what
+// The culprit of a time-out, and the evidence. All from what
 // is known here: reports of the others, and when each was last heard of.
 
 namespace resilient {

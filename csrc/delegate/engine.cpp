@@ -24,7 +24,7 @@
 namespace resilient {
 namespace {
 
-// What the process knows of its engine, apart from the engine itself. Leaked
+// State of the process about its engine, apart from the engine. Leaked
 // on purpose: threads may outlive static destruction.
 struct Process {
   std::mutex mutex;
@@ -53,7 +53,7 @@ Process& process() {
         // Its descriptors are shared with the parent: as long as the child
         // holds them, peers would not notice the parent's death.
         engine->closeDescriptorsInChild();
-        // Nobody may run its destructor here: it would wait for threads.
+        // Its destructor must not run here: it would wait for threads.
         new std::shared_ptr<Engine>(engine);
       }
     });
@@ -296,7 +296,7 @@ void Engine::release(const std::shared_ptr<Engine>& engine, Nanos linger) {
     if (--engine->groupsOpen_ != 0) {
       return;
     }
-    // Whoever comes next gets an engine of its own.
+    // The next caller gets a new engine.
     if (p.engine.lock() == engine) {
       p.engine.reset();
     }
@@ -867,7 +867,7 @@ void Engine::scheduleTurn() {
   }
 }
 
-// What one turn of the loop has gathered: tell the owners of what has ended,
+// Ends one turn of the loop: tell the owners of what has ended,
 // then write what there is to write, until neither causes more of the other.
 void Engine::turn() {
   while (!completions_.empty() || !dirty_.empty()) {
@@ -926,7 +926,7 @@ void Engine::writeDump(const std::string& reason) {
 }
 
 void Engine::onFirstFailure(const Status& status) {
-  // What ends because we are going is no failure.
+  // Operations aborted by our own shutdown do not count as failures.
   if (!failureDumped_ && !options_.dump_dir.empty() &&
       status.code() != StatusCode::kAborted) {
     failureDumped_ = true;

@@ -71,7 +71,8 @@ class Engine final : public MailboxListener, public LinkHost {
   const EngineOptions& options() const override {
     return options_;
   }
-  const PeerAddress& self() const override { // but for addresses: see addressText()
+  const PeerAddress& self()
+      const override { // but for addresses: see addressText()
     return self_;
   }
   // How other ranks reach this process, as it is now. `storeRoundTrip`: to the
@@ -184,7 +185,7 @@ class Engine final : public MailboxListener, public LinkHost {
   TimePoint startedAt() const {
     return startedAt_;
   }
-  // Where peers on this host come to share memory; null if there is none.
+  // The meeting point of peers on this host; null if there is none.
   SharedRendezvous* sharedRendezvous() override;
   // It cannot be shared with a peer; says so once.
   void noSharedMemory(const std::string& why) override;

@@ -9,7 +9,7 @@
 
 namespace resilient {
 
-// What a process says to its one engine as a whole, apart from any group. All
+// Calls to the engine of the process as a whole, apart from any group. All
 // functions are thread-safe and none of them starts the engine.
 
 // The options of an engine that starts later; a running one keeps its own.

@@ -4,7 +4,7 @@
 
 namespace resilient {
 
-// What was found of the way between two NICs, for the next link there, also one
+// Knowledge about the way between two NICs, for the next link there, also one
 // of a later engine of this process.
 struct FoundRoute {
   int connections = 0; // 0: unknown

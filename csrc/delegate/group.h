@@ -65,7 +65,7 @@ struct CollectiveSpec {
   uint64_t bytes = 0; // that this rank reads and writes
   TrafficClass trafficClass = TrafficClass::kGradient;
   Nanos timeout{};
-  // Makes the algorithm; called and run on the loop thread. What it captures
+  // Makes the algorithm; called and run on the loop thread. Its captures
   // lives until `done` has been called.
   std::function<Task(Communicator&)> body;
   // Called exactly once on the loop thread (or on the caller's, if the group
@@ -142,14 +142,14 @@ class Group {
   // Pending operations fail. Idempotent.
   virtual void shutdown(Nanos linger) = 0;
   virtual GroupStats stats() = 0;
-  // Where the members are; waits until all have joined. Throws StatusError if
-  // they have not after `timeout`, or cannot work together. `meanwhile`, if
-  // any, is called now and then, and may throw (Ctrl-C).
+  // The topology of the members; waits until all have joined. Throws
+  // StatusError if they have not after `timeout`, or cannot work together.
+  // `meanwhile`, if any, is called now and then, and may throw (Ctrl-C).
   virtual std::shared_ptr<const Topology> topology(
       Nanos timeout,
       void (*meanwhile)()) = 0;
-  // What was found out later, for the collectives submitted from now on. All
-  // members must do so between the same two collectives.
+  // A topology that was measured later, for the collectives submitted from now
+  // on. All members must do so between the same two collectives.
   virtual void setTopology(std::shared_ptr<const Topology> topology) = 0;
 };
 

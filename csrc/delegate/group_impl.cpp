@@ -641,8 +641,8 @@ bool GroupImpl::allOthersGone() const {
   return size() > 1;
 }
 
-// What waits for one rank fails with its channel. What waits for any rank
-// fails when there is none left.
+// Operations that wait for one rank fail with its channel. Receives from any
+// rank fails when there is none left.
 void GroupImpl::onLinkClosed(const PeerLink& link) {
   const auto member = std::ranges::find(
       members_, &link, [](const Member& m) { return m.link; });
@@ -766,7 +766,7 @@ void GroupImpl::watch(TimePoint at) {
 void GroupImpl::onWatchdog() {
   watchdog_ = 0;
   watchdogAt_ = kNever;
-  // What came in this turn has ended its operations, even if the turn is late:
+  // Frames of this turn have ended their operations, even if the turn is late:
   // the process was stopped, or got no processor.
   engine_->completions().drain();
   const TimePoint now = engine_->loop().now();

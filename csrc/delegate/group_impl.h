@@ -62,7 +62,7 @@ class GroupImpl final : public Group,
   }
   // The operation wants its onCheck() called at `at`.
   void watch(TimePoint at);
-  // Where the members are, or null: then learn() reads the list of members,
+  // The topology, or null: then learn() reads the list of members,
   // and every collective on its way is told.
   const std::shared_ptr<const Topology>& knownTopology() const {
     return topology_;
@@ -79,7 +79,7 @@ class GroupImpl final : public Group,
   std::string groupText() const; // "" for the default group, or " of group g"
   // Asks `rank` (or all, -1) what they are doing, for a time-out to come.
   void query(int rank);
-  // What is known of why `rank` does not answer, as a sentence.
+  // The known reason why `rank` does not answer, as a sentence.
   std::string silence(int rank) const;
   // The rank that holds up collective `sequence`, as far as the reports tell,
   // and why.
@@ -91,7 +91,7 @@ class GroupImpl final : public Group,
       int culprit,
       bool tellOthers);
   void finished(PointToPointRun& run, const Status& status, int sourceRank);
-  // What was said of this sequence before it began here.
+  // Reports about this sequence before it began here.
   std::optional<Status> earlyFailure(uint64_t sequence);
 
   // --- from the engine

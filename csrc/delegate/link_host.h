@@ -24,8 +24,8 @@ namespace resilient {
 
 class PeerLink;
 
-// What all links of a process share, as a link and its connectors see it. The
-// Engine implements it.
+// The state that all links of a process share, as a link and its connectors see
+// it. The Engine implements it.
 //
 // Thread: loop thread. Lifetime: outlives the links.
 class LinkHost {
@@ -84,7 +84,7 @@ class LinkHost {
   virtual void markDirty(PeerLink& link) = 0;
   // Destroyed at the next turn: objects whose code is on the stack.
   virtual void destroyLater(std::shared_ptr<void> object) = 0;
-  // Where peers on this host come to share memory; null if there is none.
+  // The meeting point of peers on this host; null if there is none.
   virtual SharedRendezvous* sharedRendezvous() = 0;
   // It cannot be shared with a peer; says so once.
   virtual void noSharedMemory(const std::string& why) = 0;

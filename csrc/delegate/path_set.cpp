@@ -5,7 +5,7 @@
 namespace resilient {
 namespace {
 
-// Of one turn of the loop, before the other links get theirs.
+// The share of one link in a turn of the loop.
 constexpr int kPumpRounds = 8;
 
 } // namespace
@@ -50,7 +50,7 @@ bool PathSet::pump(RateLimit* limit, TimePoint now) {
 // How it works. Paths that take all they can come first: shared memory is the
 // fastest, and while one of them works the connections below it are in reserve.
 // The connections then take one frame each in turn, so that a message spreads
-// over all of them. What was taken is written at the end, in as few system
+// over all of them. Taken frames are written at the end, in as few system
 // calls as can be. True if another round may find more.
 bool PathSet::round() {
   bool any = false;

@@ -53,7 +53,7 @@ class PathSet {
   std::vector<std::unique_ptr<Path>> paths_;
   size_t inTurnBegin_ = 0; // in paths_
   size_t nextTurn_ = 0; // of the connections
-  // Of the call of pump():
+  // Arguments of the present call of pump():
   RateLimit* limit_ = nullptr;
   TimePoint now_{};
 };

@@ -5,7 +5,7 @@
 namespace resilient {
 namespace {
 
-// Where a cap allows less, chunks are of 20 ms each: what is more urgent waits
+// Under a lower cap, chunks are of 20 ms each: what is more urgent waits
 // behind one.
 constexpr uint32_t kWholeElements = 64; // no chunk ends within an element
 uint32_t chunkBytesAt(double bytesPerS) {
@@ -184,7 +184,7 @@ void PeerLink::changed() {
   host_.markDirty(*this);
 }
 
-// What the paths that judge themselves can do has changed.
+// A path that judges its own health has changed.
 void PeerLink::useChanged() {
   Failover& failover = tcp_.failover();
   failover.setSharedMemory(shared_.sharing());

@@ -52,7 +52,7 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
     return tcp_.summary();
   }
 
-  // Where it is and how to prove that we belong to its job. `globalRank` may
+  // Its addresses and the secret that proves our membership. `globalRank` may
   // be -1 if unknown. Each group calls it; the later ones change nothing but
   // the rank in messages, since a job that forms its groups anew may give the
   // process another one.

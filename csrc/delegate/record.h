@@ -62,7 +62,7 @@ class Record {
 
 using RecordDone = std::function<void(const Status&)>;
 
-// What an operation gets back: exactly one call of `done`, from the top of
+// The result of an operation: exactly one call of `done`, from the top of
 // the loop, unless withdrawn. `done` may destroy the record.
 class SendRecord final : public Record, private SendOp {
  public:

@@ -14,7 +14,7 @@ namespace resilient {
 // Thread: loop thread.
 class RouteTuning {
  public:
-  // What the kernel says of the connections of one route.
+  // The kernel's view of the connections of one route.
   struct View {
     Nanos minRoundTrip{}; // 0: unknown
     int sending = 0, queueing = 0; // connections

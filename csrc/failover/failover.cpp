@@ -280,7 +280,7 @@ Nanos Failover::synTimeoutOf(size_t c, TimePoint now) const {
   return synTimeout(now - connections_[c].tryingSince, longestRoundTrip(c));
 }
 
-// Of the connection that was lost, as far as known, and of the others.
+// The longest of the lost connection, if known, and of the others.
 Nanos Failover::longestRoundTrip(size_t c) const {
   Nanos longest = connections_[c].pastRoundTrip;
   for (size_t i = 0; i < connections_.size(); ++i) {
@@ -579,8 +579,8 @@ void Failover::doubt(size_t c, TimePoint now) {
   apply(c, PathEvent::kSilent, now);
 }
 
-// What the transport shows, and what only the channel and the other connections
-// do.
+// The evidence of the transport, and what only the channel and the other
+// connections do.
 PathEvidence Failover::gatherEvidence(size_t c) const {
   const Connection& x = connections_[c];
   PathEvidence evidence = host_.evidence(c);

@@ -29,7 +29,7 @@ struct FailoverConfig {
   bool preferredInitiator = true;
 };
 
-// What is known of a connection at no cost.
+// The facts about a connection that cost nothing.
 struct ConnectionFacts {
   TimePoint heardAt{};
   // As Channel::waitingSince and the functions beside it.
@@ -63,13 +63,13 @@ enum class ConnectionNote : uint8_t {
   kProved,
 };
 
-// What the failover needs done, and asks. Calls may lead back into the
+// The actions and questions of the failover. Calls may lead back into the
 // Failover only where that is said.
 class FailoverHost {
  public:
   virtual ~FailoverHost() = default;
   virtual ConnectionFacts facts(size_t connection) const = 0;
-  // Of its transport; may cost a system call.
+  // From its transport; may cost a system call.
   virtual PathEvidence evidence(size_t connection) const = 0;
   // Some operation waits for the peer, or something is not acknowledged.
   virtual bool busy() const = 0;
@@ -183,7 +183,7 @@ class Failover {
   void onNic(const std::string& nic, bool works, TimePoint now);
   // Frames were handed to paths.
   void onSent(TimePoint now);
-  // What tells of health may have changed: look soon.
+  // The evidence of health may have changed: look soon.
   void watch(TimePoint now);
   // The link is over. Nothing is asked of the host any more.
   void end();

@@ -7,7 +7,7 @@
 
 namespace resilient {
 
-// What is seen of one path at one moment.
+// The evidence about one path at one moment.
 struct PathEvidence {
   // Something was sent that has not been answered.
   bool owes = false;
@@ -15,7 +15,7 @@ struct PathEvidence {
   TimePoint owesSince{};
   // Any number that changes whenever the far end shows life on this path.
   uint64_t progress = 0;
-  // What is unanswered is unanswered by the far kernel too. If not, the path
+  // Not even the far kernel has answered. If not, the path
   // works, and only the process at its end is slow.
   bool kernelOwes = false;
   // When another path to the same process last showed life.
@@ -60,13 +60,13 @@ class PathHealth {
       owesSince_ = now;
     }
     owesSince_ = std::max(owesSince_, e.owesSince);
-    // Where answers take long, they also come in longer intervals.
+    // Late answers also come in longer intervals.
     const Nanos suspectAfter =
         patience_ * std::max(limits.suspectAfter, e.roundTrip);
-    // That the kernel begins to owe is no sign of life, only another measure.
+    // The kernel beginning to owe is no sign of life, only another measure.
     const bool begins = e.kernelOwes && !kernelOwed_;
     if (e.progress != progress_ && !begins) {
-      // What comes in proves nothing about the way out.
+      // Incoming bytes prove nothing about the way out.
       provenAt_ = kernelOwed_ ? now : provenAt_;
       wasOutage_ = doubted_ && now - progressAt_ >= kFalseAlarm * suspectAfter;
       if (doubted_ && !wasOutage_) {

@@ -30,9 +30,9 @@ namespace resilient {
 //                                  └── kAnswered, kAnsweredOlder ▶ none
 //
 // A suspect connection gets nothing new, and the others send once more what it
-// has in flight. That needs another one that works. If there is none, a silent
-// connection keeps what it has (alone): the peer may be stopped, or the network
-// down, and all may simply go on.
+// has in flight. This needs another connection that works. If there is none, a
+// silent connection keeps what it has (alone): the peer may be stopped, or the
+// network down, and all may simply go on.
 //
 // And whether our own NIC below it is down: kNicDown, kNicUp.
 enum class Trust : uint8_t {
@@ -93,8 +93,8 @@ struct PathStep {
   Nanos lookAfter{};
 };
 
-// Where a pause would be noticed, since another connection could take over; a
-// fraction of suspect_after_s. And where not.
+// The interval while a pause would be noticed, since another connection could
+// take over; a fraction of suspect_after_s. And where not.
 inline constexpr Nanos kCloseLook = std::chrono::milliseconds(5);
 inline constexpr Nanos kIdleLook = std::chrono::milliseconds(100);
 

@@ -27,7 +27,7 @@ struct RoleFacts {
   bool wanted = true; // not one too many of its route
 };
 
-// What is known of all paths to one peer.
+// The facts about all paths to one peer.
 struct RoleInput {
   size_t routes = 1;
   std::vector<RoleFacts> connections;

@@ -12,13 +12,13 @@ inline constexpr char kLossyCongestionControl[] = "bbr";
 // Whether one connection would do better with a congestion control that does
 // not take every lost packet for congestion (BBR). CUBIC at 1 % of random loss
 // and 40 ms fills 3 Mbit/s of any link; then losses come without a queue: the
-// round trip stays near its least. Where packets are lost because a buffer is
+// round trip stays near its least. If packets are lost because a buffer is
 // full, the round trip says so, and the system's choice stands.
 // Paper: ATLAS §4.1 meets this with more connections; they help where windows
 // are small, and little against loss.
 class CongestionChoice {
  public:
-  // Of the whole connection, as the kernel counts.
+  // Totals of the connection, as the kernel counts.
   struct Sample {
     uint32_t retransmits = 0; // segments
     uint32_t delivered = 0; // segments
@@ -69,7 +69,7 @@ class CongestionChoice {
     looks_ = queueing_ = 0;
   }
 
-  // What other traffic and the kernel's own timers add to a round trip.
+  // The time that other traffic and kernel timers add to a round trip.
   static constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
   static constexpr Nanos kMinWindow = std::chrono::milliseconds(200);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(5);

@@ -18,9 +18,9 @@ class ConnectionCount {
   struct Config {
     int min = 1;
     int max = 16;
-    // What a connection may have in flight: the system's limit of its buffers.
+    // The window of a connection: the system's limit of its buffers.
     uint64_t windowBytes = 4u << 20;
-    // What the link is taken for before anything is measured. ATLAS §3 finds
+    // The assumed capacity before anything is measured. ATLAS §3 finds
     // about 5 Gbit/s for each node between data centres.
     double assumedBytesPerS = 5e9 / 8;
   };
@@ -35,7 +35,7 @@ class ConnectionCount {
       count_ = std::clamp(count, config_.min, config_.max);
     }
   }
-  // What a connection may have in flight after all.
+  // The window of a connection turned out to be this.
   void setWindowBytes(uint64_t bytes) {
     config_.windowBytes = bytes;
   }
@@ -60,7 +60,7 @@ class ConnectionCount {
   int count() const {
     return count_;
   }
-  // What is worth remembering: not what is only being tried.
+  // The number worth remembering, not one on trial.
   int found() const {
     return !begun_ ? 0 : step_ == Step::kBase ? count_ : kept_;
   }

@@ -6,7 +6,7 @@
 
 namespace resilient {
 
-// What is planned: the twins of torch_resilient/planning/costs.py and
+// The planner's problem: the twins of torch_resilient/planning/costs.py and
 // generator.py, which define each value.
 
 // Numbers of the kinds of operations in compact orders. Each kind goes through

@@ -11,7 +11,7 @@ namespace {
 
 // Headers of IP and UDP: version 6 has the larger ones.
 constexpr size_t kIpBytes = 48;
-// What any network carries; a usual Ethernet; one with jumbo frames.
+// The MTU of any network; a usual Ethernet; one with jumbo frames.
 constexpr size_t kMtus[] = {1280, 1500, 9000};
 constexpr Nanos kProbeInterval = std::chrono::milliseconds(40);
 constexpr int kProbeTries = 5; // for larger packets
@@ -20,7 +20,7 @@ constexpr int kProbeTries = 5; // for larger packets
 // least so long, is not usable: connections take over.
 constexpr int kPatiences = 3;
 constexpr Nanos kSilentMin = std::chrono::milliseconds(150);
-// What fails for so long does not come back by itself.
+// A path that fails for this long does not recover by itself.
 constexpr Nanos kSilentMax = std::chrono::seconds(5);
 // If for so many times the sender's patience, and at least so long, only small
 // packets arrive, an MTU on the way has become smaller. Longer than silence,
@@ -210,7 +210,7 @@ bool DatagramPath::flush() {
 }
 
 void DatagramPath::sendDue() {
-  // What is stamped here is sent now, not when this turn began.
+  // Packets stamped here are sent now, not when this turn began.
   const TimePoint now = std::chrono::steady_clock::now();
   if (receiver_.reportDue(now)) {
     ++lastPacket_;

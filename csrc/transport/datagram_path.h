@@ -22,7 +22,7 @@ struct DatagramPathConfig {
   size_t route = 0; // on which it is, for the owner
   std::unique_ptr<PacketSeal> ours, theirs; // one for each direction
   RecoverySchemes schemes;
-  // What the connections of the same route have shown of it; 0: nothing.
+  // As measured on the connections of the same route; 0: unknown.
   double knownBytesPerS = 0;
   double maxBytesPerS = 0; // 0: no limit
   Nanos proveWithin = std::chrono::seconds(3);

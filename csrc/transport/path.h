@@ -13,7 +13,7 @@ namespace resilient {
 
 class Path;
 
-// Whoever owns a path. All calls come on the loop thread.
+// The owner of a path. All calls come on the loop thread.
 class PathOwner {
  public:
   virtual ~PathOwner() = default;
@@ -32,7 +32,7 @@ class PathOwner {
 //
 // How it works. The owner asks hasRoom() and lets the path pull a frame from
 // the channel with takeFrame(), as long as both have something; flush() then
-// hands to the transport what it takes. What arrives goes to the channel by
+// hands to the transport what it takes. Arriving bytes go to the channel by
 // itself. The channel keeps every frame until the peer has acknowledged it, so
 // a path may end at any moment: nothing is lost with it.
 //
@@ -85,7 +85,7 @@ class Path {
 
   // When the peer last showed life on this path; when it was made, at first.
   virtual TimePoint heardAt() const = 0;
-  // What the transport knows of the path's health. Paths whose transport
+  // The transport's evidence of the path's health. Paths whose transport
   // judges by itself (shared memory, datagrams) never owe anything.
   virtual PathEvidence evidence() const {
     return {};

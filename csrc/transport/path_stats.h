@@ -33,7 +33,7 @@ struct DatagramStats {
 // One path to a peer for stats(); docs/operations.md describes the fields.
 struct PathStats {
   PathKind kind = PathKind::kTcp;
-  // Of a connection its number, of a datagram path its route's.
+  // The connection index, or the route of a datagram path.
   int index = 0;
   // A state of failover/path_state.h, "reserve" (it works, and is not needed),
   // "connecting", or "unused".

@@ -13,7 +13,7 @@
 
 namespace resilient {
 
-// What two processes of one host have in common once they have met (see
+// The objects that two processes of one host share once they have met (see
 // shared_rendezvous.h).
 struct SharedEnds {
   SharedMemory memory;
@@ -24,7 +24,8 @@ struct SharedEnds {
 
 // Shared memory as a path of a channel: the same stream of frames as on a TCP
 // connection, in a ring for each direction, without a system call unless the
-// far end sleeps. What the peer has read is acknowledged by the ring itself.
+// far end sleeps. The ring itself acknowledges the bytes that the peer has
+// read.
 //
 // The bytes in it are as safe as the peer: they are lost only with it. So the
 // path is never suspect and needs no probes.
@@ -71,7 +72,7 @@ class SharedPath final : public Path, public Poller {
   static constexpr size_t kPiece = 32u << 10;
   static constexpr size_t kBatchBytes = 1u << 20;
   static constexpr size_t kReadPerTurn = 4u << 20;
-  // What nobody waits for is found to be done after this time.
+  // Completion that no caller waits for is noticed after this time.
   static constexpr Nanos kLookAfter = std::chrono::milliseconds(5);
   static constexpr Nanos kLookAtLast = std::chrono::seconds(1);
   static constexpr uint64_t kNowhere = UINT64_MAX;

@@ -10,7 +10,7 @@
 namespace resilient {
 namespace {
 
-// Where bytes go that nobody wants any more (repeats of what has arrived).
+// The destination of unwanted bytes (repeats of chunks that have arrived).
 // Written by the loop threads of one process without order: never read.
 std::byte* scrap() {
   thread_local std::unique_ptr<std::byte[]> bytes =
@@ -19,7 +19,8 @@ std::byte* scrap() {
 }
 constexpr size_t kScrapBytes = 256 << 10;
 
-// What a queue on the way may add to a round trip, beyond a multiple of it.
+// The time that a queue on the way may add to a round trip, beyond a multiple
+// of it.
 constexpr Nanos kMaxQueue = std::chrono::milliseconds(20);
 
 } // namespace
@@ -97,8 +98,8 @@ PathEvidence TcpPath::evidence() const {
         e.kernelOwes || faults_.stalled(now) || faults_.dropping(now);
     e.heldOnPurpose = releases_.front() > now;
   }
-  // Of what we send, only acknowledgements tell. The other direction may be
-  // quite well, or tell of nothing but itself.
+  // Only acknowledgements are evidence about our sends. The other direction may
+  // be quite well, or tell of nothing but itself.
   e.progress = info && e.kernelOwes
       ? info->bytesAcked + info->deliveredSegments
       : static_cast<uint64_t>(heardAt_.time_since_epoch().count());
@@ -294,7 +295,7 @@ void TcpPath::applyFaultState() {
   const bool dropping = faults_.dropping(loop_.now());
   if (deaf_ && !dropping) {
     deaf_ = false;
-    // What came meanwhile, the end of the stream included.
+    // Read everything that came meanwhile, the end of the stream included.
     readLater(EPOLLIN | EPOLLRDHUP);
   }
   deaf_ = dropping;
