@@ -31,10 +31,10 @@ def test_table_is_consistent() -> None:
         assert option.variable == options.PREFIX + option.field.upper()
         if option.kind in ("Bytes", "Count", "AutoCount", "Seconds"):
             assert isinstance(option.default, int | float)
-            assert option.least <= option.default <= option.most
-            assert option.least < option.most
+            assert option.min <= option.default <= option.max
+            assert option.min < option.max
         else:
-            assert option.least == option.most == 0
+            assert option.min == option.max == 0
         if option.kind == "Seconds":
             assert option.field.endswith("_s")
         assert (option.kind == "Bytes") == option.field.endswith("_bytes")

@@ -104,9 +104,9 @@ def table() -> list[Option]:
 
 
 def _range(option: Option) -> str:
-    if option.least == option.most:
+    if option.min == option.max:
         return ""
-    return f"{option.least:.15g} to {option.most:.15g}"
+    return f"{option.min:.15g} to {option.max:.15g}"
 
 
 _TAIL = """

@@ -231,8 +231,8 @@ py::list optionTableForPython() {
     row["name"] = option.name;
     row["variable"] = option.variable;
     row["default"] = getOption(defaults, option);
-    row["least"] = option.least;
-    row["most"] = option.most;
+    row["min"] = option.min;
+    row["max"] = option.max;
     row["unit"] = option.unit;
     row["doc"] = option.doc;
     rows.append(std::move(row));

@@ -71,8 +71,8 @@ class Engine final : public MailboxListener, public LinkHost {
   const EngineOptions& options() const override {
     return options_;
   }
-  const PeerAddress& self()
-      const override { // but for addresses: see addressText()
+  // Except for its addresses, which may change: see addressText().
+  const PeerAddress& self() const override {
     return self_;
   }
   // How other ranks reach this process, as it is now. `storeRoundTrip`: to the

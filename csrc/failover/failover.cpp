@@ -502,7 +502,7 @@ Nanos Failover::lookInterval() const {
   for (size_t c = 0; c < connections_.size(); ++c) {
     const Connection& x = connections_[c];
     if (x.state.connected &&
-        (x.pingAt != kNever || x.state.proving() ||
+        (x.pingAt != kNever || lookAfter(x.state) == kCloseLook ||
          host_.facts(c).waitingSince != kNever)) {
       return kCloseLook;
     }

@@ -66,6 +66,12 @@ PathState nextState(const PathState& s, PathEvent event) {
 
 } // namespace
 
+Nanos lookAfter(const PathState& state) {
+  const bool close =
+      state.connected && (state.proving() || state.doubt != Doubt::kNone);
+  return close ? kCloseLook : kIdleLook;
+}
+
 PathStep step(const PathState& state, PathEvent event) {
   PathStep result;
   const PathState& next = result.next = nextState(state, event);
@@ -80,9 +86,7 @@ PathStep step(const PathState& state, PathEvent event) {
   act(kClearSuspect, lives && state.suspect() && !next.suspect());
   // kNeeded is itself a part of assigning roles.
   act(kAssignRoles, next != state && event != PathEvent::kNeeded);
-  const bool close =
-      next.connected && (next.proving() || next.doubt != Doubt::kNone);
-  result.lookAfter = close ? kCloseLook : kIdleLook;
+  result.lookAfter = lookAfter(next);
   return result;
 }
 

@@ -89,7 +89,7 @@ enum PathAction : uint8_t {
 struct PathStep {
   PathState next;
   uint8_t actions = 0;
-  // When to look at the connection again, if another one could take over.
+  // lookAfter(next)
   Nanos lookAfter{};
 };
 
@@ -97,6 +97,10 @@ struct PathStep {
 // take over; a fraction of suspect_after_s. And where not.
 inline constexpr Nanos kCloseLook = std::chrono::milliseconds(5);
 inline constexpr Nanos kIdleLook = std::chrono::milliseconds(100);
+
+// When to look again at a connection that owes nothing, if another one could
+// take over. One that owes something is looked at after kCloseLook.
+Nanos lookAfter(const PathState& state);
 
 // Total: an event that means nothing in a state leaves it as it is.
 PathStep step(const PathState& state, PathEvent event);
