@@ -93,13 +93,14 @@ class PathHealth {
       progressAt_ = now;
       return PathVerdict::kGood;
     }
-    const Nanos silent = now - std::max(progressAt_, e.owesSince);
+    const TimePoint silentSince = std::max(progressAt_, e.owesSince);
+    const Nanos silent = now - silentSince;
     if (silent >= std::max(limits.stalledAfter, 3 * e.roundTrip)) {
       return PathVerdict::kStalled;
     }
     // A process that is slow is slow on all paths.
     const bool pathAlone =
-        e.kernelOwes || e.othersAt >= progressAt_ + suspectAfter / 2;
+        e.kernelOwes || e.othersAt >= silentSince + suspectAfter / 2;
     // The first answer takes a round trip, however good the path.
     const bool due = now - owesSince_ >= suspectAfter + e.roundTrip;
     // One that has fallen silent as well, and owes nothing, vouches no longer.

@@ -49,6 +49,21 @@ TEST(health_asks_the_others_after_half_the_time) {
   CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
 }
 
+// A process that pauses just after it was heard elsewhere is slow on all paths:
+// only signs of life after a path began to owe show that it alone is silent.
+TEST(health_compares_others_with_the_time_since_when_a_path_owes) {
+  Watched w;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood); // last look when idle
+  w.now += milliseconds(60);
+  w.evidence.othersAt = w.now;
+  w.evidence.owes = true;
+  w.evidence.owesSince = w.now - milliseconds(1);
+  CHECK(w.after(milliseconds(60)) == PathVerdict::kUncertain);
+  CHECK(w.after(milliseconds(60)) == PathVerdict::kUncertain);
+  w.evidence.othersAt = w.now; // asked elsewhere, it answers
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kSuspect);
+}
+
 TEST(health_of_an_idle_path_is_good) {
   Watched w;
   w.evidence.kernelOwes = true; // keepalive
