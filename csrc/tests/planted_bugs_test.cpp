@@ -1,4 +1,4 @@
-// Shows that the simulation finds mistakes: each of a list is switched on, and
+// Shows that the simulations find mistakes: each of a list is switched on, and
 // it must be found within a number of schedules. Only in a build with
 // RESILIENT_PLANTED_BUGS (make VARIANT=planted); the others have no trace of
 // the mistakes, so there is nothing to test.
@@ -16,6 +16,7 @@
 
 #include "base/planted_bugs.h"
 #include "tests/check.h"
+#include "tests/failover_simulation.h"
 #include "tests/simulation.h"
 
 namespace resilient::test {
@@ -29,9 +30,22 @@ struct Report {
 
 constexpr uint64_t kSchedules = 500;
 
+using Simulate = std::string (*)(uint64_t seed); // returns the error
+
+std::string channels(uint64_t seed) {
+  return simulate(seed).error;
+}
+
+std::string failover(uint64_t seed) {
+  return simulateFailover(seed).error;
+}
+
 // In a process of its own: some of the mistakes write to memory that was given
 // back, so a crash counts as found, and must not reach the other tests.
-void mustBeFound(const char* name, bool PlantedBugs::* bug) {
+void mustBeFound(
+    const char* name,
+    bool PlantedBugs::* bug,
+    Simulate simulation) {
   void* shared = mmap(
       nullptr,
       sizeof(Report),
@@ -50,9 +64,9 @@ void mustBeFound(const char* name, bool PlantedBugs::* bug) {
     }
     for (uint64_t seed = 1; seed <= kSchedules; ++seed) {
       report->seed = seed;
-      const SimulationResult r = simulate(seed);
-      if (!r.error.empty()) {
-        std::strncpy(report->error, r.error.c_str(), sizeof(report->error) - 1);
+      const std::string error = simulation(seed);
+      if (!error.empty()) {
+        std::strncpy(report->error, error.c_str(), sizeof(report->error) - 1);
         _exit(1);
       }
     }
@@ -81,23 +95,36 @@ void mustBeFound(const char* name, bool PlantedBugs::* bug) {
 }
 
 TEST(planted_bugs_none_is_none) {
-  mustBeFound("none", nullptr);
+  mustBeFound("none", nullptr, channels);
+  mustBeFound("none", nullptr, failover);
 }
 
-#define PLANTED(name)                       \
-  TEST(planted_bugs_##name) {               \
-    mustBeFound(#name, &PlantedBugs::name); \
+#define PLANTED(simulation, name)                       \
+  TEST(planted_bugs_##name) {                           \
+    mustBeFound(#name, &PlantedBugs::name, simulation); \
   }
 
-PLANTED(noDuplicateCheck)
-PLANTED(acknowledgeEarly)
-PLANTED(noRequeue)
-PLANTED(noDetach)
-PLANTED(countRepeats)
-PLANTED(ignoreCredit)
-PLANTED(forgetCredit)
-PLANTED(matchByArrival)
-PLANTED(keepDestination)
+PLANTED(channels, noDuplicateCheck)
+PLANTED(channels, acknowledgeEarly)
+PLANTED(channels, noRequeue)
+PLANTED(channels, noDetach)
+PLANTED(channels, countRepeats)
+PLANTED(channels, ignoreCredit)
+PLANTED(channels, forgetCredit)
+PLANTED(channels, matchByArrival)
+PLANTED(channels, keepDestination)
+
+PLANTED(failover, noProbation)
+PLANTED(failover, noHoldDown)
+PLANTED(failover, noReconnect)
+PLANTED(failover, neverSuspect)
+PLANTED(failover, suspectAll)
+PLANTED(failover, forgetTaint)
+PLANTED(failover, neverOffRoute)
+PLANTED(failover, ignoreNicDown)
+PLANTED(failover, reserveWhenNothingWorks)
+PLANTED(failover, standbyFirstRouteOnly)
+PLANTED(failover, keepClassOnDeadNic)
 
 } // namespace
 } // namespace resilient::test

@@ -1,0 +1,246 @@
+#pragma once
+
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/random.h"
+#include "channel/channel.h"
+#include "channel/mailbox.h"
+#include "failover/failover.h"
+#include "tests/failover_simulation.h"
+#include "tests/simulated_tcp.h"
+
+namespace resilient::test {
+
+// How the processes of one simulated network are set up.
+struct FailoverSetup {
+  size_t nics = 1; // and routes: NIC r of one side belongs to r of the other
+  size_t lanes = 1; // connections of a route
+  uint32_t chunkBytes = 16 << 10;
+  FailoverConfig config;
+  RolePolicy policy;
+};
+
+// What all processes of a simulated network share.
+struct FailoverWorld {
+  FailoverWorld(uint64_t seed, Nanos latency, uint64_t bytesPerS)
+      : prng(mixBits(seed)), net(mixBits(~seed), latency, bytesPerS) {}
+  void fail(const std::string& what) {
+    if (result.error.empty()) {
+      result.error = what;
+    }
+  }
+  void note(int side, const char* text, uint64_t a, uint64_t b = 0);
+
+  Prng prng;
+  FailoverSetup setup;
+  SimulatedTcp net;
+  FailoverSimulationResult result;
+  std::function<void(const std::string&)> trace;
+  // Nothing has failed but that processes pause: then no connection may be
+  // doubted or lost.
+  bool onlyPauses = false;
+  bool expectDeath = false; // a process was killed
+};
+
+// One process: a Channel, a Failover and what a TcpConnector and a PeerLink do
+// for them. Whatever the Failover asks for is checked against what it promises.
+class FailoverProcess final : public SimulatedTcp::User,
+                              public FailoverHost,
+                              public ChannelHost,
+                              public MailboxListener {
+ public:
+  FailoverProcess(FailoverWorld& world, int side);
+  ~FailoverProcess() override;
+  void setPeer(FailoverProcess& peer) {
+    peer_ = &peer;
+  }
+
+  // --- what the scenario does
+  void begin();
+  void send(uint64_t bytes, TrafficClass trafficClass);
+  // The kernel's news of a NIC.
+  void onNicNews(size_t nic, bool works);
+  void setWanted(size_t route, size_t count);
+  // The process does nothing until then; its kernel goes on.
+  void pause(TimePoint until);
+  void kill();
+  // The connection breaks here, as by a reset from outside.
+  void breakConnection(size_t connection);
+  // A path beside the connections: shared memory (route: none), or datagrams.
+  void addBeside(std::optional<size_t> route, size_t socket);
+  void removeBeside(std::optional<size_t> route);
+
+  // --- what is known
+  Failover& failover() {
+    return failover_;
+  }
+  bool dead() const { // by its own judgement, or killed
+    return dead_;
+  }
+  bool connected(size_t c) const {
+    return c < connections_.size() && connections_[c].socket.has_value();
+  }
+  // Everything that was sent has arrived.
+  bool allArrived() const;
+  // All that is wanted carries, or could.
+  std::string notHealed() const;
+  uint64_t received() const {
+    return receivedCount_;
+  }
+  // From now on a message must arrive within `limit`; 0: no limit.
+  void limitDelivery(Nanos limit) {
+    deliveryLimit_ = limit;
+  }
+
+  // SimulatedTcp::User
+  void onConnected(size_t socket) override;
+  void onRefused(size_t socket) override;
+  void onReadable(size_t socket) override;
+  void onWritable(size_t socket) override;
+  void onReset(size_t socket) override;
+
+ private:
+  struct Attempt {
+    size_t socket = 0;
+    std::optional<TimePoint> connectedAt;
+    bool offRoute = false;
+  };
+  struct Connection {
+    std::optional<size_t> socket;
+    PathId path = 0;
+    TimePoint heardAt{};
+    uint64_t heard = 0;
+    std::optional<Attempt> attempt;
+    // What the checks know of it.
+    uint64_t times = 0; // connected
+    bool proving = false;
+    bool suspect = false;
+    TimePoint upAt{};
+    TimePoint taintedAt = kNever;
+    int losses = 0; // in a row, each soon after it came up
+    std::optional<TimePoint> trustedAt;
+  };
+  struct Caller { // a connection that is not proved yet
+    std::optional<size_t> reserved; // for this connection
+  };
+  struct Beside {
+    std::optional<size_t> socket;
+    PathId path = 0;
+  };
+  struct Send;
+  struct Receive;
+  struct Stream { // the messages of one traffic class
+    uint64_t sent = 0, posted = 0;
+    std::deque<std::unique_ptr<Send>> sends;
+    std::deque<std::unique_ptr<Receive>> receives;
+    std::deque<std::pair<TimePoint, uint64_t>> sentAt; // and bytes; by number
+  };
+
+  // --- turns of the loop
+  void enter(std::function<void()> what, bool timer = false);
+  void settle();
+  void pump();
+  bool pumpPath(size_t socket, PathId path, std::optional<size_t> connection);
+  void armTimers();
+  void checkFrame(const OutFrame& frame, PathId path, std::optional<size_t> c);
+
+  // --- connections
+  size_t routes() const {
+    return world_.setup.nics;
+  }
+  std::pair<size_t, size_t> otherPair(size_t route, size_t index) const;
+  void readAll(size_t socket);
+  void readFrame(size_t socket, const SimulatedTcp::Segment& segment);
+  void onHandshake(size_t socket, const SimulatedTcp::Segment& segment);
+  void sayHandshake(size_t socket, uint32_t kind, size_t connection);
+  std::optional<size_t> attemptOf(size_t socket) const;
+  std::optional<size_t> connectionOf(size_t socket) const;
+  void failAttempt(size_t c, const AttemptFailure& how);
+  void loseCaller(size_t socket);
+  void install(size_t c, size_t socket, bool ours);
+  void closePath(size_t c, const std::string& why);
+  void ensure(size_t count);
+  void useChanged();
+  Beside& beside(std::optional<size_t> route);
+  std::string text(size_t c) const;
+
+  // --- checks
+  bool good(size_t c) const;
+  bool anotherGood(size_t c) const;
+  bool another(size_t c, const std::function<bool(size_t)>& what) const;
+  bool answeredLately(size_t c, Nanos age) const;
+  void checkRoles(const Roles& roles);
+  void noteLoss(Connection& x, bool counts);
+  void messageArrived(size_t cls);
+
+  // FailoverHost
+  ConnectionFacts facts(size_t c) const override;
+  PathEvidence evidence(size_t c) const override;
+  bool busy() const override {
+    return true;
+  }
+  void wakeAt(TimePoint when) override;
+  void attempt(size_t c, const AttemptPlan& plan) override;
+  void giveUpAttempt(size_t c) override;
+  std::optional<TimePoint> attemptConnectedAt(size_t c) const override;
+  size_t otherPairs(size_t c) const override;
+  void ping(size_t c) override;
+  void putOnProbation(size_t c) override;
+  void trust(size_t c) override;
+  void setSuspect(size_t c, bool suspect) override;
+  void reset(size_t c, const std::string& why) override;
+  void tellLost(const std::vector<size_t>& connections, const std::string& nic)
+      override;
+  void rolesAssigned(const Roles& roles) override;
+  void onPeerGone(const AttemptFailure& last) override;
+  void note(size_t c, ConnectionNote what) override;
+
+  // ChannelHost, MailboxListener
+  void channelReady(Channel&) override {
+    dirty_ = true;
+  }
+  void onControl(Channel&, std::span<const std::byte> payload) override;
+  void onBye(Channel&) override {}
+  void onCollectiveMismatch(
+      uint64_t,
+      uint64_t,
+      const OpSignature&,
+      const FrameHeader&,
+      Channel&) override {}
+
+  FailoverWorld& world_;
+  SimulatedTcp& net_;
+  const int side_;
+  FailoverProcess* peer_ = nullptr;
+  CompletionQueue completions_;
+  StagingBudget staging_;
+  Mailbox mailbox_;
+  Channel channel_;
+  Failover failover_;
+  std::deque<Connection> connections_;
+  std::map<size_t, Caller> callers_; // by socket
+  std::vector<Beside> beside_; // datagrams by route, then shared memory
+  PathId lastPath_ = 0;
+  size_t turn_ = 0;
+  bool begun_ = false;
+  bool dirty_ = false;
+  bool dead_ = false;
+  bool killed_ = false;
+  bool settling_ = false;
+  TimePoint pausedUntil_{};
+  std::deque<std::function<void()>> waiting_, waitingTimers_; // while paused
+  TimePoint timerAt_ = kNever; // of the failover
+  TimePoint channelTimerAt_ = kNever;
+  mutable std::optional<size_t> checking_; // whose evidence was asked for last
+  std::vector<Stream> streams_; // by class
+  uint64_t receivedCount_ = 0;
+  Nanos deliveryLimit_{};
+};
+
+} // namespace resilient::test
