@@ -11,8 +11,8 @@ class OptionRow(TypedDict):
     name: str
     variable: str
     default: int | float | bool | str
-    least: float
-    most: float
+    min: float
+    max: float
     unit: str
     doc: str
 

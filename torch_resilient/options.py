@@ -46,8 +46,8 @@ class Option:
     field: str
     variable: str
     default: int | float | bool | str
-    least: float  # bounds of a number, both included
-    most: float
+    min: float  # bounds of a number, both included
+    max: float
     unit: str
     doc: str
 
@@ -79,15 +79,15 @@ def parse(text: str) -> list[Option]:
         if not isinstance(call, ast.Call) or len(call.args) != 8:
             raise ValueError(f"options.def:{statement.lineno}: expected X with 8 arguments")
         kind, field, suffix, *rest = call.args
-        default, least, most, unit, doc = map(_literal, rest)
+        default, lower, upper, unit, doc = map(_literal, rest)
         options.append(
             Option(
                 ast.unparse(kind),
                 ast.unparse(field),
                 PREFIX + ast.unparse(suffix),
                 default,
-                float(least),
-                float(most),
+                float(lower),
+                float(upper),
                 str(unit),
                 str(doc),
             )
