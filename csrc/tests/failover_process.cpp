@@ -99,7 +99,7 @@ FailoverProcess::FailoverProcess(FailoverWorld& world, int side)
           staging_,
           *this),
       failover_(failoverConfig(world.setup, side), *this),
-      beside_(world.setup.nics + 1),
+      otherPaths_(world.setup.nics + 1),
       streams_(kTrafficClassCount) {
   staging_.limit = 1 << 20;
   net_.setUser(side, this);
@@ -107,7 +107,7 @@ FailoverProcess::FailoverProcess(FailoverWorld& world, int side)
 
 FailoverProcess::~FailoverProcess() = default;
 
-// --- what the scenario does
+// --- for the scenario
 
 void FailoverProcess::begin() {
   enter([this] {
@@ -261,13 +261,14 @@ void FailoverProcess::breakConnection(size_t c) {
   }
 }
 
-FailoverProcess::Beside& FailoverProcess::beside(std::optional<size_t> route) {
-  return beside_[route.value_or(routes())];
+FailoverProcess::OtherPath& FailoverProcess::otherPath(
+    std::optional<size_t> route) {
+  return otherPaths_[route.value_or(routes())];
 }
 
-void FailoverProcess::addBeside(std::optional<size_t> route, size_t socket) {
+void FailoverProcess::addOtherPath(std::optional<size_t> route, size_t socket) {
   enter([this, route, socket] {
-    Beside& b = beside(route);
+    OtherPath& b = otherPath(route);
     if (b.socket || !net_.open(socket, side_)) {
       net_.close(socket, side_);
       return;
@@ -279,9 +280,9 @@ void FailoverProcess::addBeside(std::optional<size_t> route, size_t socket) {
   });
 }
 
-void FailoverProcess::removeBeside(std::optional<size_t> route) {
+void FailoverProcess::removeOtherPath(std::optional<size_t> route) {
   enter([this, route] {
-    Beside& b = beside(route);
+    OtherPath& b = otherPath(route);
     if (b.socket) {
       net_.close(*b.socket, side_);
       b.socket.reset();
@@ -292,12 +293,12 @@ void FailoverProcess::removeBeside(std::optional<size_t> route) {
 }
 
 void FailoverProcess::useChanged() {
-  const bool shared = beside(std::nullopt).socket.has_value();
+  const bool shared = otherPath(std::nullopt).socket.has_value();
   failover_.setSharedMemory(shared);
   world_.result.sharedMemory += shared;
   for (size_t r = 0; r < routes(); ++r) {
-    failover_.setDatagrams(r, beside(r).socket.has_value());
-    world_.result.datagrams += beside(r).socket.has_value();
+    failover_.setDatagrams(r, otherPath(r).socket.has_value());
+    world_.result.datagrams += otherPath(r).socket.has_value();
   }
   failover_.assignRoles(net_.now());
   dirty_ = true;
@@ -358,7 +359,7 @@ void FailoverProcess::settle() {
 void FailoverProcess::pump() {
   for (bool any = true; any;) {
     any = false;
-    for (Beside& b : beside_) {
+    for (OtherPath& b : otherPaths_) {
       any = (b.socket && pumpPath(*b.socket, b.path, std::nullopt)) || any;
     }
     ++turn_;
@@ -585,8 +586,8 @@ void FailoverProcess::onReset(size_t socket) {
       loseCaller(socket);
     } else {
       for (size_t r = 0; r <= routes(); ++r) {
-        if (beside_[r].socket == socket) {
-          removeBeside(r == routes() ? std::nullopt : std::optional(r));
+        if (otherPaths_[r].socket == socket) {
+          removeOtherPath(r == routes() ? std::nullopt : std::optional(r));
         }
       }
     }
@@ -749,7 +750,7 @@ void FailoverProcess::readFrame(
     ++x.heard;
     path = x.path;
   }
-  for (const Beside& b : beside_) {
+  for (const OtherPath& b : otherPaths_) {
     if (b.socket == socket) {
       path = b.path;
     }
@@ -916,11 +917,11 @@ void FailoverProcess::rolesAssigned(const Roles& roles) {
     }
   }
   for (size_t r = 0; r < routes(); ++r) {
-    if (beside(r).socket) {
-      channel_.setClasses(beside(r).path, roles.datagrams[r]);
+    if (otherPath(r).socket) {
+      channel_.setClasses(otherPath(r).path, roles.datagrams[r]);
     }
   }
-  if (const Beside& b = beside(std::nullopt); b.socket) {
+  if (const OtherPath& b = otherPath(std::nullopt); b.socket) {
     channel_.setClasses(b.path, roles.sharedMemory);
   }
   dirty_ = true;
@@ -998,9 +999,9 @@ void FailoverProcess::checkRoles(const Roles& roles) {
       works[c % routes()] = true;
     }
   }
-  const bool shared = beside(std::nullopt).socket.has_value();
+  const bool shared = otherPath(std::nullopt).socket.has_value();
   for (size_t r = 0; r < routes(); ++r) {
-    works[r] = works[r] || beside(r).socket;
+    works[r] = works[r] || otherPath(r).socket;
   }
   const auto classesOf = [&](size_t c) -> unsigned {
     return connected(c) ? roles.connections[c] : 0u;
@@ -1037,7 +1038,7 @@ void FailoverProcess::checkRoles(const Roles& roles) {
     };
     bool carried = false;
     for (size_t r = 0; r < routes(); ++r) {
-      const bool does = beside(r).socket && (roles.datagrams[r] & bit) != 0;
+      const bool does = otherPath(r).socket && (roles.datagrams[r] & bit) != 0;
       carried = carried || does;
       if (does && !mayCarry(r)) {
         world_.fail("datagrams carry a class that is not theirs");
@@ -1052,11 +1053,11 @@ void FailoverProcess::checkRoles(const Roles& roles) {
             text(c) + " carries class " + std::to_string(cls) +
             " although it is in reserve, or the class keeps to another NIC");
       }
-      if (does && beside(route).socket) {
+      if (does && otherPath(route).socket) {
         world_.fail(text(c) + " carries although datagrams do");
       }
       if (!does && connected(c) && good(c) && failover_.wanted(c) &&
-          !beside(route).socket && mayCarry(route)) {
+          !otherPath(route).socket && mayCarry(route)) {
         world_.fail(
             text(c) + " works and does not carry class " + std::to_string(cls));
       }

@@ -26,7 +26,7 @@ struct FailoverSetup {
   RolePolicy policy;
 };
 
-// What all processes of a simulated network share.
+// Shared by all processes of a simulated network.
 struct FailoverWorld {
   FailoverWorld(uint64_t seed, Nanos latency, uint64_t bytesPerS)
       : prng(mixBits(seed)), net(mixBits(~seed), latency, bytesPerS) {}
@@ -42,14 +42,15 @@ struct FailoverWorld {
   SimulatedTcp net;
   FailoverSimulationResult result;
   std::function<void(const std::string&)> trace;
-  // Nothing has failed but that processes pause: then no connection may be
-  // doubted or lost.
+  // Processes pause and nothing else fails: no connection may be doubted or
+  // lost then.
   bool onlyPauses = false;
   bool expectDeath = false; // a process was killed
 };
 
-// One process: a Channel, a Failover and what a TcpConnector and a PeerLink do
-// for them. Whatever the Failover asks for is checked against what it promises.
+// One process: a Channel and a Failover, with the work that TcpConnector and
+// PeerLink do for them. Each request of the Failover is checked against its
+// promises.
 class FailoverProcess final : public SimulatedTcp::User,
                               public FailoverHost,
                               public ChannelHost,
@@ -61,7 +62,7 @@ class FailoverProcess final : public SimulatedTcp::User,
     peer_ = &peer;
   }
 
-  // --- what the scenario does
+  // --- for the scenario
   void begin();
   void send(uint64_t bytes, TrafficClass trafficClass);
   // The kernel's news of a NIC.
@@ -72,11 +73,11 @@ class FailoverProcess final : public SimulatedTcp::User,
   void kill();
   // The connection breaks here, as by a reset from outside.
   void breakConnection(size_t connection);
-  // A path beside the connections: shared memory (route: none), or datagrams.
-  void addBeside(std::optional<size_t> route, size_t socket);
-  void removeBeside(std::optional<size_t> route);
+  // A path that is no connection: shared memory (route: none), or datagrams.
+  void addOtherPath(std::optional<size_t> route, size_t socket);
+  void removeOtherPath(std::optional<size_t> route);
 
-  // --- what is known
+  // --- state
   Failover& failover() {
     return failover_;
   }
@@ -117,7 +118,7 @@ class FailoverProcess final : public SimulatedTcp::User,
     TimePoint heardAt{};
     uint64_t heard = 0;
     std::optional<Attempt> attempt;
-    // What the checks know of it.
+    // For the checks.
     uint64_t times = 0; // connected
     bool proving = false;
     bool suspect = false;
@@ -129,7 +130,7 @@ class FailoverProcess final : public SimulatedTcp::User,
   struct Caller { // a connection that is not proved yet
     std::optional<size_t> reserved; // for this connection
   };
-  struct Beside {
+  struct OtherPath {
     std::optional<size_t> socket;
     PathId path = 0;
   };
@@ -167,7 +168,7 @@ class FailoverProcess final : public SimulatedTcp::User,
   void closePath(size_t c, const std::string& why);
   void ensure(size_t count);
   void useChanged();
-  Beside& beside(std::optional<size_t> route);
+  OtherPath& otherPath(std::optional<size_t> route);
   std::string text(size_t c) const;
 
   // --- checks
@@ -225,7 +226,7 @@ class FailoverProcess final : public SimulatedTcp::User,
   Failover failover_;
   std::deque<Connection> connections_;
   std::map<size_t, Caller> callers_; // by socket
-  std::vector<Beside> beside_; // datagrams by route, then shared memory
+  std::vector<OtherPath> otherPaths_; // datagrams by route, then shared memory
   PathId lastPath_ = 0;
   size_t turn_ = 0;
   bool begun_ = false;

@@ -53,10 +53,10 @@ class Simulation {
   uint64_t below(uint64_t n) {
     return chance_.below(n);
   }
-  Nanos between(Nanos least, Nanos most) {
-    return least +
+  Nanos between(Nanos min, Nanos max) {
+    return min +
         Nanos(static_cast<int64_t>(
-            below(static_cast<uint64_t>((most - least).count()) + 1)));
+            below(static_cast<uint64_t>((max - min).count()) + 1)));
   }
   template <typename T>
   T oneOf(std::initializer_list<T> list) {
@@ -90,14 +90,14 @@ class Simulation {
   void planSetup();
   void planTraffic();
   void planFaults(TimePoint from, TimePoint until, size_t count);
-  void planFault(TimePoint when, Nanos most);
-  void planBeside(TimePoint when, Nanos lasts);
+  void planFault(TimePoint when, Nanos longest);
+  void planOtherPath(TimePoint when, Nanos lasts);
   void planPause(TimePoint when, Nanos lasts);
   void planFirewall(TimePoint when, size_t route, Nanos lasts);
   void flap(size_t route, int side, int times, TimePoint when);
   void cutOne(size_t route);
   void nicDown(size_t route, int side, bool news, Nanos lasts);
-  void toggleBeside(std::optional<size_t> route, bool use);
+  void toggleOtherPath(std::optional<size_t> route, bool use);
   void traffic();
 
   void after();
@@ -118,12 +118,12 @@ class Simulation {
   TimePoint healAt_{};
   TimePoint trafficUntil_ = kNever;
   Nanos messagePause_{};
-  uint64_t mostBytes_ = 0;
+  uint64_t maxBytes_ = 0;
   Nanos longestFault_{};
   TimePoint pausesFrom_{};
 };
 
-// --- what happens
+// --- the plan
 
 void Simulation::planSetup() {
   FailoverSetup& s = world_.setup;
@@ -159,7 +159,6 @@ void Simulation::planSetup() {
   if (scenario_ == Scenario::kOneRouteWorks) {
     works_ = below(s.nics);
   }
-  world_.onlyPauses = scenario_ == Scenario::kOnlyPauses;
 }
 
 void Simulation::plan() {
@@ -178,13 +177,15 @@ void Simulation::plan() {
   // Connections first, so that faults have something to break.
   const TimePoint from = start + milliseconds(700);
   healAt_ = from + between(seconds(1), seconds(5));
+  // Before, both sides connect at once, and may replace what they have made.
+  at(from, [this] { world_.onlyPauses = scenario_ == Scenario::kOnlyPauses; });
   planFaults(from, healAt_, 1 + below(6));
 }
 
 void Simulation::planTraffic() {
   messagePause_ =
       oneOf<Nanos>({milliseconds(4), milliseconds(15), milliseconds(60)});
-  mostBytes_ = oneOf<uint64_t>({300, 5'000, 60'000});
+  maxBytes_ = oneOf<uint64_t>({300, 5'000, 60'000});
   at(net().now() + milliseconds(500), [this] {
     if (scenario_ == Scenario::kOneRouteWorks) {
       process(0).limitDelivery(pauseLimit());
@@ -201,7 +202,7 @@ void Simulation::traffic() {
   for (const int side : {0, 1}) {
     if (below(4) != 0) {
       process(side).send(
-          1 + below(mostBytes_),
+          1 + below(maxBytes_),
           static_cast<TrafficClass>(below(kTrafficClassCount)));
     }
   }
@@ -210,16 +211,17 @@ void Simulation::traffic() {
 }
 
 void Simulation::planFaults(TimePoint from, TimePoint until, size_t count) {
-  const Nanos most = oneOf<Nanos>({milliseconds(300), seconds(1), seconds(3)});
-  longestFault_ = most;
+  const Nanos longest =
+      oneOf<Nanos>({milliseconds(300), seconds(1), seconds(3)});
+  longestFault_ = longest;
   for (size_t i = 0; i < count; ++i) {
     const TimePoint when = from + between(Nanos(0), until - from);
-    at(when, [this, when, most] { planFault(when, most); });
+    at(when, [this, when, longest] { planFault(when, longest); });
   }
 }
 
-void Simulation::planFault(TimePoint when, Nanos most) {
-  const Nanos lasts = between(milliseconds(20), most);
+void Simulation::planFault(TimePoint when, Nanos longest) {
+  const Nanos lasts = between(milliseconds(20), longest);
   if (scenario_ == Scenario::kOnlyPauses) {
     planPause(when, lasts);
     return;
@@ -272,7 +274,7 @@ void Simulation::planFault(TimePoint when, Nanos most) {
       }
       break;
     case 10:
-      planBeside(when, lasts);
+      planOtherPath(when, lasts);
       break;
     default:
       planFirewall(when, route, lasts);
@@ -332,20 +334,20 @@ void Simulation::planPause(TimePoint when, Nanos lasts) {
   process(static_cast<int>(below(2))).pause(when + lasts);
 }
 
-void Simulation::planBeside(TimePoint when, Nanos lasts) {
+void Simulation::planOtherPath(TimePoint when, Nanos lasts) {
   const auto route =
       below(2) == 0 ? std::nullopt : std::optional(below(routes()));
-  toggleBeside(route, true);
-  at(when + lasts, [this, route] { toggleBeside(route, false); });
+  toggleOtherPath(route, true);
+  at(when + lasts, [this, route] { toggleOtherPath(route, false); });
 }
 
-void Simulation::toggleBeside(std::optional<size_t> route, bool use) {
+void Simulation::toggleOtherPath(std::optional<size_t> route, bool use) {
   if (use) {
     const size_t socket = net().connectInside();
-    process(0).addBeside(route, socket);
-    process(1).addBeside(route, socket);
+    process(0).addOtherPath(route, socket);
+    process(1).addOtherPath(route, socket);
   } else {
-    process(static_cast<int>(below(2))).removeBeside(route);
+    process(static_cast<int>(below(2))).removeOtherPath(route);
   }
 }
 
@@ -361,11 +363,13 @@ void Simulation::planFirewall(TimePoint when, size_t route, Nanos lasts) {
   }
   ++world_.result.firewalls;
   net().refuse(route, route, when + lasts);
-  // It outlasts the refusals: what they have begun to count is forgotten.
+  // Longer than the refusals, so that their count starts anew.
   const TimePoint until = when + lasts + milliseconds(100);
   for (size_t r = 0; r < routes(); ++r) {
-    net().block(0, r, r, r == route ? when : until);
-    net().block(1, r, r, r == route ? when : until);
+    if (r != route) {
+      net().block(0, r, r, until);
+      net().block(1, r, r, until);
+    }
   }
   for (size_t lane = 0; lane < world_.setup.lanes; ++lane) {
     process(0).breakConnection(route + routes() * lane);
@@ -373,7 +377,7 @@ void Simulation::planFirewall(TimePoint when, size_t route, Nanos lasts) {
   }
 }
 
-// --- and then
+// --- the end
 
 // Waits, detection and answers together; see Failover and PathHealth. Patience
 // grows to 4 times suspect_after_s, or to 4 times the round trip with its
@@ -479,7 +483,7 @@ void Simulation::awaitDeath() {
   }
 }
 
-// NIC a of process 0 and NIC b of process 1 are what is left.
+// Only NIC a of process 0 and NIC b of process 1 still work.
 void Simulation::cross() {
   const size_t a = below(routes());
   const size_t b = (a + 1 + below(routes() - 1)) % routes();
@@ -489,7 +493,7 @@ void Simulation::cross() {
   for (size_t nic = 0; nic < routes(); ++nic) {
     for (const int side : {0, 1}) {
       const bool works = nic == (side == 0 ? a : b);
-      // Also what a fault before has promised to bring back stays away.
+      // A NIC that an earlier fault brings back stays blocked.
       for (size_t to = 0; to < routes() && !works; ++to) {
         net().block(0, side == 0 ? nic : to, side == 0 ? to : nic, kNever);
         net().block(1, side == 1 ? nic : to, side == 1 ? to : nic, kNever);

@@ -10,7 +10,7 @@ struct FailoverSimulationResult {
   std::string error; // empty: everything was as it must be
   uint64_t traceHash = 0;
   uint64_t events = 0;
-  // How much was exercised, so that a test can show it tests something.
+  // Counts, by which a test shows that it tests something.
   uint64_t messages = 0; // delivered
   uint64_t cuts = 0; // connections reset by the network
   uint64_t blackHoles = 0; // ways on which nothing passes, also one way
@@ -42,7 +42,7 @@ struct FailoverSimulationResult {
 // SimulatedTcp over several NICs. The seed decides the network, the options and
 // the faults: NICs that fail with and without news, black holes in one or both
 // directions, flapping, resets, firewalls, paused and killed processes. Checks
-// what failover promises; see docs/testing.md.
+// the promises of failover; see docs/testing.md.
 FailoverSimulationResult simulateFailover(
     uint64_t seed,
     const std::function<void(const std::string&)>& trace = {});

@@ -30,7 +30,7 @@ inline constexpr size_t kInsideHost = kMaxNics;
 // Thread: one. No real clock, no I/O.
 class SimulatedTcp {
  public:
-  // What the process of one side sees of its kernel.
+  // The calls of one kernel to its process.
   class User {
    public:
     virtual ~User() = default;
@@ -99,7 +99,7 @@ class SimulatedTcp {
   void closeAll(int side);
 
  private:
-  // What one end sends.
+  // One direction, by the end that sends.
   struct Half {
     std::deque<Segment> unacknowledged;
     uint64_t first = 0; // number of the front
