@@ -1,4 +1,4 @@
-"""What an iteration of a pipeline costs: seconds per operation, delay per link, memory."""
+"""The costs of an iteration of a pipeline: seconds per operation, delay per link, memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-# When the input backward ends, torch 2.13 frees nothing of what the forward saved, and keeps
-# gradients for the weight backward beside it: a microbatch then weighs 1.6 to 1.7 times as much as
-# before. With too low a value, plans need more memory than `peak_units` says.
+# When the input backward ends, torch 2.13 frees nothing of what the forward saved, and also keeps
+# gradients for the weight backward: a microbatch then weighs 1.6 to 1.7 times as much as before.
+# With too low a value, plans need more memory than `peak_units` says.
 WEIGHT_BACKWARD_UNITS = 1.6
 
 PerStage = float | Sequence[float]

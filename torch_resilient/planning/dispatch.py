@@ -23,7 +23,7 @@ _MAX_VARIED = 2048
 
 @dataclass(frozen=True)
 class StageGates:
-    """What one stage keeps to; all are numbers of microbatches.
+    """The limits of one stage, all in microbatches.
 
     Attributes:
         warmup: F comes before B while fewer than these are between F and B: x_i of the paper, which
@@ -123,7 +123,7 @@ def choose(
 
 
 class Expectation:
-    """What a stage runs next if no message is late: for one iteration, from a plan.
+    """The next operation of a stage if no message is late, in one iteration of a plan.
 
     The first operation of `order`, kinds such as "FFBW", that has not run, whatever has run ahead
     of it. An empty order expects nothing.
@@ -170,11 +170,11 @@ class Patience:
     before it.
 
     Begun a little before that message, the operation would delay all that hangs on the message by
-    nearly its own length, and plans leave no slack for that where a link is slow. What comes much
-    later than planned is not worth waiting for: after a wait in vain the next one for that message
-    of an iteration is half as long, after a wait that paid twice as long. In the exact model with
-    some percent of noise, that saves up to 2 % of an iteration where a link is slow, and changes
-    next to nothing over the traces of PIPEMORPH's Figure 18.
+    nearly its own length, and plans leave no slack for that where a link is slow. Waiting for a
+    message that is much later than planned does not pay: after a wait in vain the next one for that
+    message of an iteration is half as long, after a wait that paid twice as long. In the exact
+    model with some percent of noise, that saves up to 2 % of an iteration where a link is slow, and
+    changes next to nothing over the traces of PIPEMORPH's Figure 18.
     """
 
     MOST = 0.4
@@ -233,7 +233,7 @@ def predicted_s(costs: PipelineCosts, num_microbatches: int, gates: Gates) -> fl
 
 
 def predicted_orders(costs: PipelineCosts, num_microbatches: int, gates: Gates) -> tuple[str, ...]:
-    """What each stage had best run then, as kinds: "FFBW...".
+    """Returns the best order of each stage with live dispatch, as kinds: "FFBW...".
 
     Costs that are measured are a little off, and then live dispatch, too, begins a W right before
     the message that was to come first. So here a W only runs if a fifth of it fits before that. And

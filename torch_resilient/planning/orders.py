@@ -45,7 +45,7 @@ class Operation(NamedTuple):
         return cls(match[1], int(match[2]))
 
 
-# Of one stage; a plan has one for each.
+# The order of one stage; a plan has one for each stage.
 Order = list[Operation]
 
 
@@ -156,7 +156,7 @@ _CLASSIC: dict[str, Callable[[int, int, int], str]] = {
 def alternating(warmup: Sequence[int], num_microbatches: int) -> list[Order]:
     """Stage i runs warmup[i] forwards, then B and F in turn, then the other B; W comes last.
 
-    This is the schedule of which Theorem 1 speaks: its slackness is what the warm-up says, since
+    This is the schedule of Theorem 1: its slackness is what the warm-up says, since
     no stage runs ahead. Every stage holds all microbatches between F and W.
 
     Raises ValueError unless the warm-up falls along the stages, from 1 to num_microbatches.

@@ -24,7 +24,7 @@ from torch_resilient.planning.warmup import adapted_warmup, initial_warmup
 # the others: one alone.
 POLICIES = ("best", "portfolio", "paper", "1f1b", "zb_h1", "zb_h2", "gpipe")
 
-# What the best plan is never worse than, where they keep to the limits. GPipe never helps.
+# The best plan is never worse than any of these that keeps to the limits. GPipe never helps.
 _BASELINES = ("1f1b", "zb_h1", "zb_h2")
 
 # How much longer than the best a plan may take at the given delays to be chosen because it bears
@@ -33,10 +33,11 @@ NOMINAL_TOLERANCE = 0.002
 # How many slow links are made slower, one at a time, to see what a plan bears; each costs one
 # evaluation for each plan that is left.
 _DISTURBED_LINKS = 4
-# Of this share of its delay, and at least half a forward and input backward.
+# Each is made slower by this share of its delay, at least by half a forward and input backward.
 _DISTURBANCE = 0.25
-# Parts of the budget: for rules, and for the choice among plans of nearly the same length. What the
-# rules do not need and the rest is for the search, which gains more once several have run.
+# Parts of the budget: for rules, and for the choice among plans of nearly the same length. The
+# search gets the rest, and the time that the rules do not need; it gains more once several rules
+# have run.
 _RULES_SHARE = 0.4
 _CHOICE_SHARE = 0.1
 # The search tries that many of the best orders in a part of its time, and goes on with the best.
@@ -112,7 +113,7 @@ def limits_of(
     """The limits, one per stage; None for no limit. Raises ValueError, which names the argument."""
     activations = _limit("activation_limit", activation_limit, stages, num_microbatches)
     pending = _limit("weight_limit", weight_limit, stages, num_microbatches)
-    # What is between F and B is between F and W, too.
+    # A microbatch between F and B is also between F and W.
     activations = [min(a, p) for a, p in zip(activations, pending, strict=True)]
     return Limits(tuple(activations), tuple(pending))
 
@@ -219,8 +220,8 @@ def _quotas(costs: PipelineCosts, num_microbatches: int, limits: Limits) -> dict
     return quotas
 
 
-# (quota, gate, forward_first, weight_share, max_weights), in the order in which each adds most to
-# those before it, over random profiles without a limit, with one on F-B and with one on F-W
+# (quota, gate, forward_first, weight_share, max_weights), in the order of their additional gain
+# over those before, over random profiles without a limit, with one on F-B and with one on F-W
 # (benchmarks/planner_quality.py draws such). -1 stands for as many W as stages.
 _RULES: tuple[tuple[str, bool, bool, float, int | None], ...] = (
     ("adapted", False, True, 0.0, None),
@@ -341,7 +342,7 @@ def plan_schedule(
             before W: this is the one that bounds memory.
         policy: "best" tries the paper's rules, 1F1B, ZB-H1 and ZB-H2 where the limits allow them,
             then other rules, then changes the best of them step by step. "portfolio" does without
-            the search and without a budget, so that the result depends on the arguments only. The
+            the search and without a budget, and its result depends on the arguments only. The
             names of single schedules give these.
         budget_ms: time for "best", by `clock`. The paper's rules and the classic orders are tried
             in any case, and what is running at the end of the budget still ends.
@@ -456,7 +457,7 @@ def _search(
     end_s: float,
     clock: Callable[[], float],
 ) -> list[_Candidate]:
-    """What a local search makes of the best candidates: each for a while, then the best of them."""
+    """Runs a local search on each of the best candidates for a while, then on the best of them."""
     starts: list[_Candidate] = []
     for candidate in sorted(candidates, key=_time_s):
         if all(candidate.kinds != other.kinds for other in starts):

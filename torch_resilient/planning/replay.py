@@ -24,7 +24,7 @@ class Span(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What `operation` of stage `source` sends: an activation (F) or its gradient (B)."""
+    """A message from `operation` of stage `source`: an activation (F) or its gradient (B)."""
 
     operation: Operation
     source: int
@@ -58,7 +58,7 @@ class Bubble:
 
 @dataclass(frozen=True)
 class Replay:
-    """What came of the orders, in seconds and, for each stage, microbatches held.
+    """The result of a replay: times in seconds and, for each stage, microbatches held.
 
     Attributes:
         costs: what they were replayed with.
@@ -110,7 +110,7 @@ def _check(orders: Sequence[Sequence[Operation]], num_stages: int) -> int:
             min(len(orders), num_stages), None, f"{len(orders)} orders for {num_stages} stages"
         )
     num_microbatches = max((len(order) for order in orders), default=0) // 3
-    # What a microbatch has behind it: 1 after F, 2 after B, 3 after W.
+    # Progress of a microbatch: 1 after F, 2 after B, 3 after W.
     wanted = {"F": 0, "B": 1, "W": 2}
     for stage, order in enumerate(orders):
         done = [0] * num_microbatches

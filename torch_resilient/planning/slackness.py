@@ -60,10 +60,10 @@ def accumulated_delay_s(
 ) -> float:
     """About how much longer, in seconds, an iteration takes by the delays of `link`: Theorem 1.
 
-    Within the tolerated delay c it is c, counted in both directions. What exceeds it counts again
-    in every group of slackness + 1 microbatches, in both directions: 2N / (slackness + 1) times.
-    The paper gives orders of growth only. The divisor slackness + 1 is that of ADAPTRA, which the
-    exact model confirms; slackness - 1, as PIPEMORPH has it, would be infinite for 1.
+    Within the tolerated delay c it is c, counted in both directions. The excess counts again in
+    every group of slackness + 1 microbatches, in both directions: 2N / (slackness + 1) times. The
+    paper gives orders of growth only. The divisor slackness + 1 is that of ADAPTRA, which the exact
+    model confirms; slackness - 1, as PIPEMORPH has it, would be infinite for 1.
     """
     # Paper: PIPEMORPH §4.1, Theorem 1
     if link_slackness < 0:

@@ -43,7 +43,7 @@ def initial_warmup(num_stages: int, max_activations: int) -> list[int]:
         max_activations: how many microbatches the first stage may hold between F and B: the
             paper's floor(M / M^F).
 
-    Where the slackness does not divide evenly, the first links get one more. With fewer
+    If the slackness does not divide evenly, the first links get one more. With fewer
     activations than stages some links get none. The quota makes a link resilient only if the
     order keeps to it (`orders.alternating`): a generator that sees no delay and takes B before F
     runs into the same order for every quota.
@@ -68,7 +68,7 @@ def adapted_warmup(costs: PipelineCosts, num_microbatches: int) -> list[int]:
     The two versions of the paper differ. Taken are ADAPTRA's ceiling and t_i^B: with the floor of
     PIPEMORPH, Equation 1 does not hold for the result. Left out is the clip of the slackness to
     N - 2S: it is 0 or negative for N <= 2S and makes iterations up to twice as long; instead each
-    count is kept within 1 and N. Where the directions of a link differ, 2c is their sum.
+    count is kept within 1 and N. If the directions of a link differ, 2c is their sum.
     """
     # Paper: PIPEMORPH §4.2, Algorithm 2
     warmup = [1]
