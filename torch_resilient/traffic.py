@@ -20,7 +20,7 @@ _R = TypeVar("_R")
 
 
 class _Previous(threading.local):
-    """What to restore, innermost last; of each thread its own."""
+    """The values to restore, per thread, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[int] = []
@@ -70,7 +70,7 @@ class traffic_class:
     def __call__(self, function: Callable[_P, _R]) -> Callable[_P, _R]:
         """Decorates `function`: its calls run in this class.
 
-        Raises TypeError for coroutine and generator functions, whose bodies would run
+        Raises TypeError for coroutine and generator functions, because their bodies would run
         outside of the block.
         """
         if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):

@@ -1,7 +1,7 @@
 """Activations that drop packets where a model would be cut into pipeline stages.
 
-What crosses a boundary is cut into packets as on a datagram path, and some of them arrive as
-zeros: the activations of the forward pass, their gradients on the way back, or both. For
+The data that crosses a boundary is cut into packets as on a datagram path, and some of them arrive
+as zeros: the activations of the forward pass, their gradients on the way back, or both. For
 `torch-resilient profile-drop`, which looks how much of it a training stands.
 
 Paper: SMART §2.2, Figure 1; what is dropped, and how much of a message at most, is §3.2.
@@ -30,13 +30,13 @@ __all__ = [
     "plain_name",
 ]
 
-# Of a message, in one packet of a link with an MTU of 1500.
+# Bytes of a message in one packet of a link with an MTU of 1500.
 PACKET_BYTES = 1376
 # A message is sent in chunks of at most this (TORCH_RESILIENT_CHUNK_BYTES).
 CHUNK_BYTES = 512 << 10
 
 # "random": any packet may be dropped, as on the network, which does not look into activations.
-# "small": those whose values are the smallest, if it did.
+# "small": those with the smallest values, if it did.
 Packets = Literal["random", "small"]
 
 _DTYPES: dict[torch.dtype, Any] = {
@@ -68,7 +68,7 @@ def _may_miss(message_bytes: int, bound: float) -> list[int]:
 
 
 def may_miss(message_bytes: int, bound: float) -> int:
-    """Packets that the network may leave out of a message of so many bytes.
+    """Packets that the network may leave out of a message of this size.
 
     `bound` is a fraction, 0 to 1. 0 for small messages, which arrive whole whatever the bound.
     """
@@ -77,7 +77,7 @@ def may_miss(message_bytes: int, bound: float) -> int:
 
 @dataclass
 class Traffic:
-    """What has crossed a boundary in one direction so far."""
+    """Counts of the data that crossed a boundary in one direction so far."""
 
     messages: int = 0
     largest_bytes: int = 0  # message
@@ -89,7 +89,7 @@ class _Way:
     """One direction of a boundary: zero-fills as much of each message as the bound allows.
 
     The same messages drop the same packets for the same seed. Draws from a generator of its own,
-    so that the training's random numbers stay what they are without drops.
+    so the training gets the same random numbers as without drops.
     """
 
     def __init__(self, bound: float, packets: Packets, seed: int, exact_below_bytes: int) -> None:
@@ -137,9 +137,9 @@ class _Way:
 
 
 class _Link(torch.autograd.Function):
-    """What the next stage gets, and what this one takes of the gradient that comes back.
+    """Passes the activation to the next stage, and the gradient of what arrived back to this one.
 
-    As in the schedules, not that of what was dropped: nothing depends on it.
+    As in the schedules, the gradient of dropped values is left out: nothing depends on them.
     """
 
     @staticmethod
@@ -198,11 +198,11 @@ def plain_name(name: str) -> str:
 
 
 def evenly_spaced(model: nn.Module, stages: int) -> tuple[str, Sequence[str]]:
-    """Where to cut a model into so many stages, if nobody says: (list, boundaries).
+    """Finds the default boundaries at which to cut a model into stages: (list, boundaries).
 
     `list` is the name of the longest ModuleList, ModuleDict or Sequential in the model, the
-    outermost of equals; "" is the model itself. `boundaries` are the names of its children whose
-    outputs go to the next stage. Without a list of at least two, there are none.
+    outermost of equals; "" is the model itself. `boundaries` are the names of its children that
+    send their outputs to the next stage. Without a list of at least two, there are none.
     """
     longest, children = "", list[str]()
     for name, module in model.named_modules():

@@ -48,8 +48,8 @@ class SmartState:
     """The state of `smart_hook` on one rank: settings, error memory, counters.
 
     Making one is a collective: all ranks of `process_group` (None: the default group; it must be
-    the one DDP uses) do so at the same point of the program. It makes a group of its own, so that
-    its operations cannot get between those of the program. On another backend than "resilient"
+    the one DDP uses) do so at the same point of the program. It makes a group of its own, because
+    its operations must not get between those of the program. On another backend than "resilient"
     the hook is torch's all-reduce.
 
     `model` (the module, or DDP around it) gives parameters their names; needed for state_dict().
@@ -60,8 +60,8 @@ class SmartState:
     Raises ValueError for `sites` of the wrong length, or without a process group.
 
     Thread: the program's, between two steps. All work of a bucket runs on one thread of this
-    object, so that autograd's never waits, and so that all ranks gather in the order of buckets
-    whatever arrives first.
+    object. Autograd's thread never waits, and all ranks gather in the order of buckets, whichever
+    arrives first.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class SmartState:
         self._memory.scale(factor)
 
     def error_memory(self) -> dict[str, Tensor]:
-        """What this rank has still to send, by name: flat tensors with zeros where nothing is."""
+        """Returns the values still to be sent, by name: flat tensors, 0 where nothing is left."""
         return {
             name: self._memory.dense(name, parameter.numel())
             for parameter, name in self._names.items()
@@ -145,14 +145,14 @@ class SmartState:
         }
 
     def statistics(self) -> SmartStatistics:
-        """What this rank's state has done so far. Reads all of the error memory for its norm."""
+        """Returns this rank's counts so far. Reads the whole error memory for its norm."""
         return self._guard.statistics(self._memory)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint of this rank needs; every rank's is different and must be saved.
+        """Returns this rank's part of a checkpoint; each rank must save its own.
 
-        Raises ValueError if the state was made without `model`: buckets do not last, so without
-        names nobody could tell later what belongs where.
+        Raises ValueError if the state was made without `model`: buckets do not last, so a later run
+        could not assign the values without names.
         """
         self._need_names()
         return {
@@ -265,7 +265,7 @@ class SmartState:
                 cutoff = sampled_cutoff(
                     sent.view(-1), options.top_fraction, options.samples, self._generator
                 )
-                # Where hardly any element differs from 0, every packet that has one matters.
+                # If hardly any element differs from 0, every packet that has one matters.
                 threshold = cutoff if cutoff > 0 else -1.0
         transfer.tolerant = threshold >= 0
         sent_bytes = message_bytes * len(outgoing)
@@ -309,7 +309,7 @@ class SmartState:
         self._transfers.after(transfer, waiting, self._finish)
 
     def _finish(self, transfer: Transfer) -> None:
-        """What was dropped becomes the new error memory, and the result is handed over."""
+        """Stores what was dropped as the new error memory, and hands over the result."""
         assert transfer.exchange is not None
         assert transfer.shard is not None
         if transfer.gathered is not None:
@@ -331,7 +331,7 @@ class SmartState:
         transfer.result.set_result(value)
 
     def _dropped(self, transfer: Transfer) -> list[Range]:
-        """What of the payload others have zero-filled, ascending; counts and guards."""
+        """Returns the ranges that others zero-filled, ascending; counts and guards."""
         assert transfer.exchange is not None
         dropped = []
         chunk, element_bytes = transfer.wire.shape[1], transfer.wire.element_size()
@@ -348,7 +348,7 @@ class SmartState:
         return dropped
 
     def _carries(self, tensor: Tensor) -> bool:
-        """Whether tensors like this one are this backend's: "cuda:nccl" beside it is not."""
+        """Whether tensors like this one are this backend's: not with "cuda:nccl"."""
         kind = tensor.device.type
         if kind not in self._carried:
             self._carried[kind] = self._group is not None and carries(self._group, tensor.device)
@@ -454,8 +454,8 @@ def smart_reduce_scatter(state: SmartState, model: nn.Module) -> None:
     if not sharded:
         raise ValueError("smart_reduce_scatter: call fully_shard(model) first")
     for name, module in sharded:
-        # Else FSDP leaves out what was not used in this backward, and nobody could tell of which
-        # parameters the rest is. torch before 2.13 always does.
+        # Else FSDP leaves out what was not used in this backward, and the parameters that the rest
+        # belongs to would be unknown. torch before 2.13 always does.
         if hasattr(module, "set_reduce_scatter_unused_params"):
             module.set_reduce_scatter_unused_params(True, recurse=False)
         module.set_custom_reduce_scatter(SmartReduceScatter(state, name))  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ from torch_resilient.smart.recovery import Range
 
 __all__ = ["ErrorMemory", "Layout", "all_finite", "sampled_cutoff"]
 
-# What a flat tensor is made of, in its order: (key, elements). Padding at its end is not listed.
+# The parts of a flat tensor, in order: (key, elements). Padding at its end is not listed.
 Layout = Sequence[tuple[str, int]]
 _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -31,7 +31,7 @@ def sampled_cutoff(
     """The magnitude that the largest `top_fraction` of the elements of `flat` reach, estimated.
 
     From `samples` elements, drawn uniformly with replacement by `generator`, a generator of the
-    CPU of its own, so that the draws of the training are not disturbed. 0 for an empty tensor.
+    CPU of its own, which leaves the draws of the training as they are. 0 for an empty tensor.
     NaN or infinite elements may make the result NaN or infinite.
 
     Paper: SMART §3.1, the threshold τ.
@@ -54,7 +54,7 @@ def all_finite(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class _Dropped:
-    """What of one key was dropped: the values of ascending disjoint ranges, concatenated."""
+    """The dropped part of one key: the values of ascending disjoint ranges, concatenated."""
 
     elements: int  # of the key, all of them
     ranges: Tensor  # int64 on the CPU, one row [start, stop) for each, in elements of the key
@@ -71,7 +71,7 @@ class _Dropped:
 
 
 class ErrorMemory:
-    """What was sent and has not arrived, to be sent again with the next gradient.
+    """Values that were sent and did not arrive, to be sent again with the next gradient.
 
     Kept by key (the name of a parameter), not by bucket: buckets change. Sparse: it takes as much
     memory as was dropped, and nothing without a drop. Values have the type of the payload (float32,
@@ -90,7 +90,7 @@ class ErrorMemory:
     def add_to(self, payload: Tensor, layout: Layout) -> None:
         """Adds what is remembered to the flat `payload`, in place: p = x + e.
 
-        The memory itself stays until remember(), so that nothing is lost if sending fails.
+        The memory itself stays until remember(), so nothing is lost if sending fails.
 
         Raises ValueError if a key has another number of elements than when it was remembered.
 
@@ -114,7 +114,7 @@ class ErrorMemory:
         """Replaces the memory of the keys in `layout` by `payload` where it was dropped.
 
         `dropped` are ranges of `payload`, ascending and disjoint; what lies beyond the layout
-        (padding) is ignored. Keys of which nothing was dropped are forgotten.
+        (padding) is ignored. Keys without dropped values are forgotten.
 
         Raises ValueError for ranges that are not ascending or not within the payload.
 
@@ -145,7 +145,7 @@ class ErrorMemory:
             begin = end
 
     def snapshot(self) -> object:
-        """What is remembered now, for rewind(); shares its values, so it costs next to nothing."""
+        """Returns the current memory for rewind(). Shares the values: almost free."""
         return dict(self._dropped)
 
     def rewind(self, snapshot: object) -> None:
@@ -165,7 +165,7 @@ class ErrorMemory:
         return iter(self._dropped.values())
 
     def dense(self, key: str, elements: int) -> Tensor:
-        """What is remembered of `key`, which has so many elements: a flat tensor with zeros."""
+        """Returns the memory of `key`, which has this many elements: a flat tensor with zeros."""
         dropped = self._dropped.get(key)
         if dropped is None:
             return torch.zeros(elements)
@@ -174,7 +174,7 @@ class ErrorMemory:
         return whole
 
     def scale(self, factor: float) -> None:
-        """Multiplies all that is remembered, for gradients whose unit changes."""
+        """Multiplies the whole memory, for gradients with a changed unit."""
         for key, dropped in self._dropped.items():
             self._dropped[key] = _Dropped(dropped.elements, dropped.ranges, dropped.values * factor)
 

@@ -16,7 +16,7 @@ _log = logging.getLogger("torch_resilient")
 
 @dataclass(frozen=True)
 class SmartStatistics:
-    """What one rank's SmartState has done so far; `error_norm` and so on are of this moment."""
+    """The counts of one rank's SmartState so far; `error_norm` and so on are of this moment."""
 
     steps: int
     exact_steps: int  # of these, those in which this rank had to be exact throughout
@@ -66,7 +66,7 @@ class Guard:
         return self.exact or self._step_exact
 
     def set_exact(self, value: bool) -> None:
-        """What the program asks for. Allowing drops again does not end `never`."""
+        """Sets what the program asks for. Allowing drops again does not end `never`."""
         self._exact_reason = "the program asked for it" if value else ""
 
     def make_exact(self, reason: str) -> None:
@@ -145,7 +145,7 @@ class Guard:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs."""
+        """Returns the data for a checkpoint."""
         return {
             "steps": self._steps,
             "window": list(self._window),

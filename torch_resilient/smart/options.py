@@ -1,4 +1,4 @@
-"""What may be dropped, and when to stop dropping."""
+"""Options: what may be dropped, and when to stop dropping."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["SmartOptions"]
 
 @dataclass(frozen=True)
 class SmartOptions:
-    """What may be dropped. Raises ValueError, naming the field, for a value out of its limits.
+    """Options of dropping. Raises ValueError, naming the field, for a value out of its limits.
 
-    `top_fraction` (0 to 1, without the ends): a packet whose mean magnitude reaches that of the
-    largest `top_fraction` of the bucket's elements arrives for certain. The paper's K. Larger
+    `top_fraction` (0 to 1, without the ends): a packet with a mean magnitude that reaches that of
+    the largest `top_fraction` of the bucket's elements arrives for certain. The paper's K. Larger
     values protect more.
 
     `max_low_priority_drop` (0 to 1): the part of each message's bytes that may be dropped; what is
@@ -27,8 +27,8 @@ class SmartOptions:
     a bucket. A few packets more do not pay; biases and the like stay out of it where they have
     buckets of their own.
 
-    `exact_every` (0 or more): every so many steps, all messages are exact, which empties the
-    error memory; 0: never.
+    `exact_every` (0 or more): in every `exact_every`-th step, all messages are exact, which empties
+    the error memory; 0: never.
 
     `samples` (100 or more): elements drawn from each bucket to estimate the threshold.
 
@@ -72,7 +72,7 @@ class SmartOptions:
         )
 
     def activation_bound_of(self, boundary: int, num_stages: int) -> float:
-        """What part of the activations that stage `boundary` sends to the next may be missing.
+        """Returns the droppable part of the activations from stage `boundary` to the next.
 
         Raises ValueError if there are bounds for another number of boundaries than the
         `num_stages` - 1 of this pipeline.

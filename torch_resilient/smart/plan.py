@@ -1,4 +1,4 @@
-"""Which rank sends which part of a bucket to whom."""
+"""Which rank sends which part of a bucket to which rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 
 class ReducePlan:
-    """Who sends what to whom: a shard for each rank, and for each site an agent for each shard.
+    """The senders and receivers: a shard for each rank, and for each site an agent for each shard.
 
     The agent of a site for shard j adds up what the ranks of its site have of it and sends the
     partial sum to rank j, which adds up those of all sites. Rank j is its own site's agent for
-    shard j. Where each rank is a site of its own, it is its own agent for all shards.
+    shard j. If each rank is a site of its own, it is its own agent for all shards.
     """
 
     def __init__(self, rank: int, sites: Sequence[str]) -> None:
@@ -30,7 +30,7 @@ class ReducePlan:
         self.duties = {
             peer: [j for j in range(self.size) if agent(mine, j) == peer] for peer in members[mine]
         }
-        # Shards of which this rank sends its site's partial sum to another site.
+        # Shards for which this rank sends its site's partial sum to another site.
         self.remote_shards = [j for j in self.duties[rank] if sites[j] != mine]
         # In the order of the sites: who sends this rank's shard; itself for its own site.
         self.senders = [agent(site, rank) for site in names]

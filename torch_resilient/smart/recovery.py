@@ -25,7 +25,7 @@ _EXACT = (-1.0, 0.0)
 
 
 class _Previous(threading.local):
-    """What to restore, innermost last; of each thread its own."""
+    """The values to restore, per thread, innermost last."""
 
     def __init__(self) -> None:
         self.stack: list[tuple[float, float]] = []
@@ -43,14 +43,14 @@ class tolerate:
         with tolerate(threshold=1e-4, max_drop_fraction=0.1):
             work = dist.isend(gradients, dst=1)
 
-    A packet whose values have a mean magnitude below `threshold` may be dropped: the receiver finds
-    zeros there. In the traffic classes of activations any packet may, whatever its values, but
-    messages with a NaN or infinity are exact. Of each message at most `max_drop_fraction` (0 to 1)
-    of the bytes; packets beyond that, and those that reach the threshold, are sent until they
-    arrive. A negative threshold means exact, as without this block. It holds for point-to-point
-    sends of floating point tensors that the calling thread issues within the block; the innermost
-    block counts. Such a send completes when the receiver has told what it has: then ask
-    `zero_filled(work)`.
+    A packet may be dropped if its values have a mean magnitude below `threshold`: the receiver
+    finds zeros there. In the traffic classes of activations any packet may, whatever its values,
+    but messages with a NaN or infinity are exact. At most `max_drop_fraction` (0 to 1) of the bytes
+    of each message may be dropped; packets beyond that, and those that reach the threshold, are
+    sent until they arrive. A negative threshold means exact, as without this block. It holds for
+    point-to-point sends of floating point tensors that the calling thread issues within the block;
+    the innermost block counts. Such a send completes when the receiver has told what it has: then
+    ask `zero_filled(work)`.
 
     Raises ValueError for numbers out of these limits.
 
@@ -90,7 +90,7 @@ class tolerate:
 
 
 def zero_filled(work: Work) -> list[Range]:
-    """What of a completed send its receiver has replaced by zeros.
+    """Returns the parts of a completed send that its receiver replaced by zeros.
 
     Element ranges [start, stop) of the tensor that was sent, ascending and disjoint; none if it
     arrived whole. RuntimeError if the send has not completed.

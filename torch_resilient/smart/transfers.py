@@ -49,7 +49,7 @@ class Transfers:
 
     Attributes:
         begun: how many have begun.
-        gathers: those whose shard is not gathered yet, in the order of buckets.
+        gathers: those with a shard that is not gathered yet, in the order of buckets.
     """
 
     def __init__(self) -> None:
