@@ -45,7 +45,7 @@ class Link {
   bool usable() const {
     return state_ == State::kUnconnected || state_ == State::kUp;
   }
-  // We are going, so the peer goes, too: losses are no news.
+  // One of the two ends is going, so both are: lost paths are no news.
   bool leaving() const {
     return leaving_;
   }

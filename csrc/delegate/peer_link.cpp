@@ -296,6 +296,8 @@ void PeerLink::onControl(Channel&, std::span<const std::byte> payload) {
 }
 
 void PeerLink::onBye(Channel&) {
+  // It may close its paths before our next turn: that is no loss.
+  leaving_ = true;
   // After this turn: the acknowledgement of the goodbye must still go out.
   loop().post([this, alive = std::weak_ptr<void>(alive_)] {
     if (alive.lock()) {

@@ -675,6 +675,35 @@ TEST(engineLimitsWhatAPeerWritesIntoTheLog) {
   leave(ranks);
 }
 
+// The peer's goodbye and the end of its connection come in one turn.
+TEST(engineReportsNoLostPathOfAPeerThatLeaves) {
+  std::vector<Rank> ranks = startRanks(2, EngineOptions());
+  onEach(ranks, [&](int r) {
+    std::vector<float> data(10, 1);
+    CHECK_EQ(ranks[size_t(r)].allReduce(data, kLong).message(), "");
+  });
+  std::string lines;
+  setLogLevel(LogLevel::kInfo);
+  setLogSink([&](std::string_view line) { (lines += line) += '\n'; });
+  ranks[0].engine->callInLoop([&] {
+    PeerLink& link = ranks[0].engine->link(ranks[1].engine->self().uid);
+    link.onBye(link.channel());
+    link.connections().path(0)->close(
+        Status(StatusCode::kNetwork, "closed by the other end"));
+  });
+  CHECK(
+      ranks[0].engine->waitUntil(std::chrono::steady_clock::now() + kLong, [&] {
+        return ranks[0].engine->link(ranks[1].engine->self().uid).state() ==
+            Link::State::kLeft;
+      }));
+  setLogSink({});
+  setLogLevel(LogLevel::kWarning);
+  CHECK(lines.find("has left: it destroyed") != std::string::npos);
+  // Rank 1 has not really left, and may report its own end.
+  CHECK(lines.find("path 0 to rank 1") == std::string::npos);
+  leave(ranks);
+}
+
 // Its connections are closed again and again, with what it has sent unread.
 TEST(engineLosesNothingOfAPeerThatItGetsToKnowLate) {
   EngineOptions options;
