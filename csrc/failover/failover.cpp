@@ -306,6 +306,12 @@ bool Failover::reserve(size_t c, TimePoint now) {
       keepsPriority(host_.attemptConnectedAt(c), now, kAttemptPriority)) {
     return false;
   }
+  if (x.attempting && config_.preferredInitiator) {
+    // The peer would accept ours, too, and each end replace the other's. (The
+    // other process keeps its attempt: we may have accepted it already.)
+    host_.giveUpAttempt(c);
+    x.attempting = false;
+  }
   x.reservedUntil = now + config_.handshakeTimeout;
   return true;
 }

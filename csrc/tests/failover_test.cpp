@@ -415,8 +415,12 @@ TEST(failover_attempt_of_the_preferred_initiator_goes_first) {
     bed.wires[0].way = Way::kSilent;
     bed.failover.setRoutes(1, {});
     bed.failover.setNeeded(true, bed.now);
-    // Its TCP connection does not stand: our SYN may be lost.
+    // Its TCP connection does not stand: our SYN may be lost. With both, each
+    // end would replace the other's: ours is given up for the caller.
     CHECK(bed.failover.reserve(0, bed.now));
+    CHECK_EQ(bed.wires[0].attempting, !preferred);
+    bed.failover.onCallerLost(0, bed.now);
+    CHECK(bed.wires[0].attempting);
     bed.wires[0].standsSince = bed.now;
     CHECK_EQ(bed.failover.reserve(0, bed.now), !preferred);
     bed.run(999ms);
