@@ -1,7 +1,7 @@
 """Networks to test on: hosts, links and faults on one machine. Imports no torch.
 
-`NetworkLab` makes them, `LabJob` runs ranks on their hosts; `torch-resilient lab` does both for a
-command, and its --help has the language of scripts.
+`NetworkLab` makes them, and `LabJob` runs ranks on their hosts. `torch-resilient lab` does both for
+a command; its --help describes the script language.
 """
 
 from __future__ import annotations

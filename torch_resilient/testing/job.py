@@ -1,4 +1,4 @@
-"""The ranks of a job on the hosts of a lab, which tell what they do in rows of JSON."""
+"""Runs the ranks of a job on the hosts of a lab; the ranks report in rows of JSON."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from torch_resilient.testing.lab import Host, Network
 
 Row = dict[str, Any]
 
-# Where rank 0 has its store. Every lab has addresses of its own, so one port does for all.
+# The port of rank 0's store. Every lab has its own addresses, so all labs can use the same port.
 PORT = 29400
-# Of each rank's last words.
+# Maximum length of the standard error that is kept for each rank.
 _WORDS_CHARACTERS = 8000
-# How often a caller who waits for a row looks whether there is anybody left to send one.
+# Interval at which a caller that waits for a row checks whether any rank still runs.
 _LOOK_S = 0.1
-# For what ranks that were killed had still written.
+# Time limit for reading the remaining output of killed ranks.
 _DRAIN_S = 10.0
 
 
 def _descendants(pid: int) -> list[int]:
-    """The processes that `pid` has started, and those that they have."""
+    """All descendants of process `pid`."""
     found = []
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -49,19 +49,19 @@ class LabJob:
             eth0.down("blackhole")
             print(job.row("result"))
 
-    What a rank prints to its standard output as a line of JSON, an object, is a row; it gets the
-    number of its rank as `rank`. Rows are taken one after the other, from whichever rank they come;
-    other lines are dropped. What it writes to its standard error is kept for messages. With `with`,
-    all ranks are killed in the end, and what they have started.
+    A line with a JSON object on a rank's standard output is a row; the key `rank` is added to it.
+    Rows of all ranks are consumed in the order of arrival; other lines are discarded. The end of a
+    rank's standard error is kept for error messages. Leaving the `with` block kills all ranks and
+    their descendants.
 
     Args:
         command: of every rank.
-        hosts: that of each rank; one that is named twice runs two ranks.
-        control: the network for the store of rank 0, which no fault should reach.
-        environment: beside what is inherited and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
+        hosts: the host of each rank; a host that is listed twice runs two ranks.
+        control: the network for the store of rank 0; keep it free of faults.
+        environment: additions to the inherited one and RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT.
         sites: the `TORCH_RESILIENT_SITE` of each rank; by default none has one.
-        port: of the store. Another one for each job, where they follow one another closely on the
-            same hosts.
+        port: of the store. Jobs that follow one another closely on the same hosts need different
+            ports.
 
     Raises OSError if a rank cannot be started.
     """
@@ -112,7 +112,7 @@ class LabJob:
     def _read_rows(self, rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            # Besides what is no JSON: numbers of thousands of digits, thousands of brackets.
+            # Also raised by valid JSON with numbers of thousands of digits or with deep nesting.
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(line)
                 if isinstance(row, dict):
@@ -126,11 +126,11 @@ class LabJob:
                 self._words[rank] = (self._words[rank] + line)[-_WORDS_CHARACTERS:]
 
     def words(self, rank: int) -> str:
-        """What the rank has written to its standard error, the last of it."""
+        """The end of the rank's standard error."""
         return self._words[rank]
 
     def tell(self, line: str) -> None:
-        """A line to the standard input of every rank that still runs."""
+        """Writes a line to the standard input of every rank that still runs."""
         for process in self.processes:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):
@@ -138,14 +138,14 @@ class LabJob:
                 process.stdin.flush()
 
     def until(self, condition: Callable[[Row], bool], what: str, timeout_s: float = 60) -> Row:
-        """The next row that fulfils the condition; those before it are gone.
+        """Returns the next row that fulfils the condition and discards the rows before it.
 
-        Raises RuntimeError, with `what` was wanted, the exit statuses of the ranks and their last
-        words, if none comes within `timeout_s`, or all ranks have ended.
+        Raises RuntimeError if no such row arrives within `timeout_s` or all ranks have ended. Its
+        text contains `what`, the exit statuses of the ranks and the end of their standard error.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            # Asked first: then nothing can come behind the last row.
+            # Checked before the queue, since no row can arrive after the readers have ended.
             over = not any(reader.is_alive() for reader in self._readers)
             try:
                 row = self.rows.get(timeout=0 if over else _LOOK_S)
@@ -166,7 +166,7 @@ class LabJob:
         )
 
     def row(self, kind: str, timeout_s: float = 60) -> Row:
-        """The next row whose "kind" is `kind`; as until()."""
+        """Returns the next row with `kind` as its "kind", like until()."""
         return self.until(lambda row: row.get("kind") == kind, repr(kind), timeout_s)
 
     def wait(self, timeout_s: float = 60) -> list[int | None]:
@@ -178,7 +178,7 @@ class LabJob:
         return [process.poll() for process in self.processes]
 
     def close(self) -> None:
-        """Kills what still runs, and waits for it; may be called again."""
+        """Kills all ranks that still run and waits for them; may be called again."""
         for process in self.processes:
             # torchrun's workers would outlive it.
             own = _descendants(process.pid) if process.poll() is None else []
@@ -193,12 +193,12 @@ class LabJob:
         for process, *readers in zip(
             self.processes, self._readers[::2], self._readers[1::2], strict=False
         ):
-            # What a rank that has ended left running may hold its output open until the lab is
-            # closed; to close a stream would wait for who reads it.
+            # A process that an ended rank left behind may hold the rank's output open until the lab
+            # is closed. Closing the stream would wait for its reader thread.
             if any(reader.is_alive() for reader in readers):
                 continue
             for stream in (process.stdin, process.stdout, process.stderr):
-                # What was still to be written has nobody left to read it.
+                # Buffered input can no longer be delivered: the rank has ended.
                 with contextlib.suppress(BrokenPipeError):
                     if stream is not None:
                         stream.close()

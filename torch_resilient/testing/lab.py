@@ -1,13 +1,13 @@
 """Hosts, networks between them, and faults, on one machine.
 
 Each host is a set of namespaces (network, host name, mounts) with a NIC, a TUN device, for each
-network that it is on. A process of its own, the relay (csrc/lab), carries packets between the
-NICs and treats them as the settings say. `tc netem` is not used even where the kernel has it: the
-relay behaves the same on every kernel, and one way is tested.
+network that it is on. A separate process, the relay (csrc/lab), carries packets between the NICs
+and applies the settings to them. The lab never uses `tc netem`, even where the kernel has it: the
+relay behaves the same on every kernel, and only one implementation needs tests.
 
-Needs root. Nothing outlives the lab, or the program that made it, however that ends: all
-processes are in one PID namespace whose first process is the relay, the relay ends with the
-program, and nothing has a name in the file system.
+The lab needs root. Nothing outlives the lab or the program that made it, even if the program is
+killed: all processes are in one PID namespace with the relay as its first process, the relay ends
+with the program, and nothing has a name in the file system.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ _NAMES_TAKEN = {"lo", "all", "default"}  # by the kernel, among devices
 _LAST_PLACE = 254
 _COUNT_MAX = 250
 _TABLE = 1000
-# Of super-packets: 32 MB at most, then the sender's kernel drops.
+# Queue length in super-packets, at most 32 MB; the sender's kernel drops further packets.
 _DEVICE_QUEUE_PACKETS = 500
-# The kernel lets the relay answer with 208 KiB at once, and a pipe's counters are up to 441 bytes.
+# An answer of the relay has at most 208 KiB (a kernel limit); a pipe's counters have up to 441
+# bytes.
 _PIPES_ASKED_MAX = 256
 _HAS_V6 = os.path.exists("/proc/sys/net/ipv6")
 _V6_LIMIT_S = 30.0  # far more than the kernel needs on a busy machine
@@ -52,7 +53,7 @@ _SYSCTLS = {
     "net.ipv4.conf.default.rp_filter": "0",
     "net.ipv6.conf.all.keep_addr_on_down": "1",
     "net.ipv6.conf.default.keep_addr_on_down": "1",
-    # No link-local addresses, and so no packets that nobody has sent.
+    # Without link-local addresses the kernel sends no packets of its own.
     "net.ipv6.conf.all.addr_gen_mode": "1",
     "net.ipv6.conf.default.addr_gen_mode": "1",
 }
@@ -80,7 +81,7 @@ def unavailable() -> str | None:
 
 
 def _digits(address: str) -> str:
-    """An address as the relay wants it: 16 bytes, IPv4 within IPv6."""
+    """An address in the relay's format: 16 bytes, IPv4 mapped into IPv6."""
     number = ipaddress.ip_address(address)
     return f"{'0' * 20}ffff{int(number):08x}" if number.version == 4 else f"{int(number):032x}"
 
@@ -102,7 +103,7 @@ class Nic:
         return _TABLE + self.index
 
     def configure_routes(self) -> None:
-        """Adds what the kernel forgets when a NIC is switched off. Raises OSError."""
+        """Adds the routes that the kernel removes when a NIC is switched off. Raises OSError."""
         v4 = ipaddress.ip_interface(f"{self.address}/24").network
         self.host._ip(
             [f"route replace {v4} dev {self.device} src {self.address} table {self.table}"]
@@ -118,7 +119,7 @@ class Nic:
         begin = f"{int(ipaddress.ip_address(self.address_v6)):032x} 80 "
 
         def there() -> bool:
-            # Of this thread: /proc/net is that of the process's first one.
+            # /proc/net would show the namespace of the main thread instead of this thread's.
             with open("/proc/thread-self/net/ipv6_route", encoding="ascii") as routes:
                 return any(line.startswith(begin) for line in routes)
 
@@ -199,9 +200,9 @@ class Host:
         return done
 
     def call(self, function: Callable[..., _T], *arguments: Any) -> _T:
-        """What `function` returns or raises, called in a thread of this process on this host.
+        """Calls `function` in a thread of this process on this host; returns its result or raises.
 
-        Sockets and threads that it makes stay on the host for as long as they live:
+        Sockets and threads that it makes stay on the host:
         `host.call(socket.create_server, (host.address, 0))`, or a TCPStore.
         """
         self._lab._check_open()
@@ -250,7 +251,7 @@ class Network:
         self._pipes: dict[tuple[int, int], int] = {}
         self._settings: dict[int, LinkSettings] = {}
         self._shared: dict[int, list[int]] = {}
-        # What is out of order: directions that lose everything, NICs without carrier or down.
+        # Active faults: directions that drop all packets, NICs without carrier or down.
         self._blackholes: set[int] = set()
         self._faults: dict[int, set[str]] = {}
         self._readdressed = 0
@@ -315,7 +316,7 @@ class Network:
             self._send(chosen)
 
     def settings(self, direction: str) -> LinkSettings:
-        """Of the first pipe of `direction`."""
+        """The settings of the first pipe of `direction`."""
         return self._settings[self._directions(direction)[0]]
 
     def down(
@@ -327,7 +328,7 @@ class Network:
     ) -> None:
         """Takes the network down until up(). Packets on their way are dropped, too.
 
-        kind: "blackhole", nothing arrives and nobody is told; "carrier", the NICs lose their
+        kind: "blackhole", packets are dropped without an error; "carrier", the NICs lose their
         carrier, as when a cable is pulled; "admin", the NICs are switched off, and their routes
         are gone. end: only the NICs of this host, or one ("a/eth0"); None: all. direction: as in
         set(), for black holes only. Raises ValueError, LookupError.
@@ -357,7 +358,7 @@ class Network:
             self._send(self._touching(nics))
 
     def up(self, *, end: Host | str | None = None, direction: str | None = None) -> None:
-        """Ends what down() has begun: all of it, or what concerns one host, or one direction.
+        """Reverts down(): completely, or only for one host or one direction.
 
         Routes and addresses are as before.
         """
@@ -378,7 +379,7 @@ class Network:
             self._send(pipes)
 
     def counters(self, direction: str | None = None) -> Counters:
-        """What has happened to packets so far, over all directions or those of `direction`."""
+        """Counts of packets so far, summed over all directions or those of `direction`."""
         return sum(self._lab._counters(self._directions(direction)), start=Counters())
 
     def share_rate(
@@ -388,7 +389,7 @@ class Network:
         *,
         queue_bytes: float | None = None,
     ) -> SharedRate:
-        """A rate that the pipes of `direction` have in common, behind their own.
+        """A rate limit that the pipes of `direction` share, after their own limits.
 
         "a,b->c,d" and "c,d->a,b", each with a rate, make the uplink of a site.
         """
@@ -435,7 +436,7 @@ class Network:
         return [pipe for ends, pipe in self._pipes.items() if chosen.intersection(ends)]
 
     def _send(self, pipes: Iterable[int]) -> None:
-        """Tells the relay how these pipes are to be now."""
+        """Sends the current settings of these pipes to the relay."""
         ends = {pipe: pair for pair, pipe in self._pipes.items()}
         lines = []
         for pipe in pipes:
@@ -471,7 +472,7 @@ class Network:
 
 @dataclass(frozen=True)
 class SharedRate:
-    """A rate that several directions have in common. Made by share_rate()."""
+    """A rate limit that several directions share. Made by share_rate()."""
 
     _lab: NetworkLab = dataclasses.field(repr=False)
     _index: int
@@ -493,7 +494,7 @@ class NetworkLab:
             wan.down("blackhole")
 
     seed: decides which packets are dropped and so on, with the number of the direction.
-    Raises LabUnavailable if unavailable() has something to say. Usable from any thread.
+    Raises LabUnavailable if unavailable() returns a reason. Usable from any thread.
     """
 
     def __init__(self, *, seed: int = 1) -> None:
@@ -540,7 +541,7 @@ class NetworkLab:
     def link(
         self, one: Host, other: Host, *, name: str | None = None, mtu: int = 1500, **settings: Any
     ) -> Network:
-        """A NIC on each of two hosts, and what LinkSettings say between them, both ways."""
+        """A link between a NIC on each of two hosts, with the same LinkSettings both ways."""
         return self.network([one, other], name=name, mtu=mtu, **settings)
 
     def network(
@@ -629,7 +630,7 @@ class NetworkLab:
 
     @property
     def is_real_time(self) -> bool:
-        """Whether the relay goes before other processes. If not, delays follow the load."""
+        """Whether the relay has real-time priority. Without it, delays depend on the load."""
         return "realtime=1" in self._relay.ask(["counters"])
 
     @property
@@ -640,7 +641,7 @@ class NetworkLab:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def close(self) -> None:
-        """Kills all processes of the lab; hosts, networks and NICs are gone. May be repeated."""
+        """Kills all processes of the lab and removes its hosts and networks. May be repeated."""
         with self._lock:
             if self._closed:
                 return
@@ -648,7 +649,8 @@ class NetworkLab:
         for player in self._players:
             player.cancel()
         self._relay.kill()
-        # Before the relay: the kernel keeps the first process until the others are buried.
+        # Before the relay: the kernel keeps the first process of the namespace until all others are
+        # reaped.
         for process in self._processes:
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
@@ -689,7 +691,7 @@ class NetworkLab:
         finally:
             os.close(tun)
         self._nic_count += 1
-        # What comes from this NIC's address leaves through it, whatever the target.
+        # Packets from this NIC's address leave through this NIC, for every target.
         host._ip(
             [
                 f"link set {device} mtu {mtu} txqueuelen {_DEVICE_QUEUE_PACKETS} up",

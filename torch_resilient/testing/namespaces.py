@@ -1,8 +1,8 @@
-"""Linux namespaces for single threads: what a lab needs of the kernel, in Python.
+"""Linux namespaces for single threads: the kernel interfaces that a lab needs, in Python.
 
-A namespace belongs to a thread until it starts a process, which inherits it. So every function
-here that changes namespaces runs in a thread of its own, and the program stays where it was.
-Nothing has a name in the file system: with the last process and descriptor it is gone.
+A namespace belongs to a thread until it starts a process, which inherits it. Every function here
+that changes namespaces therefore runs in its own thread, and the program keeps its namespaces.
+Nothing has a name in the file system: a namespace disappears with its last process and descriptor.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _call(name: str, *arguments: Any) -> None:
-    """A function of libc that returns 0 or fails. Raises OSError that names it."""
+    """Calls a function of libc that returns 0 on success. Raises OSError with its name."""
     if getattr(_libc, name)(*arguments) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{name}: {os.strerror(number)}")
@@ -52,7 +52,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int) -> None:
 
 
 def in_thread(function: Callable[[], _T]) -> _T:
-    """What `function` returns or raises in a thread of its own."""
+    """Calls `function` in a new thread; returns its result or raises its exception."""
     results: list[_T] = []
     errors: list[BaseException] = []
 
@@ -73,7 +73,7 @@ def in_thread(function: Callable[[], _T]) -> _T:
 def first_of_new_pid_namespace(start: Callable[[], subprocess.Popen[bytes]]) -> tuple[Any, int]:
     """(the process that `start` starts, its PID namespace as a descriptor).
 
-    When that process ends, for whatever reason, the kernel kills all others of the namespace.
+    When that process ends, for any reason, the kernel kills all others of the namespace.
     """
 
     def body() -> tuple[subprocess.Popen[bytes], int]:
@@ -107,16 +107,16 @@ class Namespaces:
             _call("unshare", _CLONE_NEWNET | _CLONE_NEWNS | _CLONE_NEWUTS)
             encoded = name.encode()
             _call("sethostname", encoded, ctypes.c_size_t(len(encoded)))
-            # What is mounted outside later still appears, never the other way round.
+            # Later mounts outside still appear inside; mounts inside never appear outside.
             _mount("none", "/", None, _MS_REC | _MS_SLAVE)
-            # A file that nobody has to remove: on a file system of this host's own, which is
-            # unmounted at once and lives as long as the file is in use.
+            # This file needs no cleanup: its private file system is unmounted at once and
+            # disappears when the file is no longer used.
             _mount("tmpfs", "/sys", "tmpfs", 0)
             hosts_file = os.open("/sys/hosts", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             if os.path.exists("/etc/hosts"):
                 _mount("/sys/hosts", "/etc/hosts", None, _MS_BIND)
             _call("umount2", b"/sys", _MNT_DETACH)
-            # The devices that /sys/class/net lists are those of whoever mounted it.
+            # /sys/class/net lists the devices of the network namespace that mounted it.
             _mount("sysfs", "/sys", "sysfs", 0)
             net, mounts, host_name = (
                 os.open(f"/proc/thread-self/ns/{kind}", os.O_RDONLY | os.O_CLOEXEC)
@@ -139,7 +139,7 @@ class Namespaces:
         return made
 
     def call(self, function: Callable[[], _T]) -> _T:
-        """What `function` returns or raises in a thread within the network namespace.
+        """Calls `function` in a thread within the network namespace; returns its result or raises.
 
         Sockets, devices and threads that it makes stay in that namespace.
         """
@@ -165,7 +165,7 @@ class Namespaces:
         return in_thread(body)
 
     def write_hosts_file(self, text: str) -> None:
-        """Replaces what this host's processes read in /etc/hosts."""
+        """Replaces the contents of /etc/hosts for this host's processes."""
         os.ftruncate(self.hosts_file, 0)
         os.pwrite(self.hosts_file, text.encode(), 0)
 
@@ -176,7 +176,7 @@ class Namespaces:
 
 
 def open_tun(device: str) -> int:
-    """Makes the TUN device in this thread's network namespace; it lives as long as the descriptor.
+    """Makes a TUN device in this thread's network namespace; closing the descriptor removes it.
 
     It hands over super-packets. Raises OSError.
     """
@@ -205,7 +205,7 @@ def set_device_up(device: str, up: bool) -> None:
 
 
 def probe() -> None:
-    """Tries what a lab needs; changes nothing that outlives the call. Raises OSError."""
+    """Tries the kernel features that a lab needs; no change outlives the call. Raises OSError."""
 
     def body() -> None:
         _call("unshare", _CLONE_NEWNET | _CLONE_NEWNS | _CLONE_NEWUTS)

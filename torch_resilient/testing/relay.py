@@ -1,4 +1,4 @@
-"""The process that carries a lab's packets, and the way to talk to it."""
+"""The process that carries a lab's packets, and the communication with it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _REPLY_BYTES_MAX = 1 << 20
 
 
 def module_path() -> str:
-    """Of torch_resilient._lab. Raises FileNotFoundError if it has not been built."""
+    """The path of torch_resilient._lab. Raises FileNotFoundError if it has not been built."""
     spec = util.find_spec("torch_resilient._lab")
     if spec is None or spec.origin is None:
         raise FileNotFoundError(
@@ -39,7 +39,7 @@ def module_path() -> str:
 
 
 class Relay:
-    """csrc/lab/relay.h as a process. It is the first of a PID namespace: its end is that of all."""
+    """csrc/lab/relay.h as a process. Its end ends all others of its PID namespace."""
 
     def __init__(self) -> None:
         path = module_path()
@@ -104,6 +104,6 @@ class Relay:
         self.process.kill()
 
     def wait(self) -> None:
-        """Until it is gone; before, this process must have waited for those it started."""
+        """Waits for its end. Before, this process must have waited for the processes it started."""
         self.process.wait()
         os.close(self.pid_namespace)

@@ -29,7 +29,7 @@ from torch_resilient.testing.settings import LinkSettings
 
 
 class ScriptedNetwork(Protocol):
-    """What a script does to a network; `lab.Network` fits."""
+    """The operations of scripts on a network; `lab.Network` implements them."""
 
     def set(self, *, direction: str | None, **settings: Any) -> None: ...
 
@@ -165,7 +165,7 @@ def _events(words: list[str], networks: Mapping[str, ScriptedNetwork]) -> list[E
         fields: dict[str, Any] = parse_settings(arguments)
         if not fields:
             raise ValueError("set: expected settings such as delay=40ms")
-        LinkSettings(**fields)  # bad values are errors now, not when their time has come
+        LinkSettings(**fields)  # reports bad values now, not during the run
         return [Event(at_s, text, lambda: network.set(direction=direction, **fields))]
     if action in ("down", "up"):
         kind = arguments.pop(0) if action == "down" and arguments else "blackhole"
@@ -208,14 +208,14 @@ def _outage(
 
 
 class Player:
-    """Does events at their times in a thread of its own. Made by NetworkLab.play()."""
+    """Performs events at their times in its own thread. Made by NetworkLab.play()."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = sorted(events, key=lambda event: event.at_s)
         self._error: BaseException | None = None
         self._cancelled = threading.Event()
         self.done: list[tuple[float, str]] = []
-        """What was done: seconds since the start, and the event's text."""
+        """Completed events: seconds since the start, and the event's text."""
         self._thread = threading.Thread(target=self._play, name="lab-script", daemon=True)
         self._thread.start()
 
@@ -231,19 +231,19 @@ class Player:
             self._error = error
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until the last event is done; raises what one of them raised, or TimeoutError."""
+        """Waits for the last event; raises the exception of a failed event, or TimeoutError."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise TimeoutError(f"the script is not over after {timeout} s")
         self.check()
 
     def check(self) -> None:
-        """Raises what an event raised, if one has."""
+        """Raises the exception of the event that failed, if any."""
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
-        """Ends it after the event that is being done, if any."""
+        """Stops after the current event, if any."""
         self._cancelled.set()
         if self._thread is not threading.current_thread():  # an event may end the lab
             self._thread.join()

@@ -1,4 +1,4 @@
-"""What a link does to packets, and what it has done: plain values."""
+"""Settings of a link, and its counters: plain values."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-# Behind a rate without queue_bytes: what is on its way during one round trip, as a router of
-# the Internet would have, but never less than a few bursts of TCP.
+# The minimum default queue: a few bursts of TCP. The default is the data in flight during one round
+# trip, as in a router of the Internet.
 QUEUE_BYTES_MIN = 512 * 1024
 
 
@@ -33,7 +33,7 @@ class LinkSettings:
     corrupt: float = 0.0
     """Share of packets with one bit wrong, which the receiver's checksum shows."""
     reorder: float = 0.0
-    """Share of packets that come late by reorder_delay_s, so that others overtake them."""
+    """Share of packets that arrive reorder_delay_s late, after packets that were sent later."""
     reorder_delay_s: float = 0.001
 
     def __post_init__(self) -> None:
@@ -85,7 +85,7 @@ class Amount:
 
 @dataclass(frozen=True)
 class Counters:
-    """What has happened to the packets of one or more directions since the lab began."""
+    """Counts of the packets of one or more directions since the lab began."""
 
     entered: Amount = Amount()
     delivered: Amount = Amount()
