@@ -31,9 +31,9 @@ try:
 except ValueError as error:
     sys.exit(str(error))
 
-# One file needs up to 1 GB while it is compiled; two at a time fit everywhere.
+# Compiling one file needs up to 1 GB of memory; two at a time fit everywhere.
 os.environ.setdefault("MAX_JOBS", "2")
-# A ninja that was installed beside this Python is found even if its environment is not active.
+# Finds a ninja installed in this Python's environment even if the environment is not active.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
 
 BUILD_INFO = '''"""Written by setup.py: what was built."""
@@ -73,8 +73,8 @@ def extensions() -> list[Extension]:
             depends=headers,
             extra_compile_args={"cxx": flags},
         ),
-        # Only pybind11 of torch, which is headers. Without contraction of sums and products the
-        # results are those of the Python twins, to the last bit.
+        # Uses only torch's pybind11, which is header-only. Without contraction of sums and
+        # products, the results are bit-identical to those of the Python twins.
         Extension(
             "torch_resilient._planning",
             sources("planning/*.cpp"),
@@ -101,7 +101,7 @@ def extensions() -> list[Extension]:
             language="c++",
             extra_compile_args={"cxx": plain_flags},
         ),
-        # The kernels see nothing of torch, and this sees only pybind11.
+        # The kernels do not include torch, and this module uses only pybind11.
         Extension(
             CUDA_MODULE,
             [*sources("cuda/*.cpp"), *loss],
@@ -168,7 +168,7 @@ def compile_kernels(folder: Path) -> list[str]:
 
 
 class BuildForTorch(BuildExtension):
-    """Compiles into build/, so that a second build is quick, and records torch's version."""
+    """Compiles into build/, which makes a second build quick, and records torch's version."""
 
     # Why there are no CUDA kernels; empty if there are.
     without_cuda = ""
@@ -178,8 +178,9 @@ class BuildForTorch(BuildExtension):
         # setuptools would use a new folder for each editable install.
         tag = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
         self.build_temp = str(ROOT / "build" / tag)
-        # What an earlier installation left in build/lib may be for another torch: without ninja,
-        # which looks for itself, setuptools would take whatever is newer than the sources.
+        # build/lib may contain modules for another torch from an earlier installation. Without
+        # ninja, which checks for itself, setuptools would reuse any file that is newer than the
+        # sources.
         self.force = True
 
     def run(self) -> None:
@@ -198,13 +199,13 @@ class BuildForTorch(BuildExtension):
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
-        # A source of two modules is compiled for each, with its flags: in folders of their own,
-        # neither replaces the other's object and so makes the next build begin anew.
+        # A source that two modules share is compiled for each with its own flags. Separate folders
+        # keep one object from replacing the other, which would force a full rebuild next time.
         common = self.build_temp
         self.build_temp = str(Path(common) / ext.name)
         try:
             super().build_extension(ext)
-        except (CompileError, LinkError, RuntimeError):  # torch turns ninja's into the last
+        except (CompileError, LinkError, RuntimeError):  # torch raises RuntimeError for ninja
             if ext.name != CUDA_MODULE:
                 raise
             self.drop_cuda("the C++ compiler failed on them; its output is above")
@@ -215,14 +216,14 @@ class BuildForTorch(BuildExtension):
         """Compiles the CUDA kernels, or drops their module."""
         (ext,) = (each for each in self.extensions if each.name == CUDA_MODULE)
         try:
-            # At run time torch has loaded this library already, wherever it lies then.
+            # At run time torch has already loaded this library, from any location.
             ext.extra_link_args = [str(cuda_runtime())]
             ext.extra_objects = compile_kernels(Path(self.build_temp) / CUDA_MODULE)
         except setup_support.CudaUnavailableError as error:
             self.drop_cuda(str(error))
 
     def drop_cuda(self, reason: str) -> None:
-        """Goes on without the CUDA kernels and says why in one line; exits if they are required."""
+        """Skips the CUDA kernels and prints the reason in one line; exits if they are required."""
         self.without_cuda = reason
         self.extensions = [each for each in self.extensions if each.name != CUDA_MODULE]
         text = f"torch_resilient has no CUDA kernels: {reason}"

@@ -47,7 +47,7 @@ class Fault:
         self._id: int | None = fault
 
     def clear(self) -> None:
-        """Ends the fault; a second call does nothing. What it has broken is not mended."""
+        """Ends the fault; a second call does nothing. Broken connections are not repaired."""
         if self._id is not None:
             _native.load().remove_fault(self._id)
             self._id = None
@@ -165,7 +165,7 @@ def drop(
     rank: int | None = None,
     for_s: float | None = None,
 ) -> Fault:
-    """Silence, as from a failed NIC: nothing is sent nor read, no connection breaks.
+    """Simulates a failed NIC: nothing is sent or read, and no connection breaks.
 
     The arguments and errors are those of delay().
     """
@@ -182,10 +182,10 @@ def cut(
 ) -> Fault:
     """Breaks connections; the engine opens them again.
 
-    Once, now; or, with `after_bytes`, each connection after it has sent that many bytes,
-    maybe in the middle of a message, at most `times` times for each path (None: always).
-    What the present connections have sent before does not count. The other arguments and errors
-    are those of delay().
+    By default it breaks them once, immediately. With `after_bytes`, it breaks each connection after
+    that many sent bytes, possibly in the middle of a message, at most `times` times for each path
+    (None: always). Bytes sent before the call do not count. The other arguments and errors are
+    those of delay().
     """
     if times is not None and after_bytes is None:
         raise ValueError("cut: times goes with after_bytes")
