@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     timeline.add_parser(commands)
     top.add_parser(commands)
     options = parser.parse_args(arguments)
-    if sys.stdout is None:  # closed: else the next file to be opened would be standard output
+    if sys.stdout is None:  # closed; the next opened file would become standard output
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         status: int = options.run(options)
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _nobody_reads() -> bool:
-    """Whether the reader of standard output has gone, such as `| head`; then it leads nowhere from
-    now on, or the interpreter would complain when it flushes at its end."""
+    """Whether the reader of standard output has gone, such as `| head`. If so, redirects it to
+    /dev/null: the interpreter would otherwise report an error when it flushes at exit."""
     output = sys.__stdout__
     if output is None:
         return False

@@ -45,11 +45,11 @@ _MIN_BYTES = 64 << 10
 _MAX_BYTES = 16 << 20
 _ROUND_TRIPS_S = 0.3
 _ROUND_TRIPS_MIN = 5
-# Enough for one to be on the way there, one to be acknowledged, and one on either end.
+# Enough for one message in flight, one to be acknowledged, and one at either end.
 _IN_FLIGHT = 4
-# A message should take this long, or a round trip: less, and the pauses between them count.
+# A message should take this long, or a round trip; pauses between shorter ones would distort.
 _MESSAGE_S = 0.05
-# The part of the time in which a link comes up to speed, and does not count.
+# Fraction of the time that is not measured, since the link is still ramping up.
 _WARM_UP = 0.4
 _TAG = 79
 
@@ -74,7 +74,7 @@ def add_parser(commands: Any) -> None:
 
 
 def _round_trips(peer: int, first: bool) -> list[float]:
-    """Seconds of each; of the other end: nothing. Ends when the first has enough."""
+    """Seconds of each at the first rank; empty at the other. Ends when the first has enough."""
     import torch
     import torch.distributed as dist
 
@@ -98,11 +98,11 @@ def _round_trips(peer: int, first: bool) -> list[float]:
 
 
 def _send(peer: int, seconds: float, round_trip_s: float) -> None:
-    """Sends messages of growing size until the time is up, and tells each size well ahead."""
+    """Sends messages of growing size until the time is up; announces each size well ahead."""
     import torch
     import torch.distributed as dist
 
-    # One buffer: what is in it does not matter.
+    # All messages share one buffer, since its contents do not matter.
     buffer = torch.zeros(_MAX_BYTES, dtype=torch.uint8)
     acknowledgement = torch.zeros(1)
     works: list[Any] = []
@@ -120,8 +120,8 @@ def _send(peer: int, seconds: float, round_trip_s: float) -> None:
         tell(size)
     began_s = acked_s = time.monotonic()
     while told:
-        # The receiver acknowledges each: otherwise the backend would take copies of many messages,
-        # and the last of them come long after the time is up.
+        # The receiver acknowledges each message. Otherwise the backend would copy many messages,
+        # and the last would arrive long after the time is up.
         while in_flight >= _IN_FLIGHT:
             dist.recv(acknowledgement, peer, tag=_TAG + 1)
             in_flight -= 1
@@ -147,8 +147,8 @@ def _send(peer: int, seconds: float, round_trip_s: float) -> None:
 def goodput(arrivals: Sequence[tuple[float, int]]) -> float:
     """Bytes per second of (time, bytes) of each message, without those of the warm-up.
 
-    The message at the beginning of the time that counts is not counted itself. 0 if there are not
-    two of them.
+    The message that begins the measured time is not counted. Returns 0 with fewer than two
+    messages.
     """
     if len(arrivals) < 2:
         return 0.0
@@ -162,7 +162,7 @@ def goodput(arrivals: Sequence[tuple[float, int]]) -> float:
 
 
 def _receive(peer: int) -> list[tuple[float, int]]:
-    """(time, bytes) of each message. Several are always asked for ahead, as a training does."""
+    """(time, bytes) of each message. Several receives are always posted ahead, as in a training."""
     import torch
     import torch.distributed as dist
 
@@ -204,7 +204,7 @@ def _paths_to(peer: int) -> _Paths:
 
 
 def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
-    """What a transfer has used, from the sender's paths before and after it."""
+    """The paths that a transfer used, from the sender's paths before and after it."""
     nics: dict[tuple[str, str], dict[str, Any]] = {}
     retransmitted = reconnects = packets = dropped = 0
     for place, path in after.items():
@@ -216,7 +216,7 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
         retransmitted += path.chunks_retransmitted - (old.chunks_retransmitted if old else 0)
         reconnects += path.reconnects - (old.reconnects if old else 0)
         nbytes = path.bytes_sent - (old.bytes_sent if old else 0)
-        # Heartbeats and small answers count for nothing.
+        # Heartbeats and small answers are ignored.
         if nbytes > _MIN_BYTES // 2:
             key = (path.nic, path.remote_nic)
             nic = nics.setdefault(
@@ -310,7 +310,7 @@ def _significant(value: float) -> str:
 
 
 def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
-    """The three tables, and what is to be said of them."""
+    """The three tables, with remarks."""
     size = len(hosts)
     lines = [f"rank {rank}: {host}" for rank, host in enumerate(hosts)]
     tables = (

@@ -57,7 +57,7 @@ of the ranks of its own host.
 exit status: that of the job; 1 if it was 0 but no fault left a trace; 2 for bad input.
 """
 
-# How many connections there are: the script numbers them.
+# They set the number of connections, and the script refers to connections by index.
 _CONNECTIONS = ("TORCH_RESILIENT_PATHS_SAME_HOST", "TORCH_RESILIENT_WAN_CONNECTIONS")
 _PER_NODE = re.compile(r"--nproc[-_]per[-_]node(?:=(.+))?")
 _NODES = re.compile(r"--nnodes(?:=(.+))?")
@@ -310,7 +310,8 @@ def _record_dir(keep: Path | None) -> Iterator[Path]:
 
 
 def run_job(command: Sequence[str], variables: dict[str, str]) -> int:
-    """Runs it to its end; signals for us go to it. Returns its exit status, as a shell does."""
+    """Runs the job to its end and forwards signals to it. Returns its exit status, as a shell
+    does."""
     process = subprocess.Popen(command, env={**os.environ, **variables})
 
     def pass_on(number: int, frame: object) -> None:
@@ -360,7 +361,7 @@ def run(options: argparse.Namespace) -> int:
             print(variables["TORCH_RESILIENT_FAULTS"])
             return 0
         if options.json is not None:
-            options.json.open("a", encoding="utf-8").close()  # before the job, not after it
+            options.json.open("a", encoding="utf-8").close()  # fails before the job, not after it
         with _record_dir(options.keep) as folder:
             sys.stderr.write(
                 f"chaos: seed {options.seed}, {len(script)} faults: {shlex.join(command)}\n"

@@ -1,4 +1,4 @@
-"""`torch-resilient doctor`: looks for what will break or slow down a job, and says what mends it.
+"""`torch-resilient doctor`: finds problems that break or slow down a job, and how to fix them.
 
 Alone it looks at this machine. With --host it also tries to reach a host and port as a rank would.
 As the program of a torchrun job it looks at every host, and at every way between them.
@@ -55,7 +55,7 @@ def finding_text(finding: Finding) -> str:
     """For people, with each part on lines of its own."""
 
     def part(name: str, text: str) -> str:
-        # Commands must not be broken at their hyphens, nor over lines.
+        # Commands must not be broken at hyphens or across lines.
         return textwrap.fill(
             text,
             width=100,
@@ -75,7 +75,7 @@ def finding_text(finding: Finding) -> str:
 
 
 def about_text(facts: Facts) -> str:
-    """One line of what was looked at."""
+    """One line about the subject of the checks."""
     interfaces = ", ".join(
         f"{each.name} (MTU {each.mtu_bytes})" for each in facts.interfaces if each.up
     )
@@ -101,7 +101,7 @@ def _print(all_facts: Sequence[Facts], findings: Sequence[Finding], as_json: boo
 
 
 def run(options: argparse.Namespace) -> int:
-    """Looks and prints; returns the exit status."""
+    """Runs the checks and prints the findings; returns the exit status."""
     in_job = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if (options.host is None) != (options.port is None):
         return bad_input("doctor", ValueError("--host and --port go together"))
@@ -112,13 +112,13 @@ def run(options: argparse.Namespace) -> int:
     if in_job and os.environ["WORLD_SIZE"] != "1":
         try:
             all_facts = doctor_peers.examine()
-        except ValueError as error:  # no MASTER_ADDR, for one
+        except ValueError as error:  # for example, no MASTER_ADDR
             return bad_input("doctor", error)
         except RuntimeError as error:
             sys.stderr.write(f"torch-resilient doctor: {printable(str(error))}\n")
             return 1
         if all_facts is None:
-            return 0  # rank 0 tells
+            return 0  # rank 0 reports
         findings = check_job(all_facts)
     else:
         facts = doctor_facts.collect(options.host or os.environ.get("MASTER_ADDR", ""))
@@ -127,7 +127,7 @@ def run(options: argparse.Namespace) -> int:
         findings = check_host(facts, several_hosts=doctor_facts.is_remote_name(options.host))
         if options.host is not None:
             target = doctor_facts.try_target(options.host, options.port)
-            # A name that leads nowhere is told once.
+            # Reports an unresolvable name only once.
             findings = [finding for finding in findings if finding.check != "master"]
             findings += check_target(facts, target)
     _print(all_facts, findings, options.json)

@@ -1,7 +1,7 @@
-"""The checks of `torch-resilient doctor`: from facts to findings. Pure: nothing here looks itself.
+"""The checks of `torch-resilient doctor`: from facts to findings. Pure functions without I/O.
 
-A finding is something that will break or slow down a job, with what mends it. What is merely
-unusual is none: a check that cannot be sure says nothing.
+A finding is a problem that will break or slow down a job, with its remedy. A merely unusual setting
+is not a finding: a check reports nothing unless it is certain.
 """
 
 from __future__ import annotations
@@ -38,30 +38,31 @@ INWARD = (
     "dummy",
     "nerdctl",
 )
-# Less than that, and a DataLoader with a few workers dies of SIGBUS. Docker gives 64 MiB.
+# With less, a DataLoader with a few workers dies of SIGBUS. Docker's default is 64 MiB.
 _SHM_MIN_BYTES = 512 << 20
-# Timelines and logs of several hosts are put side by side.
+# Users compare timelines and logs of several hosts.
 _CLOCK_MAX_S = 0.5
 # A name server in the same network answers in a few milliseconds.
 _REVERSE_LOOKUP_MAX_S = 0.1
 # Files, sockets and libraries of a training, apart from connections.
 _OTHER_FILES = 200
-# A connection to a rank on this host, and the memory shared with it.
+# Descriptors for a rank on this host: its connection and shared memory.
 _LOCAL_FILES = 4
-# wan_connections=auto opens up to so many between two NICs: as in csrc/path/connection_count.h.
+# Maximum between two NICs with wan_connections=auto; equals the one in
+# csrc/path/connection_count.h.
 CONNECTIONS_MAX = 16
-# A connection over a long way gets buffers for so much, where that is allowed: as in
+# The goodput for which a long connection gets buffers, if the limits allow it; as in
 # csrc/path/connection_count.h and csrc/delegate/connect_tcp.cpp.
 _ASSUMED_BYTES_PER_S = 5e9 / 8
 _WINDOW_MAX_BYTES = 64 << 20
-# A shorter way is never limited by windows of the usual size.
+# Windows of the usual size never limit a connection with a shorter round trip.
 _LONG_WAY_S = 0.005
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing to mend.
+    """One problem and its remedy.
 
     Attributes:
         check: its name, such as "hosts-file".
@@ -111,14 +112,14 @@ class Link:
 
 @dataclass
 class Facts:
-    """What was seen on one host, by one rank in a job (else rank None).
+    """Observations on one host, by one rank in a job (else rank None).
 
     Attributes:
         supported: version ranges of third_party/versions.toml, by the names in versions.
         host_key: equal for ranks of one host and network namespace.
-        name_addresses: where the host's own name leads on this host.
+        name_addresses: the addresses to which the host's own name resolves on this host.
         hosts_line: the line of /etc/hosts that says so, if any.
-        master: MASTER_ADDR; master_addresses: where it leads.
+        master: MASTER_ADDR; master_addresses: the addresses to which it resolves.
         toward_master: (interface, address) that packets to it leave from.
         reverse_lookups_s: by address of the store's host, how long its name took to look up.
         environment: the variables that matter.
@@ -171,7 +172,8 @@ class Facts:
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> Facts:
-        """What as_json() gave, perhaps through JSON, which makes all keys text and tuples lists."""
+        """Restores the result of as_json(), directly or after JSON, which turns keys to text and
+        tuples to lists."""
         values = dict(told)
         values["interfaces"] = [Interface(**each) for each in told["interfaces"]]
         values["links"] = [Link(**each) for each in told["links"]]
@@ -340,7 +342,7 @@ def check_files(facts: Facts) -> Iterator[Finding]:
 
 
 def check_buffer_option(facts: Facts) -> Iterator[Finding]:
-    """The kernel caps buffers that are asked for by number, and does not tell."""
+    """The kernel silently limits explicitly requested buffer sizes."""
     for name in ("rmem_max", "wmem_max"):
         text = facts.sysctl.get(f"net.core.{name}", "")
         if text.isdecimal() and facts.socket_buffer_bytes > int(text):
@@ -369,7 +371,7 @@ def check_autotuning(facts: Facts) -> Iterator[Finding]:
 
 
 def check_master(facts: Facts, several_hosts: bool) -> Iterator[Finding]:
-    """Where MASTER_ADDR leads on this host."""
+    """The addresses to which MASTER_ADDR resolves on this host."""
     if not facts.master:
         return
     if not facts.master_addresses:
@@ -435,7 +437,7 @@ def check_reverse_dns(facts: Facts) -> Iterator[Finding]:
 
 
 def check_host(facts: Facts, several_hosts: bool = False) -> list[Finding]:
-    """All that one host's facts tell by themselves."""
+    """All findings from the facts of one host alone."""
     return [
         *check_torch(facts),
         *check_supported(facts),
@@ -476,7 +478,7 @@ def check_versions(all_facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def check_clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Between hosts; of ranks on one host there is one clock."""
+    """Compares clocks between hosts; ranks on one host share a clock."""
     by_rank = {facts.rank: facts for facts in all_facts}
     told = set()
     for facts in all_facts:
@@ -499,7 +501,7 @@ def check_clocks(all_facts: Sequence[Facts]) -> Iterator[Finding]:
 
 
 def _subnet_advice(links: Sequence[Link], broken: Link) -> str:
-    """Which interfaces to keep so that one that does not work is left alone."""
+    """Advice that selects the working interfaces and leaves out a broken one."""
     good = []
     for link in links:
         if link.state in ("up", "reserve", "proving") and link.nic != broken.nic:
@@ -508,7 +510,7 @@ def _subnet_advice(links: Sequence[Link], broken: Link) -> str:
 
 
 def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Firewalls, wrong interfaces, and what only large messages show."""
+    """Firewalls, wrong interfaces, and problems that only large messages reveal."""
     by_rank = {facts.rank: facts for facts in all_facts}
     told: set[tuple[str, ...]] = set()
     for facts in all_facts:
@@ -651,20 +653,20 @@ def _raised(facts: Facts, limit: str, tuned: int, wanted: int) -> int:
 
 
 def _window_bytes(facts: Facts, other: Facts, round_trip_s: float) -> int | None:
-    """What a connection may have in flight; None if it cannot be said."""
+    """Maximum bytes in flight on a connection; None if unknown."""
     sends, receives = _max(facts, "tcp_wmem"), _max(other, "tcp_rmem")
     if not sends or not receives:
         return None
-    # Of a receive buffer about half is window; the rest holds the packets' heads.
+    # About half of a receive buffer is window; packet headers take the rest.
     window = min(sends, receives // 2)
     if facts.wan_connections:
-        return window  # asked for: then the buffers are the system's
+        return window  # explicit number: the system sizes the buffers
     wanted = min(_WINDOW_MAX_BYTES, int(_ASSUMED_BYTES_PER_S * round_trip_s))
-    # Fixed by the first packets.
+    # The first packets fix the window scale.
     rmem_max = other.sysctl.get("net.core.rmem_max", "")
     scale = max(receives, int(rmem_max) if rmem_max.isdecimal() else 0).bit_length() - 16
     announced = 0xFFFF << min(max(scale, 0), 14)
-    # As in csrc/transport/socket.cpp: of a send buffer a fifth holds the packets' heads.
+    # As in csrc/transport/socket.cpp: packet headers take a fifth of a send buffer.
     return max(
         window,
         min(
@@ -703,13 +705,13 @@ def _window_finding(facts: Facts, other: Facts, nic: str, round_trip_s: float) -
 
 
 def check_job(all_facts: Sequence[Facts]) -> list[Finding]:
-    """All findings of a job: of each host once, and of what is between them."""
+    """All findings of a job: each host's findings once, then those between hosts."""
     several_hosts = len({facts.host_key for facts in all_facts}) > 1
     findings = []
     hosts: set[tuple[str, str]] = set()
     for facts in all_facts:
         for finding in check_host(facts, several_hosts):
-            # What one rank of a host has seen the others see, too.
+            # All ranks of a host see the same problems.
             key = (facts.host_key, finding.check + finding.seen)
             if key not in hosts:
                 hosts.add(key)
@@ -726,7 +728,7 @@ def check_job(all_facts: Sequence[Facts]) -> list[Finding]:
 
 @dataclass
 class Target:
-    """What came of trying to connect to a host and port.
+    """The result of an attempt to connect to a host and port.
 
     `tries`: (address, error) in the order of the resolver; an empty error: connected.
     """
@@ -753,7 +755,7 @@ def check_target(facts: Facts, target: Target) -> list[Finding]:
         ]
     failed = [(address, error) for address, error in target.tries if error]
     if len(failed) < len(target.tries):
-        # Families that do not answer cost their time-out before the one that does.
+        # Each address family without an answer costs its timeout before the next is tried.
         dead = [address for address, error in failed if "no answer" in error]
         answers = [address for address, error in target.tries if not error]
         if dead:

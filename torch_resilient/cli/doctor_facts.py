@@ -1,4 +1,4 @@
-"""What `torch-resilient doctor` finds out about the host that it runs on. Changes nothing."""
+"""Collects the facts of `torch-resilient doctor` about its host. Changes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SYSCTL = (
     "net.ipv4.tcp_moderate_rcvbuf",
     "net.ipv4.tcp_mtu_probing",
 )
-# Of these and of everything of this package's; the values of secrets are left out.
+# Reported with all variables of this package; the values of secrets are omitted.
 _VARIABLES = (
     "MASTER_ADDR",
     "MASTER_PORT",
@@ -35,7 +35,7 @@ _VARIABLES = (
     "GLOO_SOCKET_IFNAME",
     "NCCL_SOCKET_IFNAME",
 )
-# Software whose version is checked against third_party/versions.toml.
+# Versions that are checked against third_party/versions.toml.
 _SUPPORTED = ("python", "torch")
 _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _SIOCGIFADDR = 0x8915
@@ -59,7 +59,7 @@ def interfaces() -> list[Interface]:
         if not mtu:
             continue  # gone meanwhile, or a /sys of another namespace
         bits = int(flags or "0", 16)
-        # -1 and the like: a virtual one, which does not know.
+        # Virtual interfaces report -1 or similar.
         known = speed.isdecimal() and int(speed) > 0
         found.append(
             Interface(
@@ -92,7 +92,7 @@ def interface_of(address: str) -> str:
 
 
 def addresses_of(name: str) -> list[str]:
-    """Where a name leads; empty if nowhere."""
+    """The addresses of a name; empty if it does not resolve."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -104,7 +104,7 @@ def toward(host: str) -> tuple[str, str] | None:
     """(interface, address) that packets to `host` leave from; sends nothing."""
     for address in addresses_of(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        # Also where the kernel has no such family.
+        # Also fails if the kernel lacks the address family.
         with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))
             local = str(probe.getsockname()[0])
@@ -152,7 +152,7 @@ def host_key() -> str:
 
 
 def collect(master: str = "") -> Facts:
-    """What can be seen without trying anything; `master`: MASTER_ADDR, if there is one."""
+    """Facts that need no trial; `master`: MASTER_ADDR, if it is set."""
     name = socket.gethostname()
     environment = {
         key: "(set)" if "SECRET" in key else value
@@ -173,7 +173,7 @@ def collect(master: str = "") -> Facts:
         hosts_line=hosts_line(master or name),
         master=master,
         master_addresses=master_addresses,
-        # A job of one host looks nobody up but itself.
+        # In a job on one host, ranks look up only the name of that host.
         reverse_lookups_s={
             each: reverse_lookup_s(each) for each in master_addresses if is_remote_name(each)
         },
@@ -230,14 +230,14 @@ def _look_at_build(facts: Facts) -> None:
         *(module.VARIABLE for module in (endpoint, recorder, recording)),
         "TORCH_RESILIENT_CUDA",  # setup.py
     ]
-    with contextlib.suppress(ValueError):  # told by the trial
+    with contextlib.suppress(ValueError):  # the trial reports it
         options = native.Options()
         facts.socket_buffer_bytes = options.socket_buffer_bytes
         facts.wan_connections = options.wan_connections
 
 
 def start_no_watchers() -> None:
-    """Lets trials leave no records and sockets where the job's will be.
+    """Keeps trials from leaving records and sockets in the job's folders.
 
     Raises ValueError, as the job would, if the variables that ask for them cannot be understood.
     """
@@ -275,7 +275,7 @@ def try_backend(facts: Facts) -> None:
 
 
 def first_line(error: Exception) -> str:
-    """Of what it says: torch adds stacks."""
+    """The first line of its text, without the stacks that torch adds."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 

@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
     from torch_resilient._stats import PathKind, PathStats
 
-# A path that is blocked tells so after the time-out of connect(), 5 s.
+# A blocked path reports its failure after the timeout of connect(), 5 s.
 _SETTLE_S = 12.0
-# Of one trial: 8 MB at less than that is of no use to a training.
+# Timeout of one trial: a link that needs longer for 8 MB is too slow for training.
 _TRIAL_S = 15.0
 _LARGE_BYTES = 8 << 20
 _PINGS = 8
 _TAG = 80
-# Twice the time after which a silent path is given up, unless the environment raises that.
+# Twice the default time after which the engine closes a silent path.
 _GIVEN_UP_S = 1.2
 _WORKS = ("up", "reserve", "proving")
 
@@ -47,7 +47,7 @@ def examine() -> list[Facts] | None:
     store = dist.PrefixStore("torch_resilient/doctor", store)  # type: ignore[attr-defined]
     if not facts.torch_error:
         _start(facts, store)
-    # Who has no backend is told to the others, so that they do not wait for it.
+    # Ranks publish whether their backend starts: no rank waits for one without a backend.
     store.set(f"host/{rank}", json.dumps([facts.host_key, not _broken(facts)]))
     hosts = [json.loads(store.get(f"host/{other}")) for other in range(size)]
     if not _broken(facts):
@@ -62,7 +62,7 @@ def examine() -> list[Facts] | None:
         dist.destroy_process_group()
     store.set(f"facts/{rank}", json.dumps(facts.as_json()))
     if rank != 0:
-        store.get("told")  # rank 0 may be the one that serves the store
+        store.get("told")  # rank 0 may serve the store
         return None
     told = [Facts.from_json(json.loads(store.get(f"facts/{other}"))) for other in range(size)]
     store.set("told", "1")
@@ -109,7 +109,7 @@ def _paths() -> list[tuple[int, PathStats]]:
 
 
 def _settle(others: list[int]) -> None:
-    """Waits until every path to each of them stands or has told why not."""
+    """Waits until every path to each of them is up or has reported its failure."""
     limit_s = time.monotonic() + _SETTLE_S
     while time.monotonic() < limit_s:
         paths = _paths()
@@ -124,7 +124,8 @@ def _settle(others: list[int]) -> None:
 
 
 def _pairs(hosts: list[str], able: list[int]) -> list[tuple[int, int]]:
-    """Those who try each other: the first ranks of hosts all of them, others their host's first."""
+    """Pairs of ranks to try: the first ranks of all hosts with each other, the others with their
+    host's first rank."""
     first: dict[str, int] = {}
     pairs = []
     for rank in able:
@@ -136,7 +137,7 @@ def _pairs(hosts: list[str], able: list[int]) -> list[tuple[int, int]]:
 
 
 def _meet(store: Store, key: str, count: int) -> None:
-    """All have come here; over the store, since the ways between them are what is in doubt."""
+    """A barrier over the store, since the paths between the ranks are under test."""
     if store.add(f"{key}/count", 1) == count:
         store.set(f"{key}/all", "1")
     store.get(f"{key}/all")
@@ -149,14 +150,14 @@ def _try_pair(facts: Facts, a: int, b: int) -> None:
     except RuntimeError as error:
         facts.peer_errors[peer] = doctor_facts.first_line(error)
         return
-    # Small messages pass. What stands now should stand after large ones; twice, since a busy
-    # machine may have lost a connection by chance.
+    # Small messages pass. A path that is up now should be up after large ones. The trial runs
+    # twice, since a busy machine may lose a connection by chance.
     stalled = {path.key for rank, path in _paths() if rank == peer and path.state in _WORKS}
     for _ in range(2):
         before, suspected = _reconnects(peer), _suspicions(peer)
         error_text = _exchange_large(peer)
         if _suspicions(peer) != suspected:
-            # Another path has taken over at once; this one is given up, and made again, later.
+            # Another path took over immediately; the engine closes and reopens this one later.
             time.sleep(_GIVEN_UP_S)
         after = _reconnects(peer)
         if error_text:
@@ -203,7 +204,7 @@ def _suspicions(peer: int) -> dict[tuple[PathKind, int], int]:
 
 
 def _exchange_large(peer: int) -> str:
-    """Both ways at a time; why it did not work, or nothing."""
+    """Exchanges large messages in both directions at once; returns the error, or ""."""
     import torch
     import torch.distributed as dist
 

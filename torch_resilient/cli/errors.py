@@ -1,4 +1,4 @@
-"""How commands end when their input cannot be used."""
+"""Output of errors and of untrusted text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 
 
 def printable(text: str) -> str:
-    """The text with what a terminal would obey, apart from new lines, as escapes such as \\x1b."""
+    """Replaces control characters except newlines by escapes such as \\x1b."""
     return "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii")
         for c in text

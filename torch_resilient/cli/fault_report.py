@@ -1,4 +1,4 @@
-"""What faults did to a job, from the records that its ranks left (_observe/recorder.py)."""
+"""The effects of faults on a job, from the records of its ranks (_observe/recorder.py)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch_resilient._observe.recorder import OperationRow, PathRow
 from torch_resilient._stats import PathKind
 from torch_resilient.cli.fault_script import PlannedFault
 
-# After a fault its traces may take this long to show: the limits that find a dead path, twice.
+# Traces of a fault may appear this late: twice the time that detects a dead path.
 _TRACES_S = 1.2
-# An operation that begins this long after a path is well again is not the fault's any more.
+# An operation that begins this long after the path has recovered is not attributed to the fault.
 _AFTER_S = 0.2
-# The first operations connect, and wait for ranks that start later.
+# The first operations include connecting and waiting for ranks that start later.
 _WARM_UP_S = 1.0
 _NOT_UP = ("suspect", "stalled", "down", "connecting")
 _TROUBLE = (*_NOT_UP, "proving")
@@ -54,7 +54,7 @@ class RankRecord:
     last_s: float = 0.0
 
     def row_at(self, path: PathKey, time_s: float) -> PathRow | None:
-        """What was known of a path at that moment."""
+        """The last row of a path at that time."""
         rows = self.paths.get(path, [])
         at = bisect.bisect_right(rows, time_s, key=lambda row: row.time_s)
         return rows[at - 1] if at else None
@@ -68,8 +68,8 @@ class RankRecord:
 class Pause:
     """The operation that a fault held up the most.
 
-    `usual_s`: the median of the same operation on the same rank, away from faults; None where there
-    is none to compare with.
+    `usual_s`: the median of the same operation on the same rank, away from faults; None without
+    such operations.
     """
 
     rank: int
@@ -85,7 +85,7 @@ class Pause:
 
 @dataclass
 class Outcome:
-    """What was seen of one fault.
+    """The observed effects of one fault.
 
     Attributes:
         state: "seen", "not seen" (nothing changed that was looked at), "not reached" (the job was
@@ -110,8 +110,8 @@ class Outcome:
 
 @dataclass
 class Report:
-    """Of a whole job. `noise`: the operation that took the most time more than usual away from
-    faults, to compare pauses with; None where there are faults whose time is not known."""
+    """The report of a whole job. `noise`: the operation away from faults that exceeded its usual
+    time the most, for comparison with the pauses; None if the time of some fault is unknown."""
 
     outcomes: list[Outcome]
     ranks: list[int]
@@ -135,7 +135,7 @@ class Report:
 
 
 def read_records(folder: Path) -> list[RankRecord]:
-    """All records of a folder, by rank and time. A last line that was torn is left out.
+    """All records of a folder, by rank and time. An incomplete last line is ignored.
 
     Raises ValueError, with the file, for one that is no record.
     """
@@ -143,7 +143,7 @@ def read_records(folder: Path) -> list[RankRecord]:
     for path in sorted(folder.glob("rank*.jsonl")):
         lines = path.read_text(encoding="utf-8").split("\n")[
             :-1
-        ]  # after the last: nothing, or torn
+        ]  # the last part is empty or incomplete
         if lines:
             records.append(_read(path, lines))
     return sorted(records, key=lambda record: (record.rank, record.start_s))
@@ -180,7 +180,7 @@ def _read(path: Path, lines: Sequence[str]) -> RankRecord:
 
 @dataclass
 class _Window:
-    """A fault in time: begun, ended, and when its path was well again."""
+    """The times of a fault: its begin, its end, and the recovery of its path."""
 
     fault: PlannedFault
     begin_s: float
@@ -190,7 +190,7 @@ class _Window:
 
 
 def _begin_of(fault: PlannedFault, record: RankRecord) -> tuple[float, float] | None:
-    """When it began and ended; None if that moment never came."""
+    """When it began and ended; None if it never began."""
     if fault.step is None:
         assert fault.at_s is not None
         begin_s = record.start_s[0] + fault.at_s
@@ -226,7 +226,7 @@ def _windows(script: Sequence[PlannedFault], ranks: Mapping[int, RankRecord]) ->
         there = times is not None and record is not None and times[0] < record.last_s
         begin_s, end_s = times if times is not None and there else (0.0, 0.0)
         windows.append(_Window(fault, begin_s, end_s, end_s, there))
-    # Not the script's order: each rank counts from its own start.
+    # The order may differ from the script's: each rank counts from its own start.
     reached = sorted((each for each in windows if each.reached), key=lambda each: each.begin_s)
     for window, following in zip(reached, [*reached[1:], None], strict=False):
         limit_s = following.begin_s if following else float("inf")
@@ -236,7 +236,7 @@ def _windows(script: Sequence[PlannedFault], ranks: Mapping[int, RankRecord]) ->
                 rows = record.rows_between(path, window.begin_s, until_s)
                 for row, after in zip(rows, [*rows[1:], None], strict=False):
                     if row.state in _TROUBLE:
-                        # It was so up to the next row.
+                        # The state lasts until the next row.
                         window.well_s = max(window.well_s, (after or row).time_s)
         window.well_s = min(limit_s, window.well_s)
     return windows
@@ -279,8 +279,8 @@ def _rate(rows: Sequence[PathRow]) -> float | None:
 
 
 def _limit_sign(window: _Window, record: RankRecord) -> str:
-    """Whether paths carried what the limit allows, and much more before. Nothing notices that, so
-    there is no moment at which it was."""
+    """Whether paths carried what the limit allows, and much more before. The engine does not detect
+    rate limits, so there is no time of detection."""
     fault = window.fault
     for path in _paths_of(fault, record, fault.peer):
         before_s = window.begin_s - _TRACES_S
@@ -299,7 +299,8 @@ def _increase(
     *,
     all_paths: bool,
 ) -> int:
-    """Of a counter, over a fault's window, both ends together; of the fault's paths or of all."""
+    """The increase of a counter over a fault's window, summed over both ends, for the fault's paths
+    or for all."""
     chosen = window.fault.path
     total = 0
     until_s = max(window.well_s, window.end_s + _AFTER_S)
@@ -327,7 +328,7 @@ class _Operations:
         self._usual_s = {key: statistics.median(times) for key, times in calm.items()}
 
     def _calm(self, record: RankRecord) -> Iterable[tuple[OperationRow, float]]:
-        """The operations away from all faults, and from the start, with their durations."""
+        """The operations away from all faults and after the warm-up, with their durations."""
         for operation in record.operations:
             if operation.took_s is None or operation.error:
                 continue
@@ -345,7 +346,7 @@ class _Operations:
         return Pause(record.rank, operation.name, took_s, usual_s)
 
     def worst_in(self, window: _Window) -> Pause | None:
-        """The operation of all ranks that lost the most in a fault's window."""
+        """The operation of all ranks that a fault's window delayed the most."""
         return max(
             (
                 self._pause(record, operation)
@@ -377,7 +378,7 @@ def _overlap(operation: OperationRow, a_s: float, b_s: float) -> bool:
 
 
 def make_report(script: Sequence[PlannedFault], records: Sequence[RankRecord]) -> Report:
-    """What the records tell of the faults; of a rank that was started again, its first one."""
+    """Makes the report from the records; for a restarted rank, from its first record."""
     ranks: dict[int, RankRecord] = {}
     restarted = []
     for record in records:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 KINDS = ("cut", "stall", "drop", "delay", "rate")
-# These end with time or at once. Silence that lasts until the next step would never end where the
-# step waits for it.
+# Kinds that steps may begin and end. A path that stays silent until the next step would block that
+# step forever.
 STEP_KINDS = ("cut", "delay", "rate")
 
 
@@ -18,7 +18,7 @@ class PlannedFault:
 
     Attributes:
         kind: one of KINDS.
-        rank: who applies it.
+        rank: the rank that applies it.
         path: index of the connection between the two; None: all of them.
         at_s: since the rank's engine started; None if it comes with a step.
         for_s: how long; 0 for a cut, which is done at once.
@@ -56,7 +56,7 @@ class PlannedFault:
             words.append(f"at_s={self.at_s:.10g}")
         else:
             assert self.at_s is not None
-            # Milliseconds, also of times as long as --first may be.
+            # Ten digits keep milliseconds even for the largest --first.
             words.append(f"from_s={self.at_s:.10g} until_s={self.at_s + self.for_s:.10g}")
         return " ".join(words)
 
@@ -76,7 +76,7 @@ class PlannedFault:
 
 @dataclass(frozen=True)
 class ScriptSettings:
-    """What a script is made from; the seed apart."""
+    """The settings of a script, without the seed."""
 
     ranks: int
     paths: int
@@ -114,7 +114,7 @@ def make_script(seed: int, settings: ScriptSettings) -> list[PlannedFault]:
     else:
         times = list(range(settings.steps[0], settings.steps[1], settings.every_steps))
     generator = random.Random(seed)
-    # Only random(): of Python's generator, its sequence alone is promised to stay.
+    # Only random(): Python guarantees a stable sequence for no other method of the generator.
     draw = generator.random
 
     def pick(choices: Sequence[object]) -> int:
@@ -129,9 +129,9 @@ def make_script(seed: int, settings: ScriptSettings) -> list[PlannedFault]:
         if draw() < 0.5:
             rank, peer = peer, rank
         index = pick(range(settings.paths))
-        # A slow link is slow as a whole; what falls silent is one connection, or all.
+        # A slow link is slow on all its connections; silence affects one connection, or all.
         whole = settings.all_paths or kind in ("delay", "rate")
-        # The rest of the interval is for the way back to health, and to compare with.
+        # The rest of the interval is for the recovery, and for comparison.
         longest_s = 0.5 * settings.every_s
         for_s = round(min(longest_s, 0.3 + 1.2 * draw()), 1) if kind != "cut" else 0.0
         size = draw()

@@ -199,7 +199,7 @@ def _run_job(lab: NetworkLab, command: list[str], events: str, sites: int) -> in
         readers.append(reader)
     player = lab.play(events) if events.strip() else None
     statuses = [job.wait() for job in jobs]
-    # What a command has left running may hold its output open.
+    # A process that a command left behind may hold its output open.
     for reader in readers:
         reader.join(1)
     if player is not None:
@@ -211,7 +211,7 @@ def _run_job(lab: NetworkLab, command: list[str], events: str, sites: int) -> in
         for one, other in itertools.permutations(each.hosts, 2):
             _report(each.name, f"{one.name}->{other.name}", each)
     bad = [status for status in statuses if status != 0]
-    # A process that a signal ended: as a shell says it.
+    # Reports a process that a signal ended with the status that a shell uses.
     return 0 if not bad else bad[0] if bad[0] > 0 else 128 - bad[0]
 
 
@@ -236,4 +236,4 @@ def _copy_lines(name: str, stream: Any) -> None:
             sys.stdout.write(f"[{name}] {line.decode(errors='replace')}")
             sys.stdout.flush()
     except BrokenPipeError:  # such as `| head`
-        stream.close()  # or the command would wait for ever for somebody who reads
+        stream.close()  # otherwise the command would block on its output forever

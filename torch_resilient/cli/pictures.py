@@ -7,7 +7,7 @@ from typing import Any
 
 from torch_resilient.pipelining.picture import PAINTS, WIDTH, Picture, svg
 
-# What matplotlib draws for the lines of Paint.hatch, so dense that short boxes show them.
+# matplotlib's hatches for those of Paint.hatch, dense enough to be visible in short boxes.
 _HATCHES = {"/": "////", "\\": "\\\\\\\\", "x": "xxxx", "|": "||||", "-": "----", ".": "...."}
 _INCHES_PER_PIXEL = 1 / 100
 _HEAD_INCHES = 1.6
@@ -44,7 +44,7 @@ def _png(path: Path, picture: Picture) -> None:
         axes = figure.add_subplot()
         _draw_rows(axes, picture)
         _draw_lines(axes, picture)
-        # Rows are one apart, the first at the top.
+        # Rows are one unit apart, the first at the top.
         axes.set_yticks(range(len(picture.rows)), [row.label for row in picture.rows])
         axes.set_ylim(len(picture.rows) - 0.5, -0.5)
         axes.set_xlim(0, (picture.length_s or 1.0) * 1e3)
@@ -67,7 +67,7 @@ def _look(paint: str) -> dict[str, Any]:
     colour, hatch, _ = PAINTS[paint]
     if not hatch:
         return {"facecolor": colour, "edgecolor": "white", "linewidth": 0.4}
-    # The alpha of the ground is not that of the lines.
+    # The alpha applies to the background, not to the lines.
     return {
         "facecolor": f"{colour}29",
         "edgecolor": colour,

@@ -35,14 +35,14 @@ between F and B, between F and W, and its memory in activations), `chosen` (what
 exit status: 0, or 2 if the input cannot be used; then one line on stderr names the field.
 """
 
-# Of all stages together: 512 stages of 512 take ten seconds. More is a mistake in the input, which
-# would end with no memory left.
+# Maximum of the sum over all stages: 512 stages of 512 take ten seconds. A larger input is a
+# mistake and would exhaust the memory.
 _MAX_MICROBATCHES = 300_000
-# 30,000 years, likewise: sums of such times would end as infinity, which is no JSON.
+# 30,000 years. Sums of longer times could become infinity, which JSON cannot express.
 _MAX_MS = 1e15
 _REQUIRED = ("stages", "microbatches", "tF", "tB", "tW")
 _OPTIONAL = ("c", "cf", "cb", "cap", "mem", "policy", "budget_ms")
-# What this command adds: its output may be its input again.
+# Fields that this command adds; it ignores them in its input, which may be an earlier output.
 _ADDED = ("orders", "iteration_ms", "lower_bound_ms", "bubble", "bubbles_ms", "peak", "chosen")
 
 
@@ -121,7 +121,7 @@ def _parse(text: str) -> Any:
 
 
 def _plan(given: object) -> tuple[Plan, PipelineCosts]:
-    """Raises ValueError, whose text begins with the field's name."""
+    """Raises ValueError with a text that begins with the field's name."""
     if not isinstance(given, dict):
         raise ValueError(f"input: expected a JSON object, got {type(given).__name__}")
     for name in given:
@@ -143,7 +143,7 @@ def _plan(given: object) -> tuple[Plan, PipelineCosts]:
     budget_ms = given.get("budget_ms", 100)
     if isinstance(budget_ms, bool) or not isinstance(budget_ms, int | float):
         raise ValueError(f"budget_ms: expected a number, got {budget_ms!r}")
-    # As an integer it may be too large for isfinite, and for a message.
+    # An integer may be too large for isfinite, and for a message.
     if not 0 <= budget_ms <= sys.float_info.max:
         raise ValueError(
             f"budget_ms: expected a finite number, not negative, got {budget_ms!r:.20}"
@@ -178,7 +178,7 @@ def _write_pictures(options: argparse.Namespace, plan: Plan, costs: PipelineCost
 
 
 def _milliseconds(seconds: float) -> float:
-    # Nanoseconds; what comes after is rounding.
+    # Nanoseconds; further digits are rounding errors.
     return round(seconds * 1e3, 6)
 
 

@@ -66,7 +66,7 @@ exit status: 0; 1 if the script fails, with the end of what it said; 2 for bad i
 
 # The end of a script's output that is shown if it fails.
 _LINES_SHOWN = 20
-# torchrun kills after 30 s what does not end by itself.
+# torchrun kills its workers after 30 s if they do not end by themselves.
 _END_S = 60.0
 # SmartOptions.depth_ratio, by default.
 _DEPTH_RATIO = 0.25
@@ -79,14 +79,14 @@ class ScriptError(Exception):
 
 @dataclass(frozen=True)
 class Limit:
-    """How much harm is tolerated: so many standard deviations, or a fraction of the loss."""
+    """The tolerated harm: a number of standard deviations, or a fraction of the loss."""
 
     text: str
     deviations: float = 0.0
     fraction: float = 0.0
 
     def nats(self, losses: Sequence[float]) -> float | None:
-        """In units of the loss; None where the losses of all seeds are the same."""
+        """The limit in units of the loss; None if the losses of all seeds are equal."""
         if self.deviations:
             spread = _deviation(losses)
             return self.deviations * spread if spread > 0 else None
@@ -95,7 +95,7 @@ class Limit:
 
 @dataclass(frozen=True)
 class Harm:
-    """Loss at the end above that of the same seed without drops, by seed."""
+    """By how much the final loss exceeds that of the same seed without drops, by seed."""
 
     by_seed: Sequence[float]
 
@@ -118,7 +118,7 @@ class Harm:
 
 
 def _spread(mean: str, values: Sequence[float]) -> str:
-    """The mean, with the standard deviation if one seed is not all."""
+    """The mean, with the standard deviation if there are several seeds."""
     return f"{mean} ± {_deviation(values):.4f}" if len(values) > 1 else mean
 
 
@@ -178,14 +178,14 @@ def add_parser(commands: Any) -> None:
 class _Request:
     """The command line, checked."""
 
-    command: Sequence[str]  # to which settings and script are appended
+    command: Sequence[str]  # settings and script are appended
     script: Sequence[str]
     names: Sequence[str] | None
     fractions: Sequence[float]
     limits: Sequence[Limit]
     seeds: Sequence[int]
     last: int | None
-    settings: Mapping[str, Any]  # what is the same in all runs
+    settings: Mapping[str, Any]  # the same in all runs
 
 
 def _request(options: argparse.Namespace) -> _Request:
@@ -198,7 +198,7 @@ def _request(options: argparse.Namespace) -> _Request:
             fraction = math.nan
         if not 0 <= fraction <= 1:
             raise ValueError(f"--fractions: expected fractions, 0 to 1, got {text!r}")
-        if fraction > 0:  # without drops it runs anyway
+        if fraction > 0:  # the run without drops is always made
             fractions.append(fraction)
     if not fractions:
         raise ValueError("--fractions: expected one above 0")
@@ -250,12 +250,12 @@ def _request(options: argparse.Namespace) -> _Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run has seen, all ranks together.
+    """The observations of a run, all ranks together.
 
     Attributes:
         losses: by step.
-        boundaries: by name, what has crossed it; see Watcher.result().
-        how: where the boundaries come from; "": they were given.
+        boundaries: the messages across each boundary, by name; see Watcher.result().
+        how: the origin of the boundaries; "": they were given.
         modules: some names of modules.
     """
 
@@ -267,9 +267,9 @@ class Outcome:
 
 @contextlib.contextmanager
 def _process(command: Sequence[str], output: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Runs it; whatever happens, it does not go on afterwards."""
+    """Runs it and ends it on leaving the block, also after an error."""
     environment = {**os.environ, "PYTHONHASHSEED": "0", "TORCH_COMPILE_DISABLE": "1"}
-    # Ctrl-C comes to this process only, which ends the others in order.
+    # Ctrl-C reaches only this process, which ends the others in order.
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
@@ -288,7 +288,7 @@ def _process(command: Sequence[str], output: Any) -> Iterator[subprocess.Popen[b
 def run_once(
     request: _Request, names: Sequence[str] | None, bounds: Mapping[str, float], seed: int
 ) -> Outcome:
-    """One training. Raises ScriptError, after the end of what the script said, if it fails."""
+    """One training. If it fails, prints the end of its output and raises ScriptError."""
     with tempfile.TemporaryDirectory(prefix="profile-drop-") as folder:
         settings = {**request.settings, "out": folder, "names": names, "bounds": dict(bounds)}
         settings["seed"] = seed
@@ -332,10 +332,10 @@ def _told(bounds: Mapping[str, float]) -> str:
 
 @dataclass
 class Profile:
-    """All that was found out.
+    """All results.
 
     Attributes:
-        names: of the boundaries, the first first.
+        names: of the boundaries, in order.
         final: loss at the end by seed, without drops.
         harm: by boundary and fraction; without those that could lose nothing.
         bounds: suggested, by boundary.
@@ -355,7 +355,7 @@ class Profile:
     together: list[tuple[dict[str, float], Harm]] = field(default_factory=list)
 
     def lowered(self, bounds: Mapping[str, float]) -> dict[str, float]:
-        """Each bound by one fraction that was tried at it, down to 0."""
+        """Each bound lowered to the next fraction that was tried, down to 0."""
         return {
             name: max((f for f in self.harm[name] if f < bound), default=0.0)
             for name, bound in bounds.items()
@@ -409,7 +409,7 @@ def _check(first: Outcome, request: _Request) -> None:
 
 
 def _limit(limits: Sequence[Limit], final: Sequence[float]) -> tuple[float, str]:
-    """The smallest that says something, in units of the loss, and which it is."""
+    """The smallest applicable limit, in units of the loss, and its text."""
     known = [(nats, each.text) for each in limits if (nats := each.nats(final)) is not None]
     if not known:
         raise ValueError(
@@ -504,7 +504,7 @@ def table(found: Profile) -> str:
     ]
     rows = [["harm", *(f"{100 * fraction:g} %" for fraction in fractions), "bound"]]
     for name in found.names:
-        # What a boundary alone stands, before all were tried at once.
+        # The bound of this boundary alone, before all were tried at once.
         alone = (found.together[0][0] if found.together else found.bounds)[name]
         cells = [str(found.harm[name].get(fraction, "exact")) for fraction in fractions]
         rows.append([name, *cells, f"{alone:g}"])
@@ -534,7 +534,7 @@ def table(found: Profile) -> str:
 
 def _output(found: Profile) -> dict[str, Any]:
     def told(harm: Harm) -> dict[str, Any]:
-        # JSON has no infinity: null is a training that diverged.
+        # JSON has no infinity: null stands for a training that diverged.
         by_seed = [each if math.isfinite(each) else None for each in harm.by_seed]
         finite = math.isfinite(harm.mean)
         mean, deviation = (harm.mean, harm.deviation) if finite else (None, None)
@@ -568,13 +568,13 @@ def _output(found: Profile) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _ends_in_order() -> Iterator[None]:
-    """Signals that would end this process at once end the training, too: it is in a session of its
-    own, and would go on."""
+    """Makes signals that end this process also end the training, which would otherwise continue in
+    its own session."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
 
-    # Not what is ignored, as by nohup.
+    # Signals that are ignored, as under nohup, stay ignored.
     numbers = [
         number
         for number in (signal.SIGTERM, signal.SIGHUP)

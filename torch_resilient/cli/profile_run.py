@@ -2,8 +2,8 @@
 
     python -m torch_resilient.cli.profile_run SETTINGS SCRIPT [ARGUMENT...]
 
-SETTINGS is a JSON object, the fields of `Settings`. Writes what it has seen to rank<N>.json in
-the folder `out`, unless the script raises: that goes its way.
+SETTINGS is a JSON object, the fields of `Settings`. Writes its observations to rank<N>.json in the
+folder `out`. An exception of the script propagates, and then no file is written.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from torch_resilient.smart.activation_drop import (
     plain_name,
 )
 
-# Names of modules that are told where none is of use.
+# Number of module names to list if none is usable.
 _MODULES_TOLD = 12
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What a run is to do.
+    """The settings of a run.
 
     Attributes:
-        out: folder for what it has seen.
-        names: boundaries, the first first; None: to be found.
-        stages: into how many the model is cut, where boundaries are to be found.
+        out: folder for the observations.
+        names: boundaries in order; None: find them.
+        stages: the number of stages of the model if boundaries must be found.
         bounds: by boundary, the fraction of each message that is dropped; others are exact.
-        fractions: for which to tell how many packets of a message they are.
+        fractions: for each of them the result contains the packets of a message.
         direction: as for make_boundaries().
         packets, exact_below_bytes: as for Boundary.
         seed: of everything: the script's random numbers and the dropped packets.
-        steps: after so many the script is ended; None: it ends by itself.
+        steps: the script ends after this number; None: it ends by itself.
         module: SCRIPT is the name of a module, as for `python -m`.
     """
 
@@ -66,11 +66,11 @@ class Settings:
 
 
 class _Finished(SystemExit):
-    """Ends the script after its last step, past whatever it does about errors."""
+    """Ends the script after its last step and bypasses its error handling."""
 
 
 class Watcher:
-    """Finds the boundaries in whatever model the script trains, and notes its losses.
+    """Finds the boundaries in the model that the script trains, and records its losses.
 
     A loss is a scalar from which the script goes backward. A step ends with the first step of an
     optimizer after that; further optimizers belong to it, and so do several backward passes before.
@@ -83,14 +83,14 @@ class Watcher:
         self.steps = 0
         self.losses: list[float | None] = []  # by step; None: no loss on this rank
         self.boundaries: dict[str, Boundary] = {}
-        self.how = ""  # boundaries were found; "": they were given
+        self.how = ""  # how boundaries were found; "": they were given
         self._stages = False  # whether the script makes stages itself
         self._seen: set[nn.Module] = set()
         self._names: list[str] = []  # of modules, as examples
         self._unscaled: tuple[Tensor, Tensor] | None = None
 
     def start(self) -> None:
-        """Patches what it must; the process is this run's own, so nothing is put back."""
+        """Patches torch. Nothing is restored, since the process serves only this run."""
         from torch.nn.modules.module import register_module_forward_pre_hook
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -126,7 +126,7 @@ class Watcher:
         return watched
 
     def _loss_of(self, tensor: Tensor) -> Tensor:
-        """What was scaled for the sake of 16 bits, as it was before: scales change."""
+        """The loss before GradScaler scaled it, since scales change."""
         if self._unscaled is not None and self._unscaled[0] is tensor:
             tensor = self._unscaled[1]
         return tensor.detach().clone()
@@ -153,7 +153,7 @@ class Watcher:
             if not self._stages:
                 self._stages = True
                 self.how = f"the script's {stage.num_stages} pipeline stages"
-            # What the last one puts out is the loss's, and crosses nothing.
+            # The output of the last stage goes to the loss and crosses no boundary.
             if not stage.is_last:
                 asked = self._settings.names
                 name = f"stage{stage.stage_index}"
@@ -164,7 +164,7 @@ class Watcher:
         PipelineStage.__init__ = made  # type: ignore[method-assign, assignment]
 
     def _on_module(self, module: nn.Module, _: Any) -> None:
-        """Before every forward: looks into those modules that are no part of one seen before."""
+        """Runs before every forward; examines modules that are not part of an earlier one."""
         if module in self._seen or not module.training:
             return
         self._seen.update(module.modules())
@@ -183,9 +183,9 @@ class Watcher:
                 self._watch(chosen, {name: named[name] for name in chosen})
 
     def _watch(self, every: Sequence[str], modules: Mapping[str, nn.Module]) -> None:
-        """Puts boundaries behind these modules; `every` has the names of all, for the seeds."""
+        """Adds boundaries after these modules; `every` has the names of all, for the seeds."""
         settings = self._settings
-        # Replicas of a data-parallel training lose other packets each.
+        # Each replica of a data-parallel training drops different packets.
         rank = int(os.environ.get("RANK", "0"))
         made = make_boundaries(
             every,
@@ -201,14 +201,14 @@ class Watcher:
                 boundary.watch(modules[boundary.name])
 
     def _may_miss(self, message_bytes: int) -> list[int]:
-        """Packets of such a message that are dropped, by fraction."""
+        """The number of dropped packets of a message of this size, by fraction."""
         settings = self._settings
         if message_bytes < settings.exact_below_bytes:
             return [0] * len(settings.fractions)
         return [may_miss(message_bytes, fraction) for fraction in settings.fractions]
 
     def result(self) -> dict[str, Any]:
-        """What has been seen, for JSON."""
+        """The observations, for JSON."""
         return {
             "losses": self.losses,
             "how": self.how,
@@ -227,7 +227,7 @@ class Watcher:
 
 
 def main() -> None:
-    """Runs the script as Python would have done."""
+    """Runs the script as Python would."""
     settings = Settings(**json.loads(sys.argv[1]))
     script = sys.argv[2]
     sys.argv = sys.argv[2:]

@@ -1,4 +1,4 @@
-"""`torch-resilient timeline`: what the ranks of a run measured, as text, picture or trace."""
+"""`torch-resilient timeline`: the measurements of a run's ranks, as text, picture or trace."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _write_pictures(options: argparse.Namespace, run: MeasuredRun) -> list[str]:
 
 
 def _milliseconds(seconds: float) -> float:
-    # Nanoseconds; what comes after is rounding.
+    # Nanoseconds; further digits are rounding errors.
     return round(seconds * 1e3, 6)
 
 
@@ -138,7 +138,7 @@ def _output(run: MeasuredRun) -> dict[str, Any]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was asked for; returns the exit status."""
+    """Prints the requested output; returns the exit status."""
     try:
         run = read_run(options.run_dir, *_range(options.steps))
         if not run.steps:

@@ -1,7 +1,7 @@
 """`torch-resilient top`: a live table of the peers and paths of a running job.
 
-The job must have been started with TORCH_RESILIENT_METRICS set, which is off by default: to a
-folder, in which each process makes a socket, or to a port.
+The job must run with TORCH_RESILIENT_METRICS, which is off by default: a folder, where each process
+makes a socket, or a port.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def find(where: Sequence[str]) -> list[str]:
 
 
 def find_all(where: str) -> list[str]:
-    """The endpoints of what TORCH_RESILIENT_METRICS may name: find(), and of a port those after
-    it, too, up to one that is closed, since each rank of a host has the next. Raises what find()
-    raises.
+    """The endpoints for a value of TORCH_RESILIENT_METRICS: those of find(), and for a port also
+    the ports after it up to the first closed one, since each rank of a host uses the next port.
+    Raises what find() raises.
     """
     found = find([where])
     if "/" in where or Path(where).is_dir():
@@ -154,12 +154,12 @@ def _connection(endpoint: str) -> http.client.HTTPConnection:
 
 
 def is_there(endpoint: str) -> bool:
-    """Whether a process listens at `endpoint`. One that is stopped, or busy with one long call,
-    does not answer, but the kernel takes connections for it."""
+    """Whether a process listens at `endpoint`. A stopped process, or one busy with a long call,
+    does not answer, but the kernel accepts connections for it."""
     connection = _connection(endpoint)
     try:
         connection.connect()
-    except TimeoutError:  # the kernel takes no more, or a host is silent: who knows
+    except TimeoutError:  # the backlog is full, or the host is silent: unknown
         return True
     except OSError:
         return False
@@ -182,7 +182,7 @@ def fetch(endpoint: str) -> Snapshot | None:
 
 
 def fetch_all(endpoints: Sequence[str]) -> list[Snapshot]:
-    """Of all that answer, by rank."""
+    """The snapshots of all processes that answer, by rank."""
     if not endpoints:
         return []
     with ThreadPoolExecutor(min(16, len(endpoints))) as pool:
@@ -195,10 +195,10 @@ def _order(told: Snapshot) -> tuple[float, int]:
 
 
 def earlier_looks(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> list[Snapshot | None]:
-    """For each process of `now` the look at the same one before.
+    """For each process of `now`, its earlier snapshot.
 
-    Those in containers of one host may share a number; then their ranks tell them apart. A process
-    has no rank while it has no default group.
+    Processes in containers of one host may share a process id; then their ranks distinguish them. A
+    process has no rank while it has no default group.
     """
     by_number = collections.defaultdict(list)
     for told in before:
@@ -231,15 +231,15 @@ def _rate(now: int, before: int | None, elapsed_s: float) -> str:
 
 
 def _share(count: int, packets: int) -> str:
-    """Of the packets sent between two looks at a UDP path, in percent."""
+    """Share of the packets sent between two snapshots of a UDP path, in percent."""
     return f"{100 * count / packets:.1f}" if packets > 0 else "-"
 
 
 def changes(before: Snapshot, now: Snapshot) -> list[str]:
-    """What happened in one process between two snapshots, for people."""
+    """The events of one process between two snapshots, for people."""
     found = []
     old = _paths(before)
-    # Not those later than the last: the clock may have been set back.
+    # Comparing with the last time alone would fail when the clock is set back.
     known = {(event.time_s, event.text) for event in before.events}
     found += [event.text for event in now.events if (event.time_s, event.text) not in known]
     peers = {peer.rank: peer.state for peer in before.peers}
@@ -266,7 +266,7 @@ def changes(before: Snapshot, now: Snapshot) -> list[str]:
 
 
 def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
-    """The table of all processes; rates are those between the two looks."""
+    """The table of all processes; rates are those between the two snapshots."""
     old = earlier_looks(before, now)
     rows: list[tuple[str, ...]] = [
         (
@@ -325,8 +325,8 @@ def _rank_name(told: Snapshot) -> str:
 
 
 def _datagrams(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
-    """The rows of a table of the UDP paths; empty if there are none. Shares are of the packets
-    sent since the `old` look of the same process."""
+    """The rows of a table of the UDP paths; empty if there are none. Shares refer to the packets
+    sent since the `old` snapshot of the same process."""
     rows = []
     for told, earlier in zip(now, old, strict=True):
         old_paths = _paths(earlier)
@@ -376,7 +376,7 @@ def _cut_to_terminal(text: str) -> str:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Shows it; returns the exit status."""
+    """Shows the table; returns the exit status."""
     where = options.where or [
         each for each in [os.environ.get("TORCH_RESILIENT_METRICS", "")] if each
     ]
@@ -415,8 +415,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Keyboard:
-    """Keys without Enter, within a `with` block, if standard input is a terminal in whose
-    foreground this process runs."""
+    """Reads keys without Enter within a `with` block, if this process is in the foreground of a
+    terminal at standard input."""
 
     def __init__(self) -> None:
         self._terminal: int | None = None
@@ -426,7 +426,7 @@ class _Keyboard:
         with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):
             terminal = sys.stdin.fileno()
             self._settings = termios.tcgetattr(terminal)
-            # A process in the background would be stopped.
+            # The kernel would stop a background process.
             if self._is_background(terminal):
                 return self
             tty.setcbreak(terminal, termios.TCSANOW)
@@ -442,7 +442,7 @@ class _Keyboard:
     def _is_background(terminal: int) -> bool:
         try:
             return os.tcgetpgrp(terminal) != os.getpgrp()
-        except OSError:  # not the terminal that controls this process: it stops nobody
+        except OSError:  # not the controlling terminal, which alone stops processes
             return False
 
     def wait_for_q(self, seconds: float) -> bool:
@@ -480,7 +480,7 @@ def _watch(
     events: list[str] = []
     terminal = sys.stdout.isatty()
     while not keyboard.wait_for_q(options.interval):
-        # Processes may come and go.
+        # Processes may start and end meanwhile.
         now = fetch_all(look())
         clock = time.strftime("%H:%M:%S")
         old = earlier_looks(before, now)
@@ -502,7 +502,7 @@ def _watch(
         if options.once:
             print(text)
             return
-        # Home, the frame with each line's rest erased, then the rest of the screen.
+        # Cursor home, the frame with the rest of each line erased, then the rest of the screen.
         erased = _cut_to_terminal(text).replace("\n", "\x1b[K\n")
         sys.stdout.write(f"\x1b[H{erased}\x1b[K\n\x1b[J" if terminal else f"{text}\n\n")
         sys.stdout.flush()
