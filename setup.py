@@ -38,7 +38,7 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get(
 
 BUILD_INFO = '''"""Written by setup.py: what was built."""
 
-# What _C was compiled against.
+# The torch that _C was compiled against.
 TORCH_VERSION = {version!r}
 # Why there are no CUDA kernels; empty if there are.
 WITHOUT_CUDA = {without_cuda!r}

@@ -9,9 +9,9 @@ Each fault acts on the paths of the process that injects it, on real connections
 
     faults.cut(peer=1, path=0)  # break one connection now
 
-Ranks are those of the default group. Rules for all ranks can also be given before the start,
-as text, in the option `faults` (TORCH_RESILIENT_FAULTS), separated by `;`. A rule is a kind with
-its own keys, and conditions, all of which must hold:
+Ranks are those of the default group. The option `faults` (TORCH_RESILIENT_FAULTS) sets
+rules for all ranks before the start, as text, separated by `;`. A rule has a kind with its own keys
+and optional conditions, which must all hold:
 
     delay  ms, jitter_ms                bytes leave later; jitter is uniform, +-
     rate   bytes_per_s                  bytes leave no faster

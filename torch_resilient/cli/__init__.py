@@ -13,14 +13,14 @@ from torch_resilient.cli import bench, chaos, doctor, lab, plan, profile_drop, t
 
 EXAMPLES = """\
 examples:
-  torch-resilient doctor                                          before a job: what will go wrong
-  torchrun --nproc-per-node 2 --no-python torch-resilient bench   what its links carry
+  torch-resilient doctor                                          before a job: find problems
+  torchrun --nproc-per-node 2 --no-python torch-resilient bench   measure its links
   torch-resilient top /tmp/job                                    watch it (TORCH_RESILIENT_METRICS)
   torch-resilient chaos -- torchrun --nproc-per-node 2 train.py   drill it with network faults
   torch-resilient lab --delay 20ms -- torchrun train.py           the same on hosts far apart (root)
-  torch-resilient profile-drop --steps 200 train.py               what dropped activations cost it
+  torch-resilient profile-drop --steps 200 train.py               the cost of dropped activations
 
-`torch-resilient COMMAND --help` tells more, with an example.
+`torch-resilient COMMAND --help` shows details and an example.
 """
 
 

@@ -1,6 +1,6 @@
 """`torch-resilient bench`: round trip and goodput of every link between the ranks of a job.
 
-Runs over the backend itself, on the connections, interfaces and settings that a training has.
+It uses the backend itself, with the connections, interfaces and settings of a training.
 One pair of ranks is measured at a time, in each direction, while the others are idle.
 """
 
@@ -34,8 +34,8 @@ examples:
       --no-python torch-resilient bench --seconds 2
 
 Rank 0 prints three tables, from the rank of the row to the rank of the column: the round trip of a
-small message (median, milliseconds), goodput (MB/s of 10^6 bytes, once the link is up to speed),
-and the connections that carried it. Packets that the network dropped are listed below them.
+small message (median, milliseconds), goodput (MB/s of 10^6 bytes, after ramping up), and the
+connections that carried it. Below them it lists the packets that the network dropped.
 
 It takes about 1.3 s more than --seconds for each of the N * (N - 1) directions.
 exit status: 0; 1 if a direction could not be measured; 2 for bad input.
@@ -67,9 +67,9 @@ def add_parser(commands: Any) -> None:
         "--seconds",
         type=float,
         default=1.0,
-        help="of transfer in each direction of each link (default: 1)",
+        help="seconds of transfer in each direction of each link (default: 1)",
     )
-    parser.add_argument("--json", action="store_true", help="print it as JSON instead of tables")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=run)
 
 

@@ -1,7 +1,7 @@
 """`torch-resilient chaos`: runs a job under a seeded script of network faults, and reports.
 
-The job is yours, unchanged, started by the command after `--`. Faults act on the connections of the
-"resilient" backend inside its processes: no root, nothing else on the machine is touched.
+The command after `--` starts your unchanged job. Faults act on the connections of the "resilient"
+backend inside its processes; they need no root and affect nothing else on the machine.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ example:
   torch-resilient chaos --seed 7 --duration 30 -- torchrun --standalone --nproc-per-node 2 train.py
 
 kinds of faults:
-  cut    a connection breaks, maybe in the middle of a message
-  stall  nothing is sent on it any more, for a while; what comes in is still read
-  drop   silence in both directions, as from a cable pulled out, for a while
-  delay  the way from one rank to another takes longer, for a while
-  rate   it carries less, for a while
+  cut    a connection breaks, possibly in the middle of a message
+  stall  a connection sends nothing for a while; it still reads incoming data
+  drop   a connection neither sends nor reads for a while, as with a pulled cable
+  delay  data from one rank to another arrives later for a while
+  rate   the path from one rank to another is slower for a while
 
-The report has a line for each fault: how long until it was noticed on its path, the operation that
-it held up the most and how long that one usually takes, chunks retransmitted, reconnects.
-All of it is measured in the job; a fault that left no trace says so.
+The report has a line for each fault: the time until it was noticed on its path, the operation that
+it delayed the most with the usual duration of that operation, chunks retransmitted, reconnects.
+All values are measured in the job; the report says if a fault left no trace.
 
-The job is given TORCH_RESILIENT_FAULTS, TORCH_RESILIENT_RECORD_DIR and, unless you have set them,
-TORCH_RESILIENT_PATHS_SAME_HOST=2 and TORCH_RESILIENT_WAN_CONNECTIONS=2, so that there is another
-way between two ranks. Started on several hosts at a time with the same options and seed, each tells
-of the ranks of its own host.
+The command sets TORCH_RESILIENT_FAULTS and TORCH_RESILIENT_RECORD_DIR for the job. It also sets
+TORCH_RESILIENT_PATHS_SAME_HOST=2 and TORCH_RESILIENT_WAN_CONNECTIONS=2, unless you have set them:
+two ranks then have a second path. If you start it on several hosts at the same time with the same
+options and seed, each host reports its own ranks.
 
 exit status: that of the job; 1 if it was 0 but no fault left a trace; 2 for bad input.
 """
@@ -67,37 +67,39 @@ def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
     parser = commands.add_parser(
         "chaos",
-        help="run a job under network faults and tell what happened",
+        help="run a job under network faults and report the effects",
         description=__doc__,
         epilog=ABOUT,
         usage="torch-resilient chaos [OPTIONS] -- COMMAND ...",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=1, help="of the script (default: 1)")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the script (default: 1)")
     parser.add_argument(
         "--duration",
         type=float,
         default=30.0,
         metavar="S",
-        help="seconds of the job, from its first group, in which faults come (default: 30)",
+        help="seconds with faults, from the job's first group (default: 30)",
     )
     parser.add_argument(
-        "--first", type=float, default=4.0, metavar="S", help="when the first comes (default: 4)"
+        "--first", type=float, default=4.0, metavar="S", help="time of the first fault (default: 4)"
     )
     parser.add_argument(
-        "--every", type=float, default=3.0, metavar="S", help="from one to the next (default: 3)"
+        "--every", type=float, default=3.0, metavar="S", help="time between faults (default: 3)"
     )
     parser.add_argument(
         "--steps",
         metavar="A:B[:N]",
-        help="instead of by time, at every N-th step (default: 10th) from A to B, for a program "
+        help="faults at every N-th step (default: 10th) from A to B, not by time; for a program "
         "that calls torch_resilient.faults.step()",
     )
     parser.add_argument(
         "--kinds",
-        help=f"separated by commas (default: {','.join(KINDS)}; by steps without silence)",
+        help=f"separated by commas (default: {','.join(KINDS)}; with --steps no stall, drop)",
     )
-    parser.add_argument("--ranks", type=int, help="default: as the command's torchrun says")
+    parser.add_argument(
+        "--ranks", type=int, help="number of ranks (default: from the torchrun command)"
+    )
     parser.add_argument(
         "--links",
         default="ring",
@@ -108,19 +110,19 @@ def add_parser(commands: Any) -> None:
         "--paths",
         type=int,
         default=2,
-        help="connections between two ranks that may be hit, numbered from 0 (default: 2)",
+        help="number of connections between two ranks that may fail (default: 2)",
     )
     parser.add_argument(
         "--all-paths",
         action="store_true",
-        help="cut and silence all paths of a link together, so that only waiting helps",
+        help="cut and silence all paths of a link together; no path can take over",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the ranks' records there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the ranks' records in DIR")
     parser.add_argument(
-        "--script", action="store_true", help="print TORCH_RESILIENT_FAULTS and run nothing"
+        "--script", action="store_true", help="print TORCH_RESILIENT_FAULTS without running COMMAND"
     )
-    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
+    parser.add_argument("job", nargs=argparse.REMAINDER, metavar="COMMAND", help="the job")
     parser.set_defaults(run=run)
 
 

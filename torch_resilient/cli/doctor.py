@@ -1,7 +1,7 @@
 """`torch-resilient doctor`: finds problems that break or slow down a job, and how to fix them.
 
-Alone it looks at this machine. With --host it also tries to reach a host and port as a rank would.
-As the program of a torchrun job it looks at every host, and at every way between them.
+Started alone, it checks this machine. With --host it also connects to a host and port as a rank
+would. As the program of a torchrun job it checks every host and every pair of hosts.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torch_resilient.cli.errors import bad_input, printable
 ABOUT = """\
 examples:
   torch-resilient doctor                                     this machine
-  torch-resilient doctor --host node0 --port 29500           and the way to the store
+  torch-resilient doctor --host node0 --port 29500           also the connection to the store
   torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint node0:29400 \\
-      --no-python torch-resilient doctor                     all hosts, and between them
+      --no-python torch-resilient doctor                     all hosts and their connections
 
-It looks at: the build of torch_resilient and whether the backend starts with the settings of the
-environment, misspelled variables, names that lead to loopback (127.0.1.1 in /etc/hosts),
-interfaces of containers (docker0), limits on open files and on TCP's buffers, /dev/shm; in a job
-also at versions, ports and firewalls of every pair of interfaces, large messages (MTU), buffers
-for the measured round trip, and clocks.
+It checks the build of torch_resilient, the start of the backend with the settings of the
+environment, misspelled variables, names that resolve to loopback (127.0.1.1 in /etc/hosts),
+interfaces of containers (docker0), limits on open files and on TCP's buffers, and /dev/shm. In a
+job it also checks versions, ports and firewalls for every pair of interfaces, large messages (MTU),
+buffers for the measured round trip, and clocks.
 
-Each finding says what was seen, what it does to a job, and the command that mends it.
-exit status: 0 if there is nothing to mend, 1 if there is, 2 for bad input.
+Each finding has an observation, its effect on a job, and a command that fixes it.
+exit status: 0 without findings, 1 with findings, 2 for bad input.
 """
 
 
@@ -45,9 +45,11 @@ def add_parser(commands: Any) -> None:
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--host", help="a name or address to reach, such as that of rank 0")
-    parser.add_argument("--port", type=int, help="the port there, such as MASTER_PORT")
-    parser.add_argument("--json", action="store_true", help="facts and findings as JSON")
+    parser.add_argument(
+        "--host", help="name or address of a host to connect to, such as that of rank 0"
+    )
+    parser.add_argument("--port", type=int, help="port of that host, such as MASTER_PORT")
+    parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
     parser.set_defaults(run=run)
 
 

@@ -17,15 +17,15 @@ from torch_resilient.testing import Counters, Host, LabUnavailable, NetworkLab, 
 
 ABOUT = f"""\
 Makes hosts a, b, c... as network namespaces of this machine, with a NIC eth0, eth1... for each
-network, and runs COMMAND on each of them. It ends when all have ended. Needs root; nothing is left
-behind, however it ends.
+network, and runs COMMAND on each host until all commands have ended. Needs root. It leaves nothing
+behind, even if it is killed.
 
-each COMMAND finds in its environment
+environment of each COMMAND
   NODE_RANK, RANK  0 on a, 1 on b...       WORLD_SIZE, NNODES  number of hosts
   LOCAL_RANK       0                       LAB_HOST            a, b...
-  TORCH_RESILIENT_SITE  with --sites: site0, site1...; an existing value, even an empty one, stays
+  TORCH_RESILIENT_SITE  with --sites: site0, site1...; keeps an existing value, even an empty one
   MASTER_ADDR, MASTER_PORT                 an address of a, 29500
-and the same as PET_NNODES and so on, so that torchrun needs no arguments for them.
+  PET_NNODES and so on                     the same values for torchrun, instead of arguments
 
 examples:
   torch-resilient lab --delay 20ms --rate 1gbit -- torchrun --nproc-per-node 1 train.py
@@ -35,7 +35,7 @@ examples:
 
 script of events:
 {script.__doc__.partition(chr(10))[2] if script.__doc__ else ""}
-exit status: the first of the commands' that is not 0; 2 for bad input or without root.
+exit status: the first nonzero one of the commands, else 0; 2 for bad input or without root.
 """
 
 
@@ -49,7 +49,9 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options] -- COMMAND [ARGUMENT...]",
     )
-    parser.add_argument("--hosts", type=int, default=2, metavar="N", help="default: 2")
+    parser.add_argument(
+        "--hosts", type=int, default=2, metavar="N", help="number of hosts; default: 2"
+    )
     parser.add_argument(
         "--links",
         type=int,
@@ -84,18 +86,18 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--control",
         action="store_true",
-        help="one more network, `control`, without any of this; MASTER_ADDR is on it. To keep data "
-        "away from it: TORCH_RESILIENT_INTERFACE=eth0",
+        help="add a network `control` without these settings, for MASTER_ADDR. To keep data off "
+        "it, set TORCH_RESILIENT_INTERFACE=eth0",
     )
     parser.add_argument("--script", metavar="TEXT", help="events, timed from the commands' start")
-    parser.add_argument("--script-file", type=Path, metavar="FILE", help="the same from a file")
+    parser.add_argument("--script-file", type=Path, metavar="FILE", help="events from a file")
     parser.add_argument("--seed", type=int, default=1, help="decides which packets are dropped")
     parser.add_argument(
         "--sysctl",
         action="append",
         default=[],
         metavar="X=Y",
-        help='of each host, such as "net.ipv4.tcp_wmem=4096 65536 67108864"',
+        help='setting of each host, such as "net.ipv4.tcp_wmem=4096 65536 67108864"',
     )
     parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)

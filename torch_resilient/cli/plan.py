@@ -16,21 +16,22 @@ from torch_resilient.planning.planner import POLICIES, Plan, plan_schedule
 from torch_resilient.planning.replay import replay
 
 ABOUT = """\
-input, a JSON object; times in milliseconds; all but the first five fields may be left out:
+input, a JSON object; times in milliseconds; all but the first five fields are optional:
   stages, microbatches   how many
   tF, tB, tW             forward, backward of inputs, backward of weights: a number or one per stage
   c                      delay of each link in both directions: a number or one per link; or
   cf, cb                 the delays of activations and of gradients
-  cap                    the most microbatches between F and B: a number or one per stage
-  mem                    the most microbatches between F and W: a number or one per stage
+  cap                    maximum number of microbatches between F and B: a number or one per stage
+  mem                    maximum number of microbatches between F and W: a number or one per stage
   policy                 """
 
 ABOUT_OUTPUT = """
   budget_ms              for the search; 100
 
 output: the same object with `orders`, `iteration_ms`, `lower_bound_ms`, `bubble` (the idle part of
-all stages' time), `bubbles_ms` (by stage and cause), `peak` (the most microbatches of each stage
-between F and B, between F and W, and its memory in activations), `chosen` (what made the orders).
+all stages' time), `bubbles_ms` (by stage and cause), `peak` (for each stage the maximum number
+of microbatches between F and B and between F and W, and its memory in activations), `chosen` (the
+origin of the orders).
 
 exit status: 0, or 2 if the input cannot be used; then one line on stderr names the field.
 """
@@ -50,20 +51,23 @@ def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
     parser = commands.add_parser(
         "plan",
-        help="a pipeline schedule for given times and delays",
+        help="compute a pipeline schedule for given times and delays",
         description=__doc__,
         epilog=ABOUT + ", ".join(POLICIES) + ABOUT_OUTPUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--json", required=True, metavar="FILE", help="the input; - is standard input"
+        "--json", required=True, metavar="FILE", help="the input; - for standard input"
     )
     parser.add_argument("--grid", action="store_true", help="draw the plan as text on stderr")
     parser.add_argument(
-        "--chrome-trace", type=Path, metavar="FILE", help="write it for chrome://tracing"
+        "--chrome-trace", type=Path, metavar="FILE", help="write the plan for chrome://tracing"
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw it as .svg; as .png with matplotlib"
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        help="draw the plan as .svg; as .png with matplotlib",
     )
     parser.set_defaults(run=run)
 

@@ -1,4 +1,4 @@
-"""`torch-resilient profile-drop`: how many dropped activations a training stands, by boundary."""
+"""`torch-resilient profile-drop`: the tolerable rate of dropped activations, by boundary."""
 
 from __future__ import annotations
 
@@ -22,38 +22,40 @@ from typing import Any
 from torch_resilient.cli.errors import bad_input
 
 ABOUT = """\
-Runs SCRIPT, a training as it is, again and again: without drops, and with a part of what crosses
-one boundary between pipeline stages dropped and read as zeros. The training loss at the end tells
-what that costs, and so which bound each boundary stands (SMART, Figure 1). Each run is a process
-of its own on this machine, with a fixed seed: a run with drops sees the data of one without.
+Runs SCRIPT, an unchanged training, many times: without drops, and with a part of the messages over
+one boundary between pipeline stages dropped and read as zeros. The training loss at the end shows
+the cost, and so the bound that each boundary tolerates (SMART, Figure 1). Each run is a separate
+process on this machine, with a fixed seed: runs with and without drops see the same data.
 
-what is dropped
-  The output of a boundary's module goes through packets of 1376 bytes, as over datagrams. Of each
-  message the fraction that is tried is dropped, rounded down, never the first packet: the most that
-  a bound of this fraction allows. Messages too small to drop a packet, or below --exact-below,
-  are marked "exact": profile with the batch that will be trained. Modules in evaluation lose
-  nothing.
+drops
+  The output of a boundary's module goes through packets of 1376 bytes, as over datagrams. Each
+  message drops the tried fraction of its packets, rounded down, but never the first packet. This is
+  the maximum that a bound of this fraction allows. Messages too small to drop a packet, or below
+  --exact-below, are marked "exact": profile with the batch size of the real training. Modules in
+  evaluation mode drop nothing.
   --direction forward: activations, as SmartOptions.activation_bound allows. backward: their
   gradients. both: the same fraction of each.
-  --packets random: any of them, as the network does with activations. small: those of the
-  smallest mean magnitude, as it does with gradients.
+  --packets random: any packets, as with activations. small: the packets of the smallest mean
+  magnitude, as with gradients.
 
 boundaries
-  --boundary NAME: behind the module of that name, such as blocks.3; once for each, the first
-  first. Else between the script's own stages of torch.distributed.pipelining, called stage0,
-  stage1... Else behind evenly spaced children of the longest list of modules, for --stages
-  stages. With --nproc-per-node N the script runs under torchrun, as pipelines need it.
+  --boundary NAME puts a boundary after the module of that name, such as blocks.3; repeat it for
+  each boundary, in order. By default, boundaries are between the script's own stages of
+  torch.distributed.pipelining, called stage0, stage1... A script without stages gets boundaries
+  after evenly spaced children of the longest list of modules, for --stages stages. With
+  --nproc-per-node N the script runs under torchrun, which pipelines need.
 
-what is told
-  A step ends with optimizer.step(); its loss is the mean of the scalars from which the script
-  called backward() before. "harm": how much higher the loss of the last steps is than without
-  loss, mean and standard deviation over the seeds. The bound is the largest fraction that, as all
-  smaller ones, does no more harm than --tolerate: the smallest of its limits, such as 1sd (of the
-  losses of all seeds; says nothing where the script sets its own seed) and 1% (of the loss).
-  In the end all bounds are tried at once, and lowered if together they do too much.
+output
+  A step ends with optimizer.step(); its loss is the mean of the scalars on which the script called
+  backward() before. "harm" is the increase of the loss of the last steps over a run without drops,
+  with its mean and standard deviation over the seeds. The bound is the largest fraction that does
+  no more harm than --tolerate, and all smaller fractions do no more either. The smallest limit of
+  --tolerate applies, such as 1sd (of the losses of all seeds; without meaning if the script sets
+  its own seed) and 1% (of the loss). At the end all bounds are tried at once, and lowered if they
+  do too much harm together.
 
-  That is (1 + boundaries * fractions) * seeds trainings: end each with --steps as soon as the
-  loss says something. What the script writes, it writes in every run. torch.compile is off.
+  The command runs (1 + boundaries * fractions) * seeds trainings: end each with --steps as soon as
+  the loss is meaningful. Every run writes all output files of the script. torch.compile is off.
 
 examples:
   torch-resilient profile-drop --steps 200 train.py --batch 32
@@ -61,7 +63,7 @@ examples:
       train.py
   torch-resilient profile-drop --nproc-per-node 4 train_pipeline.py --steps 50
 
-exit status: 0; 1 if the script fails, with the end of what it said; 2 for bad input.
+exit status: 0; 1 if the script fails, with the end of its output; 2 for bad input.
 """
 
 # The end of a script's output that is shown if it fails.
@@ -132,7 +134,7 @@ def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
     parser = commands.add_parser(
         "profile-drop",
-        help="how many dropped activations a training stands at each pipeline boundary",
+        help="find how many dropped activations a training tolerates at each pipeline boundary",
         description=__doc__,
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -144,14 +146,14 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="NAME",
-        help="a module behind which the model is cut; may be repeated",
+        help="a module that ends a stage; may be repeated",
     )
-    add("--stages", type=int, default=4, metavar="N", help="to cut it into; default: 4")
+    add("--stages", type=int, default=4, metavar="N", help="number of stages; default: 4")
     add(
         "--fractions",
         default="0.005,0.01,0.02,0.05",
         metavar="LIST",
-        help="of each message, to be dropped; default: %(default)s",
+        help="fractions of each message to drop; default: %(default)s",
     )
     add("--direction", choices=("forward", "backward", "both"), default="forward")
     add("--packets", choices=("random", "small"), default="random")
@@ -162,12 +164,12 @@ def add_parser(commands: Any) -> None:
         metavar="BYTES",
         help="smaller messages arrive whole (SmartOptions.exact_below_bytes); default: 65536",
     )
-    add("--steps", type=int, metavar="N", help="end each run after so many; default: by itself")
+    add("--steps", type=int, metavar="N", help="steps of each run; default: until the script ends")
     add("--last", type=int, metavar="N", help="steps whose loss counts; default: a fifth of them")
     add("--seeds", type=int, default=3, metavar="N", help="runs of each kind; default: 3")
-    add("--tolerate", default="1sd,1%", metavar="LIST", help="default: 1sd,1%%")
-    add("--nproc-per-node", type=int, metavar="N", help="run it under torchrun with so many ranks")
-    add("--json", action="store_true", help="tell it as JSON instead of text")
+    add("--tolerate", default="1sd,1%", metavar="LIST", help="limits; default: 1sd,1%%")
+    add("--nproc-per-node", type=int, metavar="N", help="run SCRIPT under torchrun with N ranks")
+    add("--json", action="store_true", help="print JSON instead of text")
     add("-m", dest="module", action="store_true", help="SCRIPT is a module, as for python -m")
     add("script", metavar="SCRIPT", help=argparse.SUPPRESS)
     add("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)

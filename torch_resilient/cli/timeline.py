@@ -15,10 +15,12 @@ from torch_resilient.pipelining.measured import CAUSES, MeasuredRun
 from torch_resilient.pipelining.timeline_files import read_run
 
 ABOUT = f"""\
-RUN_DIR holds a file rank<NNNNN>.jsonl of each rank. Without an option it is told as text: for each
-iteration its time and the idle part of all stages' time, in all and by cause; for each link how
-long stages waited for its messages, of that while they were on their way (the rest is the sender's)
-and while another operation could run, and how long all its messages took; and what happened.
+RUN_DIR contains a file rank<NNNNN>.jsonl of each rank. Without an option the command prints text:
+- for each iteration, its time and the idle part of all stages' time, in total and by cause;
+- for each link, how long stages waited for its messages, how much of that time the messages were in
+  flight (the rest is the sender's), how much of it another operation could have used, and how long
+  all its messages took;
+- events.
 
 causes of idle time:
 {chr(10).join(f"  {cause.replace('_', '-'):11}{meaning}" for cause, meaning in CAUSES.items())}
@@ -33,7 +35,7 @@ def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
     parser = commands.add_parser(
         "timeline",
-        help="what all ranks of a run did when, and why they idled",
+        help="show when all ranks of a run worked, and why they idled",
         description=__doc__,
         epilog=ABOUT,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -42,16 +44,19 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--steps",
         metavar="A:B",
-        help="only steps A to B - 1; either may be left out. Without this, a picture shows those "
-        "around a change of plan, everything else all",
+        help="only steps A to B - 1; either may be omitted. By default a picture shows the steps "
+        "around a change of plan, and other output shows all",
     )
     parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw it as .svg; as .png with matplotlib"
+        "--picture", type=Path, metavar="FILE", help="draw the run as .svg; as .png with matplotlib"
     )
     parser.add_argument(
-        "--chrome-trace", type=Path, metavar="FILE", help="write it for Perfetto, chrome://tracing"
+        "--chrome-trace",
+        type=Path,
+        metavar="FILE",
+        help="write a trace for Perfetto, chrome://tracing",
     )
-    parser.add_argument("--json", action="store_true", help="tell it as JSON instead of text")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run)
 
 

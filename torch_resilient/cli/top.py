@@ -39,9 +39,9 @@ examples:
   torch-resilient top node0:9400 node0:9401      with TORCH_RESILIENT_METRICS=0.0.0.0:9400
   curl --unix-socket /tmp/job/rank00000.*.sock http://localhost/metrics
 
-One line for each path: rates of the last interval, and since the start of the job the chunks
-retransmitted, the reconnects and how often it was suspect. UDP paths have a second table: packets
-dropped, and how they were repaired. Below are the events of the time you watched. Press q to quit.
+Each path has one line: its rates in the last interval, and its retransmitted chunks, reconnects and
+suspicions since the start of the job. UDP paths have a second table: dropped packets, and how they
+were repaired. Below are the events since the command started. Press q to quit.
 
 exit status: 0; 1 if no process answers, or only those of another user; 2 for bad input.
 """
@@ -63,15 +63,21 @@ def add_parser(commands: Any) -> None:
         "where",
         nargs="*",
         metavar="WHERE",
-        help="folders with sockets, or host:port (default: TORCH_RESILIENT_METRICS, of a port all "
-        "that follow, up to one that is closed)",
+        help="folders with sockets, or host:port (default: TORCH_RESILIENT_METRICS; for a port "
+        "also the ports after it, up to the first closed one)",
     )
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)"
+        "--interval",
+        type=float,
+        default=1.0,
+        metavar="S",
+        help="seconds between snapshots (default: 1)",
     )
-    parser.add_argument("--once", action="store_true", help="two looks, one table, and end")
     parser.add_argument(
-        "--json", action="store_true", help="one look: what each process says, as JSON, and end"
+        "--once", action="store_true", help="print one table of two snapshots and exit"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one snapshot of each process as JSON and exit"
     )
     parser.set_defaults(run=run)
 
