@@ -87,7 +87,7 @@ def _round_trips(peer: int, first: bool) -> list[float]:
             dist.send(ball, peer, tag=_TAG)
     times: list[float] = []
     began_s = time.monotonic()
-    # The first one connects.
+    # The first round trip includes connecting.
     while len(times) <= _ROUND_TRIPS_MIN or time.monotonic() - began_s < _ROUND_TRIPS_S:
         sent_s = time.monotonic()
         dist.send(going, peer, tag=_TAG)
@@ -204,7 +204,8 @@ def _paths_to(peer: int) -> _Paths:
 
 
 def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
-    """The paths that a transfer used, from the sender's paths before and after it."""
+    """The connections and packets that a transfer used, from the sender's paths before and after
+    it."""
     nics: dict[tuple[str, str], dict[str, Any]] = {}
     retransmitted = reconnects = packets = dropped = 0
     for place, path in after.items():
@@ -235,7 +236,7 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
 
 
 def _measure(sender: int, receiver: int, seconds: float) -> dict[str, Any] | None:
-    """One direction; called by both ranks, the sender gets the result."""
+    """Measures one direction. Both ranks call it; the sender gets the result."""
     import torch
     import torch.distributed as dist
 
@@ -262,7 +263,7 @@ def _measure(sender: int, receiver: int, seconds: float) -> dict[str, Any] | Non
 
 
 def measure_all(seconds: float) -> list[dict[str, Any]]:
-    """All directions of all links of the default group; on rank 0, elsewhere nothing.
+    """Measures all directions of all links of the default group; only rank 0 gets the results.
 
     Every rank calls it. A direction that failed has `error` instead of numbers.
     """
@@ -303,7 +304,7 @@ def matrix(
 
 
 def _significant(value: float) -> str:
-    """Three digits that count, no exponent: 0.123, 12.3, 1234."""
+    """Three significant digits, no exponent: 0.123, 12.3, 1234."""
     if value <= 0:
         return "0"
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"

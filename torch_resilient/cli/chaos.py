@@ -317,7 +317,7 @@ def run_job(command: Sequence[str], variables: dict[str, str]) -> int:
     process = subprocess.Popen(command, env={**os.environ, **variables})
 
     def pass_on(number: int, frame: object) -> None:
-        # A terminal gives Ctrl-C to the job as well.
+        # A terminal sends Ctrl-C to the job, too.
         if number != signal.SIGINT or not os.isatty(0):
             process.send_signal(number)
 

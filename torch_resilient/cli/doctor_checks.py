@@ -67,9 +67,9 @@ class Finding:
     Attributes:
         check: its name, such as "hosts-file".
         where: the host, and the rank in a job.
-        seen: what was found.
-        why: what it will do to a job.
-        remedy: the command or setting that mends it.
+        seen: the observation.
+        why: its effect on a job.
+        remedy: the command or setting that fixes it.
     """
 
     check: str
@@ -85,7 +85,7 @@ class Finding:
 
 @dataclass
 class Interface:
-    """A network interface; `speed_bits_per_s` None: it does not say."""
+    """A network interface; `speed_bits_per_s` None: unknown."""
 
     name: str
     up: bool
@@ -192,7 +192,7 @@ class Facts:
 
 
 def is_inward(interface: str) -> bool:
-    """Whether it leads to containers of this host only, as far as its name tells."""
+    """Whether its name is that of a network of containers on this host."""
     return interface.startswith(INWARD)
 
 
@@ -519,9 +519,9 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             mine = [link for link in facts.links if link.peer == peer]
             if any(link.state in ("up", "reserve", "proving") for link in mine):
                 if any(link.large_stalled for link in mine):
-                    continue  # told below
+                    continue  # reported below
             elif mine and any(link.last_error for link in mine):
-                continue  # told below
+                continue  # reported below
             where = other.where if other is not None else f"rank {peer}"
             yield Finding(
                 "link",
@@ -615,7 +615,7 @@ def _blocked_finding(where: str, facts: Facts, other: Facts, link: Link) -> Find
 
 
 def check_windows(all_facts: Sequence[Facts]) -> Iterator[Finding]:
-    """Whether the most that all connections may have in flight fills a long link."""
+    """Whether the maximum in flight over all connections fills a long link."""
     by_rank = {facts.rank: facts for facts in all_facts}
     told = set()
     for facts in all_facts:

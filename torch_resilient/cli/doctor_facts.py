@@ -133,7 +133,7 @@ def hosts_line(name: str) -> str:
 
 
 def is_remote_name(host: str | None) -> bool:
-    """Whether someone who gives this name means a host that others reach, too."""
+    """Whether the name is meant for a host that others can reach."""
     if host is None or host == "localhost":
         return False
     with contextlib.suppress(ValueError):
@@ -239,7 +239,7 @@ def _look_at_build(facts: Facts) -> None:
 def start_no_watchers() -> None:
     """Keeps trials from leaving records and sockets in the job's folders.
 
-    Raises ValueError, as the job would, if the variables that ask for them cannot be understood.
+    Raises ValueError, as the job would, if the variables that enable them are invalid.
     """
     from torch_resilient._observe import endpoint, observers, recorder
 

@@ -30,10 +30,10 @@ _WORKS = ("up", "reserve", "proving")
 
 
 def examine() -> list[Facts] | None:
-    """Called by every rank: looks at its host and at its ways to others. The facts of all ranks on
-    rank 0, by rank; None elsewhere.
+    """Examines this host and its paths to others; every rank calls it. Returns the facts of all
+    ranks, by rank, on rank 0; None elsewhere.
 
-    Raises RuntimeError if the ranks do not even find each other's store.
+    Raises RuntimeError if the ranks cannot reach the store.
     """
     import torch
     import torch.distributed as dist
@@ -194,7 +194,7 @@ def _compare_clocks(facts: Facts, peer: int, asks: bool) -> None:
 
 
 def _reconnects(peer: int) -> dict[tuple[PathKind, int], int]:
-    """How often each path to `peer` was made again."""
+    """How often each path to `peer` reconnected."""
     return {path.key: path.reconnects for rank, path in _paths() if rank == peer}
 
 

@@ -54,7 +54,7 @@ class RankRecord:
     last_s: float = 0.0
 
     def row_at(self, path: PathKey, time_s: float) -> PathRow | None:
-        """The last row of a path at that time."""
+        """The latest row of a path up to that time."""
         rows = self.paths.get(path, [])
         at = bisect.bisect_right(rows, time_s, key=lambda row: row.time_s)
         return rows[at - 1] if at else None
@@ -359,7 +359,7 @@ class _Operations:
         )
 
     def worst_calm(self) -> Pause | None:
-        """The same away from faults."""
+        """The operation that took the most time more than usual away from faults."""
         return max(
             (
                 self._pause(r, operation)

@@ -96,9 +96,9 @@ def ring(ranks: int) -> list[tuple[int, int]]:
 
 
 def make_script(seed: int, settings: ScriptSettings) -> list[PlannedFault]:
-    """The faults in the order of their beginnings, each over before the next begins.
+    """The faults in the order of their start; each ends before the next starts.
 
-    Every kind comes once before any comes again. Raises ValueError if there is room for none.
+    Every kind occurs once before any kind repeats. Raises ValueError if no fault fits.
     """
     if settings.steps is None:
         room = settings.duration_s - settings.first_s

@@ -186,7 +186,7 @@ def _run_job(lab: NetworkLab, command: list[str], events: str, sites: int) -> in
             "LAB_HOST": host.name,
         }
         if sites:
-            site = rank * sites // len(lab.hosts)  # as _build shares out the hosts
+            site = rank * sites // len(lab.hosts)  # as _build distributes the hosts
             environment.setdefault("TORCH_RESILIENT_SITE", f"site{site}")
         job = host.popen(
             command,

@@ -126,7 +126,7 @@ class Watcher:
         return watched
 
     def _loss_of(self, tensor: Tensor) -> Tensor:
-        """The loss before GradScaler scaled it, since scales change."""
+        """A copy of the loss, from before GradScaler scaled it: scales change."""
         if self._unscaled is not None and self._unscaled[0] is tensor:
             tensor = self._unscaled[1]
         return tensor.detach().clone()

@@ -165,7 +165,7 @@ class Host:
     def popen(self, arguments: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         """Like subprocess.Popen, on this host. The process dies with the lab at the latest.
 
-        It has a process number of its own there: os.getpid() differs from Popen.pid.
+        Inside the lab it has a different process id: os.getpid() differs from Popen.pid.
         """
         self._lab._check_open()
         process = self._spaces.popen(arguments, **options)
@@ -273,14 +273,13 @@ class Network:
         return self._nics_of(host)[0].device
 
     def readdress(self, host: Host | str) -> str:
-        """Gives the NIC of `host` another IPv4 address, which it returns; the old one is gone.
+        """Replaces the IPv4 address of the NIC of `host`, as after a new DHCP lease; returns it.
 
-        As after a new lease of DHCP. The hosts file keeps the old address. Raises LookupError,
-        OSError.
+        The hosts file keeps the old address. Raises LookupError, OSError.
         """
         with self._lab._lock:
             nic = self._nics_of(host)[0]
-            # None of the others', however often this has been called.
+            # Differs from the addresses of the others after any number of calls.
             back = self._readdressed % (_LAST_PLACE - len(self.nics))
             new = f"10.77.{self._index}.{_LAST_PLACE - back}"
             self._readdressed += 1
@@ -478,7 +477,7 @@ class SharedRate:
     _index: int
 
     def set(self, rate_bytes_per_s: float | None, *, queue_bytes: float | None = None) -> None:
-        """Changes it at once; None: no limit. Raises TypeError, ValueError."""
+        """Changes the rate immediately; None: no limit. Raises TypeError, ValueError."""
         settings = LinkSettings(rate_bytes_per_s=rate_bytes_per_s, queue_bytes=queue_bytes)
         rate, queue = float(settings.rate_bytes_per_s or 0), settings.queue_limit_bytes()
         self._lab._relay.ask([f"limiter {self._index} {rate!r} {queue}"])
@@ -612,7 +611,7 @@ class NetworkLab:
     def play(
         self, script: str | Sequence[tuple[float, Callable[[], object]]], *, wait: bool = False
     ) -> Player:
-        """Does what a script says, in a thread, counted from now.
+        """Runs a script in a thread; its times count from now.
 
         script: text (torch_resilient/testing/script.py says which), or (seconds, function) pairs.
         wait: until its end. Raises ScriptError before anything is done.
@@ -712,7 +711,7 @@ class NetworkLab:
         host.nics.append(nic)
 
     def _write_hosts_files(self) -> None:
-        """Host a is called a, at its first NIC, and a-eth0 and so on at each."""
+        """The name a resolves to the first NIC of host a; a-eth0 and so on to each NIC."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
         for host in self.hosts.values():
             for nic in host.nics:

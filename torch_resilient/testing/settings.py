@@ -25,9 +25,9 @@ class LinkSettings:
     queue_bytes: float | None = None
     """In front of the rate; more is dropped. None: one round trip's worth, at least 512 KiB."""
     drop: float = 0.0
-    """Share of packets dropped by chance, 0 to 1. They have used the link's time."""
+    """Share of packets dropped at random, 0 to 1. Dropped packets still use the link's time."""
     burst_packets: float | None = None
-    """Mean length of bursts of dropped packets (Gilbert's model); None: each for itself."""
+    """Mean length of bursts of dropped packets (Gilbert's model); None: independent drops."""
     duplicate: float = 0.0
     """Share of packets that arrive twice."""
     corrupt: float = 0.0
