@@ -1,7 +1,7 @@
 """Reacts to slow links: finds them, and decides who does what.
 
 `DelayDetector` says which link has changed; `propose_layout` says which ranks should change places
-so that a slow link does the least harm. `torch_resilient.pipelining.ScheduleAdaptiveZB` uses this
+to minimize the harm of a slow link. `torch_resilient.pipelining.ScheduleAdaptiveZB` uses this
 package to re-plan a pipeline while it runs. `torch_resilient.control.migrate` moves ranks; it needs
 torch and is not imported here.
 """

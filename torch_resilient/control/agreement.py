@@ -1,7 +1,8 @@
 """One round of agreement between the ranks of a pipeline, as a function: reports in, decision out.
 
-All ranks get the same reports before an iteration, and decide by themselves. What must be the same
-on all of them (the plan in force, the planner) depends on the reports and on earlier rounds only.
+All ranks get the same reports before an iteration, and each decides by itself. The values that must
+be the same on all of them (the plan in force, the planner) depend on the reports and on earlier
+rounds only.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from torch_resilient.control.plan import PlanId
 from torch_resilient.control.report import StageReport, costs_of, links_measured
 from torch_resilient.planning.costs import PipelineCosts
 
-# For so many iterations after a change was found, one opinion is enough for a new plan: the first
-# measurements may still be half of before.
+# During this number of iterations after a change was found, one opinion is enough for a new plan:
+# half of the first measurements may still date from before the change.
 ALERT_STEPS = 4
 # A planner that has been at one plan for longer is late: a hundred times what a search takes.
 PLANNER_PATIENCE_S = 10.0
@@ -22,7 +23,7 @@ PLANNER_PATIENCE_S = 10.0
 
 @dataclass(frozen=True)
 class Situation:
-    """What one rank knows before an iteration.
+    """The knowledge of one rank before an iteration.
 
     Attributes:
         step: the iteration.
@@ -48,7 +49,7 @@ class Situation:
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What a plan is to be made from; the arguments of Decider.consider()."""
+    """The input for a new plan; the arguments of Decider.consider()."""
 
     costs: PipelineCosts
     changed: bool
@@ -58,7 +59,7 @@ class PlanRequest:
 
 @dataclass(frozen=True)
 class Decision:
-    """What one rank does before an iteration.
+    """The actions of one rank before an iteration.
 
     Attributes:
         costs, links_measured: as the reports say; see costs_of() and links_measured().
@@ -80,7 +81,7 @@ class Decision:
 
 
 def decide(now: Situation) -> Decision:
-    """What follows from the reports of a round."""
+    """Derives the decision from the reports of a round."""
     costs, known = costs_of(now.reports), links_measured(now.reports)
     in_force = _in_force(now)
     planner = _planner(now.reports)

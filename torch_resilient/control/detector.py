@@ -66,7 +66,7 @@ class DelayChange:
         source, destination: the ranks that the link leads from and to.
         kind: "slower" or "faster".
         before_s: the delay until then, in seconds, without outliers.
-        after_s: the delay since then, likewise.
+        after_s: the delay since then, in seconds, without outliers.
         since_s, since_step: time and step of the first sample of the new level, as given with it.
             After a slow drift, the first sample of the window that shows it.
         found_s, found_step: time and step of the sample that gave the proof.
@@ -204,7 +204,7 @@ def _level(delays_s: Iterable[float], correlation: float = 0.0) -> _Level:
     cut = int(_TRIMMED * count)
     kept = values[cut : count - cut]
     mean = sum(kept) / len(kept)
-    # Of a trimmed mean: from the deviation of the samples with the ends drawn in.
+    # The error of a trimmed mean follows from the deviation of the samples with the ends drawn in.
     low, high = kept[0], kept[-1]
     squares = sum((value - mean) ** 2 for value in kept)
     squares += cut * ((low - mean) ** 2 + (high - mean) ** 2)
@@ -308,19 +308,19 @@ class _Link:
 
 
 class DelayDetector:
-    """Reports links whose delay has changed for good; single late messages and noise it does not.
+    """Reports lasting changes of a link's delay; ignores single late messages and noise.
 
     The first `warmup_samples` of a link give its level. From then on a change is reported once
 
     - the change points (CUSUM, or what `change_points` makes) see one,
     - its size is at least `min_change_s` and at least `min_change_ratio` of the smaller of both
       levels; smaller ones only move the level from which the change points are seen,
-    - it is more than noise explains, of which part is shared by samples that follow each other,
+    - it is more than noise explains; consecutive samples share a part of the noise,
     - the new level is known well enough, or from 15 samples of two steps, or from 32; and the last
       samples are still on the new side.
 
-    So 8 samples are needed, and 15 to 32 are mostly enough. Noise that lasts longer than that, such
-    as jitter of 25 % with a correlation of 0.9, still gives findings now and then. A drift is
+    So 8 samples are needed, and 15 to 32 are usually enough. Noise that lasts longer than that,
+    such as jitter of 25 % with a correlation of 0.9, still gives findings now and then. A drift is
     followed silently, and is reported when the level has moved by as much as a change must have
     since it was last reported.
 
@@ -438,7 +438,7 @@ class DelayDetector:
         link.until_check = _REFRESH
 
     def _judge(self, key: tuple[int, int], link: _Link, age: int) -> DelayChange | None:
-        """What to say of a change that is `age` samples old, if it is time to say anything."""
+        """The report of a change that is `age` samples old, if it is time to report it."""
         # While "faster" is held back there is no hurry.
         if age < _MIN_SAMPLES or (age > _PLENTY_SAMPLES and age % 4):
             return None

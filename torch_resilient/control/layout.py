@@ -1,9 +1,9 @@
-"""Which rank holds which stage of which replica, chosen so that slow links do the least harm.
+"""Chooses the replica and the stage of each rank, to minimize the harm of slow links.
 
 A slow link in an all-reduce of gradients costs far more than between two stages, where a schedule
-can absorb it: FALCON and PIPEMORPH change the places of ranks so that it becomes the latter. Here
-any link may have any delay and bandwidth, and what comes out is the best of all places, with what
-it is worth. Nothing here imports torch.
+can absorb it: FALCON and PIPEMORPH change the places of ranks to turn the former into the latter.
+Here any link may have any delay and bandwidth, and what comes out is the best of all places, with
+what it is worth. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SAMPLED_LINKS = 3
 # How many layouts are predicted exactly in the end: with few ranks, and with many.
 _FINALISTS = 12
 _FINALISTS_OF_MANY = 4
-# How many exchanges of two ranks a search tries, at 10 to 20 µs each; a bound by number, so that
-# the result does not depend on the machine.
+# The number of exchanges of two ranks that a search tries, at 10 to 20 µs each. It is a number and
+# not a time because the result must not depend on the machine.
 _TRIES = 25_000
 # With few ranks, as many times that number of pairs are enough.
 _TRIES_PER_PAIR = 40
@@ -48,7 +48,7 @@ _MEAN_SHARE = 1e-3
 
 
 class Place(NamedTuple):
-    """Where a rank stands in a layout."""
+    """The position of a rank in a layout."""
 
     replica: int
     stage: int
@@ -106,7 +106,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """What `to_json` gave. Raises ValueError."""
+        """Reads the output of `to_json`. Raises ValueError."""
         try:
             found = json.loads(text)
         except json.JSONDecodeError as error:
@@ -133,14 +133,14 @@ class Layout:
         return tuple(itertools.chain.from_iterable(self.ranks))
 
     def place(self, rank: int) -> Place:
-        """Where `rank` stands. Raises ValueError if it has no place."""
+        """The place of `rank`. Raises ValueError if it has none."""
         for replica, row in enumerate(self.ranks):
             if rank in row:
                 return Place(replica, row.index(rank))
         raise ValueError(f"rank {rank} has no place in the layout {self.to_json()}")
 
     def rank_at(self, place: Place) -> int:
-        """Who stands at `place`."""
+        """The rank that stands at `place`."""
         return self.ranks[place.replica][place.stage]
 
     def data_group(self, stage: int) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Layout:
         return tuple(row[stage] for row in self.ranks)
 
     def moved(self, new: Layout) -> tuple[int, ...]:
-        """The ranks whose place in `new` is another one, in the order of the new places.
+        """The ranks that have another place in `new`, in the order of the new places.
 
         Raises ValueError unless both are of the same shape and the same ranks.
         """
@@ -194,16 +194,16 @@ def _matrix(
 
 @dataclass(frozen=True)
 class LayoutCosts:
-    """What an iteration costs with any layout.
+    """The costs that determine the time of an iteration with any layout.
 
     Attributes:
         pipeline: operation times of each stage, on whatever rank; its delays are not used.
         num_microbatches: of each replica.
         delays_s: from the start of a small message to its arrival, by [from][to]. The diagonal is
             not used.
-        bandwidths_bytes_per_s: likewise, or None if the size of messages does not matter.
+        bandwidths_bytes_per_s: by [from][to], or None if the size of messages does not matter.
         activation_bytes: of each message between stages, in both directions.
-        gradient_bytes: what the all-reduce of a stage sums up: one number, or one per stage.
+        gradient_bytes: the size of the all-reduce of a stage: one number, or one per stage.
         policy: the schedule of each pipeline, a name of `pipelining.POLICIES`; "best" is not
             allowed, since its result depends on the time it takes. "paper" adapts to delays, the
             classic ones do not.
@@ -326,7 +326,7 @@ class _Model:
             per_byte_s = 1 / bandwidths[index]
         # From the end of an operation to the arrival of what it sends.
         self.message_s: _Floats = delays_s + costs.activation_bytes * per_byte_s
-        # Of one stage's all-reduce, if all links of the ring were like this one.
+        # The time of one stage's all-reduce if all links of the ring were like this one.
         # Ring: 2 (n - 1) rounds of 1/n of the bytes, each as slow as its slowest link.
         rounds = 2 * (self.replicas - 1)
         self.ring_s: list[_Floats] = [
@@ -616,16 +616,17 @@ def propose_layout(
         costs: its delays are those measured now, between all ranks.
         margin: by which part an iteration must become shorter, 0 to 1. Moving costs a pause and
             new process groups, and delays are known to a few percent.
-        near_best: layouts whose times differ by less than this part are alike, and the one with
-            the fewest moves is taken. The default is less than measured delays tell.
+        near_best: layouts with times that differ by less than this part count as equal, and the one
+            with the fewest moves is taken. The default is smaller than the precision of measured
+            delays.
         seed: of the local search.
         exact_ranks: up to this many ranks all layouts are looked at; more are searched by exchange
             of two ranks at a time. 9 take some 0.4 s, 10 some 4 s and 1 GB.
 
     The search takes the delay of each pipeline link to cost what it costs alone. The best that it
     finds, and what is near it with fewer moves, are then predicted exactly, and of these again the
-    one with the fewest moves near the best is taken. What ranks are called does
-    not matter, nor how many ranks there are in `costs` that have no place.
+    one with the fewest moves near the best is taken. The numbering of the ranks does not matter,
+    nor does the number of ranks in `costs` that have no place.
 
     Raises ValueError if the arguments do not fit each other.
     """

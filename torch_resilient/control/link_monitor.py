@@ -9,8 +9,8 @@ from collections import deque
 
 from torch_resilient._stats import PathKind, PeerStats
 
-# A typical round trip is the median of the last samples: of all that came with the last updates
-# that had so many together, an iteration or two.
+# A typical round trip is the median of the samples of the last updates, an iteration or two: as
+# many updates as it takes to have this number of samples.
 _ENOUGH = 16
 # Enough messages for a median, few enough to follow a change within an iteration or two.
 _MESSAGES = 16
@@ -79,8 +79,8 @@ class Transfers:
             self._excess_s += [each - round_trip_s for each in peer.deliveries_s[-new:]]
 
     def forget(self, peer: PeerStats) -> None:
-        """The link has changed: what there was until this entry of stats().peers tells nothing
-        beside the round trips of now."""
+        """The link has changed: samples from before this entry of stats().peers do not go with the
+        round trips of now."""
         self._seen = peer.deliveries
         self._excess_s.clear()
 

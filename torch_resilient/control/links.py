@@ -22,10 +22,10 @@ _MORE_ROUNDS = 200
 def measure_delays(group: dist.ProcessGroup | None = None, rounds: int = 5) -> list[list[float]]:
     """Seconds of one way between any two ranks of `group`, by [from][to]; 0 on the diagonal.
 
-    What `propose_layout` wants to know. Every rank of the group calls it. In each round every rank
-    sends one number to every other; half of the least round trip that is measured meanwhile is
-    taken for one way, so both directions of a link come out much alike. Takes about 12 ms a round
-    and the longest round trip.
+    This is the input that `propose_layout` needs. Every rank of the group calls it. In each round
+    every rank sends one number to every other; half of the least round trip that is measured
+    meanwhile is taken for one way, so both directions of a link come out much alike. A round takes
+    about 12 ms plus the longest round trip.
 
     Raises ValueError if the group does not use the resilient backend, or rounds is below 1;
     RuntimeError, which names the rank, if a link gives no round trip in 200 more rounds.

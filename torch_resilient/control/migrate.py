@@ -33,8 +33,8 @@ from torch_resilient.control.layout import Layout
 
 State = dict[str, Any]
 
-# What comes before everything else: a check sum of both layouts, and how many bytes of
-# description follow. Two int64.
+# The header, which comes first: a checksum of both layouts, and the number of bytes of the
+# description that follows. Two int64.
 _HEADER_NUMBERS = 2
 # More is no description but a fault; without a bound, a wrong number would allocate all memory.
 _DESCRIPTION_BYTES_MAX = 1 << 31
@@ -97,7 +97,7 @@ def capture_state(
     python_random: bool = False,
     numpy_random: bool = False,
 ) -> State:
-    """What a rank must hand on for another to go on in its place, without copying it.
+    """The state that a rank hands on for another to continue in its place, without copying it.
 
     Parameters and buffers, those that a state_dict leaves out, too; the optimizer's state; the
     state of the CPU's random generator, of that of `device` if it is not the CPU, and of Python's
@@ -182,8 +182,8 @@ def migrate_state(
             bytes, the rest pickled, as in torch's object collectives.
         group: all ranks that move must be members; None is the default group.
         through: the device from which all is sent, for a group that has a backend only for one:
-            "cuda" with NCCL. With "cpu", what is received also stays in host memory, so that
-            the device need not hold two states; `restore_state` copies it. By default tensors go
+            "cuda" with NCCL. With "cpu", received tensors also stay in host memory, and the device
+            need not hold two states; `restore_state` copies them. By default tensors go
             from the device that they are on to the same type of device, and the rest by the CPU.
 
     A rank that stays gets `state` itself and sends nothing. Every rank that moves sends its state

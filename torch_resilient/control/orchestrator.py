@@ -28,7 +28,7 @@ _PLANNER_PAUSE_S = 30.0
 
 
 class PlanStore(Protocol):
-    """Where plans are published; torch's stores fit."""
+    """A store for published plans; torch's stores fit."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -36,7 +36,7 @@ class PlanStore(Protocol):
 
 
 class _Worker:
-    """A thread that does one job at a time; a job that fails is told of, and harms nobody."""
+    """A thread that does one job at a time; a job that fails is reported and does no other harm."""
 
     def __init__(self, stage: int, clock: Callable[[], float]) -> None:
         self._stage = stage

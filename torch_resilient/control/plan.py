@@ -22,7 +22,7 @@ MIN_GAIN = 0.01
 MIN_SAVING = 0.1
 # As fast: within this.
 _EQUAL = 0.005
-# So many iterations in a row must agree, unless a detector has found a change.
+# This number of iterations in a row must agree, unless a detector has found a change.
 PATIENCE = 3
 # Costs that differ by less than this part, or these seconds, are those of before.
 _SAME_RATIO = 0.03
@@ -30,7 +30,7 @@ _SAME_S = 0.0002
 
 
 class PlanId(NamedTuple):
-    """What tells plans apart; the larger is the newer."""
+    """The identity of a plan; the larger is the newer."""
 
     epoch: int
     planner: int
@@ -38,7 +38,7 @@ class PlanId(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptivePlan:
-    """What all ranks of a pipeline do from some iteration on.
+    """The plan that all ranks of a pipeline follow from some iteration on.
 
     Attributes:
         epoch: its number, from 0; a larger one replaces it.
@@ -247,7 +247,7 @@ def _with_slack(costs: PipelineCosts) -> PipelineCosts:
 
 
 def alike(costs: PipelineCosts, before: PipelineCosts) -> bool:
-    """Whether these are the same costs but for noise."""
+    """Whether these are the same costs except for noise."""
     rows = (
         (costs.forward_s, before.forward_s),
         (costs.input_backward_s, before.input_backward_s),

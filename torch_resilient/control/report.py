@@ -1,4 +1,4 @@
-"""What each rank of a pipeline tells the others in every iteration, and what follows from it."""
+"""The report that each rank of a pipeline sends in every iteration, and what follows from it."""
 
 from __future__ import annotations
 
