@@ -66,7 +66,7 @@ class PlanStats:
 
 @dataclass(frozen=True, slots=True)
 class ScheduleStats:
-    """What an adaptive schedule knows and has decided.
+    """The knowledge and the decisions of an adaptive schedule.
 
     Attributes:
         plan: the plan in force.
@@ -113,15 +113,15 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             scale_grads: as of torch's single-stage schedules. One stage per rank of the stage's
             group.
         dispatch: "live", or "fixed" for the paper's way: each plan is an order, changed between
-            iterations. Where another backend than "resilient" carries the tensors of the stage's
+            iterations. If another backend than "resilient" carries the tensors of the stage's
             device, it is "fixed", and no link is measured: plans then keep slack on every link.
         activation_limit: the most microbatches between F and B, one for all stages or one each.
         weight_limit: the same between F and W: with torch's split backward, what bounds memory. The
-            default is what plans use: up to twice the first stage's warm-up, and one. Of S stages
-            that is 4 S - 1 until links are measured, and 2 S + 1 with live dispatch without delays.
-        device_microbatches: the most microbatches whose activations stay on the device between F
-            and W; those of more go to pinned host memory. The default is what is measured on an
-            accelerator after the first iteration, where copies of activations fit beside the
+            default is what plans use: up to twice the first stage's warm-up, and one. For S stages
+            this is 4 S - 1 until links are measured, and 2 S + 1 with live dispatch without delays.
+        device_microbatches: the most microbatches that keep their activations on the device between
+            F and W; activations of further ones go to pinned host memory. The default is measured
+            on an accelerator after the first iteration, if copies of activations fit next to the
             computation; on the CPU all stay.
         adapt: False keeps the first plan.
         smart: what of the activations may be dropped between stages, see
@@ -197,7 +197,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         )
         _made[name] += 1
         weakref.finalize(self, self._orchestrator.close)
-        # What this stage runs if no message is late, and for which costs: with live dispatch.
+        # With live dispatch: this stage's order if no message is late, and the costs it was made
+        # for.
         self._expected = ""
         self._expected_costs: PipelineCosts | None = None
         self._detector = DelayDetector()
@@ -220,7 +221,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         )
 
     def _find_monitors(self) -> dict[int, tuple[RoundTrips, Transfers]] | None:
-        """Of the links to the neighbours, by group rank; None if another backend carries them."""
+        """Monitors of the links to the neighbours, by group rank; None if another backend carries
+        them."""
         if not carries_messages(self.stage):
             return None
         index = self.stage.stage_index
@@ -299,7 +301,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         switched = self._orchestrator.consume(reports, self._steps)
         plan, costs = self._orchestrator.current, self._orchestrator.costs
         if switched:
-            # What was learned of the messages of one plan says nothing of those of another.
+            # Experience with the messages of one plan says nothing about those of another.
             self._patience = Patience()
         if self.dispatch == "live" and costs is not None:
             # By the costs of now, which may change without a plan being worth a switch. Each rank
@@ -329,7 +331,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         )
 
     def _measure_links(self) -> dict[str, float]:
-        """What a report says of the links to the next and to the previous stage."""
+        """The part of a report about the links to the next and to the previous stage."""
         result: dict[str, float] = {}
         if self._monitors:
             peers = {peer.rank: peer for peer in stats(self._group).peers}

@@ -17,11 +17,12 @@ from torch_resilient.traffic import traffic_class
 
 # Clocks drift apart by 10 µs in a second or so: in a hundred iterations of a second, by 1 ms.
 EVERY = 100
-# In so many iterations in a row a question each; of these the one with the shortest way counts.
+# The number of consecutive iterations with one question each. The question with the shortest way
+# counts.
 QUESTIONS = 8
 # Answers have come by then.
 _EVALUATED = EVERY // 2
-# Nobody else uses it on a pipeline's group: torch's stages send with tag 0.
+# No other code uses this tag on a pipeline's group: torch's stages send with tag 0.
 _TAG = 78
 
 _CPU = torch.device("cpu")
@@ -51,8 +52,8 @@ class ClockUpdates:
     """Compares a rank's clock with that of stage 0 every now and then, by NTP's four time stamps.
 
     Questions and answers are sent and looked for at the ends of iterations. How long one lies there
-    does not matter: the backend knows when a message came. Nobody ever waits; what has not come
-    in time, or not at all, is no sample.
+    does not matter: the backend knows when a message came. No rank ever waits; an answer that comes
+    late or not at all is no sample.
 
     All ranks of the pipeline make one and call `after` with the same steps. Other backends than
     "resilient" do not know when messages came: over them nothing is compared.

@@ -21,7 +21,7 @@ from torch_resilient.planning.dispatch import (
 )
 from torch_resilient.planning.orders import Operation
 
-# For the number of microbatches between F and W, the context in which the next F runs.
+# Maps the number of microbatches between F and W to the context for the next F.
 AroundForward = Callable[[int], contextlib.AbstractContextManager[None]]
 
 
@@ -99,7 +99,7 @@ class Arrivals:
 def tells_ends(works: Sequence[dist.Work]) -> bool:
     """Whether works such as these tell that they have ended without being waited for.
 
-    Those of gloo do not: is_completed() stays False until somebody waits.
+    Those of gloo do not: is_completed() stays False until a call waits.
     """
     try:
         _native.load().wait_any(list(works), 0.0)
@@ -133,7 +133,7 @@ class StageRun:
         self._around_forward = around_forward
         self._progress = Progress(actions.num_microbatches)
         self._patience = patience or Patience()
-        self._held_after = -1  # so many operations something was held back last
+        self._held_after = -1  # operations done when one was last held back
         self._inputs = Arrivals(actions.receive_input, actions.num_microbatches)
         self._gradients = Arrivals(actions.receive_gradient, actions.num_microbatches)
         # Posted ahead of time, a message needs no round trip between the ranks before its data.
@@ -172,7 +172,7 @@ class StageRun:
                 self._block([work for work in missing if work is not None])
 
     def _awaited(self, gates: StageGates) -> list[Arrivals]:
-        """The directions whose next message something could run with."""
+        """The directions for which the next message would let an operation run."""
         awaited = []
         if not self._actions.backward or self._progress.forward_allowed(gates):
             awaited.append(self._inputs)

@@ -1,4 +1,4 @@
-"""What the stages of a pipeline measured, on one clock: operations, messages, why a stage idled.
+"""Measurements of the stages of a pipeline, on one clock: operations, messages, causes of idling.
 
 The counterpart of `replay` for iterations that have really run; the causes of idle time have the
 same names.
@@ -15,8 +15,8 @@ from pathlib import Path
 from torch_resilient.planning.orders import Operation
 from torch_resilient.planning.replay import Message, Span
 
-# Why a stage idled. The first, second, third and last are those of `replay.Bubble`, but for the
-# time in which another operation could have run: that is "order" here.
+# Why a stage idled. The first, second, third and last are those of `replay.Bubble`, except for time
+# when another operation could have run: that is "order" here.
 WARM_UP = "warm_up"
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -34,13 +34,13 @@ CAUSES = {
 
 Link = tuple[int, int]
 
-# What files round to, twice; less says nothing about the clocks.
+# Twice the rounding of files; smaller values say nothing about the clocks.
 _ROUNDING_S = 1e-6
 
 
 @dataclass(frozen=True)
 class Idle:
-    """A time in which a stage ran nothing.
+    """A period during which a stage ran nothing.
 
     Attributes:
         cause: one of CAUSES.
@@ -95,9 +95,9 @@ class Waiting:
 
     Attributes:
         waited_s: all of it, also before the stage's first operation.
-        transit_s: the part in which the message was on its way: the rest is not this link's doing,
-            since the sender had not come so far.
-        order_s: the part in which another operation could have run.
+        transit_s: the part while the message was on its way. This link did not cause the rest: the
+            sender had not come so far.
+        order_s: the part while another operation could have run.
     """
 
     waited_s: float = 0.0
@@ -164,7 +164,7 @@ class MeasuredStep:
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
-        """The messages whose two ends are known: they leave when F or B ends."""
+        """The messages with two known ends: they leave when F or B ends."""
         found = []
         for source in self.present:
             for operation, _, end_s in source.spans:
@@ -198,7 +198,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Who measured.
+    """The rank that measured.
 
     Attributes:
         torn: whether its last line was not whole: the run was killed.
@@ -229,7 +229,7 @@ class MeasuredRun:
 
     Attributes:
         folder: where it was read.
-        ranks: who ran each stage; None for a stage of which there is no file.
+        ranks: the rank that ran each stage; None for a stage without a file.
         steps: by number; numbers may be missing.
         events: by time.
     """
@@ -245,7 +245,7 @@ class MeasuredRun:
 
     @property
     def missing(self) -> list[int]:
-        """The stages of which there is no file."""
+        """The stages without a file."""
         return [stage for stage, info in enumerate(self.ranks) if info is None]
 
     @property
@@ -253,7 +253,7 @@ class MeasuredRun:
         return self.steps[0].start_s if self.steps else 0.0
 
     def changes(self) -> list[int]:
-        """Where in `steps` there is another plan than in the one before."""
+        """The indices in `steps` that have another plan than the step before."""
         return [
             i for i in range(1, len(self.steps)) if self.steps[i].plans != self.steps[i - 1].plans
         ]
@@ -265,7 +265,7 @@ class MeasuredRun:
         return replace(self, steps=tuple(steps), events=events)
 
     def early_s(self) -> dict[Link, float]:
-        """Of each link over which a message seems to arrive before it leaves: by how much at most.
+        """The largest lead for each link over which a message seems to arrive before it leaves.
 
         Then the clocks are off by at least that.
         """
@@ -332,7 +332,7 @@ class _Walk:
         return None if arrival_s is None else max(arrival_s, now_s)
 
     def possible(self, now_s: float) -> tuple[float, Operation] | None:
-        """What can run first, and from when on, of the next F, B and W."""
+        """The operation of the next F, B and W that can run first, and from when on."""
         found = [
             (ready_s, Operation(kind, self._left[kind][-1]))
             for kind in "BFW"
@@ -358,7 +358,7 @@ def idle_of(
     """Why a stage idled from `start_s` to `until_s`, given its operations, by start.
 
     Before an F or B, until its message was there, the stage waited for that message; of this, the
-    time since which another operation could have run is "order". Where the arrival has not been
+    time since which another operation could have run is "order". If the arrival has not been
     measured, the operation counts as awaited until it starts.
     """
     if not spans:

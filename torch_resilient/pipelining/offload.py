@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 _MIN_BYTES = 1 << 16
 # The copy that measures the bandwidth; large enough to hide its start.
 _PROBE_BYTES = 32 << 20
-# Of free memory, what activations may take: allocators lose some to fragments.
+# The share of free memory that activations may take: allocators lose some to fragments.
 _USABLE = 0.9
 # Saved tensors are copied out once and in twice: B and W each unpack them.
 _COPIES = 3
@@ -32,7 +32,7 @@ _COPIES = 3
 
 @dataclass(frozen=True)
 class MemoryRoom:
-    """What one stage has room for, between F and W.
+    """The room that one stage has for microbatches between F and W.
 
     Attributes:
         activation_bytes: of one microbatch.
@@ -53,10 +53,10 @@ class MemoryRoom:
         return max(self.device_bytes // self.activation_bytes, 1)
 
     def in_all(self, microbatch_s: float) -> int:
-        """How many it holds with offloading, if its copies fit beside the computation.
+        """How many it holds with offloading, if its copies fit next to the computation.
 
-        `microbatch_s` is what F, B and W of a microbatch take: copies that take longer would set
-        the pace, so that offloading cannot pay.
+        `microbatch_s` is the time of F, B and W of a microbatch. Offloading cannot pay if copies
+        take longer, since they would set the pace.
         """
         copies_s = _COPIES * self.activation_bytes / self.copy_bytes_per_s
         if self.activation_bytes <= 0 or copies_s > microbatch_s:
@@ -94,10 +94,10 @@ class HostOffload:
 
     @contextlib.contextmanager
     def offloading(self) -> Iterator[None]:
-        """What is saved for the backward in this context goes to host memory."""
+        """Tensors saved for the backward in this context go to host memory."""
         stay = self._own_storages()
-        # What stays is detached: an output, kept with its graph by that graph, would be kept for
-        # ever where the split backward never runs its operation a last time.
+        # A tensor that stays is detached: an output, kept with its graph by that graph, would be
+        # kept for ever if the split backward never runs its operation a last time.
 
         def pack(tensor: Tensor) -> Any:
             movable = (

@@ -13,8 +13,8 @@ class Paint(NamedTuple):
     """How a kind of box looks.
 
     Attributes:
-        colour: of operations all over, of idle time only of its hatching and, weak, behind it.
-        hatch: none for operations; the angle of the lines, so that colour is not all that tells.
+        colour: fills operations; of idle time, the hatching and, weakly, the area behind it.
+        hatch: the angle of the lines, since colour alone must not tell; none for operations.
         dark: the colour on a dark page, if another.
     """
 
@@ -43,9 +43,9 @@ _LEFT = 100
 _NOTES = 120  # right of the rows, if there is something to say
 _ROW = 22
 _FOOTER = 15
-# Of small text, for what has to fit.
+# The width of a character of small text, for text that has to fit.
 _CHARACTER = 6.0
-# Of hatching, which is finer than the shortest box that is worth looking at.
+# The size of the hatching, which is finer than the shortest box that is worth looking at.
 _TILE = 6
 _CROSS_TILE = 9
 
@@ -135,7 +135,7 @@ class Flag(NamedTuple):
 
 @dataclass(frozen=True)
 class Picture:
-    """What to draw; times are seconds from the left edge.
+    """The content of a picture; times are seconds from the left edge.
 
     Attributes:
         legend: (paint, what it means).
@@ -158,7 +158,7 @@ class Picture:
 
     @property
     def right(self) -> int:
-        """Where the axis ends."""
+        """The right end of the axis."""
         return WIDTH - (_NOTES if self.notes else _MARGIN)
 
     @property
@@ -172,7 +172,7 @@ class Picture:
 
     @property
     def bar_height(self) -> float:
-        """Of a row, as part of the row and the gap below it."""
+        """The height of a row, as part of the row and the gap below it."""
         return _ROW / self.row_height
 
     def headings_that_fit(self) -> Iterator[tuple[float, Heading, str]]:
@@ -195,7 +195,7 @@ def ticks(length: float) -> list[float]:
 
 
 def number_classes(label: str, wide: float) -> str:
-    """The CSS classes of a number in a box so many pixels wide; empty if it does not fit."""
+    """The CSS classes of a number in a box `wide` pixels wide; empty if it does not fit."""
     if not label or wide < 5.4 * len(label):
         return ""
     return "number" if wide >= 3 + 7 * len(label) else "number tight"

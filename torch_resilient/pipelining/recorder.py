@@ -1,4 +1,4 @@
-"""What a stage did when: spans of its operations and of its waits, measured as they run."""
+"""Records spans of a stage's operations and of its waits, measured as they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 # How many operations may be queued on a device before the host decides about the next one: with
 # one running and one waiting the device never starves, and what arrives meanwhile still counts.
 _RUN_AHEAD = 2
-# A median over so many operations forgets a change of speed within an iteration or two.
+# A median over this number of operations forgets a change of speed within an iteration or two.
 _REMEMBERED = 64
 
 WAIT = "wait"

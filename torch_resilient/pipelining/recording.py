@@ -20,9 +20,9 @@ from torch_resilient.pipelining.torch_actions import AnyStage, control_device, g
 # The folder for timelines where the schedule is not given one.
 VARIABLE = "TORCH_RESILIENT_TIMELINE"
 
-# Of these the one with the shortest way tells the clocks' offset.
+# The number of questions; the one with the shortest way tells the clocks' offset.
 _QUESTIONS = 8
-# Nobody else uses it on a pipeline's group: torch's stages send with tag 0.
+# No other code uses this tag on a pipeline's group: torch's stages send with tag 0.
 _CLOCK_TAG = 77
 # How many schedules this process has recorded as the first stage, by their folder.
 _schedules: dict[Path, int] = {}
@@ -32,7 +32,7 @@ class Recording:
     """One schedule's file of a run. Made on all ranks of the pipeline at once: it compares clocks.
 
     Args:
-        folder: of the run. Where there are several pipelines (replicas), each gets a folder in it,
+        folder: of the run. If there are several pipelines (replicas), each gets a folder in it,
             named by the global rank of its first stage. So does, as `schedule2` and so on, every
             further schedule of the process of the first stage: two in one file would be none.
         stage: of this rank.
@@ -106,8 +106,8 @@ def folder_from_environment() -> str | None:
 def agreed_folder(folder: str | Path | None, stage: AnyStage) -> str | Path | None:
     """`folder` if every rank of the pipeline has one, else None, with a warning where some have.
 
-    All ranks of the pipeline call it at once: a recording compares clocks, in which a rank without
-    one would take no part. Costs one all-reduce of a number.
+    All ranks of the pipeline call it at once: a recording compares clocks, and a rank without one
+    would take no part. Costs one all-reduce of a number.
     """
     group = group_of(stage)
     with_one = torch.tensor(float(folder is not None), device=control_device(group, stage.device))
@@ -123,7 +123,7 @@ def agreed_folder(folder: str | Path | None, stage: AnyStage) -> str | Path | No
 
 
 def _ask_first_stage(stage: AnyStage, group: dist.ProcessGroup, number: int) -> tuple[float, int]:
-    """What to add to this rank's clock to get that of stage 0, and its `number`; over the backend.
+    """Asks stage 0, over the backend, for its clock minus this rank's clock, and for its `number`.
 
     The number of any other stage is not used: a rank may have had other pipelines before.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of a run measured, to look at: text, Chrome trace, picture."""
+"""Shows the measurements of the ranks of a run: text, Chrome trace, picture."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def choose_steps(run: MeasuredRun) -> tuple[list[MeasuredStep], str]:
 
     Those around a change of plan: the one before which an iteration took longest. The first plan
     that follows from measurements counts only if it is the only change: it tells nothing about the
-    links. Without a change, those around the slowest iteration but the first, in which everything
+    links. Without a change, those around the slowest iteration, except the first: there everything
     is new.
     """
     steps = list(run.steps)
@@ -110,7 +110,7 @@ def transits_of(steps: Sequence[MeasuredStep]) -> dict[Link, list[float]]:
 
 
 def warnings_of(run: MeasuredRun) -> list[str]:
-    """What is to be known before the rest is believed."""
+    """Reasons to doubt the rest of the output."""
     found = [f"stage {stage}: no file" for stage in run.missing]
     for info in run.ranks:
         if info is not None and info.torn:

@@ -69,8 +69,8 @@ def checked_orders(
 
 
 class DispatchedSchedule(StageSchedule):
-    """What SchedulePlanned, ScheduleLive and ScheduleAdaptiveZB share: operations are measured and,
-    if wanted, written down.
+    """The base of SchedulePlanned, ScheduleLive and ScheduleAdaptiveZB: it measures operations and,
+    if wanted, writes them down.
 
     `smart`: what of the activations may be dropped between stages (SmartOptions.activation_bound);
     the default is nothing. It takes effect over datagrams ("resilient" with wan=udp).
@@ -101,16 +101,17 @@ class DispatchedSchedule(StageSchedule):
 
     @property
     def epoch(self) -> int:
-        """Of the plan in force."""
+        """The epoch of the plan in force."""
         return 0
 
     @property
     def last_spans(self) -> list[MeasuredSpan]:
-        """What this stage did in the last iteration; on a device, waits until it has."""
+        """The operations of this stage in the last iteration; on a device, waits for them to
+        end."""
         return self.recorder.end()
 
     def around_forward(self, held: int) -> contextlib.AbstractContextManager[None]:
-        """The context in which the next F runs, while `held` microbatches are between F and W."""
+        """The context for the next F, while `held` microbatches are between F and W."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -199,8 +200,8 @@ class SchedulePlanned(DispatchedSchedule):
 class ScheduleLive(DispatchedSchedule):
     """Live dispatch under fixed gates: each stage runs what has arrived, B before F before W.
 
-    `gates` may differ between ranks and may be replaced between steps, by assignment. On a backend
-    whose receives cannot tell that they have ended, such as gloo, it is refused at the first step.
+    `gates` may differ between ranks and may be replaced between steps, by assignment. A backend
+    that cannot tell when its receives have ended, such as gloo, is refused at the first step.
 
     The other arguments are those of torch's single-stage schedules.
     """

@@ -41,7 +41,7 @@ class TimelineError(ValueError):
 
 
 def clock_offset_s(samples: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """What to add to this clock to get a remote one, and by how much that may be wrong; seconds.
+    """The remote clock minus this clock, and the largest error of that; seconds.
 
     Each sample is (t0, remote, t1): when a question was sent and its answer received by this clock,
     and what the remote clock said in between. The sample with the shortest round trip counts, as in
@@ -183,7 +183,7 @@ class _RankFile:
     path: Path
     info: RankInfo
     num_stages: int
-    # Of the clock: (own time, what to add).
+    # The offsets of the clock: (own time, what to add).
     offsets: list[tuple[float, float]]
     steps: list[StageStep] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
@@ -225,7 +225,7 @@ def _text(line: Mapping[str, Any], name: str) -> str:
 
 
 def _rows(line: Mapping[str, Any], name: str, kinds: Sequence[str], times: int) -> list[list[Any]]:
-    """A list of [kind, microbatch, time, ...], with so many times."""
+    """Reads a list of [kind, microbatch, time, ...] with `times` times."""
     value = line.get(name)
     if not isinstance(value, list):
         raise ValueError(f"{name}: expected a list, got {value!r:.40}")
@@ -400,14 +400,14 @@ def _steps(files: Sequence[_RankFile], first: int, stop: float) -> list[Measured
 def read_run(
     folder: str | os.PathLike[str], first: int = 0, stop: int | None = None
 ) -> MeasuredRun:
-    """What all ranks measured, on the clock of stage 0.
+    """The measurements of all ranks, on the clock of stage 0.
 
     Args:
         folder: of the run.
         first, stop: only the steps from `first` to `stop` - 1; None is all.
 
-    A last line that is not whole is left out, and so is a stage of which there is no file;
-    `RankInfo.torn` and `MeasuredRun.missing` tell.
+    A last line that is not whole is left out, and so is a stage without a file; `RankInfo.torn` and
+    `MeasuredRun.missing` tell.
 
     Raises TimelineError for anything else that `TimelineWriter` would not have written, OSError.
     """

@@ -17,7 +17,7 @@ _log = logging.getLogger("torch_resilient")
 
 @dataclass
 class ActivationTolerance:
-    """What of the activations that a stage sends may be missing, and what was.
+    """The part of a stage's sent activations that may be missing, and the part that was.
 
     The gradient that comes back for what was dropped is ignored: nothing depends on it.
 
@@ -37,7 +37,7 @@ class ActivationTolerance:
 
     @staticmethod
     def of(options: SmartOptions | None, stage_index: int, num_stages: int) -> ActivationTolerance:
-        """That of a stage; of the last one, which sends no activations, nothing may be missing.
+        """The tolerance of a stage. It is zero for the last one, which sends no activations.
 
         Raises ValueError if `options` are for another number of stages.
         """
@@ -55,8 +55,8 @@ class ActivationTolerance:
         )
 
     def granted(self) -> contextlib.AbstractContextManager[object]:
-        """The context in which to issue the send of an activation that this applies to."""
-        # Activations have no threshold: which of their values matter, nobody knows.
+        """A context for issuing the send of an activation that this applies to."""
+        # Activations have no threshold: it is unknown which of their values matter.
         return recovery.tolerate(threshold=0.0, max_drop_fraction=self.bound)
 
     def arrived(self, work: dist.Work, tensor: Tensor) -> list[recovery.Range]:
@@ -70,7 +70,7 @@ class ActivationTolerance:
         self.bytes_sent += tensor.nbytes
         dropped = tensor.element_size() * sum(b - a for a, b in ranges)
         self.bytes_zero_filled += dropped
-        if dropped > self.bound * tensor.nbytes + 1:  # but for rounding
+        if dropped > self.bound * tensor.nbytes + 1:  # except for rounding
             _log.warning(
                 "activations are exact from now on: %d of %d bytes of one were zero-filled, more "
                 "than the bound of %g",

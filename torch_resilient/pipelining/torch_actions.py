@@ -37,8 +37,8 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 def control_store() -> Store:
-    """A client of the default group's store that nobody else uses: its calls hold up nobody, and
-    fail after ten seconds, so that a store that is gone cannot hold up the end of the program.
+    """A separate client of the default group's store. Its calls block no other user, and fail after
+    ten seconds: a store that is gone must not delay the end of the program.
 
     Raises ValueError if there is no default group.
     """
@@ -58,7 +58,7 @@ def group_of(stage: AnyStage) -> dist.ProcessGroup:
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a small message of this group costs least: the CPU if the group carries its tensors."""
+    """The cheapest device for a small message of this group: the CPU if the group carries it."""
     cpu = torch.device("cpu")
     return cpu if cpu in group._device_types else device
 
@@ -72,7 +72,7 @@ class StageSchedule(PipelineScheduleSingle):
         tolerance: what may be missing of the activations that this stage sends; nothing.
 
     Raises ValueError for a number of microbatches below 1, for a group with another number of ranks
-    than stages, and for a stage of which DDP or FSDP2 wraps only parts. step() and eval() raise
+    than stages, and for a stage that DDP or FSDP2 wraps only in part. step() and eval() raise
     RuntimeError after one that has failed in the middle.
     """
 
@@ -143,7 +143,7 @@ class StageSchedule(PipelineScheduleSingle):
         module = self._stage.submod
         ddp = isinstance(module, DistributedDataParallel)
         # The first time, torch may run the module to learn its shapes: DDP must not take that for
-        # the forward whose gradients it has to reduce.
+        # the forward after which it reduces gradients.
         self._internal_losses.clear()
         try:
             with module.no_sync() if ddp else contextlib.nullcontext():  # type: ignore[operator]
@@ -152,7 +152,7 @@ class StageSchedule(PipelineScheduleSingle):
                 self, arg_mbs, kwarg_mbs, target_mbs, return_outputs, loss_arguments
             )
             self._run(actions)
-            # Mostly they have ended long ago: a send ends when its buffer may be reused.
+            # Usually they have ended long ago: a send ends when its buffer may be reused.
             actions.wait_for_sends()
         except BaseException as error:
             # The pipeline cannot go on: its ranks are at different messages.
@@ -173,7 +173,7 @@ class StageSchedule(PipelineScheduleSingle):
         """Raises ValueError for a microbatch of another size than that for which torch has made the
         buffers of all stages."""
         shapes = _shapes((arguments, keywords))
-        # Where it makes them anew, between training and evaluation, any size will do.
+        # If it makes them anew, between training and evaluation, any size will do.
         kept = (
             self._stage_forward_initialized
             and self._has_backward == self._stage_backward_initialized
@@ -282,8 +282,8 @@ class StageActions:
     def input_backward(self, microbatch: int) -> None:
         """Runs B, which must have received its gradient.
 
-        On the first stage, whose inputs need no gradient, W is the whole backward. Where the
-        backward cannot be split (`splits_backward`), B is, and W nothing.
+        On the first stage, the inputs need no gradient, and W is the whole backward. If the
+        backward cannot be split (`splits_backward`), B is the whole backward, and W does nothing.
         """
         self._ignore_gradients_of_dropped(microbatch)
         loss = self._schedule._maybe_get_loss(self._stage, microbatch)  # type: ignore[no-untyped-call]
@@ -324,7 +324,7 @@ class StageActions:
     def wait_for_sends(self) -> None:
         """Until all buffers that were sent may be reused. Raises what a send ended with."""
         for microbatch in list(self._tolerant_sends):
-            self._dropped_of(microbatch)  # without a backward, nobody has asked
+            self._dropped_of(microbatch)  # not asked yet without a backward
         for work in self._sends:
             work.wait()
         self._sends.clear()
@@ -345,8 +345,8 @@ class StageActions:
     def _ignore_gradients_of_dropped(self, microbatch: int) -> None:
         """Nothing depends on what was dropped, so its gradient is 0.
 
-        The next stage, which has computed with zeros there, sends what their gradient would be: a
-        row of zeros has no deviation, so that of a layer norm is huge.
+        The next stage, which has computed with zeros there, sends what their gradient would be. A
+        row of zeros has no deviation, which makes the gradient of a layer norm huge.
         """
         for index, ranges in self._dropped_of(microbatch).items():
             gradient = self._stage.grad_recv_info[microbatch][index].buffer
@@ -391,7 +391,7 @@ def _require_equal_shapes(name: str, microbatches: Sequence[Any], count: int) ->
 
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:
-    """Of all tensors in it."""
+    """The shapes of all tensors in `value`."""
     leaves = torch.utils._pytree.tree_leaves(value)
     return [tuple(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -419,7 +419,7 @@ def _take_over_weight_backward(stage: AnyStage) -> None:
 
     Their group's graph runs through those of other parameters, which torch 2.13 has freed by then;
     and where other parameters enter at the same depths, torch 2.13 puts them into several groups,
-    so that their gradients would be counted as often.
+    and their gradients would be counted as often.
     """
     theirs = type(stage).backward_maybe_with_nosync
     itself = weakref.proxy(stage)  # in no cycle: the module's memory goes with the last reference
@@ -460,8 +460,8 @@ def splits_backward(module: torch.nn.Module) -> bool:
     Not if any of it is compiled: a compiled region has one backward for inputs and weights, which
     can run only once. Compiled functions that are no modules show only in the graph of F
     (`_compiled_function_in`). Nor if a parameter has a hook for after its gradient is accumulated:
-    W adds up gradients without autograd, which would not call it. Nor with torch before 2.13, whose
-    W counts some gradients twice, if a parameter is used at several depths, and whose B refuses
+    W adds up gradients without autograd, which would not call it. Nor with torch before 2.13: its W
+    counts some gradients twice if a parameter is used at several depths, and its B refuses
     arguments that are no tensors and inputs that the outputs do not depend on.
     """
     if _TORCH < (2, 13):
