@@ -55,9 +55,9 @@ def carries(group: ProcessGroup, device: torch.device) -> bool:
 
 
 def carried_device(group: ProcessGroup | None = None) -> torch.device:
-    """A device whose tensors travel over this backend in `group` (None: the default group).
+    """Returns a device that uses this backend for its tensors in `group` (None: the default group).
 
-    The CPU if it is one. Raises ValueError as find_backend() does.
+    Returns the CPU if the backend carries its tensors. Raises ValueError as find_backend() does.
     """
     import torch
     import torch.distributed as dist

@@ -120,8 +120,8 @@ def register() -> None:
 
     if not dist.is_available():
         raise RuntimeError("this torch was built without torch.distributed")
-    # torch's own list, so that the answer is right after a reload of this module, too, and
-    # when `import torch` above has already come back here through its autoload.
+    # torch's own list gives the right answer even after a reload of this module, and when the
+    # autoload of `import torch` above has already come back here.
     if NAME not in dist.Backend.backend_list:
         dist.Backend.register_backend(NAME, create_backend, extended_api=True, devices=["cpu"])
         dist.Backend.backend_capability[NAME] = _Devices()  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""What the backend knows about a group, as typed values.
+"""Typed values for the backend's knowledge about a group.
 
 This is the only module that reads the dicts of the compiled module. Everything else reads
 attributes; `to_dict()` gives JSON where a value leaves the process, and `from_dict()` reads it

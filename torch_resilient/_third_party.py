@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def requirement(self) -> str:
-        """What to pass to pip, such as `setuptools>=77.0.3`."""
+        """The argument for pip, such as `setuptools>=77.0.3`."""
         return f"{self.package}{self.range}"
 
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a group are: hosts and sites, as declared or as measured."""
+"""The location of the ranks of a group: hosts and sites, as declared or as measured."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _TAG = 0x7E57  # of these messages
 
 @dataclass(frozen=True, slots=True)
 class Topology(Record):
-    """Where the ranks of a group are.
+    """The location of the ranks of a group.
 
     Attributes:
         sites: by rank, the name of its site; empty strings if none is known.
@@ -40,7 +40,7 @@ class Topology(Record):
 
 
 def topology(group: ProcessGroup | None = None) -> Topology:
-    """Where the ranks of `group` (None: the default group) are, as all of them agree.
+    """Returns the location of the ranks of `group` (None: the default group), as all of them agree.
 
     Waits, at most for the group's timeout, until all ranks have joined. Raises ValueError as
     stats() does, and if the ranks' options do not go together (some have a site, others have
@@ -71,7 +71,7 @@ def group_by_round_trip(
 ) -> list[str]:
     """Measures round trips and regroups: hosts less than `site_s` seconds apart are one site.
 
-    For jobs whose ranks declare no site (TORCH_RESILIENT_SITE); if they do, nothing is changed.
+    This is for jobs without declared sites (TORCH_RESILIENT_SITE); declared sites are not changed.
     Sites that were inferred at the start, from round trips to the store only, are replaced.
     All ranks of `group` (None: the default group) must call it at the same point of the program:
     it is a collective. The grouping is computed from all measurements, so it is the same on all

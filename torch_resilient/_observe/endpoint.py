@@ -33,7 +33,7 @@ _CLIENT_MAX_S = 10.0
 _PAUSE_S = 0.1
 # At a time; further ones are closed. Two scrapers and a few people.
 _CLIENTS_MAX = 8
-# Of sun_path, with the zero at its end.
+# The size of sun_path, including the terminating zero.
 _SOCKET_NAME_BYTES_MAX = 108
 
 _TCP = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<port>\d+)")
@@ -148,7 +148,7 @@ class Endpoint:
     Args:
         where: value of the variable.
         rank: in the default group; for the socket's name.
-        local_rank: is added to a TCP port, so that ranks of a host do not collide.
+        local_rank: is added to a TCP port, which gives each rank of a host its own port.
 
     Raises ValueError for a value that cannot be read; OSError if it cannot listen there.
     """
@@ -178,8 +178,9 @@ class Endpoint:
             self._server = _Server(family, (host, port + local_rank if port else 0))
         try:
             if self._path is not None:
-                # For the owner only: Linux gives the file the mode of the socket. A change of
-                # the file's mode would follow a link that somebody has put there meanwhile.
+                # Only the owner has access: Linux gives the file the mode of the socket. Changing
+                # the mode of the file would follow a link that another process may have put there
+                # in the meantime.
                 os.fchmod(self._server.fileno(), 0o600)
             self._server.server_bind()
             self._server.server_activate()

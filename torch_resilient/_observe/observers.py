@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch_resilient._observe.endpoint import Endpoint
     from torch_resilient._observe.recorder import Recorder
 
-# Named here as well, so that those who ask for neither import neither; a test compares them.
+# The names are repeated here to avoid importing a module that is not used; a test compares them.
 _METRICS = "TORCH_RESILIENT_METRICS"
 _RECORD = "TORCH_RESILIENT_RECORD_DIR"
 

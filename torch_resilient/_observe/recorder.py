@@ -1,6 +1,6 @@
 """Writes down how this process's paths and operations fare, if TORCH_RESILIENT_RECORD_DIR asks.
 
-One file for each process, `rank<NNNNN>.<pid>.jsonl`, in which every line is a dict with `kind`:
+Each process writes one file, `rank<NNNNN>.<pid>.jsonl`. Every line is a dict with `kind`:
 
 begin      `rank`, `host`, `pid`; `start_s`: two moments between which the engine started, from
            which rules of TORCH_RESILIENT_FAULTS count their seconds; `period_s`: between two looks
@@ -8,7 +8,7 @@ path       `time_s`, `peer`, `path_kind`, `path_index` and what stats() says of 
            its state or a count changes, and every 0.1 s while bytes flow
 operation  `id`, `began_s`, `took_s` (None: it had not ended), `text` (what it was, without its
            number), `name` (with it), `error`
-missed     `operations`: so many could not be read before they were overwritten
+missed     `operations`: the number that were overwritten before they could be read
 step       `time_s`, `step`: what the program told faults.step()
 end        `time_s`, `looks`, `longest_between_looks_s`: absent if the process was killed
 
@@ -39,7 +39,7 @@ VARIABLE = "TORCH_RESILIENT_RECORD_DIR"
 
 # A pause that a user notices is ten times as long.
 _PERIOD_S = 0.01
-# Of a processor. Looking takes the GIL, too: with hundreds of peers it is done less often.
+# The share of one processor. A look also takes the GIL: with hundreds of peers, looks are rarer.
 _SHARE_MAX = 0.05
 _FLOW_PERIOD_S = 0.1
 # The engine remembers 2000 operations; this is often enough for 20 000 of them a second.
