@@ -301,7 +301,7 @@ struct Ends {
       path.reset(kOver);
       path.faultsChanged(true);
       path.faultsChanged(false);
-      CHECK_EQ(user.closed, times);
+      CHECK_EQ(user.closed.load(), times);
     });
   }
   // End `a` is over. Then b's is, and the messages arrive over a second path.
@@ -315,7 +315,7 @@ struct Ends {
     send(b, kChunk);
     connect();
     settle();
-    CHECK_EQ(b.closed, 1);
+    CHECK_EQ(b.closed.load(), 1);
   }
   // b reads nothing, and a has taken all that it can.
   void fill(size_t bytes) {
@@ -347,13 +347,13 @@ void closeInTheMiddle(PathHelper& helper, bool reset) {
     } else {
       ends.a.path().close(kOver);
     }
-    CHECK_EQ(ends.a.closed, 1); // from within the call
+    CHECK_EQ(ends.a.closed.load(), 1); // from within the call
     CHECK_EQ(ends.a.why.message(), kOver.message());
   });
   ends.checkClosed(ends.a);
   ends.b.resume();
   ends.arriveOverSecondPath();
-  CHECK_EQ(ends.a.closed, 1);
+  CHECK_EQ(ends.a.closed.load(), 1);
 }
 
 // In the loop of `user`; returns the number of the rule.
@@ -419,13 +419,13 @@ void stops_while_the_far_end_does_not_read(PathHelper& helper) {
   ends.a.run([&] {
     const uint64_t warmUp = 16u << 20;
     CHECK(ends.a.taken - before - warmUp <= helper.mostUnread());
-    CHECK_EQ(ends.a.closed, 0);
+    CHECK_EQ(ends.a.closed.load(), 0);
     ready = ends.a.ready;
   });
   ends.b.resume();
   ends.settle();
   ends.a.run([&] { CHECK(ends.a.ready > ready); });
-  CHECK_EQ(ends.a.closed + ends.b.closed, 0);
+  CHECK_EQ(ends.a.closed.load() + ends.b.closed.load(), 0);
 }
 
 void closes_before_the_first_frame(PathHelper& helper) {
@@ -437,7 +437,7 @@ void closes_before_the_first_frame(PathHelper& helper) {
   ends.checkClosed(ends.a);
   ends.a.run([&] { ends.a.pumps = true; });
   ends.arriveOverSecondPath();
-  CHECK_EQ(ends.a.closed, 1);
+  CHECK_EQ(ends.a.closed.load(), 1);
 }
 
 void closes_with_frames_unflushed(PathHelper& helper) {
@@ -452,7 +452,7 @@ void closes_with_frames_unflushed(PathHelper& helper) {
   });
   ends.checkClosed(ends.a);
   ends.arriveOverSecondPath();
-  CHECK_EQ(ends.a.closed, 1);
+  CHECK_EQ(ends.a.closed.load(), 1);
 }
 
 void closes_in_the_middle_of_a_frame(PathHelper& helper) {
@@ -470,7 +470,7 @@ void is_destroyed_without_a_word(PathHelper& helper) {
   ends.a.run([&] { ends.a.paths.pop_back(); });
   ends.b.resume();
   ends.arriveOverSecondPath();
-  CHECK_EQ(ends.a.closed, 0);
+  CHECK_EQ(ends.a.closed.load(), 0);
 }
 
 void closes_when_the_far_end_does(PathHelper& helper) {
@@ -502,7 +502,7 @@ void closes_from_within_on_path_ready(PathHelper& helper) {
   ends.a.until("it is closed", [&] { return ends.a.closed != 0; });
   ends.checkClosed(ends.a);
   ends.arriveOverSecondPath();
-  CHECK_EQ(ends.a.closed, 1);
+  CHECK_EQ(ends.a.closed.load(), 1);
 }
 
 void closes_from_within_on_path_use(PathHelper& helper) {
@@ -523,7 +523,7 @@ void closes_from_within_on_path_use(PathHelper& helper) {
     ends.checkClosed(ends.a);
     ends.a.run([&] { ends.a.whenUse = nullptr; });
     ends.arriveOverSecondPath();
-    CHECK_EQ(ends.a.closed, 1);
+    CHECK_EQ(ends.a.closed.load(), 1);
   }
 }
 
@@ -589,7 +589,7 @@ void shows_the_silence_of_the_network(PathHelper& helper) {
     return !a.path().evidence().kernelOwes && a.path().usable();
   });
   a.run([&] { CHECK_EQ(a.use, use + 2 * !usable); });
-  CHECK_EQ(a.closed, 0);
+  CHECK_EQ(a.closed.load(), 0);
 }
 
 // Neither written nor read, as if a switch were dead.
@@ -660,7 +660,7 @@ void is_cut_by_rule(PathHelper& helper) {
   ends.checkClosed(ends.a);
   ends.a.run([&] { CHECK_CONTAINS(ends.a.why.message(), "fault injection"); });
   ends.arriveOverSecondPath();
-  CHECK_EQ(ends.a.closed, 1);
+  CHECK_EQ(ends.a.closed.load(), 1);
   removeRule(ends.a, rule);
 }
 

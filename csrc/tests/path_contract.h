@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <deque>
 #include <functional>
@@ -60,7 +61,8 @@ class PathUser final : public TestProcess, public PathOwner {
   bool pumps = true; // by itself
   uint64_t taken = 0; // bytes of frames
   uint64_t unpaid = 0; // bytes that takeUnpaid() has told of
-  int ready = 0, use = 0, closed = 0; // calls of PathOwner
+  int ready = 0, use = 0; // calls of PathOwner
+  std::atomic<int> closed{0}; // likewise, also read by other threads
   int afterEnd = 0; // such calls of a path that was over
   Status why;
   std::function<void(Path&)> whenReady, whenUse;
