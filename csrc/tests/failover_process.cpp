@@ -14,8 +14,6 @@ namespace {
 constexpr uint32_t kFrame = 0, kHello = 1, kChallenge = 2, kProof = 3,
                    kAccept = 4, kDuplicate = 5, kWrongPeer = 6;
 
-constexpr uint64_t kReceivesAhead = 4;
-
 // The constants of failover.cpp and health.h that are promises.
 constexpr Nanos kShortestHoldDown = std::chrono::milliseconds(150);
 constexpr Nanos kQuiet = std::chrono::seconds(5);
