@@ -145,7 +145,7 @@ class Connector {
   virtual void onPathUse(Path& path) = 0;
   // Those of `roles` that concern the path.
   virtual uint8_t classes(const Path& path, const Roles& roles) const = 0;
-  // The link is over: no attempt goes on. Its paths are closed before.
+  // The link is over: no attempt goes on. The link closes its paths after this.
   virtual void close() = 0;
   virtual void fillStats(PeerStats& stats) const = 0;
 

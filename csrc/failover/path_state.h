@@ -89,7 +89,7 @@ enum PathAction : uint8_t {
 struct PathStep {
   PathState next;
   uint8_t actions = 0;
-  // lookAfter(next)
+  // lookAfter() of the next state.
   Nanos lookAfter{};
 };
 
