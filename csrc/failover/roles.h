@@ -46,7 +46,7 @@ struct Roles {
 inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 
 // Shared memory carries everything while it is usable; datagrams everything of
-// their route. Of the connections, those in excess and those of NICs on standby
+// their route. Connections in excess, and those of NICs on standby,
 // are in reserve, and a class that keeps to a NIC takes no other, not even if
 // its own is on standby. Nothing is in reserve while what it stands by for does
 // not work.

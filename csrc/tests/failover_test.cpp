@@ -102,7 +102,7 @@ class Bed final : public FailoverHost {
     w.works = false;
     w.silentSince = now;
   }
-  // What was on its way arrives now, and is answered.
+  // Frames on their way arrive now, and are answered.
   void heal(size_t c) {
     Wire& w = wires[c];
     w.works = true;
