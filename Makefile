@@ -2,7 +2,7 @@
 
 PYTHON3 ?= python3
 # Prints versions and packages from third_party/versions.toml.
-THIRD_PARTY := torch_resilient/_third_party.py
+THIRD_PARTY := torch_resilient/cli/third_party.py
 # The version of torch that is installed and built against. Where its package index
 # has several builds, PIP_INDEX_URL and the other variables of pip choose one.
 TORCH ?= $(shell $(PYTHON3) $(THIRD_PARTY) default torch)

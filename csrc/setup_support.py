@@ -11,9 +11,9 @@ from typing import Any
 
 
 def _load_third_party() -> Any:
-    """torch_resilient/_third_party.py, without the package, which is not built yet."""
-    path = Path(__file__).resolve().parent.parent / "torch_resilient" / "_third_party.py"
-    spec = importlib.util.spec_from_file_location("_third_party", path)
+    """torch_resilient/cli/third_party.py, without the package, which is not built yet."""
+    path = Path(__file__).resolve().parent.parent / "torch_resilient" / "cli" / "third_party.py"
+    spec = importlib.util.spec_from_file_location("third_party", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch_resilient._observe.snapshot import Snapshot
-from torch_resilient._stats import (
+from torch_resilient._reports.stats import (
     DatagramStats,
     GroupCounts,
     GroupStats,

@@ -41,7 +41,7 @@ from torch_resilient import (
 )
 from torch_resilient._observe import endpoint, observers, prometheus, recorder
 from torch_resilient._observe.snapshot import Snapshot
-from torch_resilient._stats import PeerState
+from torch_resilient._reports.stats import PeerState
 from torch_resilient.cli import top
 
 LABEL = r'\w+="(?:[^"\\\n]|\\[\\"n])*",?'

@@ -32,7 +32,7 @@ from harness import error_of, init_group, make_store, on_gloo, run_ranks, wait_u
 
 import torch_resilient
 from torch_resilient import faults
-from torch_resilient._topology import clusters
+from torch_resilient._reports.topology import clusters
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo knows no sites")
 

@@ -91,15 +91,16 @@ def cpp_faults(name: str, text: str) -> list[str]:
 # Sub-packages of torch_resilient and what each may import; modules at the top see no sub-package.
 PACKAGES: dict[str, set[str]] = {
     "": set(),
-    "_observe": {""},  # watches: metrics and records
-    "smart": {""},  # sends what may be dropped
+    "_reports": {""},  # tells: typed values of what the compiled module knows
+    "_observe": {"", "_reports"},  # watches: metrics and records
+    "smart": {"", "_reports"},  # sends what may be dropped
     "planning": {""},  # pure: what to run when
-    "control": {"", "planning"},  # decides: what has changed, and which plan follows
-    "pipelining": {"", "smart", "planning", "control"},  # runs stages of torch's
+    "control": {"", "_reports", "planning"},  # decides: what has changed, and which plan follows
+    "pipelining": {"", "_reports", "smart", "planning", "control"},  # runs stages of torch's
     "testing": {""},
-    "cli": {"", "_observe", "smart", "planning", "control", "pipelining", "testing"},
+    "cli": {"", "_reports", "_observe", "smart", "planning", "control", "pipelining", "testing"},
 }
-# Modules at the top that may start the observers.
+# Modules at the top that may start the observers and hand out reports.
 ENTRY_POINTS = {"__init__.py", "_registration.py", "faults.py"}
 # Packages that must be importable where torch is not.
 WITHOUT_TORCH = {"planning", "testing"}
@@ -130,7 +131,7 @@ def python_faults(name: str, text: str) -> list[str]:
         parts = [*module.split("."), imported]
         if parts[0] == "torch_resilient":
             target = parts[1] if parts[1] in PACKAGES else ""
-            if name in ENTRY_POINTS and target == "_observe":
+            if name in ENTRY_POINTS and target in {"_observe", "_reports"}:
                 continue
             if target != package and target not in PACKAGES[package]:
                 faults.append(f"{name}: imports {target}, which is not below {package or 'it'}")

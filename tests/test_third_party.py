@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from torch_resilient import _third_party
-from torch_resilient._third_party import Entry, within
+from torch_resilient.cli import third_party
+from torch_resilient.cli.third_party import Entry, within
 
-LISTED = _third_party.table()
+LISTED = third_party.table()
 USES = {"run", "build", "optional", "framework", "test", "lint", "lab", "benchmark"}
 # The installed package may import packages of these uses.
 OF_THE_PACKAGE = {"run", "optional", "framework"}
@@ -161,7 +161,7 @@ def test_a_field_that_is_unknown_or_missing_is_an_error(field: str | None) -> No
     if field is not None:
         text += f'found = "x"\n{field} = "x"\n'
     with pytest.raises(TypeError, match=field or "found"):
-        _third_party.parse(f"[thing]\n{text}")
+        third_party.parse(f"[thing]\n{text}")
 
 
 @pytest.mark.parametrize(
@@ -218,14 +218,14 @@ def test_other_files_agree_with_the_list() -> None:
 
 
 def test_the_makefile_installs_the_packages_of_the_list(capfd: pytest.CaptureFixture[str]) -> None:
-    assert _third_party.main(["default", "torch"]) == 0
-    assert _third_party.main(["packages", "lint", "run"]) == 0
+    assert third_party.main(["default", "torch"]) == 0
+    assert third_party.main(["packages", "lint", "run"]) == 0
     default, *packages = capfd.readouterr().out.split()
     assert default == LISTED["torch"].default
     assert LISTED["ruff"].requirement in packages
     assert "numpy" in packages
     assert not any(package.startswith("torch") for package in packages)
-    assert _third_party.main([]) == 2
+    assert third_party.main([]) == 2
     make = (ROOT / "Makefile").read_text(encoding="utf-8")
     for use in re.findall(r"\$\(THIRD_PARTY\) packages ([^>\n]+)", make):
         assert set(use.split()) <= USES

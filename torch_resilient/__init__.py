@@ -15,8 +15,8 @@ from torch_resilient.traffic import traffic_class
 
 if TYPE_CHECKING:
     from torch_resilient._C import Options, dump
-    from torch_resilient._events import Event
-    from torch_resilient._stats import (
+    from torch_resilient._reports.events import Event
+    from torch_resilient._reports.stats import (
         DatagramStats,
         GroupStats,
         ListenerStats,
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         PeerStats,
         stats,
     )
-    from torch_resilient._topology import Topology, group_by_round_trip, topology
+    from torch_resilient._reports.topology import Topology, group_by_round_trip, topology
 
 __all__ = [
     "DatagramStats",
@@ -50,18 +50,18 @@ _autoload = _registration.register_or_warn
 # The module that defines each name loaded on first use: importing this package must load neither
 # torch nor the compiled module. `Options` and `dump` come from the compiled module.
 _LAZY = {
-    "DatagramStats": "_stats",
-    "Event": "_events",
-    "GroupStats": "_stats",
-    "ListenerStats": "_stats",
+    "DatagramStats": "_reports.stats",
+    "Event": "_reports.events",
+    "GroupStats": "_reports.stats",
+    "ListenerStats": "_reports.stats",
     "Options": "",
-    "PathStats": "_stats",
-    "PeerStats": "_stats",
-    "Topology": "_topology",
+    "PathStats": "_reports.stats",
+    "PeerStats": "_reports.stats",
+    "Topology": "_reports.topology",
     "dump": "",
-    "group_by_round_trip": "_topology",
-    "stats": "_stats",
-    "topology": "_topology",
+    "group_by_round_trip": "_reports.topology",
+    "stats": "_reports.stats",
+    "topology": "_reports.topology",
 }
 
 if not TYPE_CHECKING:  # a module's __getattr__ would hide misspelled names from type checkers

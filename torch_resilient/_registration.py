@@ -101,7 +101,7 @@ def end_group(group: ProcessGroup) -> None:
     A peer may still be in an operation that has ended here, and abort() would fail that operation.
     Only if an operation is pending here is the group aborted, and all its operations fail at once.
     """
-    from torch_resilient._stats import stats
+    from torch_resilient._reports.stats import stats
 
     if stats(group).operations_pending:
         group.abort()

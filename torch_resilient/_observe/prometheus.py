@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import get_args
 
 from torch_resilient._observe.snapshot import Snapshot
-from torch_resilient._stats import (
+from torch_resilient._reports.stats import (
     DatagramStats,
     ListenerStats,
     PathState,

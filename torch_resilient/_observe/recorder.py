@@ -33,7 +33,7 @@ from typing import Any, TextIO
 from torch_resilient import _native
 from torch_resilient._files import create_private
 from torch_resilient._observe.snapshot import snapshot
-from torch_resilient._stats import PathKind, PathState, Record
+from torch_resilient._reports.stats import PathKind, PathState, Record
 
 VARIABLE = "TORCH_RESILIENT_RECORD_DIR"
 

@@ -9,9 +9,10 @@ import time
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from torch_resilient import _events, _groups
-from torch_resilient._events import Event
-from torch_resilient._stats import (
+from torch_resilient import _groups
+from torch_resilient._reports import events as event_log
+from torch_resilient._reports.events import Event
+from torch_resilient._reports.stats import (
     GroupCounts,
     ListenerStats,
     PeerStats,
@@ -90,5 +91,5 @@ def snapshot() -> Snapshot:
         groups=tuple(groups),
         peers=tuple(peers[rank] for rank in sorted(peers)),
         listener=listener,
-        events=_events.recent(),
+        events=event_log.recent(),
     )

@@ -25,7 +25,7 @@ from torch_resilient.cli.errors import bad_input
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from torch_resilient._stats import PathKind, PathStats
+    from torch_resilient._reports.stats import PathKind, PathStats
 
 ABOUT = """\
 examples:
@@ -195,7 +195,7 @@ _Paths = dict[tuple["PathKind", int], "PathStats"]
 
 
 def _paths_to(peer: int) -> _Paths:
-    from torch_resilient._stats import stats
+    from torch_resilient._reports.stats import stats
 
     for each in stats().peers:
         if each.rank == peer:

@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch_resilient._stats import PathKind
+    from torch_resilient._reports.stats import PathKind
 
-from torch_resilient import _third_party
+from torch_resilient.cli import third_party
 
 # Interfaces of containers and virtual machines: as in csrc/transport/address.cpp; a test compares.
 INWARD = (
@@ -256,7 +256,7 @@ def check_supported(facts: Facts) -> Iterator[Finding]:
     """Python and torch are in the ranges that third_party/versions.toml gives."""
     for name, versions in facts.supported.items():
         found = facts.versions.get(name, "")
-        if not _third_party.within(found, versions):
+        if not third_party.within(found, versions):
             yield Finding(
                 "versions",
                 facts.where,

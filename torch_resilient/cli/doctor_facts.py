@@ -14,8 +14,8 @@ import struct
 import time
 from pathlib import Path
 
-from torch_resilient import _third_party
 from torch_resilient._version import __version__
+from torch_resilient.cli import third_party
 from torch_resilient.cli.doctor_checks import Facts, Interface, Target
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -186,7 +186,7 @@ def collect(master: str = "") -> Facts:
         buffers_forced=_may_force_buffers(),
     )
     with contextlib.suppress(FileNotFoundError):  # installed without the list
-        listed = _third_party.table()
+        listed = third_party.table()
         facts.supported = {name: listed[name].versions for name in _SUPPORTED}
     _look_at_build(facts)
     return facts

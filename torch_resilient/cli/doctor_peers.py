@@ -15,7 +15,7 @@ from torch_resilient.cli.doctor_checks import Facts, Link
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-    from torch_resilient._stats import PathKind, PathStats
+    from torch_resilient._reports.stats import PathKind, PathStats
 
 # A blocked path reports its failure after the timeout of connect(), 5 s.
 _SETTLE_S = 12.0
@@ -103,7 +103,7 @@ def _start(facts: Facts, store: Store) -> None:
 
 
 def _paths() -> list[tuple[int, PathStats]]:
-    from torch_resilient._stats import stats
+    from torch_resilient._reports.stats import stats
 
     return [(peer.rank, path) for peer in stats().peers for path in peer.paths]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_resilient._observe.recorder import OperationRow, PathRow
-from torch_resilient._stats import PathKind
+from torch_resilient._reports.stats import PathKind
 from torch_resilient.cli.fault_script import PlannedFault
 
 # Traces of a fault may appear this late: twice the time that detects a dead path.

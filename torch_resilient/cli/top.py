@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_resilient._observe.snapshot import Snapshot
-from torch_resilient._stats import DatagramStats, PathKind, PathStats, PeerStats
+from torch_resilient._reports.stats import DatagramStats, PathKind, PathStats, PeerStats
 from torch_resilient.cli.chaos import table
 from torch_resilient.cli.errors import bad_input
 

@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import deque
 
-from torch_resilient._stats import PathKind, PeerStats
+from torch_resilient._reports.stats import PathKind, PeerStats
 
 # A typical round trip is the median of the samples of the last updates, an iteration or two: as
 # many updates as it takes to have this number of samples.

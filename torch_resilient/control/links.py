@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torch_resilient._groups import carried_device
-from torch_resilient._stats import stats
+from torch_resilient._reports.stats import stats
 from torch_resilient.control.link_monitor import RoundTrips
 
 # The backend measures a path's round trip at most this often where little is sent.

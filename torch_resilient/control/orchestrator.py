@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Protocol
 
-from torch_resilient import _events
+from torch_resilient._reports import events
 from torch_resilient.control.agreement import Decision, PlanRequest, Situation, decide
 from torch_resilient.control.plan import AdaptivePlan, Decider, PlanId
 from torch_resilient.control.report import StageReport
@@ -68,7 +68,7 @@ class _Worker:
                 text = f"stage {self._stage}: no new plan: {error!r}"
                 if text != self._failure:  # once, and not in every iteration
                     self._failure = text
-                    _events.record("plan_failed", text)
+                    events.record("plan_failed", text)
 
         self._begun_s = self._clock()
         self.job = self._thread.submit(guarded)
@@ -173,7 +173,7 @@ class Orchestrator:
         with self._lock:
             self.current = self._plans[agreed]
             self._plans = {each: plan for each, plan in self._plans.items() if each >= agreed}
-        _events.record(
+        events.record(
             "plan",
             f"stage {self._stage}, step {step}: plan {agreed.epoch}: {self.current.reason}",
             step=step,
@@ -185,7 +185,7 @@ class Orchestrator:
 
     def _change_planner(self, planner: int, step: int) -> None:
         if self._stage == planner:
-            _events.record(
+            events.record(
                 "planner",
                 f"stage {planner}, step {step}: plans from now on, after stage {self.planner}",
                 step=step,

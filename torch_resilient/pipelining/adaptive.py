@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
-from torch_resilient import _events
-from torch_resilient._stats import stats
+from torch_resilient._reports import events
+from torch_resilient._reports.stats import stats
 from torch_resilient.control.detector import DelayDetector
 from torch_resilient.control.link_monitor import RoundTrips, Transfers
 from torch_resilient.control.orchestrator import Orchestrator
@@ -271,7 +271,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         microbatch_s = sum(self.recorder.typical_s(kind) for kind in "FBW")
         self._on_device = room.on_device()
         self._room = float(room.in_all(microbatch_s))
-        _events.record(
+        events.record(
             "memory",
             f"stage {self.stage.stage_index}: a microbatch takes "
             f"{room.activation_bytes / 2**20:.1f} MiB between F and W: {self._on_device} fit on "
@@ -362,7 +362,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
                 self._changes += 1
                 monitor.forget_all_but(len(round_trips_s) - i - 1 + change.samples)
                 text = f"half of the round trip between the stages: {change}"
-                _events.record(f"link_{change.kind}", text, **asdict(change))
+                events.record(f"link_{change.kind}", text, **asdict(change))
                 if self.recording is not None:
                     self.recording.event(self._steps, text)
         return self._changes > before

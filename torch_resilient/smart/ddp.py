@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from torch_resilient._groups import carries, find_backend
-from torch_resilient._topology import topology
+from torch_resilient._reports.topology import topology
 from torch_resilient.smart import recovery
 from torch_resilient.smart.gradient_drop import ErrorMemory, Layout, all_finite, sampled_cutoff
 from torch_resilient.smart.guard import Guard, SmartStatistics

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch_resilient import _native
 from torch_resilient._groups import carried_device, find_backend
-from torch_resilient._stats import Record, stats
+from torch_resilient._reports.stats import Record, stats
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-from torch_resilient import _events, _groups, _native
-from torch_resilient._events import Event
+from torch_resilient import _groups, _native
+from torch_resilient._reports import events as event_log
+from torch_resilient._reports.events import Event
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -304,5 +305,5 @@ def stats(group: ProcessGroup | None = None) -> GroupStats:
         **native,
         peers=tuple(map(_peer, peers)),
         listener=ListenerStats(**listener),
-        events=_events.recent(),
+        events=event_log.recent(),
     )

@@ -18,7 +18,7 @@ _CONDITION = re.compile(r"(>=|<|==)(\d+(?:\.\d+)*)")
 
 @dataclass(frozen=True)
 class Entry:
-    """One piece of software; third_party/README.md explains the fields."""
+    """One piece of software: the fields of its table in the list."""
 
     name: str
     use: str
@@ -61,7 +61,7 @@ def parse(text: str) -> dict[str, Entry]:
 
 def table() -> dict[str, Entry]:
     """All entries. Raises FileNotFoundError if the package was installed without the list."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parent.parent
     installed = package / "versions.toml"
     source = package.parent / "third_party" / "versions.toml"
     return parse((installed if installed.exists() else source).read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""Reports of this process as typed values: stats(), topology() and recent events."""
