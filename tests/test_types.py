@@ -66,7 +66,8 @@ def findings(program: Path) -> dict[int, str]:
     )
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(r"^(.+?):(\d+): error: .* \[([\w-]+)\]$", done.stdout, re.MULTILINE)
-    assert all(path == str(program) for path, _, _ in found), done.stdout
+    # By name: where the cache has an equal program, mypy prints the folder of that one.
+    assert all(Path(path).name == program.name for path, _, _ in found), done.stdout
     assert len(found) == done.stdout.count(": error: "), done.stdout
     return {int(line): code for _, line, code in found}
 
