@@ -37,6 +37,10 @@ CollectiveRun::~CollectiveRun() {
   task_.reset(); // before items_: its transfers withdraw themselves
 }
 
+// The mailbox begins before the algorithm does: a message that came early is
+// compared with the signature before it can match. A failure that was reported
+// before the operation began fails its first transfer, so the algorithm ends in
+// its usual way.
 void CollectiveRun::start() {
   armDeadline();
   topology_ = group_.knownTopology();
@@ -55,6 +59,8 @@ void CollectiveRun::armDeadline() {
   group_.watch(checkAt_);
 }
 
+// Called twice at most: first to query the members, then at the timeout, when
+// their answers show who holds up the operation.
 void CollectiveRun::onCheck() {
   if (over_) {
     return;
@@ -100,6 +106,8 @@ CollectiveRun::Item& CollectiveRun::add(Transfer& transfer) {
   return item;
 }
 
+// complete() comes last. It resumes the algorithm, which may start or cancel
+// other transfers, or end the run.
 void CollectiveRun::finish(Item& item, Status status) {
   Transfer* transfer = item.transfer;
   if (status.ok()) {
@@ -195,11 +203,15 @@ void CollectiveRun::onTopology() {
   }
 }
 
-// A transfer after the operation has failed: fails in the next turn.
+// A transfer after the operation has failed: fails in the next turn. It does
+// not fail in this call, since Transfer::complete() must not run inside
+// startSend().
 void CollectiveRun::failLater(Transfer& transfer) {
   startYield(transfer);
 }
 
+// Comes from the destructor of a pending Transfer. The memory is free at
+// return.
 void CollectiveRun::cancel(Transfer& transfer) {
   Item& item = *static_cast<Item*>(transfer.record());
   if (item.yielding) {
@@ -217,6 +229,8 @@ std::string CollectiveRun::givenUpText() const {
       (cause.empty() ? "" : ": " + cause);
 }
 
+// Each record is withdrawn before its transfer completes: when the algorithm
+// resumes, the core no longer touches the memory.
 void CollectiveRun::fail(const Status& status, bool tellOthers) {
   if (over_) {
     return;

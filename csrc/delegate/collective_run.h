@@ -12,8 +12,12 @@ namespace resilient {
 
 // One collective on its way: the coroutine, its messages, its deadline.
 //
-// Thread: loop thread. Lifetime: shared by the group until finished, then
-// kept by the engine until the turn is over (its code may be on the stack).
+// Thread: loop thread. Lifetime: shared by the group until finished, then kept
+// by the engine until the turn is over (its code may be on the stack). The
+// group outlives it while it runs. Items are pending transfers; their addresses
+// are stable, because a Transfer keeps a pointer to its item. The memory of a
+// transfer is lent to the core from startSend() or startRecv() until it
+// completes or is cancelled.
 class CollectiveRun final : public Communicator {
  public:
   CollectiveRun(
@@ -25,7 +29,10 @@ class CollectiveRun final : public Communicator {
 
   void start();
   // Every pending transfer fails with `status`, and so does every later one.
-  // From the top of the loop only.
+  // From the top of the loop only. Only the first `status` counts. The
+  // algorithm may catch the error; its further transfers then fail in turn, so
+  // it soon ends. `tellOthers`: send the members a notice. False for news that
+  // came from them.
   void fail(const Status& status, bool tellOthers);
 
   // When the group's watchdog is to call onCheck(): first to ask the others
@@ -52,7 +59,8 @@ class CollectiveRun final : public Communicator {
   TimePoint startedAt() const {
     return startedAt_;
   }
-  // A rank whose message it waits for, or -1.
+  // A rank whose message it waits for, or -1. Prefers one that it receives from
+  // to one that it sends to.
   int waitingFor() const;
   std::string describe() const; // "all_reduce(...) #5 of group g"
 

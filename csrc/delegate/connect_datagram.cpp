@@ -53,6 +53,8 @@ void DatagramConnector::offer() {
   }
 }
 
+// Without a connection on the route nothing happens: onConnection() of the link
+// offers again.
 void DatagramConnector::offer(size_t route) {
   Route& r = routes_[route];
   if (!link_.usable() || link_.leaving() || r.path != nullptr) {
@@ -184,6 +186,8 @@ void DatagramConnector::onAnswer(
       {link_.secret(), r.nonce, answer.nonce, /*initiator=*/true});
 }
 
+// An offer for a route with a path means that the peer has closed its end. An
+// answer is always sent, so the peer need not wait for its timer.
 void DatagramConnector::answer(
     const DatagramOffer& offer,
     Route& r,
@@ -227,6 +231,8 @@ void DatagramConnector::answer(
 
 // --- paths
 
+// The two keys differ by direction: each end seals with its own, and numbers of
+// packets may then be equal at both ends.
 void DatagramConnector::makePath(
     size_t route,
     DatagramSocket socket,
@@ -268,6 +274,8 @@ void DatagramConnector::makePath(
   link_.addPath(std::move(path));
 }
 
+// usable() also changes with fault rules, so the state of the channel tells
+// whether this call is about silence.
 void DatagramConnector::onPathUse(Path& path) {
   auto& p = static_cast<DatagramPath&>(path);
   Route& r = routes_[p.route()];

@@ -17,6 +17,17 @@ class TcpConnector;
 // each route one path beside its connections, which are in reserve as long as
 // it works. The preferred process of the two offers it over a connection of the
 // route; nonces of both ends make its keys.
+//
+// How it works. An offer opens a socket from the interface of the connection,
+// and names its port, the secret to use and a nonce. The other end opens a
+// socket as well, makes its path and answers with its own nonce; port 0 says
+// no. Both derive one key for each direction. The new path must prove itself
+// before it carries.
+//
+// A path that is closed is offered again, at first after a second and later
+// after up to 64 s; ten seconds of use reset the pause. Only the offering side
+// retries. Meanwhile the connections carry everything, so a failure here costs
+// no message.
 class DatagramConnector final : public Connector {
  public:
   DatagramConnector(Link& link, TcpConnector& connections)
@@ -25,7 +36,9 @@ class DatagramConnector final : public Connector {
     close();
   }
 
-  // The peer would have a path with us, or answers.
+  // The peer would have a path with us, or answers. Offers of a connection
+  // index that does not exist are ignored; an answer counts only for the offer
+  // that is open.
   void onOffer(const DatagramOffer& offer);
   // The path of the route carries, so its connections are in reserve.
   bool carries(size_t route) const {
@@ -76,6 +89,7 @@ class DatagramConnector final : public Connector {
 
   TcpConnector& connections_;
   std::vector<Route> routes_;
+  // One for each connection at most.
   std::vector<DatagramOffer> early_; // before the peer's address came
 };
 

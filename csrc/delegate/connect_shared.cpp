@@ -4,6 +4,8 @@
 
 namespace resilient {
 
+// The token is expected before the offer is sent. Only the preferred process
+// offers, or there would be two rings for each direction.
 void SharedConnector::offer() {
   if (offered_ || link_.state() != Link::State::kUp || !link_.sameHost() ||
       !link_.preferredInitiator() || !link_.host().options().shared_memory) {
@@ -44,6 +46,8 @@ void SharedConnector::onOffer(const SharedOffer& offer) {
       });
 }
 
+// Both ends come here: the one that brings the memory, and the one that waited
+// for it.
 void SharedConnector::onEnds(SharedEnds ends) {
   if (!link_.usable() || path_ != nullptr) {
     return;

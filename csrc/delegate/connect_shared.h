@@ -10,9 +10,11 @@
 
 namespace resilient {
 
-// Memory shared with a peer on this host. The preferred process of the two
-// says over a connection, which has proved the job's secret, at which Unix
-// socket it waits and for which token; the other one brings the memory there.
+// Memory shared with a peer on this host. The preferred process of the two says
+// over a connection, which has proved the job's secret, at which Unix socket it
+// waits and for which token; the other one brings the memory there. Memory is
+// offered once in the life of a link. There is no second try: it is lost only
+// with the peer, and if sharing fails, connections carry everything.
 class SharedConnector final : public Connector {
  public:
   using Connector::Connector;

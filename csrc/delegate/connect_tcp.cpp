@@ -50,6 +50,7 @@ TcpConnector::~TcpConnector() {
   link_.loop().cancel(timer_);
 }
 
+// Never shrinks, and stops at kMaxConnections whatever a peer asks for.
 void TcpConnector::ensure(size_t count) {
   count = std::min(count, kMaxConnections);
   while (connections_.size() < count) {
@@ -106,6 +107,11 @@ void TcpConnector::onAddress() {
   failover_.assignRoles(link_.loop().now());
 }
 
+// Within one host there is one route with a fixed number of connections, which
+// is not tuned. Otherwise routes are pairs of NICs, and each begins with the
+// number of connections that an earlier link between the two NICs has found. If
+// NICs cannot be paired (a loopback address only), the system chooses the way:
+// then there is one route without NICs.
 void TcpConnector::chooseRoutes() {
   const EngineOptions& options = link_.host().options();
   RolePolicy policy;
@@ -198,6 +204,9 @@ void TcpConnector::aim(size_t c, const AttemptPlan& plan, OutgoingSpec& spec) {
   }
 }
 
+// One attempt at a time for each index; an existing path of that index stays
+// until the attempt succeeds. The callback comes from the loop, never from
+// within start(), as FailoverHost requires.
 void TcpConnector::attempt(size_t c, const AttemptPlan& plan) {
   LinkHost& host = link_.host();
   OutgoingSpec spec;
@@ -240,6 +249,9 @@ std::optional<TimePoint> TcpConnector::attemptConnectedAt(size_t c) const {
   return attempt ? attempt->connectedAt() : std::nullopt;
 }
 
+// The failover judges the failure first: it may find that the peer is gone and
+// close the link. onNoConnection() is then without effect. An attempt that lost
+// to the peer's own one is no failure to reach it.
 void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
   Connection& x = connections_[c];
   x.attempt.reset();
@@ -267,6 +279,8 @@ void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
   }
 }
 
+// The answer for a closed link is kWrongPeer. It is signed and counts as a
+// refusal at the caller, which then gives up its link as well.
 HelloCode TcpConnector::decide(const HelloInfo& hello) {
   const size_t c = hello.connectionIndex;
   if (!link_.usable() || c >= kMaxConnections) {
@@ -294,6 +308,16 @@ void TcpConnector::onIncomingLost(const HelloInfo& hello) {
   }
 }
 
+// How it works, for connections from either end:
+// 1. Drop our own attempt, and close the path that this one replaces. The
+//    failover must see onClosed() before onConnected().
+// 2. Bind and tune the socket, before the first frame is written.
+// 3. Make the path and give it to the link. The faults belong to the index, so
+//    cuts that have happened do not happen again on the next connection.
+// 4. Tell the failover, which asks for facts about the new path at once. It
+//    decides whether the path carries or has to prove itself.
+// 5. Tell the link. The first connection makes it kUp, and the other connectors
+//    offer their paths.
 void TcpConnector::install(
     size_t c,
     FileDescriptor fd,
@@ -387,6 +411,9 @@ void TcpConnector::bindToNic(int fd) const {
   }
 }
 
+// Capacity and counters outlive the path: the next connection of this index is
+// expected to carry as much, and stats() must not go back. The capacity is kept
+// only if the connection ran between the NICs of its route.
 void TcpConnector::onPathClosed(Path& path, const Status& why) {
   const auto c = static_cast<size_t>(static_cast<TcpPath&>(path).index());
   Connection& x = connections_[c];
@@ -512,7 +539,10 @@ void TcpConnector::onTimer() {
   }
 }
 
-// Whether more connections carry more, route by route.
+// Whether more connections carry more, route by route. With a fixed number of
+// connections, observe() changes nothing, but viewOf() still watches for drops.
+// busySince() is called at every look, so it covers the time since the last
+// one.
 void TcpConnector::tuneRoutes() {
   const TimePoint now = link_.loop().now();
   const bool busy = tuning_.busySince(link_.channel().backlogged());
@@ -544,6 +574,10 @@ void TcpConnector::tuneRoutes() {
   }
 }
 
+// ackedBytes must not fall when a connection is replaced, so closed paths
+// count. A connection queues if its round trip is half as long again as its
+// shortest one, and a little more. Also watches each connection for drops,
+// since the kernel's view is at hand.
 RouteTuning::View TcpConnector::viewOf(size_t route, TimePoint now) {
   RouteTuning::View seen;
   for (size_t c = route; c < connections_.size(); c += routes()) {
@@ -571,7 +605,9 @@ RouteTuning::View TcpConnector::viewOf(size_t route, TimePoint now) {
   return seen;
 }
 
-// Whether this connection would do better with another congestion control.
+// Whether this connection would do better with another congestion control. The
+// change is for the life of the connection; there is no way back to the
+// system's choice.
 void TcpConnector::watchLoss(size_t c, const TcpInfo& view, TimePoint now) {
   if (!link_.host().mayChangeCongestionControl()) {
     return;
@@ -596,6 +632,7 @@ void TcpConnector::watchLoss(size_t c, const TcpInfo& view, TimePoint now) {
   }
 }
 
+// Names only connections that do not work, since errors quote it.
 std::string TcpConnector::summary() const {
   size_t count = 0, up = 0;
   std::string faults;

@@ -26,6 +26,13 @@ namespace resilient {
 // connects: whoever needs the peer first. If both try at once for one number,
 // the process with the smaller uid wins; the other's attempt is refused with
 // kDuplicateConnection.
+//
+// The number of connections only grows: those that a route does not need are
+// kept in reserve. A peer may ask for more than we would make, up to a fixed
+// maximum.
+//
+// Rejected: only one connection for each pair of NICs. With small windows or
+// random drops it does not fill a long link (path/connection_count.h).
 class TcpConnector final : public Connector, private FailoverHost {
  public:
   explicit TcpConnector(Link& link);
@@ -42,7 +49,8 @@ class TcpConnector final : public Connector, private FailoverHost {
   size_t routes() const {
     return failover_.routes();
   }
-  // A connection of the route that stands.
+  // A connection of the route that stands. Returns the one with the lowest
+  // index, which may be suspect.
   std::optional<size_t> anyOf(size_t route) const;
   TcpPath* path(size_t connection) const {
     return connections_[connection].path;
@@ -58,14 +66,17 @@ class TcpConnector final : public Connector, private FailoverHost {
   // The peer's address is known; what it has connected before is there already.
   void onAddress();
   // From the listener: may this caller have the connection? And: it has come,
-  // or is lost on the way.
+  // or is lost on the way. kOk keeps the index for the caller until one of the
+  // other two is called, or until the handshake timeout has passed.
   HelloCode decide(const HelloInfo& hello);
   void onIncoming(const HelloInfo& hello, FileDescriptor fd);
   void onIncomingLost(const HelloInfo& hello);
-  // The peer has seen connections of its own go down.
+  // The peer has seen connections of its own go down. It must not be called
+  // while a frame is being read, since it may close the path that brought that
+  // frame.
   void onPathsLost(const PathsLost& lost);
   // An interface of ours has another address; and one of the peer's, which the
-  // link has noted.
+  // link has noted. Both keep the routes: the same NICs have other addresses.
   void onOurAddresses();
   void onPeerAddresses();
   bool anyAnswers() const;
@@ -133,6 +144,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::vector<NicAddress> ourNics_; // those that this peer may see
   std::vector<Route> routes_; // empty: the system chooses the way
   RouteTuning tuning_;
+  // Set for failover_.deadline() or earlier.
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;
 };

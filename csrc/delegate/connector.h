@@ -19,6 +19,9 @@ namespace resilient {
 // what they may do to the link. PeerLink implements it.
 //
 // Thread: loop thread. Lifetime: outlives its connectors.
+//
+// States: kUnconnected, until a connection stands for the first time; kUp from
+// then on, even while no path works; kDead or kLeft for good.
 class Link {
  public:
   enum class State { kUnconnected, kUp, kDead, kLeft };
@@ -37,6 +40,7 @@ class Link {
   const Uid& uid() const {
     return uid_;
   }
+  // As long-lived as the link. Once the link is closed, sends fail at once.
   virtual Channel& channel() = 0;
   State state() const {
     return state_;
@@ -49,10 +53,12 @@ class Link {
   bool leaving() const {
     return leaving_;
   }
+  // Empty until a group has found the peer in its store. Addresses may change
+  // later, never their number or order.
   const std::optional<PeerAddress>& address() const {
     return address_;
   }
-  // The job's, as the first group gave it.
+  // The job's, as the first group gave it. Empty before the address is known.
   const std::string& secret() const {
     return secret_;
   }
@@ -75,7 +81,7 @@ class Link {
   bool needed() const {
     return interest_ > 0;
   }
-  // The cap on the peer's site, or null.
+  // The cap on the peer's site, or null. Null again once the link is closed.
   RateLimit* rateLimit() const {
     return limit_;
   }
@@ -90,16 +96,22 @@ class Link {
 
   // --- for connectors
   // The link owns and pumps the path until it is closed.
+  //
+  // The path must have been made with channel() and pathOwner(). A pointer to
+  // it is good until onPathClosed() of the connector.
   virtual void addPath(std::unique_ptr<Path> path) = 0;
   virtual PathOwner& pathOwner() = 0;
   // Something to send, or a path has changed: pump at the end of this turn.
+  // Cheap; may be called any number of times in a turn.
   virtual void changed() = 0;
   // A path can carry messages, or cannot any more.
   virtual void useChanged() = 0;
   // A connection stands; the path is there.
   virtual void onConnection() = 0;
-  // An attempt has failed: is the peer to be given up?
+  // An attempt has failed: is the peer to be given up? It may close the link,
+  // and with it the paths and attempts of the caller.
   virtual void onNoConnection() = 0;
+  // There is evidence that the process has died: closes the link.
   virtual void onPeerGone(const AttemptFailure& last) = 0;
   // The classes of the paths have changed.
   virtual void onRoles(const Roles& roles) = 0;
@@ -130,6 +142,9 @@ class Link {
 // new kind of path is a Path, a connector and a helper of the contract suite.
 //
 // Thread: loop thread. Lifetime: its link's.
+//
+// It keeps pointers to paths that the link owns, and drops each in
+// onPathClosed().
 class Connector {
  public:
   explicit Connector(Link& link) : link_(link) {}
@@ -141,11 +156,14 @@ class Connector {
   // each, in any order.
   virtual void offer() = 0;
   // A path of this kind is over, or its usable() has changed.
+  //
+  // The channel still knows the path during this call, for the last time.
   virtual void onPathClosed(Path& path, const Status& why) = 0;
   virtual void onPathUse(Path& path) = 0;
   // Those of `roles` that concern the path.
   virtual uint8_t classes(const Path& path, const Roles& roles) const = 0;
   // The link is over: no attempt goes on. The link closes its paths after this.
+  // onPathClosed() follows for each path.
   virtual void close() = 0;
   virtual void fillStats(PeerStats& stats) const = 0;
 

@@ -21,6 +21,8 @@ Nanos askAhead(Nanos timeout) {
   return std::min<Nanos>(timeout / 4, std::chrono::seconds(1));
 }
 
+// Five cases, in this order: no address is known; the link is closed; there is
+// a fresh report; there are signs of life but no report; there is nothing.
 std::string GroupImpl::silence(int rank) const {
   const Member& m = members_[static_cast<size_t>(rank)];
   if (m.link == nullptr) {

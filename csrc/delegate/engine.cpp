@@ -48,6 +48,8 @@ Process& process() {
     // The child of a fork has none of our threads. It must not use their
     // connections either: the group says so when it is called there.
     pthread_atfork(nullptr, nullptr, [] {
+      // The mutex is not taken: a thread that did not come along may have held
+      // it at the fork, and would hold it for ever.
       if (auto engine = process().engine.lock()) {
         process().forkedChild = true;
         // Its descriptors are shared with the parent: as long as the child
@@ -81,6 +83,11 @@ size_t maxPending(const EngineOptions& options) {
       : std::min(asked, std::max<size_t>(1, files.rlim_cur / kDescriptorShare));
 }
 
+// Checks the type and the mode of the open file before it reads a byte. A
+// device such as /dev/zero would never end, and a FIFO would hang the start.
+// One byte more than allowed is read, which shows that a file is too long. A
+// line end at the end does not belong to the secret: `openssl rand` prints one.
+// Guarded by engineTakesASecretFromAFileThatOnlyItsUserReads.
 std::string readSecretFile(const std::string& path) {
   const auto fail = [&](const std::string& why) {
     throw StatusError(Status(
@@ -138,7 +145,11 @@ std::string readSecretFile(const std::string& path) {
 
 // A file of ours to append to, for nobody else to read, new or from before. In
 // a folder where others may write, its name may be a link to any file, or a
-// pipe: that is refused.
+// pipe: that is refused. O_EXCL makes sure that a new file is ours. An existing
+// one is examined through the descriptor, not by name, so it cannot be
+// exchanged between check and write. A second hard link is refused because
+// another user may have planted it, leading to a file of ours. Guarded by
+// engineWritesDumpsToFilesOfItsOwnOnly.
 FileDescriptor openOwnFile(const std::string& path) {
   constexpr int kFlags =
       O_WRONLY | O_APPEND | O_NOFOLLOW | O_NONBLOCK | O_NOCTTY | O_CLOEXEC;
@@ -228,6 +239,10 @@ bool Engine::inForkedChild() {
   return process().forkedChild;
 }
 
+// The process's mutex is held while an engine is made, so two groups that are
+// joined at once share one. It is never held while waiting for a loop, since a
+// turn of the loop may take it. For the same reason the fault rules that were
+// given earlier enter the plan before the thread starts, without callInLoop().
 std::shared_ptr<Engine> Engine::acquire(
     const KeyValue& store,
     int32_t globalRank) {
@@ -289,6 +304,9 @@ void Engine::startThread() {
   });
 }
 
+// The engine leaves the process's state under the mutex and stops outside of
+// it. In between, acquire() already makes another engine, so two may exist for
+// a while.
 void Engine::release(const std::shared_ptr<Engine>& engine, Nanos linger) {
   {
     Process& p = process();
@@ -304,6 +322,10 @@ void Engine::release(const std::shared_ptr<Engine>& engine, Nanos linger) {
   engine->stop(linger);
 }
 
+// Options that turn out to be wrong throw here, in the thread of the caller and
+// before any thread runs. The loop may be used directly, because it has no
+// thread yet (see EventLoop). The listener comes before nicClasses_, which
+// refers to the interfaces that were chosen for it.
 Engine::Engine(
     EngineOptions options,
     const std::string& storeHost,
@@ -414,6 +436,11 @@ RateLimit* Engine::rateLimit(const std::string& site) {
   return &at.first->second.limit;
 }
 
+// Invariant: a site has one timer at most, and one user at most has the turn.
+// The timer gives the turn to the first user in the queue and pumps its link.
+// PeerLink::pump() takes a frame or gives the turn back, and calls this
+// function again for the next user. A user without a link would keep the turn
+// for ever; therefore PeerLink::close() leaves the queue.
 void Engine::waitForTurn(const std::string& site) {
   SharedLimit& shared = limits_.at(site);
   if (shared.timer != 0 || !shared.limit.idleTurn()) {
@@ -440,6 +467,10 @@ SocketOptions Engine::socketOptions(const std::string* site) const {
   return options;
 }
 
+// Without the option for interfaces, the address that leads to the store comes
+// first, see chooseAddresses(). A caller passes through three callbacks:
+// decide() keeps a place for it, then either onPeer hands over its connection
+// or onPeerLost gives the place back.
 void Engine::startListening(const std::string& storeHost) {
   std::vector<InterfaceAddress> interfaces;
   const Status listed = enumerateInterfaces(interfaces);
@@ -556,6 +587,11 @@ Engine::~Engine() {
   stop(Nanos(0));
 }
 
+// A caller has proved the secret and waits for the verdict. It may be this
+// process itself (an address that several hosts have leads back to us), a
+// member of a group, or a process that no group knows. For members the
+// connector decides, since both ends may connect at once. The number of unknown
+// ones is limited, see kMoreUnknown.
 HelloCode Engine::decide(const HelloInfo& hello) {
   if (hello.initiator == self_.uid) {
     return HelloCode::kWrongPeer;
@@ -572,6 +608,8 @@ HelloCode Engine::decide(const HelloInfo& hello) {
       : HelloCode::kBusy;
 }
 
+// A group may have learned of the caller since decide(). Then letIn() has moved
+// its place to the link.
 void Engine::onCaller(const HelloInfo& hello, FileDescriptor fd) {
   if (PeerLink* known = knownLink(hello.initiator)) {
     known->onIncoming(hello, std::move(fd));
@@ -588,6 +626,9 @@ void Engine::seek(const HelloInfo& unknown) {
   }
 }
 
+// knownLink() makes a link for a member that waits here; setAddress() of the
+// link then calls letIn(). waiting() returns copies, so the table may change
+// meanwhile.
 void Engine::membersKnown() {
   membersMoved();
   for (const HelloInfo& hello : unknown_->waiting()) {
@@ -595,6 +636,8 @@ void Engine::membersKnown() {
   }
 }
 
+// A caller without a descriptor has not got its verdict yet. decide() reserves
+// its index in the link all the same; onCaller() finds the link later.
 void Engine::letIn(PeerLink& link) {
   for (UnknownCallers::Caller& caller : unknown_->take(link.uid())) {
     if (link.connections().decide(caller.hello) == HelloCode::kOk &&
@@ -604,6 +647,8 @@ void Engine::letIn(PeerLink& link) {
   }
 }
 
+// The listener asks for every caller, so the set is kept until addresses
+// change. It only decides which callers outlast a flood; it admits none.
 bool Engine::isMembers(const SocketAddress& address) {
   if (!memberIps_) {
     memberIps_.emplace();
@@ -621,6 +666,10 @@ bool Engine::isMembers(const SocketAddress& address) {
   return memberIps_->contains(address.ip());
 }
 
+// Only processes that a group has found in its store get a link. A link costs
+// buffers and up to eager_bytes of data, and any process that knows the secret
+// could make up uids without end
+// (test_members_that_no_group_knows_cost_no_memory).
 PeerLink* Engine::knownLink(const Uid& uid) {
   const auto found = links_.find(uid);
   if (found != links_.end()) {
@@ -639,6 +688,9 @@ PeerLink& Engine::link(const Uid& uid) {
   return *link;
 }
 
+// Decides whether a signed refusal counts as evidence that the peer is dead. A
+// relay that leads to another member, or back to this process, proves nothing
+// (engineTakesNoRelayedRefusalForADeath). In doubt the answer is true.
 bool Engine::mayBeAt(const Uid& process, const SocketAddress& at) const {
   if (process == self_.uid) {
     return false;
@@ -705,6 +757,9 @@ bool Engine::namesSites() const {
         datagramSites_.sites().empty());
 }
 
+// Called with the sites of the whole job only: a smaller group may lack a site
+// that the options name rightly. If this rank has declared no site, no rank has
+// (checkMembers()), and no name in an option is right.
 void Engine::checkSites(const std::vector<std::string>& sites) {
   if (!namesSites()) {
     return;
@@ -735,6 +790,8 @@ void Engine::checkSites(const std::vector<std::string>& sites) {
   }
 }
 
+// Members of the group may have called before it existed here: it looks them
+// up.
 void Engine::registerGroup(uint64_t id, GroupImpl* group) {
   groups_[id] = group;
   for (const HelloInfo& hello : unknown_->waiting()) {
@@ -765,6 +822,21 @@ bool Engine::callInLoop(const std::function<void()>& call) {
   return true;
 }
 
+// How it works:
+// 1. Wait until the peers have acknowledged everything, for three quarters of
+//    `linger`. A goodbye is only correct after that.
+// 2. Say goodbye on every link, and wait for its acknowledgement.
+// 3. In one call in the loop, fail the operations that are left, close the
+//    links, drain the completions, and stop everything that could bring new
+//    events. Each operation has then ended once.
+// 4. End the loop and join its thread.
+// 5. Destroy the graveyard before the links, which its objects refer to. A
+//    caller that was helping may still end a turn, so afterEnd() is needed
+//    (engineStopsWhileCallersComeToHelp).
+//
+// The lock is held throughout, so a second caller returns when all of this is
+// done. In a forked child nothing happens: the threads to wait for do not
+// exist.
 void Engine::stop(Nanos linger) {
   std::lock_guard lock(stopMutex_);
   if (stopped_ || process().forkedChild) {
@@ -869,6 +941,11 @@ void Engine::scheduleTurn() {
 
 // Ends one turn of the loop: tell the owners of what has ended,
 // then write what there is to write, until neither causes more of the other.
+//
+// The flag of a link is cleared before its pump, which may mark the link again.
+// turnScheduled_ stays true meanwhile, because the loop below sees such marks.
+// It is false again when the graveyard is emptied: a destructor that leaves
+// work then schedules another turn.
 void Engine::turn() {
   while (!completions_.empty() || !dirty_.empty()) {
     completions_.drain();
@@ -898,6 +975,8 @@ void Engine::faultsChanged() {
   }
 }
 
+// Dumps are appended, so one for a signal does not erase the one for the first
+// failure.
 void Engine::writeDump(const std::string& reason) {
   const std::string text = "=== resilient: recent operations of rank " +
       std::to_string(globalRank_) + ", pid " + std::to_string(::getpid()) +
@@ -1084,6 +1163,9 @@ bool engineRunning() {
   return Engine::current() != nullptr;
 }
 
+// The rule is kept for later engines under the mutex, and handed to the running
+// one without it, since the loop may need the mutex. The number that the caller
+// gets is ours; each engine's plan has numbers of its own.
 uint64_t addFault(const std::string& rule) {
   FaultPlan().add(rule, TimePoint()); // throws here, not on the loop thread
   Process& p = process();

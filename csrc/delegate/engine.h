@@ -46,11 +46,23 @@ class Resolver;
 //
 // Thread: methods under "any thread" from anywhere; all others on the loop
 // thread.
+//
+// Lifecycle: acquire() for the first group makes an engine. It listens and
+// knows its addresses before its thread starts, so wrong options throw in the
+// caller. The last release() takes it out of the process, then stops it; a
+// group that is joined meanwhile gets another engine. An engine that has ended
+// never starts again.
+//
+// Failures do not leave the loop as exceptions: an operation ends with a
+// Status, and a path or a link is closed with one.
 class Engine final : public MailboxListener, public LinkHost {
  public:
   // --- any thread
   // The running engine, or a new one. `store` (the group's) tells the way to
-  // the other ranks. Throws StatusError.
+  // the other ranks. Throws StatusError. Blocks while a port is opened and
+  // while the name of the store's host is looked up. The options are those of
+  // setDefaultOptions(), or else of the environment; an engine that runs
+  // already keeps its own.
   static std::shared_ptr<Engine> acquire(
       const KeyValue& store,
       int32_t globalRank);
@@ -60,7 +72,8 @@ class Engine final : public MailboxListener, public LinkHost {
       EngineOptions options,
       const std::string& storeHost,
       int32_t globalRank);
-  // Each acquire() is paid back by one release(); the last one stops it.
+  // Each acquire() is paid back by one release(); the last one stops it. The
+  // thread that calls it waits for the loop, so it must not be the loop thread.
   static void release(const std::shared_ptr<Engine>& engine, Nanos linger);
   static std::shared_ptr<Engine> current(); // or null
   ~Engine() override;
@@ -72,6 +85,9 @@ class Engine final : public MailboxListener, public LinkHost {
     return options_;
   }
   // Except for its addresses, which may change: see addressText().
+  //
+  // In the loop the addresses may be read without a lock, since only the loop
+  // thread writes them.
   const PeerAddress& self() const override {
     return self_;
   }
@@ -87,20 +103,29 @@ class Engine final : public MailboxListener, public LinkHost {
   Resolver& resolver() {
     return *resolver_;
   }
-  // Runs `call` on the loop thread and waits for it. False (and not run) if
-  // the loop has ended. Not from the loop thread.
+  // Runs `call` on the loop thread and waits for it. False (and not run) if the
+  // loop has ended. Not from the loop thread. `call` may refer to the caller's
+  // stack. A call that was posted before the loop ended is not lost: the loop
+  // runs it before it ends.
   bool callInLoop(const std::function<void()>& call);
-  // A group's secret becomes valid for callers.
+  // A group's secret becomes valid for callers. It stays valid until the engine
+  // ends, also after its group: a link keeps the secret of the first group that
+  // knew the peer.
   void addSecret(const std::string& secret);
   std::optional<std::string> secretOf(const KeyId& id) override; // any thread
   // Asks `condition` on the loop thread until it holds or `deadline` passes;
-  // true if it holds. Calls `meanwhile`, which may throw, on this thread.
+  // true if it holds. Calls `meanwhile`, which may throw, on this thread. Asks
+  // at least once, also after the deadline. Between two looks it sleeps for 0.2
+  // ms at first and 10 ms at last, so the end is noticed that much later. False
+  // as well if the loop has ended.
   bool waitUntil(
       TimePoint deadline,
       const std::function<bool()>& condition,
       void (*meanwhile)() = nullptr);
   // Says goodbye to all peers and ends the threads. Idempotent; at most about
-  // `linger`, and 1 s to end the threads.
+  // `linger`, and 1 s to end the threads. A second caller waits until the first
+  // has finished. Groups that still exist stay usable as objects: their
+  // operations end with kAborted.
   void stop(Nanos linger);
   // The process has forked: this is the child, which must not use the engine.
   static bool inForkedChild();
@@ -110,6 +135,7 @@ class Engine final : public MailboxListener, public LinkHost {
     Uid sender;
     Notice notice;
   };
+  // Loop thread. A notice is handed out once.
   std::vector<EarlyNotice> takeEarlyNotices(uint64_t group);
 
   // --- loop thread
@@ -129,13 +155,19 @@ class Engine final : public MailboxListener, public LinkHost {
     return globalRank_;
   }
   // Made if need be, for a process that a group has found in its store: there
-  // are no links with others, see UnknownCallers.
+  // are no links with others, see UnknownCallers. The reference is good until
+  // the engine stops. A link that is dead or has been left stays in the table:
+  // its uid never comes back, and callers with that uid are refused.
   PeerLink& link(const Uid& uid);
-  // The link's address is known: who called from it before may come in.
+  // The link's address is known: who called from it before may come in. The
+  // link must have its address and its routes: the connections are installed in
+  // this call.
   void letIn(PeerLink& link) override;
   // A group has learned who its members are: callers among them may come in.
   void membersKnown();
   // A peer's addresses are others now.
+  //
+  // The addresses of members are gathered again when the listener asks next.
   void membersMoved() override {
     memberIps_.reset();
   }
@@ -175,7 +207,11 @@ class Engine final : public MailboxListener, public LinkHost {
   }
   // The cap on what goes to that site, shared by all links to it; null: none.
   // A link that has not got its turn is pumped when it has.
+  //
+  // The pointer is good until the engine ends.
   RateLimit* rateLimit(const std::string& site) override;
+  // To be called when a user has joined the queue, has used its turn or has
+  // given it up: sets the timer for the next one, unless it is set.
   void waitForTurn(const std::string& site) override;
   // By traffic class: the interface it keeps to, or empty.
   const std::array<std::string, kTrafficClassCount>& nicClasses()
@@ -189,18 +225,21 @@ class Engine final : public MailboxListener, public LinkHost {
   SharedRendezvous* sharedRendezvous() override;
   // It cannot be shared with a peer; says so once.
   void noSharedMemory(const std::string& why) override;
+  // Borrowed until unregisterGroup(), which must come before the group dies.
   void registerGroup(uint64_t id, GroupImpl* group);
   void unregisterGroup(uint64_t id);
+  // Cheap, and without effect for a link that is marked already.
   void markDirty(PeerLink& link) override;
   void onControl(PeerLink& link, std::span<const std::byte> payload) override;
   void onLinkUp(PeerLink& link) override; // for the first time
   void onLinkClosed(PeerLink& link, const Status& why) override;
   void eachLink(const std::function<void(PeerLink&)>& call);
-  // Destroyed at the next turn: objects whose code is on the stack.
+  // Destroyed at the next turn: objects whose code is on the stack. No event
+  // may reach the object any more: only its memory waits.
   void destroyLater(std::shared_ptr<void> object) override;
   void faultsChanged();
   // Writes the recent operations to standard error, or to a file of this
-  // process in dump_dir.
+  // process in dump_dir. The loop stands still while the file is written.
   void writeDump(const std::string& reason);
   // An operation has failed: the first one makes a dump, if there is a folder.
   void onFirstFailure(const Status& status);
@@ -233,6 +272,9 @@ class Engine final : public MailboxListener, public LinkHost {
   void seek(const HelloInfo& unknown);
   bool isMembers(const SocketAddress& address);
   // With a member of a group, or null.
+  //
+  // A member whose address is known and that nothing has needed yet gets its
+  // link in this call.
   PeerLink* knownLink(const Uid& uid);
 
   const EngineOptions options_;
@@ -266,12 +308,19 @@ class Engine final : public MailboxListener, public LinkHost {
   std::array<std::string, kTrafficClassCount> nicClasses_;
   std::unique_ptr<SignalDump> signalDump_;
   bool failureDumped_ = false;
+  // Grows only: by one link for each process that a group has found in its
+  // store.
   std::map<Uid, std::unique_ptr<PeerLink>> links_;
   std::unique_ptr<UnknownCallers> unknown_;
   std::optional<std::set<std::string>> memberIps_; // none: to be gathered
+  // By number. Not owned; a group removes itself in shutdown().
   std::map<uint64_t, GroupImpl*> groups_;
   static constexpr size_t kEarlyNoticesMax = 256;
+  // Above the maximum, the entry with the lowest group number is dropped. It is
+  // an arbitrary one, since group numbers are random.
   std::multimap<uint64_t, EarlyNotice> earlyNotices_; // by group
+  // Links that turn() has to pump, each once (PeerLink::dirty), and objects
+  // that it destroys when nothing else is on the stack.
   std::vector<PeerLink*> dirty_;
   std::vector<std::shared_ptr<void>> graveyard_;
   bool turnScheduled_ = false;
@@ -281,6 +330,7 @@ class Engine final : public MailboxListener, public LinkHost {
   mutable std::mutex addressesMutex_; // of self_.addresses, to write or from
                                       // another thread
   std::mutex secretsMutex_;
+  // One for each distinct secret of the groups, in the order of joining.
   std::vector<std::pair<KeyId, std::string>> secrets_; // by secretsMutex_
 
   std::unique_ptr<Resolver> resolver_;

@@ -32,6 +32,8 @@ class FlightRecorder {
     std::string error; // empty: none so far
   };
 
+  // Returns the number for end(), or 0 if the recorder is off. The oldest entry
+  // is overwritten; end() of an operation that has lost its entry does nothing.
   uint64_t begin(Entry entry);
   void end(uint64_t id, Nanos took, const std::string& error);
   // A line each, oldest first.

@@ -23,19 +23,25 @@ namespace resilient {
 
 // The key-value store through which ranks find each other (c10d's Store, or a
 // map in tests). Calls may block for a network round trip and for other users
-// of the same connection, never for a key that is missing. Thread-safe.
+// of the same connection, never for a key that is missing. Thread-safe. Every
+// method may throw; the resolver then asks again, and joinGroup() fails.
 class KeyValue {
  public:
   virtual ~KeyValue() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
   // The value, or false if there is none yet.
+  //
+  // If it returns false, `value` is unspecified.
   virtual bool tryGet(const std::string& key, std::string& value) = 0;
+  // Returns the sum. Atomic, because ranks count each other with it; an absent
+  // key counts as 0.
   virtual int64_t add(const std::string& key, int64_t delta) = 0;
   // Sets `desired` if the key does not exist; returns what is stored then.
   virtual std::string setIfAbsent(
       const std::string& key,
       const std::string& desired) = 0;
-  // The values, of keys that all exist.
+  // The values, of keys that all exist. They come in the order of `keys`.
+  // Throws if one is missing.
   virtual std::vector<std::string> getAll(const std::vector<std::string>& keys);
   // The same store over a connection that the application does not use. All
   // clones in a process share it.
@@ -49,6 +55,10 @@ class KeyValue {
   }
 };
 
+// The arguments of joinGroup(). No two ranks may be in one process. Keys in the
+// store do not contain the name of the group, so groups with other members need
+// stores of their own; c10d gives each a PrefixStore. `globalRanks` has `size`
+// entries unless it is empty.
 struct GroupConfig {
   std::string name;
   int rank = 0;
@@ -59,28 +69,36 @@ struct GroupConfig {
   bool eagerConnect = false;
 };
 
-// A collective as the backend hands it over.
+// A collective as the backend hands it over. The memory that `body` refers to
+// is lent to the engine until `done` is called.
 struct CollectiveSpec {
   OpSignature signature;
   uint64_t bytes = 0; // that this rank reads and writes
   TrafficClass trafficClass = TrafficClass::kGradient;
+  // From the start in the loop on, which may be a moment after submit().
   Nanos timeout{};
-  // Makes the algorithm; called and run on the loop thread. Its captures
-  // lives until `done` has been called.
+  // Makes the algorithm; called and run on the loop thread. Its captures live
+  // until `done` has been called. It is called at most once: not at all if the
+  // group is closed.
   std::function<Task(Communicator&)> body;
-  // Called exactly once on the loop thread (or on the caller's, if the group
-  // is closed already): ok, or a Status whose message has the full context.
+  // Called exactly once on the loop thread (or on the caller's, if the group is
+  // closed already): ok, or a Status whose message has the full context. It
+  // must not block or throw.
   std::function<void(const Status&)> done;
 };
 
-// One point-to-point message. `tag` as in c10d.
+// One point-to-point message. `tag` as in c10d. Both ends give the same dtype
+// and bytes, or both fail with kMismatch.
 struct PointToPointSpec {
   bool isSend = true;
+  // Never this rank itself: the backend refuses that.
   int peer = 0; // group rank; -1 with isSend == false: from any source
+  // Below kCollectiveBit (channel/mailbox.h).
   uint64_t tag = 0;
   OpSignature signature; // kind kSend, dtype and count of the tensor
   TrafficClass trafficClass = TrafficClass::kActivation;
   Nanos timeout{};
+  // Lent until `done` is called. A send only reads it.
   void* data = nullptr;
   size_t bytes = 0;
   // Of a send. Unless it is exact, `zeroFilled` is called before `done`, if all
@@ -100,6 +118,8 @@ struct PeerStats {
   RecentSamples deliveriesS; // see Channel
   uint64_t bytesSent = 0, bytesReceived = 0;
   double lastHeardSecondsAgo = -1; // -1: never
+  // The reason for which the link was closed; else that of the first
+  // connection, by index, that has failed.
   std::string lastError;
   std::vector<PathStats> paths;
 };
@@ -125,26 +145,37 @@ struct GroupStats {
 };
 
 // A group of ranks on the process's one engine. Thread-safe: every method may
-// be called from any thread, and none blocks but shutdown(), stats() and
-// topology().
+// be called from any thread except the loop thread. submit(), sequence() and
+// setSequence() do not block. abort(), stats() and setTopology() wait for a
+// turn of the loop; shutdown() and topology() also wait for other ranks.
 class Group {
  public:
   virtual ~Group() = default;
   // Collectives of a group get their sequence number here, in call order.
-  // Returns that number.
+  // Returns that number. The ranks must call the same collectives in the same
+  // order, since messages match by that number. A collective that a closed
+  // group refuses is counted, too.
+  //
+  // A small operation may be started within the call, in a turn of the loop
+  // that the caller takes. `done` may then be called before submit() returns.
   virtual uint64_t submit(CollectiveSpec spec) = 0;
   virtual void submit(PointToPointSpec spec) = 0;
   virtual uint64_t sequence() const = 0; // of the last collective
+  // The next collective gets `sequence` + 1. All ranks must set the same number
+  // between the same two collectives.
   virtual void setSequence(uint64_t sequence) = 0;
-  // Pending and later operations fail with kAborted; members are told.
+  // Pending and later operations fail with kAborted; members are told. There is
+  // no way back: a group that has failed as a whole stays so.
   virtual void abort(const std::string& reason) = 0;
   // Waits (at most `linger`) until peers have what was sent, then leaves.
-  // Pending operations fail. Idempotent.
+  // Pending operations fail. Idempotent. The last group of a process also stops
+  // the engine, within the same `linger`.
   virtual void shutdown(Nanos linger) = 0;
   virtual GroupStats stats() = 0;
   // The topology of the members; waits until all have joined. Throws
   // StatusError if they have not after `timeout`, or cannot work together.
-  // `meanwhile`, if any, is called now and then, and may throw (Ctrl-C).
+  // `meanwhile`, if any, is called now and then, and may throw (Ctrl-C). Later
+  // calls return at once, after a turn of the loop.
   virtual std::shared_ptr<const Topology> topology(
       Nanos timeout,
       void (*meanwhile)()) = 0;
@@ -155,10 +186,14 @@ class Group {
 
 // Joins a group; starts the process's engine with the first one and stops it
 // with the last. Publishes this rank's address in the store. Throws
-// StatusError.
+// StatusError. Blocks for a few requests to the store (see membership.h) and
+// not for other ranks. An error that concerns all ranks is left in the store
+// before it is thrown, so the others fail as well.
 std::shared_ptr<Group> joinGroup(GroupConfig config);
 
 // Recent operations of this process as text, newest last (flight recorder).
+//
+// Empty without an engine. Any thread.
 std::string dumpRecentOperations();
 
 } // namespace resilient

@@ -22,6 +22,8 @@ constexpr uint64_t kSmallBytes = 64u << 10;
 
 } // namespace
 
+// The engine is acquired first, and each acquire() needs one release(). Once
+// the group exists, its destructor does that, also if join() throws.
 std::shared_ptr<Group> joinGroup(GroupConfig config) {
   const int64_t global = config.globalRanks.empty()
       ? config.rank
@@ -64,7 +66,11 @@ GroupImpl::~GroupImpl() {
   }
 }
 
-// Does not wait for the other ranks.
+// Does not wait for the other ranks. A member may connect and send as soon as
+// it reads our address. So the secret is valid and the group is registered
+// before publish() writes the address. Notices that came before are taken over
+// in the same call. If this rank is the last to join, it has the list already
+// and reads no key.
 void GroupImpl::join() {
   const Membership::Terms terms =
       membership_.agree(engine_->self(), engine_->options());
@@ -97,6 +103,9 @@ void GroupImpl::join() {
 
 // --- any thread
 
+// The function is posted under the lock and the turn is taken without it: the
+// turn may run anything, and no turn may wait for mutex_ (docs/threads.md).
+// postQuietly() wakes no thread; runPosted() decides who takes the turn.
 uint64_t GroupImpl::submit(CollectiveSpec spec) {
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   uint64_t sequence = 0;
@@ -182,6 +191,8 @@ void GroupImpl::setSequence(uint64_t sequence) {
   sequence_ = sequence;
 }
 
+// The notice is queued before the operations fail. It usually arrives before
+// the cancellations of single messages, and says more than they do.
 void GroupImpl::abort(const std::string& reason) {
   engine_->callInLoop([&] {
     const Status status(
@@ -200,6 +211,14 @@ void GroupImpl::abort(const std::string& reason) {
   });
 }
 
+// Order of the steps. closed_ keeps new operations out. Pending ones fail, and
+// their peers learn it through the channels, which need time to drain. Only
+// then is the group unregistered, since reports and notices need it until then.
+// The second failAll() is for algorithms that catch an error and go on. The
+// engine comes last: releasing it may stop it.
+//
+// No step waits without a limit: a peer that does not acknowledge costs
+// `linger`.
 void GroupImpl::shutdown(Nanos linger) {
   {
     std::lock_guard lock(mutex_);
@@ -293,7 +312,9 @@ void GroupImpl::onOurAddresses() {
       store_, membership_.addressKey(rank_), engine_->addressText());
 }
 
-// Some operation waits for this rank.
+// Some operation waits for this rank. Idempotent. Either the address is known
+// and the link is made now, or the list of members is read; the timer then
+// looks for the rank's own key as well, see onLook().
 void GroupImpl::need(int rank) {
   Member& m = members_[static_cast<size_t>(rank)];
   m.needed = true;
@@ -322,6 +343,8 @@ bool GroupImpl::meet(const Uid& process) {
   return false;
 }
 
+// The caller's claim decides only which keys are read. It is let in if the
+// store names its uid.
 void GroupImpl::lookUp(int64_t globalRank) {
   if (membersKnown_) {
     return;
@@ -345,6 +368,10 @@ void GroupImpl::addMemberIps(std::set<std::string>& ips) const {
   }
 }
 
+// The only place that sets Member::link. Notices are heard before records are
+// posted: a notice may fail an operation, which then withdraws its records from
+// `waiting`. post() calls nothing back at once, because results go through the
+// CompletionQueue; so the list that is being walked stays valid.
 void GroupImpl::reach(int rank, const PeerAddress& address) {
   Member& m = members_[static_cast<size_t>(rank)];
   m.link = &engine_->link(address.uid);
@@ -400,6 +427,8 @@ void GroupImpl::onLook() {
   }
 }
 
+// The callbacks run in a thread of the resolver, and may still come after
+// forget(): they only post.
 void GroupImpl::askForAddress(int rank) {
   Member& m = members_[static_cast<size_t>(rank)];
   if (m.asking) {
@@ -430,6 +459,10 @@ void GroupImpl::askForAddress(int rank) {
       store_, membership_.addressKey(rank), 1, std::move(callbacks));
 }
 
+// The text comes from the store, which any process of the job can write: a
+// reason for which the rank could not join, an address, or nonsense. A rank
+// whose uid is ours would be reached through ourselves; two ranks in one
+// process cannot work.
 void GroupImpl::onAddressText(int rank, const std::string& text) {
   Member& m = members_[static_cast<size_t>(rank)];
   m.asking = false;
@@ -492,6 +525,15 @@ void GroupImpl::learn() {
       store_, membership_.listKey(), size(), std::move(callbacks));
 }
 
+// How it works. The whole group fails if a rank has refused or if the list
+// cannot be read. Otherwise: the topology first, since runs read it; then
+// addresses, links for members that are needed, notices that can now be proved,
+// and the records of collectives; then callers that wait unread at the engine;
+// last the collectives that wait for the topology, which may end in that call
+// and start others.
+//
+// The list may come twice, from the store and as the result of publish(): only
+// the first one counts. A topology that setTopology() has set is kept.
 void GroupImpl::learned(const std::string& list) {
   learning_ = false;
   if (membersKnown_) {
@@ -600,6 +642,9 @@ void GroupImpl::setTopology(std::shared_ptr<const Topology> topology) {
   engine_->callInLoop([&] { topology_ = std::move(topology); });
 }
 
+// A collective waits for all members even if the peer's link exists, see the
+// header. need() is called for a link that is not connected yet, which starts
+// the timer that looks for a new address.
 void GroupImpl::postWhenKnown(Record& record, bool collective) {
   Member& m = members_[static_cast<size_t>(record.peer())];
   if (m.link == nullptr || m.link->state() == PeerLink::State::kUnconnected) {
@@ -642,7 +687,7 @@ bool GroupImpl::allOthersGone() const {
 }
 
 // Operations that wait for one rank fail with its channel. Receives from any
-// rank fails when there is none left.
+// rank fail when there is none left.
 void GroupImpl::onLinkClosed(const PeerLink& link) {
   const auto member = std::ranges::find(
       members_, &link, [](const Member& m) { return m.link; });
@@ -663,6 +708,8 @@ void GroupImpl::onLinkClosed(const PeerLink& link) {
 
 // --- operations
 
+// The run is registered before it starts, since it may end within start(), for
+// example alone in the group.
 void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
   lastStarted_ = std::max(lastStarted_, run->sequence());
   lastSignature_ = run->spec().signature;
@@ -670,6 +717,9 @@ void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
   run->start();
 }
 
+// The check for a receive from any source comes after the start: if its message
+// is there already, it ends with that, although the sender has left
+// (test_a_receive_from_any_source_gets_what_the_gone_have_sent).
 void GroupImpl::start(std::shared_ptr<PointToPointRun> run) {
   pointToPoints_.emplace(run->id(), run);
   run->start();
@@ -693,6 +743,10 @@ std::optional<Status> GroupImpl::earlyFailure(uint64_t sequence) {
   return status;
 }
 
+// The mailbox learns the outcome first, and refuses stragglers with it. The run
+// leaves the table before the others are told and before `done`, which may free
+// what the operation had borrowed. The run itself goes to the graveyard,
+// because its coroutine is on the stack.
 void GroupImpl::finished(
     CollectiveRun& run,
     const Status& status,
@@ -763,6 +817,9 @@ void GroupImpl::watch(TimePoint at) {
   watchdog_ = loop.at(at, [this] { onWatchdog(); });
 }
 
+// Due runs are collected before the first onCheck(), which ends runs and
+// changes the tables. The timer is set again first, so a run that arms an
+// earlier deadline can move it.
 void GroupImpl::onWatchdog() {
   watchdog_ = 0;
   watchdogAt_ = kNever;
@@ -888,6 +945,10 @@ void GroupImpl::hear(const Engine::EarlyNotice& heard) {
   }
 }
 
+// Four cases: the group as a whole; a collective that runs here; one that has
+// not begun here, which then fails when it begins; and one that has ended here.
+// The last matters for a mismatch only: any other failure elsewhere does not
+// make our result wrong.
 void GroupImpl::act(const Notice& notice) {
   Notice ours = notice;
   ours.reporter = rank_; // for us it has failed, too
@@ -959,6 +1020,8 @@ void GroupImpl::endByMismatch(uint64_t sequence, const std::string& cause) {
   failAll(failure_);
 }
 
+// Reports of earlier queries stay until they are replaced; kFreshReport tells
+// old ones apart.
 void GroupImpl::query(int rank) {
   for (int r = 0; r < size(); ++r) {
     if (r == rank_ || (rank >= 0 && r != rank)) {
@@ -1024,6 +1087,7 @@ Report GroupImpl::report() const {
   return r;
 }
 
+// Only a member's own process may report in its name.
 void GroupImpl::onReport(const PeerLink& sender, const Report& report) {
   if (report.reporter < 0 || report.reporter >= size()) {
     return;

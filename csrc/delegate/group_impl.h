@@ -26,11 +26,26 @@ class PointToPointRun;
 // operations as single messages (point_to_point_run.h).
 //
 // Thread: methods of Group from any thread; all others on the loop thread.
+//
+// How it works. Each member has a link as soon as its address is known and
+// something needs it. An operation is a run: it makes Records, one for each of
+// its messages, and a record waits in the Member until the link is known. The
+// run ends in finished(), the only place in the loop that calls `done`.
+// Deadlines of all runs share one timer, the watchdog.
+//
+// A failure has one of three reaches. It ends one run (fail()), one collective
+// on all ranks (tell(), told_), or the group for good (failure_).
+//
+// Ownership: an operation that is posted holds the group. The callbacks of the
+// resolver and the timer for looking hold it weakly, so a group can die while
+// it still looks for members. The watchdog has a bare pointer; shutdown()
+// cancels it.
 class GroupImpl final : public Group,
                         public std::enable_shared_from_this<GroupImpl> {
  public:
   GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine);
   ~GroupImpl() override;
+  // Throws StatusError. The destructor undoes a join that has failed halfway.
   void join(); // once, after construction
 
   uint64_t submit(CollectiveSpec spec) override;
@@ -60,10 +75,13 @@ class GroupImpl final : public Group,
   int size() const {
     return static_cast<int>(members_.size());
   }
-  // The operation wants its onCheck() called at `at`.
+  // The operation wants its onCheck() called at `at`. The timer may also fire
+  // for an operation that has ended; onCheck() is called only for those whose
+  // checkAt() has passed.
   void watch(TimePoint at);
-  // The topology, or null: then learn() reads the list of members,
-  // and every collective on its way is told.
+  // The topology, or null: then learn() reads the list of members, and every
+  // collective on its way is told. It may change later (setTopology()); a
+  // collective keeps the one that it has begun with.
   const std::shared_ptr<const Topology>& knownTopology() const {
     return topology_;
   }
@@ -71,27 +89,39 @@ class GroupImpl final : public Group,
   // Calls record.post(link) as soon as the peer is known; for a collective, as
   // soon as all members are. Otherwise a rank could end its part, and with it
   // the process that serves the store, before the others have found each other.
+  // It may do so before it returns. The group borrows the record until then:
+  // Record::withdraw() calls forgetWaiting() if it is destroyed earlier.
   void postWhenKnown(Record& record, bool collective);
   void forgetWaiting(Record& record);
   std::string describe(int rank) const; // "rank 2 (host node7, pid 42, ...)"
   // Why the link to `rank` was closed: "rank 2 (host node7, ...) died: ...".
+  // Call it only if the member has a link and that is closed.
   std::string closedText(int rank) const;
   std::string groupText() const; // "" for the default group, or " of group g"
   // Asks `rank` (or all, -1) what they are doing, for a time-out to come.
+  // Answers come as reports, see onReport(). A member whose address is unknown
+  // is asked as soon as it is found.
   void query(int rank);
-  // The known reason why `rank` does not answer, as a sentence.
+  // The known reason why `rank` does not answer, as a sentence. Call it after
+  // query(), and not for this rank.
   std::string silence(int rank) const;
   // The rank that holds up collective `sequence`, as far as the reports tell,
-  // and why.
+  // and why. Call it some time after query(), when answers may have come.
+  // `waitingFor` is a rank that this one waits for, or -1. The rank in the
+  // result is -1 if none is known to be the cause, and this rank itself if
+  // ranks wait for each other.
   std::pair<int, std::string> blame(uint64_t sequence, int waitingFor) const;
   std::string pathSummary(int rank) const;
+  // The end of a run, once: notes the result, moves the run to the engine's
+  // graveyard and calls `done` last. The run dies at the end of the turn.
   void finished(
       CollectiveRun& run,
       const Status& status,
       int culprit,
       bool tellOthers);
   void finished(PointToPointRun& run, const Status& status, int sourceRank);
-  // Reports about this sequence before it began here.
+  // Reports about this sequence before it began here. Removes what it returns,
+  // so it is for the start of that collective only.
   std::optional<Status> earlyFailure(uint64_t sequence);
 
   // --- from the engine
@@ -103,7 +133,8 @@ class GroupImpl final : public Group,
   void lookUp(int64_t globalRank);
   // Adds the addresses of members that are known and have no link.
   void addMemberIps(std::set<std::string>& ips) const;
-  // Counts if it comes from the member that it names as its reporter.
+  // Counts if it comes from the member that it names as its reporter. Acts in a
+  // later turn, because the frame is still being read.
   void onNotice(const Uid& sender, const Notice& notice);
   void onOurAddresses();
   void onMismatch(
@@ -111,7 +142,10 @@ class GroupImpl final : public Group,
       const OpSignature& local,
       const FrameHeader& remote);
   void onReport(const PeerLink& sender, const Report& report);
+  // Ends what is pending, not what is started later: for that, set failure_
+  // first. From the top of the loop only.
   void failAll(const Status& status);
+  // For a member that asks. The oldest collective is the one that counts.
   Report report() const;
   // A first connection to this process: it may have missed some news.
   void onLinkUp(PeerLink& link);
@@ -124,6 +158,8 @@ class GroupImpl final : public Group,
     bool needed = false; // some operation waits or has waited for it
     bool asking = false; // the store, for its own key
     int64_t globalRank = 0;
+    // Not owned. A record is in one of the two lists at most, and in none once
+    // it is posted.
     std::vector<Record*> waiting; // for the link
     std::vector<Record*> waitingForAll; // for the addresses of all members
     bool queryWaiting = false; // ask it as soon as the link is known
@@ -181,6 +217,9 @@ class GroupImpl final : public Group,
   uint64_t id_ = 0;
   std::string secret_;
 
+  // Held from numbering an operation until it is posted, so operations reach
+  // the loop in the order of their numbers. It is released before the caller
+  // takes a turn.
   mutable std::mutex mutex_;
   uint64_t sequence_ = 0; // by mutex_
   bool closed_ = false; // by mutex_
@@ -197,10 +236,15 @@ class GroupImpl final : public Group,
   Nanos lookPause_{};
   TimerId watchdog_ = 0;
   TimePoint watchdogAt_ = kNever;
+  // The highest number so far. A notice above it is for a collective that has
+  // not begun here; see act().
   uint64_t lastStarted_ = 0;
   OpSignature lastSignature_;
+  // Never cleared: later operations end with it.
   Status failure_; // of the group as a whole
   std::map<uint64_t, Status> earlyFailures_; // by sequence
+  // A sequence number is passed on once. A link that comes up later gets all of
+  // told_, since it may have missed them.
   std::map<uint64_t, Notice> told_; // by sequence: failures passed on,
   uint64_t toldUpTo_ = 0; // apart from those up to here
   std::set<uint64_t> failedHere_; // collectives, the last kToldMax

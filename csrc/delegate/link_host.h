@@ -27,7 +27,8 @@ class PeerLink;
 // The state that all links of a process share, as a link and its connectors see
 // it. The Engine implements it.
 //
-// Thread: loop thread. Lifetime: outlives the links.
+// Thread: loop thread. Lifetime: outlives the links. References and pointers
+// that it returns are good until the host stops.
 class LinkHost {
  public:
   virtual ~LinkHost() = default;
@@ -65,6 +66,7 @@ class LinkHost {
       const = 0;
 
   // --- about peers
+  // Nothing for a secret of a group that this process has not joined yet.
   virtual std::optional<std::string> secretOf(const KeyId& id) = 0;
   // Whether this process of the job can have that address now.
   virtual bool mayBeAt(const Uid& process, const SocketAddress& at) const = 0;
@@ -82,7 +84,8 @@ class LinkHost {
   virtual PathId nextPathId() = 0;
   // The link is pumped at the end of this turn.
   virtual void markDirty(PeerLink& link) = 0;
-  // Destroyed at the next turn: objects whose code is on the stack.
+  // Destroyed at the next turn: objects whose code is on the stack. The host
+  // destroys them when nothing else is on the stack.
   virtual void destroyLater(std::shared_ptr<void> object) = 0;
   // The meeting point of peers on this host; null if there is none.
   virtual SharedRendezvous* sharedRendezvous() = 0;

@@ -65,6 +65,8 @@ std::string memberListText(const std::vector<PeerAddress>& members) {
   return text;
 }
 
+// The store may hold text of any process, so nothing is taken for granted: not
+// the number of lines, nor the line end after the last one.
 Status parseMemberList(
     const std::string& text,
     int ranks,

@@ -81,6 +81,8 @@ std::optional<std::string> Membership::refusal(const std::string& text) {
   return withoutControls(text.substr(kRefused.size()));
 }
 
+// The first rank's proposal becomes the terms of all. The others compare it
+// with their own options and refuse a difference.
 Membership::Terms Membership::agree(
     const PeerAddress& self,
     const EngineOptions& options) {
@@ -125,6 +127,10 @@ Membership::Terms Membership::agree(
   return terms;
 }
 
+// If another process wrote this rank's last address, this one replaces it.
+// Ranks that have joined that generation do not come back to it, so it is
+// marked as over: a rank that is behind skips it. Guarded by
+// rank_that_was_replaced_finds_the_generation_of_the_others.
 void Membership::startGeneration(const PeerAddress& self) {
   const int64_t count =
       store_->add("resilient/generation/" + std::to_string(rank_), 1);
@@ -147,6 +153,8 @@ void Membership::refuse(const Status& status) {
   throw StatusError(status);
 }
 
+// The address is written before the rank is counted. The rank that counts
+// `size` then finds all addresses, without asking again.
 std::string Membership::publish(const std::string& address) {
   store_->set(addressKey(rank_), address);
   if (size_ == 1) {

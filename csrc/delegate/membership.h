@@ -45,13 +45,15 @@ class Membership {
     std::string secret;
   };
   // The first half: two requests. Throws StatusError, after telling the other
-  // ranks, if the options of the ranks contradict each other.
+  // ranks, if the options of the ranks contradict each other. On a store that
+  // was used before there are one or two more, and two for each generation that
+  // the rank skips.
   Terms agree(const PeerAddress& self, const EngineOptions& options);
   // The second half, after which other ranks may connect: two requests.
-  // `address` is this rank's PeerAddress as text.
-  // Returns the list of members if this rank is the last to join, else "".
-  // Throws StatusError, after telling the others, if the ranks cannot form a
-  // group.
+  // `address` is this rank's PeerAddress as text. Returns the list of members
+  // if this rank is the last to join, else "". Throws StatusError, after
+  // telling the others, if the ranks cannot form a group. Call it when
+  // connections can be accepted, and after agree().
   std::string publish(const std::string& address);
 
   std::string addressKey(int rank) const;

@@ -84,6 +84,9 @@ bool PathSet::takeAll(Path& path) {
   return any;
 }
 
+// Each pass begins one connection further than the last. Under a rate limit it
+// begins behind the connection that got the last frame, since the limit may
+// allow only one frame in a pass.
 bool PathSet::takeInTurn() {
   const size_t count = paths_.size() - inTurnBegin_;
   bool taken = false;
@@ -114,6 +117,7 @@ bool PathSet::mayTakeChunks() {
       limit_->mayTake(channel_.id(), now_);
 }
 
+// Control frames count as well, although they never wait for the limit.
 void PathSet::charge(uint64_t bytes) {
   if (limit_ != nullptr) {
     limit_->took(channel_.id(), bytes, now_);

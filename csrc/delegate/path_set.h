@@ -13,6 +13,8 @@ namespace resilient {
 //
 // Thread: loop thread. Paths may be removed, and added, from within pump() and
 // forEach().
+//
+// It owns the paths; pointers to them are good until remove().
 class PathSet {
  public:
   explicit PathSet(Channel& channel) : channel_(channel) {}
@@ -26,6 +28,8 @@ class PathSet {
   Path& last() {
     return *paths_.back();
   }
+  // Visits every path, also if `call` removes some. If it adds one, a path may
+  // be visited twice.
   template <typename Call>
   void forEach(Call&& call) {
     for (size_t i = 0; i < paths_.size();) {
@@ -37,7 +41,8 @@ class PathSet {
   std::optional<TimePoint> heardAt() const;
 
   // Moves frames to the paths, at most one turn's share. `limit`: the cap on
-  // the peer's site, or null. True if there may be more to do.
+  // the peer's site, or null. True if there may be more to do. `limit` is used
+  // during the call only.
   bool pump(RateLimit* limit, TimePoint now);
 
  private:

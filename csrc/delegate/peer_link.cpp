@@ -53,6 +53,10 @@ std::optional<TimePoint> PeerLink::heardAt() const {
 
 // --- what is known of the peer, and who needs it
 
+// The order matters. The rate limit is known before the first path exists. The
+// connector chooses its routes before letIn() installs the connections of
+// callers. The missing connections are attempted after that, since the other
+// order would attempt some that already wait at the engine.
 void PeerLink::setAddress(
     const PeerAddress& address,
     const std::string& secret,
@@ -155,6 +159,8 @@ void PeerLink::addPath(std::unique_ptr<Path> path) {
   changed();
 }
 
+// The connector reads the counters of the path while the channel still knows
+// it. The path itself is destroyed later: its code may be on the stack.
 void PeerLink::onPathClosed(Path& path, const Status& why) {
   heardAt_ = heardAt();
   connectorOf(path).onPathClosed(path, why);
@@ -257,6 +263,10 @@ void PeerLink::onPeerGone(const AttemptFailure& last) {
           ". Look at that process's own log for the cause");
 }
 
+// The state changes first. Everything that is called from here on, such as
+// onPathClosed() of the connectors, then sees a link that is not usable and
+// reconnects nothing. The connectors end their attempts before the paths close.
+// The channel fails after its paths are gone, and the engine hears of it last.
 void PeerLink::close(State state, StatusCode code, const std::string& how) {
   if (!usable()) {
     return;
@@ -291,6 +301,8 @@ void PeerLink::channelReady(Channel&) {
   changed();
 }
 
+// A path is reading a frame here. The engine therefore handles PathsLost, which
+// closes connections, in a later turn.
 void PeerLink::onControl(Channel&, std::span<const std::byte> payload) {
   host_.onControl(*this, payload);
 }

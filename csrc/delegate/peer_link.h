@@ -23,6 +23,9 @@ namespace resilient {
 // paths, and decides when the process itself is gone.
 //
 // Thread: loop thread. Lifetime: owned by the Engine until it stops.
+//
+// One process may be a member of several groups; they share this link, its
+// connections and its channel. The group in a message's key tells them apart.
 class PeerLink final : public Link, public ChannelHost, private PathOwner {
  public:
   PeerLink(LinkHost& host, const Uid& uid, uint32_t channelId);
@@ -61,21 +64,29 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
       const std::string& secret,
       int32_t globalRank);
   // Some operation needs this peer: connect, and watch over the connections
-  // until dropInterest().
+  // until dropInterest(). The calls are counted. The last dropInterest() closes
+  // nothing, and attempts that are under way go on.
   void addInterest();
   void dropInterest();
-  // We are going: say goodbye, after everything that was sent before.
+  // We are going: say goodbye, after everything that was sent before. Without
+  // effect unless the link is up. From then on, lost paths are logged for
+  // debugging only.
   void leave();
   // A caller has proved that it is this peer, and its connection is here.
   void onIncoming(const HelloInfo& hello, FileDescriptor fd);
-  // The peer says that its addresses are these now.
+  // The peer says that its addresses are these now. The text is the peer's word
+  // or the store's. It counts only with the same uid and as many addresses as
+  // before: routes are pairs of places in the two lists.
   void onPeerAddresses(const std::string& text);
 
   // Moves frames from the channel to the paths; the engine calls it once per
-  // turn for links that have something.
+  // turn for links that have something. One call moves a limited share, and
+  // posts another call for the rest.
   void pump();
   // The peer is gone (or we are): everything pending fails. `how` completes a
-  // sentence that begins with the peer: "has left: ...".
+  // sentence that begins with the peer: "has left: ...". Final: a closed link
+  // is never up again. From the top of the loop only, since it closes paths and
+  // ends operations.
   void close(State state, StatusCode code, const std::string& how);
   // Faults have changed: paths look again.
   void faultsChanged();
@@ -116,7 +127,8 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   TimePoint neededSince_ = kNever; // interest, and never connected
   TimerId channelTimer_ = 0;
   TimePoint channelTimerAt_ = kNever;
-  // For calls that are posted to the loop and may come too late.
+  // For calls that are posted to the loop and may come too late. They hold it
+  // weakly, and do nothing without it.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
 
   TcpConnector tcp_;

@@ -10,8 +10,9 @@ namespace resilient {
 
 class GroupImpl;
 
-// One send or receive of the application, with its deadline.
-// Thread and lifetime: as CollectiveRun.
+// One send or receive of the application, with its deadline. Thread and
+// lifetime: as CollectiveRun. Its one record is made in start(); exactly one of
+// send_ and recv_ is set after that.
 class PointToPointRun final {
  public:
   PointToPointRun(
@@ -29,6 +30,7 @@ class PointToPointRun final {
     return checkAt_;
   }
   void onCheck();
+  // Without effect once it has ended. The memory is free at return.
   void fail(const Status& status);
   // A receive from any source that no message has answered: it fails when
   // nobody is left. One that has its message ends with that message.

@@ -14,6 +14,11 @@ class GroupImpl;
 // first have to wait until the peer's address is known.
 //
 // Thread: loop thread.
+//
+// kWaiting: the group may hold a pointer to it. kPosted: the core does, and the
+// link counts its interest, which keeps the connections under watch. kOver:
+// neither does. A receive from any source belongs to no link and counts
+// nothing.
 class Record {
  public:
   enum class State { kWaiting, kPosted, kOver };
@@ -29,7 +34,8 @@ class Record {
   PeerLink* link() const {
     return link_;
   }
-  // The peer is known: hand the message to the core.
+  // The peer is known: hand the message to the core. Call it once, and only
+  // while the record waits.
   void post(PeerLink& link) {
     state_ = State::kPosted;
     link_ = &link;
@@ -37,12 +43,19 @@ class Record {
     onPost(link);
   }
   // The core must not touch the memory any more, nor call back.
+  //
+  // After that `done` is not called. Idempotent. Destructors of the derived
+  // classes withdraw, because in this one the virtual onWithdraw() would be out
+  // of reach.
   void withdraw(const std::string& reason);
 
  protected:
   virtual void onPost(PeerLink& link) = 0;
   virtual void onWithdraw(const std::string& reason) = 0;
   // With the peer as its subject, if the link was closed for this reason.
+  //
+  // A closed link gives all its operations one text without a subject; it is
+  // recognised by that text.
   Status named(const Status& status) const;
   // The core is done with it.
   void over() {
@@ -64,6 +77,9 @@ using RecordDone = std::function<void(const Status&)>;
 
 // The result of an operation: exactly one call of `done`, from the top of
 // the loop, unless withdrawn. `done` may destroy the record.
+//
+// The owner fills in op() before the record is posted; this holds for a
+// RecvRecord, too.
 class SendRecord final : public Record, private SendOp {
  public:
   SendRecord(GroupImpl& group, int peer, RecordDone done)

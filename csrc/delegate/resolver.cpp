@@ -196,6 +196,10 @@ std::string Resolver::trouble(const std::shared_ptr<KeyValue>& store) const {
   return "";
 }
 
+// The request runs without the lock, on a copy of the entry. The entry is then
+// looked for by its number: it may have been forgotten, or another thread may
+// have served it. take() removes it under the lock, so a callback is called
+// once.
 void Resolver::tryOnce(
     const std::shared_ptr<Shared>& shared,
     const Wanted& wanted,
@@ -247,6 +251,18 @@ void Resolver::tryOnce(
   }
 }
 
+// How it works. The thread makes one request for each entry, in rounds. The
+// pause between two rounds doubles, up to the limit of the least patient entry
+// that does not fail, and begins anew when something is added or hurried. It is
+// at least twice the longest request, unless the connection is the resolver's
+// own.
+//
+// A request may block for minutes in a store that another thread uses. hurry()
+// then starts a second thread with a connection of its own, and `turn` moves
+// on: the first thread sees that as soon as its request returns, and ends.
+// Results of both count, since tryOnce() does not look at the turn.
+//
+// The thread ends when nothing is wanted; add() starts the next one.
 void Resolver::run(
     const std::shared_ptr<Shared>& shared,
     uint64_t turn,

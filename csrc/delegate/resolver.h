@@ -19,11 +19,16 @@ namespace resilient {
 // minutes), it opens one connection of its own for the process.
 //
 // Thread: any. Callbacks come from the resolver's threads.
+//
+// The threads are detached and share their state with the Resolver by reference
+// count: a store that hangs delays neither stop() nor the end of the process.
 class Resolver {
  public:
   Resolver();
   ~Resolver();
 
+  // They run without any lock of the resolver, and must not block. One that has
+  // begun may still run when forget() or stop() returns.
   struct Callbacks {
     // The value of the key. Called at most once, instead of `lost`.
     std::function<void(const std::string& value)> found;
@@ -44,7 +49,8 @@ class Resolver {
   void
   tell(std::shared_ptr<KeyValue> store, std::string key, std::string value);
   // An operation waits for what is sought: ask again at once, and over a
-  // connection of our own if the store's has been busy for kBusyAfter.
+  // connection of our own if the store's has been busy for kBusyAfter. It costs
+  // little if nothing is sought.
   void hurry();
   // Forgets everything, for good; does not wait for the store.
   void stop();

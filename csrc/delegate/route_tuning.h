@@ -23,7 +23,8 @@ class RouteTuning {
   };
 
   // `keys` name the routes for the memory; without them, there is one route of
-  // which nothing is remembered.
+  // which nothing is remembered. Call it once, before anything else. Afterwards
+  // route indices are below max(1, keys).
   void begin(
       const ConnectionCount::Config& config,
       std::vector<std::string> keys);
@@ -39,7 +40,8 @@ class RouteTuning {
   bool backlogged() const {
     return backlogged_;
   }
-  // Returns whether the number of connections has changed.
+  // Returns whether the number of connections has changed. observe(), lossy()
+  // and setLossy() need a key for the route.
   bool observe(size_t route, const View& seen, bool busy, TimePoint now);
   // The route loses packets without a queue: new connections begin with BBR.
   bool lossy(size_t route) const;

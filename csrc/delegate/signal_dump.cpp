@@ -17,6 +17,8 @@ std::atomic<int> signalled{-1};
 // A forked child has our handler and our descriptor, but is not meant.
 std::atomic<pid_t> owner{-1};
 
+// Calls only functions that POSIX allows in a signal handler. Everything else
+// happens in onEvents(), in the loop.
 void onSignal(int) {
   const int error = errno;
   const uint64_t one = 1;

@@ -28,6 +28,9 @@ std::string milliseconds(Nanos time) {
 
 } // namespace
 
+// Hosts are sorted by their distance and cut at clear gaps. Subnets are not
+// used: a VPN puts hosts of several sites into one. Every rank computes this
+// from the same list, so all get the same sites.
 std::vector<InferredSite> inferSites(const std::vector<PeerAddress>& members) {
   // A busy host only makes a measurement longer, so the minimum of its ranks
   // is the best one.

@@ -34,13 +34,15 @@ class UnknownCallers {
   ~UnknownCallers();
 
   // Whether this caller may wait, where so many processes may do so. If it may,
-  // its place is kept.
+  // its place is kept. Limits count kept places, too: many callers may wait for
+  // their verdicts at once.
   bool admits(const HelloInfo& hello, size_t maxProcesses);
   // It has come, to the place that was kept for it; a connection of that index
   // that was there before is closed. And: it has broken away before.
   void add(const HelloInfo& hello, FileDescriptor fd);
   void forget(const HelloInfo& hello);
-  // A group knows the process now: all that has come, and places kept.
+  // A group knows the process now: all that has come, and places kept. A caller
+  // without a descriptor arrives later; its place is gone then.
   std::vector<Caller> take(const Uid& process);
   std::vector<HelloInfo> waiting() const; // one for each process
 
