@@ -64,8 +64,9 @@ Rules readRules(const py::object& from, size_t stages) {
       .maxWeights = from.attr("max_weights").cast<std::optional<size_t>>()};
 }
 
-// One bytes object per stage. The core trusts its orders, so each must have
-// the three kinds equally often.
+// One bytes object per stage. The core trusts its orders, so each must have the
+// three kinds equally often. It does not check their sequence. B before its F
+// shows as stages that wait for each other; W before its B is not noticed here.
 Orders readOrders(const std::vector<py::bytes>& from, size_t stages) {
   if (from.size() != stages) {
     throw std::invalid_argument(
@@ -188,6 +189,9 @@ py::list foundBy(const Search& search) {
   return result;
 }
 
+// generate, evaluate and Search.run release the GIL while they compute, after
+// all arguments have been read. One Search must not be used by two threads at a
+// time: run() holds no lock.
 PYBIND11_MODULE(_planning, m) {
   m.def(
       "generate",

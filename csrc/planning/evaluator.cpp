@@ -19,6 +19,15 @@ Evaluator::Evaluator(const PipelineCosts& costs, size_t microbatches)
   }
 }
 
+// How it works. Each stage runs as far as its messages reach, then wakes its
+// two neighbours, since it may have sent something to them. The order in which
+// stages run does not change the times: an operation starts when its
+// predecessor has ended and its message has arrived. No clock is needed. Stages
+// that wait for each other are never woken again, so the loop ends with some
+// incomplete.
+//
+// A stage cannot end before its present end plus the durations of what is left.
+// If that exceeds maxS, the orders are given up at once.
 bool Evaluator::run(const Orders& orders, double maxS) {
   runnable_.clear();
   for (size_t i = stages_.size(); i-- > 0;) {
@@ -58,6 +67,9 @@ bool Evaluator::run(const Orders& orders, double maxS) {
   return complete == stages_.size();
 }
 
+// F of the last stage sends to itself: its gradient is there when it ends. Idle
+// time before the first operation is no wait. W needs no message, since its B
+// comes before it in the order.
 bool Evaluator::advance(size_t index, const Kinds& kinds) {
   Stage& stage = stages_[index];
   Stage* next = index + 1 < stages_.size() ? &stage + 1 : nullptr;
@@ -111,6 +123,8 @@ bool Evaluator::advance(size_t index, const Kinds& kinds) {
   return position > begin;
 }
 
+// A sum of products, which rounding may make a little larger than the sum in
+// run(). A caller that compares exactly leaves room for that in maxS.
 double Evaluator::left(const Stage& stage) const {
   const auto times = [](size_t count, double each) {
     return static_cast<double>(count) * each;

@@ -17,7 +17,12 @@ struct StageTimes {
 };
 
 // Iteration times of compact orders, the same to the last bit as those of
-// torch_resilient/planning/replay.py. Keeps its memory from run to run.
+// torch_resilient/planning/replay.py. Keeps its memory from run to run. The
+// same sums in the same order give the same bits: the twins in
+// tests/planner_twins compare with ==, and so does Search when it looks for
+// operations that run back to back. Do not reorder an addition.
+//
+// Copies the costs. Not thread-safe.
 class Evaluator {
  public:
   // The durations of one stage's F, B and W.
@@ -30,10 +35,14 @@ class Evaluator {
   // than `maxS`; then the results below mean nothing.
   //
   // Time: linear in the number of operations.
+  //
+  // Precondition: every order has 3 x microbatches entries, none above
+  // kWeightBackward. Positions are not checked again.
   bool run(
       const Orders& orders,
       double maxS = std::numeric_limits<double>::infinity());
 
+  // These are of the last run(), and overwritten by the next one.
   double iterationS() const;
   const StageTimes& times(size_t stage) const {
     return stages_[stage].times;
@@ -65,6 +74,8 @@ class Evaluator {
 
   size_t microbatches_;
   std::vector<Stage> stages_;
+  // Stages to look at, a stack; Stage::queued keeps each from being in it
+  // twice.
   std::vector<size_t> runnable_;
 };
 

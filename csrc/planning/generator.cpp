@@ -72,6 +72,14 @@ struct Stage {
 } // namespace
 
 // Paper: PIPEMORPH §4.3, Algorithms 3 and 4
+//
+// How it works. Time jumps from look to look. At a look, a stage that is free
+// chooses one operation by the rules or stays idle; either way it gets the time
+// of its next look, and only a message that arrives at an idle stage can bring
+// that forward. Each operation costs one look at least, and a look costs the
+// height of the tree. Looks at one time are taken by ascending stage, which
+// makes the result unique. A receiver knows when a message will arrive as soon
+// as the operation that sends it starts; rules.weightShare uses that.
 Generated generate(
     const PipelineCosts& costs,
     size_t microbatches,

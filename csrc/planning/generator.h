@@ -9,7 +9,8 @@
 namespace resilient {
 
 // How a stage chooses among the operations that could start now; Rules in
-// torch_resilient/planning/generator.py says what each does.
+// torch_resilient/planning/generator.py says what each does. The fields of both
+// are the same, and so are their defaults.
 struct Rules {
   std::vector<size_t> warmup; // by stage, x_i of the paper
   bool waitForWarmup = false;
@@ -29,6 +30,9 @@ struct Generated {
 // the same decisions, and its times are the same to the last bit.
 //
 // Time: O(log stages) for each operation.
+//
+// Preconditions: at least one stage and one microbatch; each warm-up and limit
+// is at least 1. The orders are complete and free of deadlock.
 Generated generate(
     const PipelineCosts& costs,
     size_t microbatches,

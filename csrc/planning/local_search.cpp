@@ -68,6 +68,14 @@ const Search::Index& Search::indexOf(size_t stage) {
   return index;
 }
 
+// How it works. A critical path is walked backwards in blocks, runs of
+// operations of one stage without a gap. A block begins because its first
+// operation waited for a message, so the path goes on at the stage that sent
+// it. Times compare with == because a start is the very sum that was computed
+// for the end before it. The first stage never waits for an input, nor the last
+// one for a gradient (its own F has ended), so the neighbour always exists.
+// Only changes on this path can shorten the iteration; one of several such
+// paths is drawn.
 void Search::findMoves() {
   moves_.clear();
   for (Index& index : indices_) {
@@ -104,6 +112,8 @@ void Search::findMoves() {
   }
 }
 
+// Adds at most kGaps + 3 moves for each operation of the block, and one more.
+// Moves that break a limit or an order are sorted out in tryOne().
 void Search::addMovesOf(size_t stage, size_t first, size_t last) {
   const Kinds& order = current_[stage];
   const auto& starts = evaluator_.starts(stage);
@@ -205,7 +215,11 @@ void Search::restart() {
   findMoves();
 }
 
-// False if there is no change to try.
+// False if there is no change to try. Late acceptance: a change stays if the
+// iteration is no longer than the present one or than the one of
+// history_.size() changes ago. After a rejected change the moves that are left
+// stay valid, but the evaluator has times of the rejected orders, so it runs
+// again before findMoves().
 bool Search::tryOne() {
   if (moves_.empty()) {
     evaluator_.run(current_);

@@ -13,6 +13,10 @@ namespace resilient {
 // Betters given orders by small changes on the critical path. The readable text
 // of the algorithm is tests/planner_twins/local_search.py; this one
 // makes the same choices.
+//
+// The choices depend on the seed alone: not on time, nor on how the tries are
+// divided among calls of run(). Not thread-safe. A copy of the best orders is
+// kept for each improvement, at most kKept.
 class Search {
  public:
   struct Found {
@@ -29,7 +33,9 @@ class Search {
       double lowerBoundS,
       uint64_t seed);
 
-  // Tries this many changes. Returns whether there is more to try.
+  // Tries this many changes. Returns whether there is more to try. False: the
+  // lower bound is reached, too many rounds brought nothing, or the critical
+  // path allows no change.
   bool run(size_t tries);
 
   // The best orders until now, the shortest first.
@@ -51,12 +57,18 @@ class Search {
     std::vector<uint32_t> position[kKinds];
   };
 
+  // From 0 to count - 1; count is below 2^32. Advances the only source of
+  // chance.
   uint32_t below(size_t count);
+  // Only within findMoves(), which forgets all indices first: changes that are
+  // tried afterwards do not update them.
   const Index& indexOf(size_t stage);
   // Changes that may shorten a critical path of the last run of evaluator_.
   void findMoves();
   void addMovesOf(size_t stage, size_t first, size_t last);
   // False if nothing changes.
+  //
+  // A move is undone by the move with its two positions exchanged.
   bool apply(const Move& move);
   bool tryOne();
   // From the best again, with room to get worse first.
