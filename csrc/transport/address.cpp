@@ -109,7 +109,9 @@ const char* familyName(int family) {
   return family == AF_INET6 ? "IPv6" : "IPv4";
 }
 
-// One address per interface of the candidates, in order of appearance.
+// One address per interface of the candidates, in order of appearance. The
+// first address counts, but a later one of `family` replaces an earlier one of
+// another family. The interface keeps its place in the order.
 std::vector<InterfaceAddress> onePerInterface(
     const std::vector<InterfaceAddress>& candidates,
     int family) {
@@ -181,6 +183,10 @@ std::vector<InterfaceAddress> matching(
   return onePerInterface(exact.empty() ? prefix : exact, family);
 }
 
+// The addresses of each entry in the order of the option. An address counts
+// once, at its first place. Unlike the other two ways to choose, this one takes
+// everything that the option names: loopback, bridges of containers and, by its
+// exact name, an interface that is down.
 AddressChoice chooseByOption(
     const std::vector<InterfaceAddress>& interfaces,
     const std::string& option,
@@ -378,7 +384,9 @@ bool parseNumber(const std::string& text, T& value) {
   return error == std::errc() && end == text.data() + text.size();
 }
 
-// "eth0@10.0.0.7/24:29511" or "eth0@[fd00::7]/64:29511"
+// "eth0@10.0.0.7/24:29511" or "eth0@[fd00::7]/64:29511". The last colon
+// separates the port and the last slash the prefix, since an IPv6 address has
+// colons of its own. Brackets must be there for IPv6 and only there.
 std::optional<NicAddress> parseAddress(const std::string& text) {
   NicAddress result;
   const size_t at = text.find('@');
@@ -428,6 +436,11 @@ std::string hostIdentity() {
   return toHex(digest.data(), 16);
 }
 
+// How it works. An entry is left alone if its interface still has its address.
+// Otherwise it takes the first address of the same family of an interface with
+// the same name that is up. The family must stay: a route joins two NICs of one
+// family. An entry with the name "?" (chooseByStore) matches no interface and
+// keeps its address.
 bool followAddresses(
     const std::vector<InterfaceAddress>& interfaces,
     std::vector<NicAddress>& mine) {
@@ -493,6 +506,9 @@ std::string PeerAddress::toString() const {
   return text;
 }
 
+// The words come in one fixed order, and each key must be in its place. The
+// first word carries the version of this text. Ranks of another version fail
+// here, with a message that asks about versions.
 Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
   auto bad = [&](const std::string& why) {
     return Status(

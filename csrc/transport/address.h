@@ -12,7 +12,8 @@
 
 namespace resilient {
 
-// One address of one network interface of this host.
+// One address of one network interface of this host. An interface with several
+// addresses has one entry for each of them.
 struct InterfaceAddress {
   std::string interface;
   SocketAddress address; // port 0
@@ -22,12 +23,15 @@ struct InterfaceAddress {
 };
 
 // In the kernel's order. Link-local addresses are left out: they mean nothing
-// on another host. Fails without a free descriptor, for example.
+// on another host. Fails without a free descriptor, for example. Replaces
+// `interfaces`; on failure leaves it as it was.
 Status enumerateInterfaces(std::vector<InterfaceAddress>& interfaces);
 
 // The local address that packets to `host` (a name or an address) leave from.
 // Sends nothing; a name is looked up, which may block. Nothing if there is no
-// route or no such name.
+// route or no such name. The port of the result is 0. No limit bounds the
+// look-up but the resolver's own, so the engine calls it once, before its loop
+// runs.
 std::optional<SocketAddress> localAddressTowards(const std::string& host);
 
 // The addresses to publish to the other ranks, and the reason, for one line of
@@ -45,6 +49,8 @@ struct AddressChoice {
 // Each interface contributes one address, of the family of `towardsStore` (IPv4
 // without it) if it has one. Throws a StatusError (kInvalidArgument) that lists
 // what there is if the option matches nothing.
+//
+// A pure function of its arguments: it asks the system nothing.
 AddressChoice chooseAddresses(
     const std::vector<InterfaceAddress>& interfaces,
     const std::string& option,
@@ -52,7 +58,9 @@ AddressChoice chooseAddresses(
 
 // Equal for two processes exactly if they share the kernel's uptime, the
 // network namespace and the host name: then shared memory and loopback work
-// between them. 32 hexadecimal digits.
+// between them. 32 hexadecimal digits. Two containers with network namespaces
+// of their own differ, although they run under one kernel: they could not
+// connect over loopback.
 std::string hostIdentity();
 std::string hostName();
 
@@ -62,6 +70,7 @@ struct NicAddress {
   SocketAddress address;
   int prefixBits = 0; // 0: unknown
 
+  // False for an address of the other family, and while the prefix is unknown.
   bool inSubnet(const SocketAddress& other) const;
   std::string toString() const; // "eth0@10.0.0.7/24:29511"
 };
@@ -69,11 +78,16 @@ struct NicAddress {
 // Follows NICs that have got another address: an entry of `mine` with a lost
 // address gets one that its interface has now, of the same family, if any. The
 // order stays. True if anything has changed.
+//
+// The length and the order are part of a contract with the peers: routes name
+// NICs by their places in the two lists (routes.h), and a peer ignores a new
+// list of another length. A NIC without any address keeps the lost one.
 bool followAddresses(
     const std::vector<InterfaceAddress>& interfaces,
     std::vector<NicAddress>& mine);
 
-// How to reach a rank; what it puts into the store.
+// How to reach a rank; what it puts into the store. The order of `addresses` is
+// the order of preference, and the same for all peers.
 struct PeerAddress {
   Uid uid{};
   std::string hostId; // of hostIdentity()
@@ -90,7 +104,9 @@ struct PeerAddress {
   // is in microseconds.
   std::string toString() const;
   // kProtocol with the reason if `text` is not such a line. Bounded: the store
-  // may hold text of any process.
+  // may hold text of any process. On failure `address` is unchanged. Fields are
+  // checked by their own grammar, so no text of another process reaches a log
+  // or a connection unchecked.
   static Status parse(const std::string& text, PeerAddress& address);
 
   static constexpr size_t kTextBytesMax = 4096;

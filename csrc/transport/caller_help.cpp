@@ -39,6 +39,13 @@ void CallerHelp::park() {
 }
 
 // Whether the parked thread is to look for itself from now on.
+//
+// Each call finds one of three cases. The linger time is over: the thread
+// returns, and the next park starts with the short linger time. The timer went
+// off, but callers have come meanwhile: the linger time doubles. Or a stale
+// expiration was left in the timerfd, which epoll never reads: nothing changes.
+// In the last two cases the thread sleeps on, and the timer must be set unless
+// a helper will set it when it goes.
 bool CallerHelp::unparked() {
   std::lock_guard lock(timerMutex_);
   const TimePoint now = std::chrono::steady_clock::now();

@@ -16,6 +16,9 @@ namespace resilient {
 // posted it. Most callers wait for their own posts and take a turn themselves;
 // to wake the other thread as well would cost two thread switches. Guarded by
 // EventLoop::mutex_.
+//
+// The class learns from the past: a caller that came back each of the last
+// kTrusted times is expected to come back once more. One failure resets that.
 class LeftWork {
  public:
   // The patience if callers have not come back every time of late.
@@ -72,6 +75,11 @@ class LeftWork {
 // Invariant: a parked thread implies a helper, or that the timer is set.
 //
 // Any thread, except where said otherwise. Nothing here calls back.
+//
+// The flags are sequentially consistent on purpose. park() stores parked_ and
+// then reads helped_; a helper that goes clears helped_ and its caller then
+// reads parked_ (EventLoop::leave). One of the two sees the other, so no parked
+// thread is left without a timer.
 class CallerHelp {
  public:
   CallerHelp();
@@ -86,6 +94,9 @@ class CallerHelp {
 
   // Makes the caller the helper, until this is destroyed. False if another
   // thread is. Its lock, helper_, comes before the locks of the loop.
+  //
+  // The constructor never waits: it tries the lock. Construct and destroy it in
+  // the same thread.
   class Helper {
    public:
     explicit Helper(CallerHelp& help);
@@ -98,7 +109,8 @@ class CallerHelp {
       return lock_.owns_lock();
     }
     // The helper takes no further turn, and still no other caller may help: the
-    // time to wake the thread in run() for the work that is left.
+    // time to wake the thread in run() for the work that is left. It may be
+    // called twice; the destructor calls it too.
     void end();
 
    private:
@@ -107,6 +119,7 @@ class CallerHelp {
     bool helping_;
   };
 
+  // The answer is a snapshot: by the time it is used, the helper may have gone.
   bool helped() const {
     return helped_.load();
   }
@@ -120,7 +133,9 @@ class CallerHelp {
 
   // Thread in run(), which was woken while a caller helps: sleeps until no
   // caller has helped for a while, or until wakeBy(). The wake-up may have been
-  // meant for the helper, so the loop passes it on first.
+  // meant for the helper, so the loop passes it on first. Call it without any
+  // lock: it blocks in read() on the timer, and the threads that wake it need
+  // timerMutex_.
   void park();
   // After a write to the eventfd, which a parked thread does not see: wakes it
   // up at once if no caller helps. (A helper sees the event before it goes, or
@@ -131,9 +146,13 @@ class CallerHelp {
     }
   }
   // A caller goes after its turns and leaves a parked thread behind, which
-  // looks for itself `linger` after the sockets were last seen.
+  // looks for itself `linger` after the sockets were last seen. Overwrites the
+  // time that an earlier wakeBy() has set for the parked thread, so the caller
+  // must look for due work after this call, not before.
   void lingerFrom(TimePoint socketsSeenAt);
-  // Wakes the thread in run(), asleep or parked, at `when` at the latest.
+  // Wakes the thread in run(), asleep or parked, at `when` at the latest. A
+  // time in the past means at once. It makes a system call only if `when` is
+  // earlier than the time already set.
   void wakeBy(TimePoint when);
   // A thread that slept is awake: a timer that has gone off has served its
   // purpose, and the next wakeBy() sets it anew.

@@ -38,6 +38,8 @@ constexpr double kWaitingS = 0.004;
 
 constexpr int kMaxReads = 16; // system calls in one turn
 
+// The largest piece that fits into a datagram of this size. Rounded down to
+// whole units, so no element of a tensor lies in two packets.
 size_t pieceFor(size_t datagramBytes) {
   const size_t room = datagramBytes - kSealOverheadBytes - kSymbolHeaderBytes;
   return std::min(room / kPieceUnit * kPieceUnit, kMaxPieceBytes);
@@ -76,6 +78,8 @@ DatagramPath::DatagramPath(
   armTimer();
 }
 
+// onPathClosed() is not called: the owner that destroys an open path knows
+// about it.
 DatagramPath::~DatagramPath() {
   if (!closed_) {
     end();
@@ -97,6 +101,8 @@ void DatagramPath::close(const Status& why) {
   }
 }
 
+// Fault rules act on connections only (path.h). While one concerns the peer,
+// the path sets itself aside, and the owner has to learn that.
 void DatagramPath::faultsChanged(bool concerned) {
   const bool before = usable();
   avoided_ = concerned;
@@ -114,6 +120,9 @@ std::string DatagramPath::remoteAddress() const {
 
 // --- from the channel
 
+// Two limits apply. Objects that have not left yet are bounded by a few
+// milliseconds at the present rate, since nothing can overtake them here.
+// Objects that are not acknowledged are bounded by memory.
 bool DatagramPath::hasRoom() const {
   if (!usable() || full_) {
     return false;
@@ -157,6 +166,13 @@ void DatagramPath::onDone(uint64_t object) {
 
 // --- sending
 
+// Adds a packet to the batch, under the number lastPacket_, which the caller
+// has just taken. One system call sends a batch (UDP_SEGMENT), which requires
+// datagrams of one size; only the last may be smaller. A smaller packet
+// therefore closes the batch, and a larger one starts a new one.
+//
+// A packet that finds the socket full is dropped. The sender has recorded its
+// number already, so the recovery treats it as one that the network has lost.
 void DatagramPath::seal(std::span<const std::byte> packet) {
   const size_t bytes = packet.size() + kSealOverheadBytes;
   // Larger than its predecessors, or behind a smaller one: a batch of its own.
@@ -179,6 +195,8 @@ void DatagramPath::seal(std::span<const std::byte> packet) {
   ++batchCount_;
 }
 
+// True if the whole batch has left. Otherwise the rest stays in the batch, from
+// batchSent_ on, and EPOLLOUT is watched until it has left.
 bool DatagramPath::flushBatch() {
   if (batchCount_ == 0) {
     return true;
@@ -209,6 +227,10 @@ bool DatagramPath::flush() {
   return false; // service() tells of room
 }
 
+// A report comes before the symbols and fits into the smallest MTU, so it
+// arrives wherever the path works at all. Ranges that do not fit come with the
+// next report. Symbols follow until the pace, the window or the socket stops
+// them.
 void DatagramPath::sendDue() {
   // Packets stamped here are sent now, not when this turn began.
   const TimePoint now = std::chrono::steady_clock::now();
@@ -270,6 +292,11 @@ void DatagramPath::fill(PathStats& stats) const {
   }
 }
 
+// How it works. The probe for the smallest MTU is repeated until it is
+// answered; checkSilence() gives up on the path if it never is. Probes for
+// larger packets start only then, and each is tried kProbeTries times. A probe
+// travels in a system call of its own, so an answer of "too large" from our own
+// interface belongs to it.
 void DatagramPath::sendProbes(TimePoint now) {
   bool more = false;
   for (size_t i = 0; i < probes_.size() && probeAt_ <= now; ++i) {
@@ -320,6 +347,11 @@ void DatagramPath::onEvents(uint32_t events) {
   service();
 }
 
+// The order of the checks matters. The seal comes first, so nothing in a forged
+// datagram is believed, its number included. Duplicates come next: a recorded
+// datagram that is sent again must not count as a sign of life
+// (datagram_path_is_not_heard_by_a_copy). After a failure all input is ignored
+// until service() closes the path.
 void DatagramPath::onDatagram(
     std::span<const std::byte> datagram,
     TimePoint now) {
@@ -377,6 +409,10 @@ Status DatagramPath::onPacket(
   return Status();
 }
 
+// A request is answered with a short packet, whatever its size: the answer must
+// not depend on the MTU of the way back. The token of an answer is the time of
+// the request by our own clock. An answer from before this path or from the
+// future is ignored.
 void DatagramPath::onProbe(const PacketProbe& probe, TimePoint now) {
   if (probe.type == PacketType::kProbe) {
     PacketProbe reply = probe;
@@ -416,6 +452,10 @@ void DatagramPath::onProven(Nanos roundTrip) {
   owner_.onPathUse(*this);
 }
 
+// A complete frame, in any order. It goes through the channel's three calls
+// (header, destination, payload) in one piece, so two frames never mix although
+// they do not arrive as a stream. An object that is no sound frame is a fault
+// of an authentic peer, and closes the path.
 void DatagramPath::onObject(
     std::span<const std::byte> object,
     std::span<const Hole> holes) {
@@ -455,7 +495,12 @@ void DatagramPath::onObject(
 
 // --- time
 
-// After whatever has happened.
+// After whatever has happened. The order: first what has become due at the
+// receiver, which may deliver objects; then probes and silence; then the
+// failure that any of these has found; then the acknowledgements for the
+// channel; then sending; last onPathReady(). The owner may close the path in
+// any of its calls, from within onPathUse() too, and the channel does not know
+// a closed path any more (closes_from_within_on_path_use in the path contract).
 void DatagramPath::service() {
   if (closed_) {
     return;
@@ -497,6 +542,11 @@ Nanos DatagramPath::silenceLimit() const {
   return std::max(kSilentMin, kPatiences * sender_->patience());
 }
 
+// The doubt has four stages. Not proven in time: the path is closed. Silent for
+// a few patiences: it is not usable, connections take over, and it recovers if
+// the peer is heard. Silent for seconds more: it is closed, and the connector
+// tries another one. Not silent, but no large packet arrives: the MTU has
+// shrunk, and the path is closed too, since a new one probes again.
 void DatagramPath::checkSilence(TimePoint now) {
   if (!sender_) {
     if (now - startedAt_ > config_.proveWithin) {
@@ -530,6 +580,8 @@ void DatagramPath::checkSilence(TimePoint now) {
   }
 }
 
+// An earlier timer than needed is left alone: it finds nothing due and arms the
+// next one, which is cheaper than moving it with every packet.
 void DatagramPath::armTimer() {
   TimePoint due = std::min(probeAt_, receiver_.deadline());
   if (!sender_) {

@@ -18,6 +18,8 @@
 
 namespace resilient {
 
+// The agreement of the two ends, from the exchange of offers in
+// delegate/connect_datagram.cpp.
 struct DatagramPathConfig {
   size_t route = 0; // on which it is, for the owner
   std::unique_ptr<PacketSeal> ours, theirs; // one for each direction
@@ -25,6 +27,8 @@ struct DatagramPathConfig {
   // As measured on the connections of the same route; 0: unknown.
   double knownBytesPerS = 0;
   double maxBytesPerS = 0; // 0: no limit
+  // The path is closed if no probe has come back after this time. The end that
+  // answers an offer adds the time that its answer may take.
   Nanos proveWithin = std::chrono::seconds(3);
 };
 
@@ -38,6 +42,14 @@ struct DatagramPathConfig {
 // it is heard again; if that takes long, it is closed.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink.
+//
+// The constructor expects a connected socket and both seals. It registers the
+// path with the channel without any traffic class: the owner assigns roles once
+// onPathUse() says that the path is proven.
+//
+// Errors are kept in failure_ and acted on in service(). Packets are decoded
+// from within DatagramSocket::receive() and PacketReceiver: if the path closed
+// there, the rest of the packets would act on a closed path.
 class DatagramPath final : public Path, public Handler {
  public:
   DatagramPath(
@@ -66,6 +78,7 @@ class DatagramPath final : public Path, public Handler {
     return !closed_ && proven() && !silent_ && !avoided_;
   }
   bool hasRoom() const override;
+  // Copies the payload: nothing of the frame is borrowed after the call.
   size_t takeFrame(bool chunks = true) override;
   bool flush() override;
   void close(const Status& why) override;
@@ -78,6 +91,8 @@ class DatagramPath final : public Path, public Handler {
   // Adds to stats.datagrams what this path has counted.
   void fill(PathStats& stats) const override;
 
+  // The payload of one packet, by the largest probe that was answered; 0 before
+  // the path is proven.
   size_t pieceBytes() const {
     return pieceBytes_;
   }
@@ -96,6 +111,9 @@ class DatagramPath final : public Path, public Handler {
   void onEvents(uint32_t events) override;
 
  private:
+  // A frame that the sender holds as an object. The channel counts reliable
+  // frames in the order of taking, while objects end in any order. A frame that
+  // is done therefore waits until all frames before it are done.
   struct Frame {
     uint64_t object = 0;
     bool reliable = false;
@@ -111,6 +129,8 @@ class DatagramPath final : public Path, public Handler {
   Status
   onPacket(std::span<const std::byte> packet, uint64_t number, TimePoint now);
   void onProbe(const PacketProbe& probe, TimePoint now);
+  // The first probe has come back. Only now the sender exists, since its rate
+  // control begins with a measured round trip.
   void onProven(Nanos roundTrip);
   void onDone(uint64_t object);
   void onObject(std::span<const std::byte> object, std::span<const Hole> holes);
@@ -128,6 +148,8 @@ class DatagramPath final : public Path, public Handler {
   DatagramSocket socket_;
   const DatagramPathConfig config_;
   bool avoided_ = false;
+  // takeFrame() reports the bytes of a frame when it is taken, long before its
+  // packets leave. These two keep takeUnpaid() from reporting them again.
   uint64_t taken_ = 0; // bytes of frames, less what has left of them
   uint64_t counted_ = 0; // of what has left, at the last takeUnpaid()
   bool silent_ = false;
@@ -152,6 +174,7 @@ class DatagramPath final : public Path, public Handler {
   std::vector<std::byte> batch_;
   size_t batchEach_ = 0, batchCount_ = 0, batchSent_ = 0;
   bool batchOpen_ = true; // another of its size may follow
+  // While it is set, seal() discards packets and no frame is taken.
   bool full_ = false; // the socket; EPOLLOUT will come
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;

@@ -51,7 +51,9 @@ Status DatagramSocket::open(
   setInt(fd.get(), SOL_UDP, kUdpGro, 1);
   setInt(fd.get(), SOL_SOCKET, SO_TIMESTAMPNS, 1);
   // Never cut packets into fragments: each of those may be lost. A socket of
-  // version 6 sends packets of version 4, too, to a mapped address.
+  // version 6 sends packets of version 4, too, to a mapped address. "Probe"
+  // sets the don't-fragment bit and ignores the path MTU that the kernel has
+  // learned. A path finds its MTU by probes of its own.
   setInt(fd.get(), IPPROTO_IP, kIpMtuDiscover, kPmtuProbe);
   if (local.family() == AF_INET6) {
     setInt(fd.get(), IPPROTO_IPV6, kIpv6MtuDiscover, kPmtuProbe);
@@ -74,6 +76,10 @@ uint16_t DatagramSocket::port() const {
   return localAddress(fd_.get()).port();
 }
 
+// Sends everything with one sendmsg() and UDP_SEGMENT. If the kernel refuses,
+// the datagrams go one by one, which tells a bad datagram (it alone is lost)
+// from a kernel or an interface without segmentation (all go, and batching ends
+// for this socket).
 bool DatagramSocket::send(
     std::span<const std::byte> data,
     size_t each,
@@ -116,6 +122,8 @@ bool DatagramSocket::send(
   }
 }
 
+// A failed datagram counts as sent: the path above recovers it like any loss.
+// An error that stopped here would keep the rest from ever leaving.
 bool DatagramSocket::sendEach(
     std::span<const std::byte> data,
     size_t each,
@@ -152,6 +160,9 @@ bool DatagramSocket::sendEach(
   return true;
 }
 
+// Reads up to kReceiveBuffers messages with one recvmmsg(). Each may hold many
+// datagrams that the kernel has joined (UDP_GRO); the control message then has
+// their size. Joined datagrams share one time stamp.
 bool DatagramSocket::receive(const Receiver& with) {
   std::array<mmsghdr, kReceiveBuffers> messages;
   std::array<iovec, kReceiveBuffers> pieces;

@@ -16,13 +16,17 @@ namespace resilient {
 
 // A UDP socket for many datagrams at a time: the kernel cuts what is sent and
 // joins what arrives (UDP_SEGMENT, UDP_GRO), where it can.
+//
+// It never blocks and is not thread-safe. It holds 512 KiB of receive buffers
+// once it is open.
 class DatagramSocket {
  public:
   // The maximum of one send().
   static constexpr size_t kMaxBatchBytes = 61440;
   static constexpr size_t kMaxBatch = 64; // datagrams
 
-  // Bound to the address (its port 0: any) and, if given, to the interface.
+  // Bound to the address (its port 0: any) and, if given, to the interface. On
+  // failure `socket` is unchanged.
   static Status open(
       const SocketAddress& local,
       const std::string& interface,
@@ -38,10 +42,15 @@ class DatagramSocket {
   // `data`: datagrams of `each` bytes one after the other, the last one may be
   // shorter. False: the socket is full; nothing, or only the first `sent`
   // bytes, have gone. Datagrams that the network does not take (too large, no
-  // route) count as sent, as if they were lost.
+  // route) count as sent, as if they were lost. `each` must not be 0. Keep to
+  // kMaxBatch and kMaxBatchBytes: beyond them the kernel may refuse the batch,
+  // which can end batching for this socket.
   bool send(std::span<const std::byte> data, size_t each, size_t& sent);
   // Gives what has come to `with`, datagram by datagram, and when the kernel
   // got it, never too early; false if there may be more.
+  //
+  // The bytes are valid during the call only. `with` must not destroy or
+  // receive from this socket.
   using Receiver =
       std::function<void(std::span<const std::byte>, TimePoint arrived)>;
   bool receive(const Receiver& with);
@@ -62,6 +71,7 @@ class DatagramSocket {
   bool sendEach(std::span<const std::byte> data, size_t each, size_t& sent);
 
   FileDescriptor fd_;
+  // After the first failure that only the batching explains, false for good.
   bool segments_ = true; // UDP_SEGMENT works
   bool tooLarge_ = false;
   uint64_t failed_ = 0; // datagrams that the kernel did not take

@@ -58,6 +58,9 @@ EventLoop::~EventLoop() = default;
 
 // The floating-point state of a thread changes results (flush-to-zero), and
 // reductions run in turns: a turn has the default state in every thread.
+//
+// 0x1f80 is the reset value of MXCSR: round to nearest, all exceptions masked,
+// no flush-to-zero. On processors without SSE2 the state of the thread stays.
 class EventLoop::Turn {
  public:
   explicit Turn(EventLoop& loop) : loop_(loop) {
@@ -81,11 +84,16 @@ class EventLoop::Turn {
   unsigned saved_ = 0;
 };
 
+// runner_ may be read without turn_: a thread can only find its own id there if
+// it has written it itself.
 bool EventLoop::inLoop() const {
   return !running_.load(std::memory_order_relaxed) ||
       runner_.load(std::memory_order_relaxed) == std::this_thread::get_id();
 }
 
+// A post from within a turn needs no wake-up: the thread in the turn looks at
+// posted_ before it sleeps or leaves. Neither does a post while maySleep_ is
+// clear: then a thread is awake, or an earlier poster has written already.
 bool EventLoop::post(std::function<void()> run) {
   bool wake;
   {
@@ -139,6 +147,9 @@ void EventLoop::wakeUp() {
   help_.wakeParked();
 }
 
+// The generation changes with every add(). Events carry it, so one that was
+// fetched for a closed descriptor does not reach a new one with the same number
+// (a_stale_event_does_not_reach_the_successor_of_a_descriptor).
 void EventLoop::add(int fd, uint32_t events, Handler* handler) {
   RESILIENT_IN_LOOP(*this);
   auto index = static_cast<size_t>(fd);
@@ -196,6 +207,9 @@ TimerId EventLoop::at(TimePoint when, std::function<void()> run) {
   return timers_.add(std::max(when, now_), std::move(run));
 }
 
+// As epoll_wait(), with a timeout in nanoseconds; a negative one never ends.
+// Both threads that wait may be in here at a time, without a lock. Falls back
+// to milliseconds for good when epoll_pwait2 turns out not to work.
 int EventLoop::wait(epoll_event* events, int capacity, Nanos timeout) {
   if (finePrecision_) {
     timespec limit{};
@@ -226,6 +240,9 @@ int EventLoop::wait(epoll_event* events, int capacity, Nanos timeout) {
   return ::epoll_wait(epoll_.get(), events, capacity, milliseconds);
 }
 
+// Handlers may remove or destroy each other, so each event is checked just
+// before its call. registrations_ may grow in a call: no reference is kept
+// across it. `count` is -1 after an interrupted wait.
 void EventLoop::dispatch(const epoll_event* events, int count) {
   for (int i = 0; i < count; ++i) {
     if (events[i].data.u64 == kWakeMark) {
@@ -258,6 +275,13 @@ void EventLoop::remove(Poller* poller) {
 }
 
 // noexcept: see the class comment, nothing may throw out of a turn.
+//
+// How it works. The turn takes its work at the start: posted functions are
+// swapped out, and `mark` separates the timers that exist now from later ones.
+// Work that the turn itself creates waits for the next turn. A function that
+// posts itself over and over, or a timer in the past, therefore starves nothing
+// (a_timer_that_rearms_itself_in_the_past_starves_nobody). Functions at the end
+// of the turn come last, since they write what all others have gathered.
 void EventLoop::takeTurn(const epoll_event* events, int count) noexcept {
   Turn turn(*this);
   turns_.fetch_add(1, std::memory_order_relaxed);

@@ -21,6 +21,10 @@ namespace resilient {
 // The owner of a watched descriptor. `events` are EPOLLIN, EPOLLOUT, EPOLLERR,
 // EPOLLHUP. onEvents() is called in the loop and may remove or destroy any
 // handler, itself included.
+//
+// It may also be called in vain. The thread in run() and a helper can fetch the
+// same level-triggered event, and the second one finds nothing left.
+// Descriptors must therefore be non-blocking, and EAGAIN is no error.
 struct Handler {
   virtual ~Handler() = default;
   virtual void onEvents(uint32_t events) = 0;
@@ -53,21 +57,28 @@ class EventLoop {
   EventLoop& operator=(const EventLoop&) = delete;
   ~EventLoop();
 
-  // Until stop(), and once only. At the end it runs all posted functions;
-  // timers and descriptors are left alone.
+  // Until stop(), and once only. At the end it runs all posted functions, in
+  // turns that leave descriptors alone. Timers that are due then run as well.
   void run();
+  // May be called in a turn, and more than once. The present turn still ends.
   void stop();
   // For tearing down the handlers, once run() has returned: calls `run` while
   // no caller that was helping is in a turn, or about to end one.
   void afterEnd(const std::function<void()>& run);
   // True in the thread that is in a turn; in any thread while none is in run().
+  // Setting up and tearing down count as the loop, by one thread at a time.
   bool inLoop() const;
 
   // Calls `run` in the loop, in order of posting. If the loop has ended, `run`
   // never runs: it is destroyed here, and the result is false. A burst of posts
-  // wakes a sleeping loop with one eventfd write.
+  // wakes a sleeping loop with one eventfd write. Captured objects are
+  // destroyed in the same turn, right after the call. May be called in a turn:
+  // the function then runs in the next one.
   bool post(std::function<void()> run);
-  // As post(), but wakes no thread: runPosted() must follow.
+  // As post(), but wakes no thread: runPosted() must follow. Without
+  // runPosted() the function waits until something else wakes the loop. The two
+  // calls are separate: a caller can post under a lock of its own and take the
+  // turn after it has released that lock (GroupImpl::submit).
   bool postQuietly(std::function<void()> run);
   // Starts the posted functions. `here`, for short work: in the caller's thread
   // if no other one is in a turn; else soon, in the helper or the thread in
@@ -77,19 +88,35 @@ class EventLoop {
   // loop stops. False if the caller cannot help (another thread does, or this
   // is the loop) and has to wait in its own way. A thread that makes `done`
   // true outside of the loop must call wakeHelper().
+  //
+  // `done` is called often and never within a turn: it may read only what is
+  // safe to read in any thread. The call may return one turn later than
+  // `until`. It also returns when the loop stops, so look at `done` afterwards.
   bool help(const std::function<bool()>& done, TimePoint until);
+  // Costs nothing but an atomic read if no other thread helps.
   void wakeHelper();
 
   // The loop does not own `handler`: remove it first, then close `fd`.
-  // Events for it that are already at hand are dropped.
+  // Events for it that are already at hand are dropped. EPOLLET may be among
+  // `events`. A descriptor has one handler. A failure throws StatusError, which
+  // ends the process in a turn: epoll refuses only for want of memory or
+  // watches, or because of a mistake of ours.
   void add(int fd, uint32_t events, Handler* handler);
+  // Events that this turn has fetched already still arrive after a modify().
+  // With `events` 0 the descriptor stays watched, for errors and the end only.
   void modify(int fd, uint32_t events);
+  // Close the descriptor only after this call. In the other order its number
+  // may belong to another file by then.
   void remove(int fd);
 
   // Not owned. A poller may remove itself or others while it is called.
+  //
+  // While there is one, a thread that waits polls before it sleeps (spin()).
   void add(Poller* poller);
   void remove(Poller* poller);
 
+  // A time in the past means the next turn. Timers never fire early. A parked
+  // thread counts as asleep: it wakes up for the next timer too.
   TimerId at(TimePoint when, std::function<void()> run);
   TimerId after(Nanos delay, std::function<void()> run) {
     return at(now_ + delay, std::move(run));
@@ -99,18 +126,21 @@ class EventLoop {
     timers_.cancel(id);
   }
 
-  // The time at which this turn began.
+  // The time at which this turn began. It does not advance within a turn. Code
+  // that stamps what it sends reads the clock itself (DatagramPath::sendDue).
   TimePoint now() const {
     return now_;
   }
   // Runs once, after all events of this turn and before the loop may sleep: the
-  // place to write what the turn has gathered.
+  // place to write what the turn has gathered. A function that is added by one
+  // of them runs at the end of the next turn, which comes without sleeping.
   void atEndOfTurn(std::function<void()> run) {
     endOfTurn_.push_back(std::move(run));
   }
 
   // In the child of a fork, where no thread runs the loop: closes every
-  // descriptor it watches, and its own. Only system calls.
+  // descriptor it watches, and its own. Only system calls. Takes no lock:
+  // another thread of the parent may have held any of them.
   void closeInForkedChild();
 
   // How often the loop has woken up, for tests and statistics.
@@ -124,6 +154,7 @@ class EventLoop {
   }
 
  private:
+  // Stays in its place when the descriptor is removed, to keep the generation.
   struct Registration {
     Handler* handler = nullptr;
     // Counts the uses of this descriptor number: events carry it, and one meant
@@ -137,6 +168,8 @@ class EventLoop {
 
   // event_loop.cpp: one turn.
   class Turn;
+  // Writes to the eventfd, and then wakes a thread that is parked and does not
+  // see it. The caller must not hold mutex_.
   void wakeUp();
   int wait(epoll_event* events, int capacity, Nanos timeout);
   void takeTurn(const epoll_event* events, int count) noexcept;
@@ -159,11 +192,14 @@ class EventLoop {
   FileDescriptor epoll_, wake_;
   std::atomic<bool> finePrecision_{true}; // epoll_pwait2 works
   std::atomic<uint64_t> turns_{0};
+  // When a thread has last come back from epoll.
   std::atomic<TimePoint> socketsSeenAt_{TimePoint{}};
   std::atomic<bool> running_{false}; // a thread is in run()
   CallerHelp help_;
 
-  // Held during a turn. Guards everything up to runner_.
+  // Held during a turn. Guards everything up to runner_. Lock order:
+  // CallerHelp::helper_, turn_, then mutex_ or the timer's mutex. No thread
+  // sleeps in epoll while it holds turn_ or mutex_.
   std::mutex turn_;
   std::vector<Registration> registrations_; // by descriptor number
   TimerQueue timers_;
@@ -172,15 +208,22 @@ class EventLoop {
   PollerSet pollers_;
   SpinTime helperSpin_, runSpin_;
   TimePoint now_;
-  // When the thread in run(), if it sleeps, wakes up by itself.
+  // When the thread in run(), if it sleeps, wakes up by itself. Stale while it
+  // is awake, since it then looks at everything before it sleeps again.
   TimePoint sleepsUntil_ = TimePoint::min();
   std::atomic<std::thread::id> runner_{}; // in a turn; written under turn_
 
   std::mutex mutex_;
   // Guarded by mutex_.
   std::vector<std::function<void()>> posted_;
+  // Set by a thread before it sleeps; the first poster clears it and writes to
+  // the eventfd. A burst of posts therefore costs one write
+  // (a_burst_wakes_the_loop_once).
   bool maySleep_ = false; // the next poster must wake the loop
   LeftWork left_;
+  // stop() sets stopping_. run() sets ended_ when no posted function is left,
+  // in the same critical section, so post() never accepts a function that will
+  // not run.
   bool stopping_ = false;
   bool ended_ = false;
 };

@@ -56,6 +56,10 @@ void relax() {
 
 } // namespace
 
+// After stop() the second part runs what is still posted, without a look at
+// descriptors. Only then ended_ is set, under both locks, and post() refuses
+// from that moment. A function that keeps posting itself would never let run()
+// return.
 void EventLoop::run() {
   running_.store(true);
   epoll_event events[kEventsPerTurn];
@@ -87,6 +91,14 @@ void EventLoop::run() {
   running_.store(false);
 }
 
+// The call has three outcomes. In a turn: nothing to do. With `here` and a free
+// turn lock: the caller runs the turn, and the helper or the thread in run()
+// learns what is left. Otherwise the work is left to another thread, and the
+// timer wakes the thread in run() only after a while: most callers come back in
+// help() before that.
+//
+// It only tries the lock: a caller must not wait for a turn of another thread,
+// which may copy 16 MiB or compute.
 void EventLoop::runPosted(bool here) {
   if (runner_.load(std::memory_order_relaxed) == std::this_thread::get_id()) {
     return; // in a turn: the next one runs it
@@ -121,6 +133,11 @@ void EventLoop::runPosted(bool here) {
 
 // The caller has taken turns and goes: wakes the thread in run() in time for
 // the work that is left. With turn_ held, after the turn.
+//
+// That thread can be woken in two ways. A parked thread does not see epoll, so
+// its timer must be set. A thread that sleeps in epoll wakes up by itself at
+// sleepsUntil_, and for descriptors; it needs the timer only for something
+// earlier.
 void EventLoop::leave() {
   const TimePoint now = std::chrono::steady_clock::now();
   const bool parked = help_.parked();
@@ -145,6 +162,10 @@ void EventLoop::leave() {
   }
 }
 
+// Each pass is the same as in run(), except that it ends with `done`. The end
+// has an order. First helped_ is cleared, so the thread in run() may work
+// again. Then, under the turn lock, maySleep_ is set, so the next poster writes
+// to the eventfd. Last comes leave(), for work that is due now.
 bool EventLoop::help(const std::function<bool()>& done, TimePoint until) {
   if (inLoop()) {
     return false;
@@ -182,6 +203,14 @@ void EventLoop::wakeHelper() {
   }
 }
 
+// One pass looks, sleeps and takes a turn. The wait itself runs without the
+// turn lock, or no caller could take a turn while this thread sleeps. By the
+// time the lock is taken another thread may have handled the events. dispatch()
+// then calls handlers in vain, or not at all if the descriptor was removed.
+//
+// A thread that found work by spinning asks epoll without a timeout, and only
+// every kMinSockets: the system call costs more than a message in shared
+// memory.
 void EventLoop::sleepAndTakeTurn(
     epoll_event* events,
     TimePoint limit,
@@ -290,6 +319,11 @@ bool EventLoop::isInTheWay() {
 
 // Called before a thread sleeps: false if there is something to do at once,
 // else until when it may sleep at most.
+//
+// The order is the protocol with the writers: announce first, then look once
+// more. A writer publishes first and then looks for the announcement. In
+// whatever order the two meet, one of them sees the other. The other order
+// would lose a wake-up.
 bool EventLoop::prepareToSleep(TimePoint& until, bool helper) {
   std::lock_guard turn(turn_);
   bool idle = endOfTurn_.empty();

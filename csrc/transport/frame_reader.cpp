@@ -15,6 +15,8 @@ Status FrameReader::placed(size_t bytes, TimePoint now) {
   return channel_.onPayload(path_, now);
 }
 
+// A frame without payload is complete with its header, so it ends there: the
+// loop would wait for bytes that never come.
 Status
 FrameReader::consume(const std::byte* data, size_t bytes, TimePoint now) {
   while (bytes != 0) {

@@ -10,6 +10,11 @@ namespace resilient {
 // Takes the bytes of one path, in any pieces, and gives the channel frames.
 // Payload goes straight to where the channel wants it. Every error is the
 // peer's fault, and ends the path.
+//
+// Two ways to feed it, in any mixture. consume() takes bytes that lie in a
+// buffer of the caller. A path that reads from the kernel first asks missing()
+// and destination(), reads straight to that place, and then calls placed().
+// Neither may be called again after an error.
 class FrameReader {
  public:
   FrameReader(Channel& channel, PathId path) : channel_(channel), path_(path) {}
@@ -19,11 +24,15 @@ class FrameReader {
   size_t missing() const {
     return inPayload_ ? payloadBytes_ - payloadRead_ : 0;
   }
+  // The result counts only while missing() is not 0. Ask again before each
+  // read: a receive that is posted meanwhile moves the place from a block to
+  // the user's buffer.
   std::byte* destination() const {
     std::byte* const to = channel_.destination(path_);
     return to == nullptr ? nullptr : to + payloadRead_;
   }
-  // The caller has put this many bytes there, at most missing().
+  // The caller has put this many bytes there, at most missing(). `now` goes to
+  // the channel, for acknowledgements and statistics.
   Status placed(size_t bytes, TimePoint now);
   Status consume(const std::byte* data, size_t bytes, TimePoint now);
 

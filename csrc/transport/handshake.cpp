@@ -13,7 +13,9 @@ namespace {
 
 // Moves bytes between the socket and the handshake until the socket has no
 // more to give or take, or the handshake has ended. Never reads a byte that
-// comes after the handshake. Not ok if the connection broke.
+// comes after the handshake. Not ok if the connection broke. Output goes first,
+// and a state that has ended is looked at only when all output has left: the
+// last message of a side, a refusal too, is sent after its state has changed.
 Status exchangeBytes(int fd, Handshake& handshake) {
   for (;;) {
     std::vector<uint8_t>& out = handshake.output();
@@ -230,6 +232,12 @@ void OutgoingHandshake::pump() {
 
 // A refusal is signed, but a signature does not say that nothing stands between
 // us: a relay, or a forwarded port, may have led us to any member of the job.
+//
+// The peer counts as gone in two cases. Its own process has signed WRONG_PEER:
+// it has given us up. Or another member has signed it, was reached at the
+// address that we dialled, and may live there as far as we know; then the port
+// has a new owner. All other refusals only fail this attempt
+// (another_process_proves_a_death_only_where_it_may_be).
 void OutgoingHandshake::onRefused() {
   const AcceptInfo& said = handshake_->accepted();
   Status why = handshake_->status();
@@ -314,6 +322,8 @@ IncomingHandshake::~IncomingHandshake() {
   }
 }
 
+// A handshake that has failed keeps running until its output is sent. The
+// caller learns the reason, if it reads, or the timeout ends the wait.
 bool IncomingHandshake::advance() {
   Status status = exchangeBytes(fd_.get(), handshake_);
   const bool unsent = !handshake_.output().empty();
@@ -330,6 +340,8 @@ bool IncomingHandshake::advance() {
   return false;
 }
 
+// watched_ is cleared before the callback, so the destructor does not reset a
+// connection that was admitted.
 void IncomingHandshake::finish(Status status) {
   loop_.cancel(timer_);
   loop_.remove(fd_.get());

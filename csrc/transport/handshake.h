@@ -41,14 +41,18 @@ struct OutgoingSpec {
   std::optional<SocketAddress> source;
   SocketOptions options;
   HelloInfo hello;
-  // A fresh nonce for each attempt: a nonce must not serve twice.
+  // A fresh nonce for each attempt: a nonce must not serve twice. Called when a
+  // TCP connection is established, not before: an address that is silent uses
+  // up no nonce.
   std::function<HelloNonce()> nonce;
   std::string secret;
   // Whether this process of the job can have that address now, as far as the
   // caller knows. Not set: yes.
   std::function<bool(const Uid& process, const SocketAddress& at)> mayBeAt;
   // For connecting and the handshake, at each address. A blackholed address
-  // costs this much before the next one is tried.
+  // costs this much before the next one is tried. If synTimeout is shorter,
+  // this limit begins anew once the connection stands, and then covers the
+  // handshake alone (the_timeout_of_the_syn_does_not_limit_the_handshake).
   Nanos attemptTimeout = std::chrono::seconds(5);
   // For the answer to the SYN alone, if shorter.
   Nanos synTimeout = Nanos::max();
@@ -58,6 +62,9 @@ struct OutgoingSpec {
 // never from within start(), and may destroy the object; destroying it earlier
 // gives up without a callback.
 // Thread: the loop's.
+//
+// One candidate is tried at a time, in the order given. A signed verdict that
+// would be the same at every address ends the attempt early.
 class OutgoingHandshake final : private Handler {
  public:
   using Callback = std::function<void(OutgoingResult)>;
@@ -66,7 +73,8 @@ class OutgoingHandshake final : private Handler {
   start(EventLoop& loop, OutgoingSpec spec, Callback callback);
   ~OutgoingHandshake() override;
 
-  // The time at which the TCP connection was established; empty before.
+  // The time at which the TCP connection was established; empty before. It
+  // belongs to the candidate that is being tried now.
   std::optional<TimePoint> connectedAt() const {
     return connectedAt_;
   }
@@ -101,11 +109,15 @@ class OutgoingHandshake final : private Handler {
 // constructor, and destroying it earlier gives up without a callback: the
 // caller gets a reset, which leaves nothing of the connection in the kernel.
 // Thread: the loop's.
+//
+// The socket must be non-blocking. A caller that is refused still gets its
+// verdict before the end, within the timeout.
 class IncomingHandshake final : private Handler {
  public:
   // `fd` and `info` are good if the status is ok. If it is not ok but `verdict`
   // is kOk, the caller was let in and then lost: the reservation of decide()
-  // must be released.
+  // must be released. `info` is the caller's claim until `authenticated`, and
+  // empty if no hello came.
   struct Result {
     Status status;
     FileDescriptor fd;
@@ -128,7 +140,8 @@ class IncomingHandshake final : private Handler {
   ~IncomingHandshake() override;
 
   // Reads the bytes that have come. False if that was the end: the callback has
-  // run and may have destroyed the object.
+  // run and may have destroyed the object. Not a byte beyond the handshake is
+  // read: what follows belongs to the path.
   bool advance();
   const SocketAddress& remote() const {
     return remote_;

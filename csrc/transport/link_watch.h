@@ -14,11 +14,18 @@ namespace resilient {
 //
 // Thread: the loop's. Without netlink (some sandboxes) it is silent, and
 // working() is false.
+//
+// The callbacks run in the loop, from within a loop over messages: they must
+// not destroy this object. One change may lead to several calls.
 class LinkWatch final : private Handler {
  public:
   // `usable`: up and with a carrier. Also called for interfaces that are gone.
   using Callback = std::function<void(const std::string& nic, bool usable)>;
 
+  // `onAddresses` carries no data: the callee reads the list of interfaces
+  // itself. It is also called when the kernel has dropped news (ENOBUFS), so
+  // changes of addresses are not missed. News of links are not repeated in that
+  // case.
   LinkWatch(
       EventLoop& loop,
       Callback callback,

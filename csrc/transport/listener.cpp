@@ -59,6 +59,10 @@ Listener::Standing Listener::Caller::standing() const {
   return fromMember ? Standing::kMembersAddress : Standing::kNone;
 }
 
+// With port 0 the kernel chooses a port at the first address. Another address
+// may have that port in use, and then all sockets are opened anew. The sockets
+// are watched only when all are open: an exception leaves nothing behind in the
+// loop.
 Listener::Listener(EventLoop& loop, ListenerConfig config)
     : loop_(loop),
       config_(std::move(config)),
@@ -81,6 +85,8 @@ Listener::Listener(EventLoop& loop, ListenerConfig config)
   }
 }
 
+// Without addresses, one socket for both families. Each socket after the first
+// is bound to the port that the first one got.
 void Listener::openSockets() {
   sockets_.clear();
   const size_t count = std::max<size_t>(config_.bindIps.size(), 1);
@@ -132,6 +138,8 @@ Status Listener::moveTo(const std::vector<std::string>& ips) {
   return status;
 }
 
+// The new socket is open before the old one is closed. A failure therefore
+// leaves the listener where it was, and a timer tries again.
 Status Listener::moveTo(ListenSocket& socket, const std::string& ip) {
   loop_.cancel(socket.move);
   socket.move = 0;
@@ -160,6 +168,9 @@ Status Listener::moveTo(ListenSocket& socket, const std::string& ip) {
 }
 
 // Empty if the machine does not know this family.
+//
+// The order matters. The dual-stack option, SO_REUSEADDR and the buffer sizes
+// have an effect only before bind() and listen().
 FileDescriptor Listener::open(const SocketAddress& at) {
   bool v6 = at.family() == AF_INET6;
   FileDescriptor fd(
@@ -335,7 +346,8 @@ bool Listener::drop(size_t max, std::optional<uint64_t> network) {
 }
 
 // Drops callers if there are too many of them, in all or from the network of
-// the newest one.
+// the newest one. The share of a network is looked at first, so a flood from
+// one place drops its own callers before anyone else's.
 void Listener::dropExcess(const Caller& newest) {
   const size_t max = config_.maxPendingHandshakes;
   const size_t ofNetwork = std::max(kMinOfNetwork, max / kNetworkShare);
@@ -354,6 +366,9 @@ void Listener::erase(Pending::iterator which) {
   pending_.erase(which);
 }
 
+// The caller is in the list before its handshake exists, because the callback
+// holds its place. advance() may end the handshake: onResult() has then erased
+// the place, and `which` must not be used.
 void Listener::admit(FileDescriptor fd, SocketAddress remote) {
   const auto which = pending_.emplace(pending_.end());
   which->network = remote.network();
@@ -378,6 +393,10 @@ void Listener::admit(FileDescriptor fd, SocketAddress remote) {
   }
 }
 
+// The place is free before the owner is called: onPeer may make the owner look
+// at stats(). A caller that decide() let in holds a reservation until onPeer or
+// onPeerLost. Exactly one of the two is called for it, unless the listener is
+// destroyed first.
 void Listener::onResult(
     Pending::iterator which,
     IncomingHandshake::Result result) {

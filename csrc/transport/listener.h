@@ -16,6 +16,7 @@
 
 namespace resilient {
 
+// All callbacks run in the loop. isMembers may be empty; the others may not.
 struct ListenerConfig {
   // Addresses to listen on, or empty for all.
   std::vector<std::string> bindIps;
@@ -27,12 +28,17 @@ struct ListenerConfig {
   // of peers that call at once within a round trip; each costs a descriptor and
   // about 1 KiB.
   size_t maxPendingHandshakes = 1024;
+  // Handshakes refer to it until the listener is destroyed.
   ServerIdentity identity;
+  // Called once for each caller, and once more to seed the choice of callers to
+  // drop. A nonce must never repeat.
   std::function<HelloNonce()> nonce;
   // Whether a member of the job has published this address as its own. Not
   // set: none has.
   std::function<bool(const SocketAddress&)> isMembers;
-  // A caller that has proved itself and was let in by identity.decide.
+  // A caller that has proved itself and was let in by identity.decide. The
+  // descriptor is connected, non-blocking and not watched. Bytes that came
+  // after the handshake are still unread in the kernel.
   std::function<void(HelloInfo, FileDescriptor, SocketAddress remote)> onPeer;
   // A caller that decide() let in and that disconnected before the verdict
   // reached it: its reservation must be released.
@@ -69,6 +75,7 @@ class Listener final {
   Listener(EventLoop& loop, ListenerConfig config);
   ~Listener();
 
+  // The same for all addresses, and for the life of the listener.
   uint16_t port() const {
     return port_;
   }
@@ -94,6 +101,7 @@ class Listener final {
 
     Standing standing() const;
   };
+  // A list, since the callback of each handshake holds its iterator.
   using Pending = std::list<Caller>;
 
   // One listening socket.

@@ -146,6 +146,9 @@ PacketSeal::~PacketSeal() {
   }
 }
 
+// The header is authenticated as additional data, so no process can move a
+// packet to another number. Null arguments keep the key and the cipher of
+// make().
 size_t PacketSeal::seal(
     uint64_t number,
     std::span<const std::byte> packet,

@@ -13,7 +13,9 @@ namespace resilient {
 
 class Path;
 
-// The owner of a path. All calls come on the loop thread.
+// The owner of a path. All calls come on the loop thread. The owner may close a
+// path from within any of these calls; it must not destroy it there
+// (closes_from_within_on_path_ready, closes_from_within_on_path_use).
 class PathOwner {
  public:
   virtual ~PathOwner() = default;
@@ -22,7 +24,8 @@ class PathOwner {
   virtual void onPathClosed(Path& path, const Status& why) = 0;
   // The path takes frames again, or wants flush() to be called.
   virtual void onPathReady(Path& path) = 0;
-  // usable() has changed.
+  // usable() has changed. Called only for kinds that can become unusable while
+  // they are open.
   virtual void onPathUse(Path& path) = 0;
 };
 
@@ -40,6 +43,8 @@ class PathOwner {
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink; the loop and the
 // channel outlive it.
+//
+// A path never waits and never calls back into its owner from its constructor.
 class Path {
  public:
   Path(PathKind kind, PathId id, Channel& channel, PathOwner& owner)
@@ -51,6 +56,8 @@ class Path {
   PathKind kind() const {
     return kind_;
   }
+  // Unique in the process, and never used again: the channel may not take a new
+  // path for an old one.
   PathId id() const {
     return id_;
   }
@@ -61,14 +68,17 @@ class Path {
   virtual bool usable() const {
     return !closed_;
   }
-  // Whether it would take another frame now. False once it is closed.
+  // Whether it would take another frame now. False once it is closed. Asked
+  // before each frame, so it must be cheap.
   virtual bool hasRoom() const = 0;
   // Pulls one frame from the channel and returns its bytes; 0 if the channel
   // has none for this path. With `chunks` false, takes none that carries a part
-  // of a message.
+  // of a message. Call it only if hasRoom(). The bytes include the header of
+  // the frame.
   virtual size_t takeFrame(bool chunks = true) = 0;
   // Writes what it has taken, as far as the transport accepts it. True if that
-  // made room of which onPathReady() will not tell. Nothing after closing.
+  // made room of which onPathReady() will not tell. Nothing after closing. It
+  // may end the path: a write can fail, and an injected cut acts here.
   virtual bool flush() = 0;
   // Bytes that have left since the last call beyond those that takeFrame()
   // returned, such as parity and repeats: a cap on the rate counts them, too.
@@ -84,6 +94,8 @@ class Path {
   }
 
   // When the peer last showed life on this path; when it was made, at first.
+  // Any bytes that arrive count, so it says nothing about the outgoing
+  // direction.
   virtual TimePoint heardAt() const = 0;
   // The transport's evidence of the path's health. Paths whose transport
   // judges by itself (shared memory, datagrams) never owe anything.

@@ -48,7 +48,9 @@ struct PathStats {
   double goodputBytesPerS = 0; // smoothed, acknowledged bytes only
   double capacityBytesPerS = 0; // that it could carry; 0 while unknown
   uint64_t timesSuspect = 0;
+  // Connections of this index after the first one.
   uint64_t reconnects = 0;
+  // Kept when the path works again; empty if it has never failed.
   std::string lastError;
   std::optional<DatagramStats> datagrams; // of a datagram path
 

@@ -7,7 +7,8 @@ namespace resilient {
 
 // A source of messages in memory that another process writes to; there is no
 // descriptor to wait for. Called in the loop only, or with the turn's lock
-// held.
+// held. A poller outlives its place in the set: remove it before it is
+// destroyed.
 struct Poller {
   virtual ~Poller() = default;
   // Whether onNews() has something to do. A waiting thread asks over and over,
@@ -26,6 +27,9 @@ struct Poller {
 
 // The pollers of a loop, all awake or all asleep. Not owned, not locked: the
 // loop's turn lock guards it.
+//
+// Removing leaves a gap until the next runNews(), which keeps the places of the
+// others while a loop goes through them. size() counts such gaps.
 class PollerSet {
  public:
   bool empty() const {

@@ -16,6 +16,8 @@ bool shared(const NicAddress& nic, const std::vector<NicAddress>& others) {
 
 } // namespace
 
+// k counts through all pairs but the given one. The peer's NIC changes with
+// every step, ours after each full round.
 std::vector<Route> otherPairs(
     const std::vector<NicAddress>& mine,
     const std::vector<NicAddress>& theirs,
@@ -41,6 +43,13 @@ std::vector<NicAddress> outward(std::vector<NicAddress> nics) {
   return nics;
 }
 
+// How it works. All steps go through `first`, the list of one particular end,
+// so both ends make the same choices. First, each NIC takes the first free NIC
+// of the other side in its own subnet; both prefixes must agree. Then the NICs
+// left on both sides are paired in order. If one side has more, its remaining
+// NICs share those of the other side. Last, if nothing fits, one route is kept
+// on purpose: the attempt to connect fails with a reason, where an empty list
+// would be silent.
 std::vector<Route> pairNics(
     const std::vector<NicAddress>& mine,
     const std::vector<NicAddress>& theirs,

@@ -29,6 +29,12 @@ struct Route {
 //
 // Paper: SHIFT §4.1 pairs a default NIC with one backup; here every pair
 // carries, and any may fail.
+//
+// The order is part of the protocol between the two ends: connection index c
+// belongs to route c modulo the number of routes (TcpConnector::anyOf), so ends
+// with different orders would use the wrong NICs
+// (routes_are_the_same_at_both_ends). An address that both lists contain is
+// left out, and so are pairs of different families unless no other pair exists.
 std::vector<Route> pairNics(
     const std::vector<NicAddress>& mine,
     const std::vector<NicAddress>& theirs,
@@ -36,6 +42,9 @@ std::vector<Route> pairNics(
 
 // All other pairs that may lead from here to the peer, when no route does: from
 // the given one on, each once.
+//
+// Pairs of different families are included. The order starts at `than`, so two
+// routes that fail together do not try the same pair first.
 std::vector<Route> otherPairs(
     const std::vector<NicAddress>& mine,
     const std::vector<NicAddress>& theirs,

@@ -82,6 +82,10 @@ Status SharedMemory::make(
   return status;
 }
 
+// The seals are checked before the size: a sealed memfd cannot change its size
+// any more, so the size that is read next stays true. Without that, a peer
+// could cut the file after the check, and an access to the missing pages would
+// end this process with SIGBUS.
 Status SharedMemory::map(int descriptor, SharedMemory& memory) {
   const auto refuse = [](const char* why) {
     return Status(
@@ -116,6 +120,9 @@ RingWriter::RingWriter(const SharedMemory& memory, int side)
       data_(memory.data(side)),
       bytes_(memory.ringBytes()) {}
 
+// The peer's words must obey done_ <= done <= read <= written_ and read_ <=
+// read. Otherwise room() would be larger than the ring, and put() would write
+// behind it.
 bool RingWriter::refresh() {
   const uint64_t done = ring_->done.load();
   const uint64_t read = ring_->read.load();

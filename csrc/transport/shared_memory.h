@@ -27,6 +27,9 @@ namespace resilient {
 // looks afterwards whether the other one sleeps. A side that falls asleep says
 // so, then looks once more for something published. One of the two sees the
 // other.
+//
+// The object owns the mapping, not the descriptor. RingWriter and RingReader
+// borrow the mapping, which stays in place when the object is moved.
 class SharedMemory {
  public:
   // Bytes of a ring: a power of two within these.
@@ -61,10 +64,12 @@ class SharedMemory {
   ~SharedMemory();
 
   // `ringBytes` is rounded up to a power of two. The descriptor is for the
-  // peer.
+  // peer. Clamped to kMinRing and kMaxRing first. Both results are set only on
+  // success.
   static Status
   make(size_t ringBytes, SharedMemory& memory, FileDescriptor& descriptor);
-  // Maps what a peer has made; refuses what could be taken away under us.
+  // Maps what a peer has made; refuses what could be taken away under us. The
+  // descriptor may be closed afterwards.
   static Status map(int descriptor, SharedMemory& memory);
 
   explicit operator bool() const {
@@ -104,6 +109,9 @@ class SharedMemory {
 
 // One end's view of a ring. Positions are bytes ever written; those of the
 // peer are checked at each look.
+//
+// Thread: one at a time for each end. Writer and reader of one ring are in two
+// processes, and no lock lies between them.
 class RingWriter {
  public:
   RingWriter() = default;
@@ -122,12 +130,14 @@ class RingWriter {
   uint64_t done() const {
     return done_;
   }
-  // False if the peer claims the impossible.
+  // False if the peer claims the impossible. Only the answers of the last
+  // refresh() are used: the peer can change the words between two reads.
   bool refresh();
   // Whether refresh() would show one of these.
   bool reached(uint64_t read, uint64_t done) const {
     return ring_->read.load() >= read || ring_->done.load() >= done;
   }
+  // As of the last refresh(): the peer may have made more since.
   size_t room() const {
     return bytes_ - static_cast<size_t>(written_ - read_);
   }
@@ -145,6 +155,8 @@ class RingWriter {
   uint64_t written_ = 0, read_ = 0, done_ = 0;
 };
 
+// The other direction. Its own counts are the truth; the words in the memory
+// only tell the peer.
 class RingReader {
  public:
   RingReader() = default;
@@ -157,7 +169,9 @@ class RingReader {
     return read_;
   }
   // The bytes that can be read in one piece. False if the peer claims the
-  // impossible.
+  // impossible. Empty if there is nothing. At the end of the ring, the rest
+  // follows with another call after pop(). The peer can still change these
+  // bytes, so whatever is checked must be copied first.
   bool peek(std::span<const std::byte>& bytes) const;
   // The first `bytes` of it are done with: the peer may write there.
   void pop(size_t bytes) {

@@ -68,7 +68,9 @@ void SharedPath::End::onEvents(uint32_t) {
 
 // --- waking
 
-// Always after something was published: see shared_memory.h.
+// Always after something was published: see shared_memory.h. The exchange makes
+// one of several wakers write; the eventfd is never read, because it is watched
+// edge-triggered.
 void SharedPath::wakePeer() {
   if (theirs_.asleep.load() != 0 && theirs_.asleep.exchange(0) != 0) {
     const uint64_t one = 1;
@@ -106,6 +108,8 @@ bool SharedPath::hasNews() const {
       ((theirs_.avoids.load() | mine_.avoids.load()) != 0) != avoided_;
 }
 
+// Frames wait for room, or half a frame has been read: the peer is at work on
+// it.
 bool SharedPath::inMidst() const {
   return full_ || reader_.missing() != 0;
 }
@@ -155,6 +159,10 @@ size_t SharedPath::takeFrame(bool chunks) {
 }
 
 // All of it, or until the ring is full.
+//
+// The bytes are published after each piece, so the peer copies one piece while
+// this side writes the next. The last piece is left to writeOut(), which
+// publishes once for all frames.
 bool SharedPath::put(const std::byte* data, size_t bytes) {
   while (bytes != 0) {
     const size_t n = out_.put(data, std::min(bytes, kPiece));
@@ -181,6 +189,11 @@ bool SharedPath::flush() {
   return wasFull && !full_;
 }
 
+// How it works. Frames stay with the channel until they lie in the ring whole;
+// the front one may be there in part, frontWritten_ bytes of it. Each whole
+// frame is noted with its end in the ring, by which acknowledge() finds it. At
+// the end come publish and wakePeer, in that order, and then the positions for
+// which the peer shall wake us.
 void SharedPath::writeOut() {
   if (closed_) {
     return;
@@ -261,6 +274,8 @@ void SharedPath::acknowledge() {
   }
 }
 
+// The peer wakes us only for these positions. An acknowledgement that no
+// operation waits for costs no wake-up; lookLater() finds it.
 void SharedPath::setWakeAt() {
   wakeAtDone_ = asked_.empty() ? kNowhere : asked_.front();
   // Room for a quarter of the ring: worth a wake-up.
@@ -269,6 +284,8 @@ void SharedPath::setWakeAt() {
   mine_.wakeAtRead.store(wakeAtRead_);
 }
 
+// Backs off while nothing moves. A peer that stands still then costs one
+// wake-up a second.
 void SharedPath::lookLater() {
   if (closed_ || lookTimer_ != 0 || undone_.empty()) {
     return;
@@ -285,6 +302,9 @@ void SharedPath::lookLater() {
 
 // --- reading
 
+// Reads at most kReadPerTurn bytes; the rest is still news in the next turn.
+// Room is announced after every piece, `done` only at the end of the turn, by
+// flush().
 void SharedPath::read() {
   size_t total = 0;
   owner_.onPathReady(*this); // flush() says that it is done with

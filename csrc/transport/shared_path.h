@@ -14,7 +14,7 @@
 namespace resilient {
 
 // The objects that two processes of one host share once they have met (see
-// shared_rendezvous.h).
+// shared_rendezvous.h). Complete when a path gets them: no member is empty.
 struct SharedEnds {
   SharedMemory memory;
   int side = 0; // ours
@@ -31,6 +31,11 @@ struct SharedEnds {
 // path is never suspect and needs no probes.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink.
+//
+// Two positions of the reader have two meanings. `read` makes room in the ring.
+// `done` acknowledges, and is published by flush() only after the answers to
+// those bytes have been written: a refusal must be read before the
+// acknowledgement of what it refuses.
 class SharedPath final : public Path, public Poller {
  public:
   SharedPath(
@@ -48,6 +53,7 @@ class SharedPath final : public Path, public Poller {
   }
   bool hasRoom() const override;
   size_t takeFrame(bool chunks = true) override;
+  // Also publishes `done` for what was read in this turn.
   bool flush() override;
   void close(const Status& why) override;
   TimePoint heardAt() const override {
@@ -58,6 +64,8 @@ class SharedPath final : public Path, public Poller {
   }
 
   // Messages take the network instead, as long as one of the two ends says so.
+  // The word lies in the shared memory, so the other end learns it without a
+  // message. Bytes that are in the ring already are still read.
   void avoid(bool avoid);
 
   // Poller
@@ -90,8 +98,10 @@ class SharedPath final : public Path, public Poller {
     bool reliable = false;
   };
 
+  // False: the ring is full, or the peer has broken it and the path is closed.
   bool put(const std::byte* data, size_t bytes);
   void writeOut();
+  // False: the path is closed. True says nothing about progress.
   bool refresh();
   void acknowledge();
   void lookLater();
@@ -118,6 +128,7 @@ class SharedPath final : public Path, public Poller {
   size_t frontWritten_ = 0; // bytes of the first unwritten frame
   size_t unwrittenBytes_ = 0;
   bool full_ = false; // frames wait for room in the ring
+  // Both queues ascend by position.
   std::deque<Written> undone_; // frames in the ring, whole
   std::deque<uint64_t> asked_; // ends of those whose owner waits
   uint64_t framesDone_ = 0; // reliable ones

@@ -47,6 +47,8 @@ bool isOurs(int fd) {
       peer.uid == ::geteuid();
 }
 
+// Takes the same time wherever the texts differ, so a process cannot find a
+// token byte by byte.
 bool sameText(const std::string& a, const std::string& b) {
   unsigned char differs = a.size() != b.size();
   for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) {
@@ -76,7 +78,9 @@ Status sendDescriptors(
       : Status();
 }
 
-// Empty if what came is not one message with exactly those descriptors.
+// Empty if what came is not one message with exactly those descriptors. Every
+// descriptor that arrives is owned at once, those beyond the expected number
+// too: a caller could fill our table with descriptors otherwise.
 std::string receiveDescriptors(
     int fd,
     std::array<FileDescriptor, kDescriptors>& descriptors) {
@@ -192,6 +196,8 @@ void SharedRendezvous::drop(
   loop_.post([caller] {});
 }
 
+// The answer is sent before the caller's place is given up: if the send fails,
+// the visitor is gone and the token is still good.
 void SharedRendezvous::onCaller(
     std::list<std::unique_ptr<Caller>>::iterator which) {
   Caller& caller = **which;

@@ -19,8 +19,17 @@ namespace resilient {
 // sockets pass descriptors; the kernel says whose process is at the other end.
 //
 // Thread: loop thread.
+//
+// Steps: expect() a token and send the offer; the visitor connects, passes the
+// memory and two eventfds in one message; the token is checked and used up; one
+// byte says yes. Any other message ends in a closed socket. A visitor has 5 s.
+//
+// The kernel's word on the user at the other end comes first, on both sides:
+// abstract sockets have no file permissions, so any user of the host can
+// connect.
 class SharedRendezvous final : private Handler {
  public:
+  // Called in the loop; must not destroy the rendezvous.
   using Callback = std::function<void(const Uid& peer, SharedEnds ends)>;
 
   // Throws StatusError where the system has no such sockets.
@@ -31,7 +40,8 @@ class SharedRendezvous final : private Handler {
   const std::string& name() const {
     return name_;
   }
-  // Accepts the caller that sends this token, once, as `peer`.
+  // Accepts the caller that sends this token, once, as `peer`. A token that is
+  // never used stays. It has 1 to 64 bytes.
   void expect(const Uid& peer, const std::string& token);
 
  private:
@@ -56,6 +66,7 @@ class SharedVisit final : private Handler {
   // Called once, not from within start(), unless destroyed before.
   using Callback = std::function<void(const Status& status, SharedEnds ends)>;
 
+  // An error that occurs at once reaches the callback in the next turn, too.
   static std::unique_ptr<SharedVisit> start(
       EventLoop& loop,
       const std::string& name,

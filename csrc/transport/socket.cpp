@@ -124,6 +124,8 @@ bool SocketAddress::isLoopback() const {
        (IN6_IS_ADDR_V4MAPPED(&a) && a.s6_addr[12] == 127));
 }
 
+// A machine can choose the lower half of its IPv6 address freely, and so could
+// evade a limit that counted whole addresses (Listener::dropExcess).
 uint64_t SocketAddress::network() const {
   uint32_t v4 = 0;
   if (family() == AF_INET) {
@@ -153,6 +155,8 @@ socklen_t SocketAddress::rawBytes() const {
   return family() == AF_INET6 ? sizeof(sockaddr_in6) : sizeof(sockaddr_in);
 }
 
+// The first failure is reported, and the options after it are skipped, except
+// the interface and the DSCP mark.
 Status applySocketOptions(int fd, const SocketOptions& options) {
   Status status;
   auto set = [&](int level, int option, const char* name, int64_t value) {
@@ -293,6 +297,11 @@ receiveBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed) {
   return bufferFor(receiveBufferOf(windowBytes), tuned, allowed);
 }
 
+// How it works. Each direction is raised only if that gives more than
+// autotuning, which ends for a buffer that is set. The send side keeps four
+// fifths for data, the inverse of sendBufferOf(). On the receive side the
+// window scale of this connection is a second limit. The result is the smallest
+// of all limits, the peer's window scale included: more cannot be in flight.
 uint64_t
 raiseBuffers(int fd, uint64_t windowBytes, const BufferLimits& limits) {
   uint64_t send = limits.sendTuned, receive = limits.receiveTuned;
@@ -359,6 +368,8 @@ std::string availableCongestionControls() {
   return names;
 }
 
+// Only a refusal maps to kPeerDied. Every other error may be a fault of the
+// network or of this host, and proves nothing about the peer.
 Status startConnect(
     const SocketAddress& remote,
     const std::optional<SocketAddress>& source,
@@ -536,6 +547,9 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   return info;
 }
 
+// The caller knows the port of the store only, so connections are found by
+// their remote port. Two addresses with that port make the answer ambiguous,
+// and then there is none.
 Nanos minRoundTripTo(uint16_t port) {
   std::string server;
   Nanos min(0);

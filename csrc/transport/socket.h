@@ -13,7 +13,8 @@
 
 namespace resilient {
 
-// An IPv4 or IPv6 address and port.
+// An IPv4 or IPv6 address and port. A default-constructed one stands for "no
+// address"; its port is 0.
 class SocketAddress {
  public:
   SocketAddress() = default;
@@ -34,7 +35,8 @@ class SocketAddress {
   void setPort(uint16_t port);
   bool isLoopback() const;
   // The part of the address that one machine cannot choose: all of an IPv4
-  // address, the first 64 bits of an IPv6 one.
+  // address, the first 64 bits of an IPv6 one. Values of the two families never
+  // collide. An IPv4 address inside an IPv6 one counts as IPv4.
   uint64_t network() const;
   // "10.0.0.7:29511", "[fd00::7]:29511"
   std::string toString() const;
@@ -48,6 +50,8 @@ class SocketAddress {
   sockaddr_storage storage_{};
 };
 
+// Applied before connect() or listen(): buffer sizes decide the window scale,
+// which is fixed by the first packets.
 struct SocketOptions {
   // Our frames are whole when written: waiting for more only adds latency.
   bool noDelay = true;
@@ -74,7 +78,8 @@ struct SocketOptions {
   int dscp = 0;
 };
 
-// TCP_NOTSENT_LOWAT, see SocketOptions. Best effort.
+// TCP_NOTSENT_LOWAT, see SocketOptions. Best effort. May be called at any time
+// in the life of a connection (TcpPath::tune).
 void limitUnsent(int fd, int bytes);
 
 // Packets leave by this interface only, whatever the routing table says: with
@@ -93,6 +98,7 @@ struct BufferLimits {
   // ones.
   uint64_t windowBytes() const;
 };
+// Reads files of /proc and opens a probe socket: once per process is enough.
 BufferLimits systemBufferLimits();
 
 // The size of a buffer that allows this much in flight; 0: leave it to
@@ -104,7 +110,8 @@ receiveBufferFor(uint64_t windowBytes, uint64_t tuned, uint64_t allowed);
 
 // Gives an established connection buffers for so much in flight, where that is
 // allowed and more than autotuning's. Returns what it may have in flight now,
-// if the far end does the same.
+// if the far end does the same. Never below what autotuning would give: a
+// buffer that is set stays as it is.
 uint64_t raiseBuffers(int fd, uint64_t windowBytes, const BufferLimits& limits);
 
 // The mark of SocketOptions::dscp on a connection. False: errno says why not.
@@ -120,7 +127,8 @@ std::string availableCongestionControls();
 
 // Both ends are on this host: no link has a queue that could fill, so keeping
 // little unsent in the kernel gains nothing, nor does a congestion window. Best
-// effort.
+// effort. The two addresses of the connection decide, not the identity of the
+// host.
 bool isLocalConnection(int fd);
 void tuneLocalConnection(int fd);
 
@@ -140,20 +148,27 @@ Status startConnect(
 
 // 0 if the connection stands, else its errno. A connection to ourselves counts
 // as ECONNREFUSED: TCP makes one if no process listens on a local port that the
-// kernel has just chosen as our own.
+// kernel has just chosen as our own. Ask once: reading the error clears it.
+// ENOTCONN means that the connection is not established yet.
 int connectOutcome(int fd);
 
 // The next connection of a listening socket, non-blocking and close-on-exec.
-// 0, or an errno: EAGAIN if there is none now.
+// 0, or an errno: EAGAIN if there is none now. On an error, `fd` and `remote`
+// are unchanged. Some errors belong to a connection in the queue, not to the
+// listener: call again.
 int acceptConnection(int listener, FileDescriptor& fd, SocketAddress& remote);
 
 // close() will drop what is unsent and send a reset: for a path that is given
 // up. Its bytes must not linger in the kernel.
 void resetOnClose(int fd);
 
+// Both return a default-constructed address if the kernel has none, such as
+// after a reset.
 SocketAddress localAddress(int fd);
 SocketAddress remoteAddress(int fd);
 
+// A snapshot of the kernel's counters. Fields that this kernel does not know
+// are 0.
 struct TcpInfo {
   Nanos roundTrip{}; // smoothed
   Nanos roundTripVariance{};
@@ -170,13 +185,15 @@ struct TcpInfo {
   Nanos sinceLastReceived{}; // data
   Nanos sinceLastAck{};
 };
-// Nothing if the socket is not a TCP connection (any more).
+// Nothing if the socket is not a TCP connection (any more). It makes three
+// system calls.
 std::optional<TcpInfo> tcpInfo(int fd);
 
 // The shortest round trip of all TCP connections of this process to `port` of
 // another process, as the kernel has measured it: a busy process at either end
 // does not make it longer. 0 if there is none, or if they lead to several
-// addresses.
+// addresses. Looks at every open descriptor of the process, with a system call
+// or more each: for rare use.
 Nanos minRoundTripTo(uint16_t port);
 
 // Bytes per second at which BBR sends while it has not found the link's rate;

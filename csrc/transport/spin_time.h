@@ -11,6 +11,9 @@ namespace resilient {
 // for answers that come at once, and is wasted on those that take long. The
 // last wait predicts which it is. At most about half of a wait is spent
 // looking, and next to nothing of a long one.
+//
+// EventLoop has one for the helper and one for the thread in run(): they wait
+// for different things. Guarded by EventLoop::turn_.
 class SpinTime {
  public:
   static constexpr Nanos kMax = std::chrono::microseconds(60);

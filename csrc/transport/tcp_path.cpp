@@ -55,6 +55,8 @@ TcpPath::TcpPath(
   applyFaultState();
 }
 
+// onPathClosed() is not called: the owner that destroys an open path knows
+// about it.
 TcpPath::~TcpPath() {
   if (!closed_) {
     closed_ = true;
@@ -77,6 +79,8 @@ void TcpPath::close(const Status& why) {
   }
 }
 
+// The owner is called while the channel still knows the path, so it can keep
+// the counters. Only then the channel takes the unacknowledged chunks back.
 void TcpPath::end(const Status& why) {
   closed_ = true;
   loop_.cancel(faultTimer_);
@@ -86,6 +90,11 @@ void TcpPath::end(const Status& why) {
   channel_.removePath(id(), loop_.now());
 }
 
+// How it works. If the kernel has unacknowledged segments, only
+// acknowledgements count as progress: data from the peer says nothing about our
+// direction. If not, anything that was read counts. Injected faults act before
+// the kernel sees the bytes, so a frame that a fault holds back counts as owed,
+// or as held on purpose while its delay runs.
 PathEvidence TcpPath::evidence() const {
   PathEvidence e;
   const auto info = tcpInfo(socket_.get());
@@ -119,6 +128,10 @@ void TcpPath::fill(PathStats& stats) const {
   stats.remoteAddress = remoteAddress_;
 }
 
+// Frames are bound to this path once taken, so the limit is what the path sends
+// in a few milliseconds. Under fault rules the limits are those of the
+// simulated link: a delay holds many frames here, and a rate has a queue of
+// fixed length.
 bool TcpPath::hasRoom() const {
   if (closed_) {
     return false;
@@ -146,6 +159,9 @@ size_t TcpPath::batchBytes() const {
                     : std::clamp(ahead, kMinBatchBytes, kBatchBytes);
 }
 
+// Sets how many unsent bytes the kernel may hold: few, since nothing overtakes
+// them, but enough that the kernel never runs dry between two turns. Small
+// changes are skipped.
 void TcpPath::tune() {
   if (local_) {
     return;
@@ -178,7 +194,10 @@ size_t TcpPath::takeFrame(bool chunks) {
   return bytes;
 }
 
-// The unwritten bytes that may leave now, at most `limit`.
+// The unwritten bytes that may leave now, at most `limit`. Starts behind the
+// frontWritten_ bytes that left before. Headers and payloads stay where they
+// are, so nothing is copied. The payload pointer is read from the channel anew
+// each time, since the channel may have moved it to a copy.
 size_t TcpPath::gather(iovec* out, size_t capacity, size_t limit) const {
   size_t n = 0;
   size_t skip = frontWritten_;
@@ -210,6 +229,11 @@ bool TcpPath::flush() {
   return false; // EPOLLOUT tells of room
 }
 
+// Writes until the socket is full or no frame may leave. Each pass asks the
+// fault rules first: silence or a stall stops everything, and a cut after a
+// number of bytes limits what this pass may write. A failed write does not end
+// the path at once: the peer may have sent its goodbye before it closed
+// (resetWhenRead).
 void TcpPath::writeOut() {
   while (!closed_ && !socketFull_ && !releases_.empty()) {
     size_t limit = SIZE_MAX;
@@ -269,6 +293,8 @@ void TcpPath::cut() {
   reset(Status(StatusCode::kNetwork, "cut by fault injection"));
 }
 
+// A frame leaves the channel's queue only when its last byte is in the kernel:
+// the peer can acknowledge no more than that. The rest is frontWritten_.
 void TcpPath::wrote(size_t bytes) {
   writtenTotal_ += bytes;
   unwrittenBytes_ -= bytes;
@@ -343,6 +369,11 @@ void TcpPath::lookAtFaults() {
   }
 }
 
+// How it works. Reading comes first. It goes on while each read is full, up to
+// the share of one path in a turn, and to the end of the stream if the peer has
+// closed. Writing follows if the socket was full: EPOLLOUT, or while BBR starts
+// up any event, opens it again. Each step may close the path, so each asks
+// closed_ anew.
 void TcpPath::onEvents(uint32_t events) {
   if ((events & ~uint32_t(EPOLLOUT)) != 0 && !deaf_) {
     // A short read means that there is no more now, unless the end of the
@@ -373,6 +404,9 @@ void TcpPath::onEvents(uint32_t events) {
 
 // One system call: the rest of the current payload straight to its place,
 // and what follows into the buffer.
+//
+// The buffer is small next to a chunk: most payload bytes are read straight to
+// their place, and only headers and small frames are copied.
 TcpPath::Read TcpPath::readSome(size_t& total) {
   iovec parts[2];
   size_t count = 0;

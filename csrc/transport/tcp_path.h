@@ -24,6 +24,15 @@ namespace resilient {
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink; `faults` belongs to
 // the connection index and outlives the connection (it counts its cuts).
+//
+// The socket is watched edge-triggered. Two rules follow. After a write that
+// did not take everything, socketFull_ must be set, because EPOLLOUT comes only
+// then. After an event, reading must go on until the kernel has no more, or a
+// later turn must continue (readLater).
+//
+// close() leaves accepted bytes to the kernel, which a goodbye needs. reset()
+// drops them: after a failure another path sends them, and they must not
+// linger.
 class TcpPath final : public Path, public Handler {
  public:
   TcpPath(
@@ -50,6 +59,7 @@ class TcpPath final : public Path, public Handler {
   TimePoint heardAt() const override {
     return heardAt_;
   }
+  // It makes three system calls: do not ask for every frame.
   PathEvidence evidence() const override;
   void faultsChanged(bool concerned) override;
   void fill(PathStats& stats) const override;
@@ -66,7 +76,9 @@ class TcpPath final : public Path, public Handler {
   void setDscp(int dscp) {
     (void)resilient::setDscp(socket_.get(), dscp);
   }
-  // Follows what has been measured; now and then.
+  // Follows what has been measured; now and then. Changes the socket only if
+  // the limit grows by a quarter or halves; does nothing on a connection within
+  // one host.
   void tune();
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
@@ -115,12 +127,15 @@ class TcpPath final : public Path, public Handler {
   void writeOut();
   void lookAtFaults();
   void end(const Status& why);
+  // kFull: the kernel may have more. kShort: it had less than was asked for.
+  // kNothing: no data, or the path is closed.
   enum class Read { kNothing, kShort, kFull };
   Read readSome(size_t& total);
   size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
   void wrote(size_t bytes);
   void resetWhenRead(const Status& why);
   void cut();
+  // Reads in the next turn, as if these events had come again.
   void readLater(uint32_t events);
   void applyFaultState();
   void armFaultTimer(TimePoint at);
@@ -142,6 +157,8 @@ class TcpPath final : public Path, public Handler {
   uint64_t writtenTotal_ = 0; // on this connection
   bool socketFull_ = false; // it would block: EPOLLOUT will come
   bool deaf_ = false; // a fault: nothing is read
+  // Posted functions hold a weak reference: the path may be destroyed before
+  // they run.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
   TimerId faultTimer_ = 0;
 

@@ -90,6 +90,8 @@ void TimerQueue::siftDown(size_t position) {
   place(position, slot);
 }
 
+// The last timer of the heap takes the free position. It may belong above or
+// below, so it is sifted both ways; one of the two does nothing.
 std::function<void()> TimerQueue::removeAt(size_t position) {
   uint32_t index = heap_[position];
   uint32_t last = heap_.back();

@@ -16,6 +16,9 @@ using TimerId = uint64_t;
 // Timers by time, in an indexed binary heap: add and cancel cost O(log n) and
 // a cancelled timer leaves nothing behind. Equal times fire in the order of
 // adding. Not thread-safe.
+//
+// The callback is taken out before it runs, so it may add and cancel timers,
+// its own included. cancel() destroys the callback at once.
 class TimerQueue {
  public:
   TimerId add(TimePoint when, std::function<void()> run);
@@ -34,6 +37,10 @@ class TimerQueue {
   }
   // Takes the first timer due at `now` among those added before the mark; an
   // empty function if there is none.
+  //
+  // Only the first timer is looked at. No timer may be added with a time before
+  // `now`, which EventLoop::at() guarantees. A newer timer in front would hide
+  // older ones that are due.
   std::function<void()> popDue(TimePoint now, uint64_t mark);
 
  private:
@@ -52,6 +59,9 @@ class TimerQueue {
   void siftDown(size_t position);
   std::function<void()> removeAt(size_t position);
 
+  // A slot keeps its index while its timer moves through the heap, and is
+  // reused later with another generation. Memory grows with the largest number
+  // of timers at a time.
   std::vector<Slot> slots_;
   std::vector<uint32_t> free_;
   std::vector<uint32_t> heap_; // slot numbers
