@@ -13,6 +13,9 @@ namespace {
 // Texts are for people: what is longer than this is cut.
 constexpr size_t kMaxTextBytes = 32u << 10;
 
+// Fields one after the other, without padding, in the byte order of the host,
+// which frame.cpp asserts to be that of the wire. A text is its length in 4
+// bytes and then its bytes.
 class Writer {
  public:
   explicit Writer(ControlKind kind) {
@@ -47,6 +50,10 @@ class Writer {
 };
 
 // Reads past the end give zeros and mark the whole as broken.
+//
+// A decoder therefore reads all fields without a check and asks complete() once
+// at the end. The payload must not be empty: isKind() has looked at its first
+// byte, which the constructor skips.
 class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : rest_(bytes.subspan(1)) {}
@@ -197,6 +204,7 @@ std::vector<std::byte> encode(const DatagramOffer& offer) {
       .take();
 }
 
+// The upper bound is the last kind: move it with a new one.
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
   if (payload.empty() || payload[0] < std::byte(1) ||
       payload[0] > static_cast<std::byte>(ControlKind::kDatagramOffer)) {

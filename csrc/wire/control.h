@@ -14,7 +14,8 @@ namespace resilient {
 
 // Payload of kReject and kCancel: a status code and a sentence for people.
 // Longer sentences are cut. All texts for people that are decoded here are free
-// of control characters, whatever the peer has sent.
+// of control characters, whatever the peer has sent. The code must not be kOk:
+// the far end would take it for unreadable.
 std::vector<std::byte> encodeReason(StatusCode code, const std::string& text);
 // Never fails: what cannot be read becomes kProtocol.
 Status decodeReason(std::span<const std::byte> payload);
@@ -25,6 +26,8 @@ struct ByteRange {
   uint64_t bytes = 0;
   auto operator<=>(const ByteRange&) const = default;
 };
+// A large residual comes in several frames, in any order and perhaps twice
+// (docs/wire_format.md, "Tolerant messages").
 struct Residual {
   uint64_t parts =
       0; // that the message has in all, in as many frames as needed
@@ -34,9 +37,17 @@ struct Residual {
 std::vector<std::byte> encodeResidual(
     uint64_t parts,
     std::span<const ByteRange> ranges);
+// Checks the length only. Whether the ranges lie in the message and are
+// disjoint is checked by Channel::onResidual, which knows the message.
 Status decodeResidual(std::span<const std::byte> payload, Residual& residual);
 
 // Payloads of kControl, from engine to engine. The first byte tells which.
+//
+// The numbers are wire values: never reuse one, and add new ones at the end. An
+// engine logs and ignores a kind that it does not know, so a new kind alone
+// does not break older peers. Control messages are delivered once but in no
+// order, among each other or with data. Their meaning must not depend on their
+// order.
 enum class ControlKind : uint8_t {
   kNotice = 1,
   kQuery = 2,
@@ -49,11 +60,16 @@ enum class ControlKind : uint8_t {
 
 // "This collective has failed here". The other ranks then need not wait for
 // their own timeout, and name the same culprit.
+//
+// A receiver must not believe `reporter` by itself: it counts only if the
+// connection belongs to that rank's process by the store (GroupImpl::hear).
+// Ranks that forward a notice put themselves in and keep the origin.
 struct Notice {
   // All pending operations of the group, not one collective.
   static constexpr uint64_t kWholeGroup = UINT64_MAX;
 
   uint64_t group = 0;
+  // The number of the collective in its group, or kWholeGroup.
   uint64_t sequence = 0;
   StatusCode code = StatusCode::kInternal;
   int32_t reporter = -1; // group rank of the sender, where it has failed
@@ -64,7 +80,8 @@ struct Notice {
   std::string text;
 };
 
-// "What are you doing in this group?", asked before a time-out.
+// "What are you doing in this group?", asked before a time-out. No number ties
+// an answer to its query.
 struct Query {
   uint64_t group = 0;
   int32_t asker = -1;
@@ -72,6 +89,8 @@ struct Query {
 
 // The answer. A process answers from its loop thread, so it does even while
 // its own program is stuck.
+//
+// Ranks in it are group ranks, and -1 stands for none.
 struct Report {
   uint64_t group = 0;
   int32_t reporter = -1;
@@ -92,7 +111,8 @@ struct PathsLost {
   static constexpr size_t kMax = 4096;
 };
 
-// The rendezvous for shared memory: see transport/shared_rendezvous.h.
+// The rendezvous for shared memory: see transport/shared_rendezvous.h. Both
+// texts are arbitrary bytes, and are not cleaned like texts for people.
 struct SharedOffer {
   std::string socketName; // name of an abstract socket
   std::string token;
@@ -100,6 +120,10 @@ struct SharedOffer {
 
 // "Open a datagram path in addition to the connection of this index; mine is at
 // this port", and the answer. See transport/datagram_path.h.
+//
+// The answer repeats the connection index. Its `key` holds the first 8 bytes of
+// the nonce of the offer, by which the other end tells an answer to an older
+// offer (DatagramConnector::onAnswer).
 struct DatagramOffer {
   uint16_t connection = 0; // index
   bool answer = false;
@@ -111,10 +135,14 @@ struct DatagramOffer {
 };
 
 // "This is where we are now": a NIC has another address than the store says.
+// The receiver parses it like a text from the store, and accepts it only with
+// the peer's own uid and the same number of addresses.
 struct Addresses {
   std::string text; // of PeerAddress, see transport/address.h
 };
 
+// Never longer than kMaxControlBytes: a message has one long text at most, and
+// that is cut at 32 KiB.
 std::vector<std::byte> encode(const Notice& notice);
 std::vector<std::byte> encode(const Query& query);
 std::vector<std::byte> encode(const Report& report);
@@ -125,6 +153,9 @@ std::vector<std::byte> encode(const DatagramOffer& offer);
 
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload);
 // Nothing if the bytes are not exactly one message of that kind.
+//
+// Bytes behind the message make it unreadable too, so a field that is added
+// later needs a new kind or another kWireVersion.
 std::optional<Notice> decodeNotice(std::span<const std::byte> payload);
 std::optional<Query> decodeQuery(std::span<const std::byte> payload);
 std::optional<Report> decodeReport(std::span<const std::byte> payload);

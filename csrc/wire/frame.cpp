@@ -50,6 +50,10 @@ T get(const std::byte* in, size_t at) {
 // Finds a stream that has lost its place and bits that flipped on the way
 // past TCP's weak checksum. Not a defence against an attacker: that is the
 // handshake's.
+//
+// Every step maps `h` one to one, so a change within one word always changes
+// the 64-bit state; only the last cut to 32 bits can hide it.
+// docs/wire_format.md specifies it, and frame_test.cpp pins it.
 uint32_t checksum(const std::byte* in) {
   uint64_t h = 0x9e3779b97f4a7c15;
   for (size_t at = 0; at + 8 <= kChecksumAt; at += 8) {
@@ -66,6 +70,10 @@ Status malformed(const char* what, uint64_t value) {
       std::string("malformed frame: ") + what + ' ' + std::to_string(value));
 }
 
+// The order keeps the arithmetic safe. Upper bounds come first. chunkBytes is
+// known to be above 0 before anything is divided by it, and offset to be at
+// most totalBytes before the rest is computed. The last check is an equality:
+// the sender has no freedom in the size of a chunk.
 Status checkData(const FrameHeader& h) {
   if (h.totalBytes > kMaxMessageBytes) {
     return malformed("message bytes", h.totalBytes);
@@ -121,6 +129,9 @@ void encodeFrame(const FrameHeader& h, FrameBytes& out) {
   put(out, kChecksumAt, checksum(out.data()));
 }
 
+// The magic comes before the checksum, since a wrong one says more: the stream
+// is not ours or is out of step. Enumerators are checked as numbers before they
+// are cast.
 Status decodeFrame(
     std::span<const std::byte, kFrameHeaderBytes> bytes,
     FrameHeader& h) {

@@ -19,6 +19,8 @@ namespace resilient {
 inline constexpr size_t kFrameHeaderBytes = 96;
 inline constexpr uint32_t kFrameMagic = 0x31465254; // "TRF1" in memory
 
+// The numbers are wire values. isReliable() and decodeFrame() compare them by
+// order, so a new type must be entered there too.
 enum class FrameType : uint8_t {
   kData = 1, // one chunk of a message, or (kFlagOffer) only its description
   kGrant = 2, // payload: message numbers (u64 each) the receiver has matched
@@ -38,21 +40,27 @@ inline bool isReliable(FrameType t) {
   return t <= FrameType::kBye || t == FrameType::kResidual;
 }
 
+// Flags that are not known are ignored.
 inline constexpr uint16_t kFlagOffer = 1; // no payload: a description only
 inline constexpr uint16_t kFlagAckNow = 2; // the sender waits for this ack
 // Parts of it may be missing; once it is whole, kResidual tells which were.
 inline constexpr uint16_t kFlagTolerant = 4;
 
-// Upper bounds for what a header may claim. A peer that exceeds one is
-// faulty, and its connection is closed.
+// Upper bounds for what a header may claim. A peer that exceeds one is faulty,
+// and its connection is closed. The limit on chunks bounds how long urgent data
+// waits behind a chunk that has begun.
 inline constexpr uint32_t kMaxChunkBytes = 64u << 20;
 // Only for messages of several chunks: the receiver keeps about 100 bytes per
 // chunk, which tiny ones would make many times the message.
 inline constexpr uint32_t kMinChunkBytes = 64;
 inline constexpr uint32_t kMaxControlBytes = 64u << 10;
 inline constexpr uint64_t kMaxMessageBytes = uint64_t(1) << 46; // 64 TiB
+// Keeps a chunk index in 32 bits and bounds the receiver's records of one
+// message.
 inline constexpr uint64_t kMaxChunksPerMessage = uint64_t(1) << 24;
 
+// The fields that a frame type does not use are 0, and decodeFrame() insists on
+// it for the sizes. docs/wire_format.md says which type uses which field.
 struct FrameHeader {
   FrameType type = FrameType::kAck;
   TrafficClass trafficClass = TrafficClass::kActivation;
@@ -62,9 +70,12 @@ struct FrameHeader {
   uint32_t chunkBytes = 0;
   // Rank of the sender in `group`; for messages to people only.
   int32_t sourceRank = -1;
-  // Reliable frames received so far on this path, in the other direction.
+  // Reliable frames received so far on this path, in the other direction. Every
+  // frame carries it, so data in one direction acknowledges the other.
   uint64_t ack = 0;
   uint64_t message = 0; // number given by the sender, from 1
+  // Every chunk repeats the size of its message, and the first one to arrive
+  // announces the message.
   uint64_t totalBytes = 0;
   uint64_t offset = 0;
   uint64_t group = 0;
@@ -72,6 +83,8 @@ struct FrameHeader {
   uint64_t order = 0; // position in the stream
   OpSignature signature;
 
+  // Only for a header that decodeFrame() has accepted, or one of our own:
+  // otherwise the result may not fit.
   uint32_t chunkIndex() const {
     return chunkBytes == 0 ? 0 : static_cast<uint32_t>(offset / chunkBytes);
   }
@@ -79,10 +92,17 @@ struct FrameHeader {
 
 using FrameBytes = std::array<std::byte, kFrameHeaderBytes>;
 
+// Checks nothing: the channel makes sound headers. The checksum covers the
+// header alone; the payload has only the transport's.
 void encodeFrame(const FrameHeader& header, FrameBytes& out);
 
 // Checks everything a header alone can tell: magic, checksum, types, sizes
 // and offsets. On error `header` is unspecified.
+//
+// It keeps no state, so it cannot tell whether the message exists, is known by
+// another size, or was granted: Channel::onHeader does. Afterwards the payload
+// has exactly the length that its place in the message gives it
+// (frame_claims_are_checked).
 Status decodeFrame(
     std::span<const std::byte, kFrameHeaderBytes> bytes,
     FrameHeader& header);

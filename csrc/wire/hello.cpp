@@ -24,6 +24,8 @@ constexpr std::string_view kClientLabel = "resilient client";
 constexpr std::string_view kAcceptLabel = "resilient accept";
 constexpr std::string_view kKeyIdLabel = "resilient key id";
 
+// Writes one message: magic, version and length, then fields in little-endian
+// order. Unlike in frame.cpp no byte order of the host is assumed.
 class Writer {
  public:
   Writer(MessageKind kind, size_t bytes) {
@@ -60,6 +62,9 @@ class Writer {
 };
 
 // Reads fields of a message of checked length.
+//
+// The length was checked against a constant of this file before, so reads have
+// no bounds of their own.
 class Reader {
  public:
   explicit Reader(const std::vector<uint8_t>& message)
@@ -90,6 +95,8 @@ class Reader {
   const uint8_t* at_;
 };
 
+// The version keeps its place in all versions, as does the code of CHALLENGE:
+// two versions can always tell that they differ.
 uint16_t versionOf(const std::vector<uint8_t>& message) {
   return static_cast<uint16_t>(message[4] | message[5] << 8);
 }
@@ -115,6 +122,10 @@ std::string versionText(uint16_t theirs) {
       "; install the same torch_resilient everywhere";
 }
 
+// The proof is an HMAC over a label and all bytes of both sides so far. The
+// transcript holds both nonces, which makes a proof fresh; the label keeps it
+// from being used in another place
+// (a_proof_sent_back_as_the_other_sides_fails).
 Digest proofOf(
     const std::string& secret,
     std::string_view label,
@@ -253,6 +264,9 @@ void ClientHandshake::onInput() {
   }
 }
 
+// The order matters. A refusal is looked at first, since it has no proof. Then
+// the server must prove that it knows the secret. Only then the client writes
+// its own proof, and only then `eagerBudgetBytes` counts.
 void ClientHandshake::onChallenge() {
   Reader in(input_);
   auto code = helloCodeOf(in.number<uint16_t>());
@@ -288,6 +302,10 @@ void ClientHandshake::onChallenge() {
   expect(kAcceptBytes);
 }
 
+// Everything is checked before anything is taken over: a verdict with a wrong
+// signature leaves accepted() as it was. An acceptance must also be signed by
+// the process that was asked for; a relay could have led us to another member
+// (only_the_process_that_was_asked_for_can_accept).
 void ClientHandshake::onAccept() {
   auto error = headerError(input_, kAcceptKind, kAcceptBytes);
   Reader in(input_);
@@ -371,6 +389,9 @@ void ServerHandshake::sendChallenge(HelloCode code) {
   append(output_, challenge.out());
 }
 
+// The secret is chosen by the key id, before anything is proved. The record of
+// the hello's fields is a claim at this point, and decide() does not see it
+// yet.
 void ServerHandshake::onHello() {
   Reader in(input_);
   info_.keyId = in.bytes<sizeof(KeyId)>();
@@ -394,6 +415,9 @@ void ServerHandshake::onHello() {
   expect(kProofBytes);
 }
 
+// The transcript grows in the order of the messages, equally on both sides:
+// HELLO, CHALLENGE, PROOF. decide() has side effects (a reservation), so a
+// client without the secret must not reach it.
 void ServerHandshake::onProof() {
   auto error = headerError(input_, kProofKind, kProofBytes);
   if (!error.empty() || versionOf(input_) != kWireVersion ||

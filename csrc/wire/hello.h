@@ -50,7 +50,10 @@ struct HelloEndpoint {
   bool operator==(const HelloEndpoint&) const = default;
 };
 
-// The server's verdict, by wire value.
+// The server's verdict, by wire value. Only kOk, kUnknownKey and kVersion may
+// come in a CHALLENGE, which is not signed at that point. The others speak
+// about a process and come signed, in ACCEPT
+// (a_challenge_says_nothing_about_processes).
 #define RESILIENT_HELLO_CODES(X)                                          \
   X(kOk, "ok")                                                            \
   X(kDuplicateConnection, "another attempt to connect that path goes on") \
@@ -72,12 +75,14 @@ const char* helloCodeText(HelloCode code);
 // random bytes): an eavesdropper of a handshake can try guesses.
 KeyId keyIdOf(const std::string& secret);
 
-// The client's description of itself and of the path it wants.
+// The client's description of itself and of the path it wants. It is a claim,
+// even after the proof: any holder of the secret can write any uid here.
 struct HelloInfo {
   KeyId keyId{};
   Uid initiator{};
   Uid acceptor{}; // the process that it wants to reach
   uint16_t connectionIndex = 0;
+  // The server makes room for as many connections.
   uint16_t pathsWanted = 1; // between these two processes, in all
   int32_t initiatorRank = -1; // in the default group, or -1
   // The bytes that may be sent to it before it asks: see channel flow control.
@@ -87,7 +92,8 @@ struct HelloInfo {
   bool operator==(const HelloInfo&) const = default;
 };
 
-// The server's verdict, and who signed it.
+// The server's verdict, and who signed it. After a refusal in a CHALLENGE only
+// `code` is set.
 struct AcceptInfo {
   HelloCode code = HelloCode::kOk;
   uint64_t eagerBudgetBytes = 0;
@@ -100,6 +106,11 @@ struct AcceptInfo {
 
 // A side of the handshake: bytes in, bytes out, no I/O. Give it exactly what
 // was read, never more than wanted(): the bytes after it belong to the path.
+//
+// The caller's loop: send output() until it is empty, stop if the state has
+// ended, read at most wanted() bytes, give them to receive(). Output may remain
+// after the end, and must still be sent: the last message of a side is written
+// in the same step that ends it.
 class Handshake {
  public:
   enum class State { kRunning, kDone, kFailed };
@@ -116,6 +127,9 @@ class Handshake {
   size_t wanted() const {
     return state_ == State::kRunning ? expected_ - input_.size() : 0;
   }
+  // Any pieces will do (torn_input_makes_no_difference). More bytes than
+  // wanted() are a mistake of the caller and fail with kInternal. After a
+  // failure input is ignored.
   void receive(const void* data, size_t bytes);
   // Bytes to send, in order; the caller removes what it has sent. Also a
   // failed side may have some: the reason for the other.
@@ -128,7 +142,8 @@ class Handshake {
   ~Handshake() = default;
 
   // Called with exactly `expected_` bytes in input_, which it may use up by
-  // asking for more (expect) or ending (finish, fail).
+  // asking for more (expect) or ending (finish, fail). It must do one of these,
+  // or the handshake never ends.
   virtual void onInput() = 0;
   // Waits until input_ holds `total` bytes.
   void extend(size_t total) {
@@ -156,6 +171,9 @@ class Handshake {
   Status status_;
 };
 
+// The side that connected. Its HELLO is in output() from the start. It proves
+// itself only to a server that has proved itself before, so a stranger gets the
+// HELLO and no proof.
 class ClientHandshake final : public Handshake {
  public:
   // info.keyId is filled in from the secret.
@@ -186,10 +204,14 @@ struct ServerIdentity {
   std::function<std::optional<std::string>(const KeyId&)> secretOf;
   // Asked once the client has proved that it knows the secret and wants us. A
   // reservation for kOk must be released if the handshake fails after all (the
-  // connection may break before the verdict is out).
+  // connection may break before the verdict is out). It is not asked for a
+  // client that wanted another process: the verdict is then kWrongPeer.
   std::function<HelloCode(const HelloInfo&)> decide;
 };
 
+// The side that was called. Bytes that are no hello get no answer at all. It
+// answers with a proof of its own before the client has proved anything, but
+// over a nonce of that client, so a recorded answer is of no use.
 class ServerHandshake final : public Handshake {
  public:
   // `identity` must outlive the handshake. `reachedAt` is the local end of the
@@ -202,6 +224,7 @@ class ServerHandshake final : public Handshake {
   const HelloInfo& info() const {
     return info_;
   }
+  // Stays true if the client is then refused.
   bool authenticated() const {
     return authenticated_;
   }

@@ -148,6 +148,7 @@ void encodeSymbolHeader(const SymbolHeader& h, std::byte* out) {
   put(out, kRoundTripMicrosAt, h.roundTripMicros);
 }
 
+// The upper bound is the last type: move it with a new one.
 Status packetType(std::span<const std::byte> packet, PacketType& type) {
   if (packet.empty()) {
     return malformed("bytes", 0);
@@ -207,6 +208,9 @@ Status decodeSymbol(
   return Status();
 }
 
+// Fills the packet in two steps and writes the counts last, when it is known
+// how many entries fit. Entries that are left out stay true and come with a
+// later report.
 std::vector<std::byte> encodePacketReport(const PacketReport& r, size_t max) {
   std::vector<std::byte> out(kReportHeaderBytes);
   uint16_t ranges = 0, objects = 0;

@@ -41,6 +41,10 @@ inline constexpr uint32_t kMaxRepairSymbols = 65536;
 
 // The description of an object stands in each of its packets: any of them is
 // enough to begin with.
+//
+// All packets of an object must agree on the fields that describe it; the
+// receiver takes a contradiction for a protocol error. The fields of one packet
+// are `type`, `repair`, `retransmitted`, `index`, `position` and the two times.
 struct SymbolHeader {
   PacketType type = PacketType::kSymbol;
   bool repair = false; // parity
@@ -64,6 +68,8 @@ struct SymbolHeader {
   uint16_t position = 0;
   uint32_t objectBytes = 0;
   uint64_t object = 0; // from 1
+  // The clock counts modulo 2^32, about 71 minutes: only differences of recent
+  // values mean anything.
   uint32_t sentMicros = 0; // the sender's clock
   uint32_t roundTripMicros = 0; // as the sender knows it; 0: not yet
 };
@@ -72,12 +78,17 @@ struct SymbolHeader {
 using IndexRange = std::pair<uint16_t, uint16_t>;
 using ObjectRange = std::pair<uint64_t, uint64_t>;
 
+// If no packet of the object has come, its count is unknown, and the range is 0
+// to 65,535.
 struct WantedSymbols {
   uint64_t object = 0;
   std::vector<IndexRange> indices; // ascending, disjoint
 };
 
 // Everything since the beginning: a report that is lost costs nothing but time.
+//
+// Reports have numbers of their own because datagrams arrive in any order: an
+// older report than the last is dropped.
 struct PacketReport {
   uint64_t number = 0; // of the report, from 1
   uint64_t largest = 0; // packet number received
@@ -94,16 +105,19 @@ struct PacketReport {
   std::vector<WantedSymbols> wanted; // each object once, ascending
 };
 
+// The answer is short, whatever the size of the probe: only the way there is
+// tested.
 struct PacketProbe {
   PacketType type = PacketType::kProbe;
   uint64_t token = 0; // returned as it is
   uint32_t bytes = 0; // of the probe, its filling included; in replies too
 };
 
-// Writes exactly kSymbolHeaderBytes, the piece comes behind it.
+// Writes exactly kSymbolHeaderBytes, the piece comes behind it. Checks nothing;
+// the sender makes sound headers.
 void encodeSymbolHeader(const SymbolHeader& header, std::byte* out);
-// At most `most` bytes: entries that do not fit are left out, and come next
-// time.
+// At most `max` bytes: entries that do not fit are left out, and come next
+// time. `max` must be at least kReportHeaderBytes.
 std::vector<std::byte> encodePacketReport(
     const PacketReport& report,
     size_t max);
@@ -113,6 +127,10 @@ void encodeProbe(const PacketProbe& probe, std::byte* out); // kProbeBytes
 Status packetType(std::span<const std::byte> packet, PacketType& type);
 // These check everything that one packet can tell: lengths, counts, order.
 // On error the result is unspecified. `symbol` is the piece behind the header.
+//
+// An END has the description of its object and no symbol. The result borrows
+// from `packet`. Whether the description fits earlier packets of the object is
+// for PacketReceiver to check.
 Status decodeSymbol(
     std::span<const std::byte> packet,
     SymbolHeader& header,
