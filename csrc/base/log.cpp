@@ -107,6 +107,8 @@ void setLogSink(std::function<void(std::string_view line)> sink) {
   log().sink = std::move(sink);
 }
 
+// The period begins with a message, not with the clock: a lone message always
+// passes.
 std::optional<uint64_t> LogRateLimit::pass(TimePoint now) {
   std::lock_guard lock(mutex_);
   if (!start_ || now - *start_ >= period_) {

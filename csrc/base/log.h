@@ -16,6 +16,10 @@ namespace resilient {
 //   [resilient rank 3 W 12:34:56.789] path 2 to rank 1 is down: ...
 //
 // Thread-safe: lines never mix. Never pass a secret.
+//
+// The lock of the log is held while a line is written. A terminal or a pipe
+// that blocks therefore holds up every thread that logs, the loop too: messages
+// that a peer can cause must go through a LogRateLimit.
 enum class LogLevel : uint8_t {
   kDebug = 0,
   kInfo = 1,
@@ -26,7 +30,8 @@ enum class LogLevel : uint8_t {
 // "debug", "info", "warning", "error"; anything else gives nothing.
 std::optional<LogLevel> logLevelFromName(std::string_view name);
 
-// Messages below `level` are dropped. At first: kWarning.
+// Messages below `level` are dropped. At first: kWarning. The level and the
+// rank belong to the process, and may change at any time.
 void setLogLevel(LogLevel level);
 
 // The rank shown in each line; negative (at first): none is shown.
@@ -35,10 +40,13 @@ void setLogRank(int rank);
 // For messages that are costly to build.
 bool logEnabled(LogLevel level);
 
+// Control characters in `text` become spaces, so a peer's text cannot forge a
+// line.
 void logMessage(LogLevel level, std::string_view text);
 
 // Sends finished lines (without newline) elsewhere; an empty function
 // restores standard error. Called under the log's lock, so it must not log.
+// After it returns, the old sink is not called any more.
 void setLogSink(std::function<void(std::string_view line)> sink);
 
 // Lets at most `burst` messages pass in each `period`, and counts the rest: a
@@ -47,6 +55,8 @@ void setLogSink(std::function<void(std::string_view line)> sink);
 //   if (auto dropped = limit.pass(now)) {
 //     logMessage(LogLevel::kWarning, "..." + LogRateLimit::suffix(*dropped));
 //   }
+//
+// The dropped messages are reported only with the next one that passes.
 class LogRateLimit {
  public:
   LogRateLimit(uint64_t burst, Nanos period) : burst_(burst), period_(period) {}

@@ -90,6 +90,8 @@ std::string_view trimmed(std::string_view text) {
   return text.substr(first, text.find_last_not_of(kBlanks) - first + 1);
 }
 
+// The whole text must be a number: no blanks, no sign "+", no fraction. A
+// product with the unit that overflows is no number either.
 std::optional<int64_t> parseInteger(std::string_view text, bool suffixes) {
   int64_t unit = 1;
   if (suffixes && !text.empty()) {
@@ -165,6 +167,9 @@ bool inBounds(const OptionInfo& option, double value) {
   return value >= option.min && value <= option.max;
 }
 
+// Checks one field by its own bounds. Relations between fields are for
+// validate() alone: setFromString() must be able to set them one after the
+// other.
 bool acceptable(const OptionInfo& option, const EngineOptions& options) {
   return std::visit(
       [&](auto member) {
@@ -203,6 +208,8 @@ std::string valueText(const OptionInfo& option, const EngineOptions& options) {
 }
 
 // False if the text is no value of this option; `options` is then unchanged.
+// Works on a copy, which gives the strong guarantee that options.h promises
+// (options_a_failed_assignment_changes_nothing).
 bool assign(
     const OptionInfo& option,
     EngineOptions& options,
@@ -276,6 +283,9 @@ const OptionInfo& find(std::string_view name) {
 
 // How many characters must be added, removed, replaced or swapped with the
 // next one to make `b` of `a`.
+//
+// The optimal string alignment distance: a pair that was swapped is not edited
+// again.
 size_t editDistance(std::string_view a, std::string_view b) {
   // Rows of the table for the last two lengths of `a`, and for the present one.
   std::vector<size_t> before, last(b.size() + 1), now(b.size() + 1);
@@ -304,6 +314,9 @@ std::vector<std::string> knownVariables() {
 
 // 'did you mean X? `...` lists all', or only the second part if none of the
 // `names` is similar. A name without its unit counts as similar.
+//
+// The prefix that all variables share does not count for the length: with it,
+// more edits would pass as similar.
 std::string suggestion(
     std::string_view name,
     const std::vector<std::string>& names) {
@@ -387,6 +400,9 @@ std::string EngineOptions::getAsString(std::string_view name) const {
   return valueText(find(name), *this);
 }
 
+// The checks of single fields come first, so the relations are compared only
+// between values that are in their bounds. Lists for sites are parsed here and
+// thrown away: the engine parses them again.
 void EngineOptions::validate() const {
   for (const OptionInfo& option : optionTable()) {
     if (!acceptable(option, *this)) {

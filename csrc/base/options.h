@@ -21,7 +21,9 @@ inline constexpr size_t kSecretBytesMin = 16;
 
 // Every setting of the engine, with its default. The fields, their meaning
 // and their bounds are in options.def. A field bears the same name here, in
-// Python, in docs/options.md and (in capitals) in the environment.
+// Python, in docs/options.md and (in capitals) in the environment. A plain
+// value without a lock. The engine copies it when it starts, so later changes
+// reach later engines only.
 struct EngineOptions {
 #define RESILIENT_FIELD_Bytes int64_t
 #define RESILIENT_FIELD_Count int64_t
@@ -47,7 +49,9 @@ struct EngineOptions {
   // The defaults, changed by every TORCH_RESILIENT_* variable that is set and
   // not empty (TORCH_RESILIENT_SITE: that is set). Throws
   // StatusError(kInvalidArgument), which names the
-  // variable, its value (not that of a secret) and what would be right.
+  // variable, its value (not that of a secret) and what would be right. Reads
+  // the environment without a lock, as getenv() does: no other thread may
+  // change it meanwhile.
   static EngineOptions fromEnvironment();
 
   // Sets one field from text, in the form the environment uses: "64M" for
@@ -56,8 +60,9 @@ struct EngineOptions {
   // no such value, or it is out of bounds; the field is then unchanged.
   void setFromString(std::string_view name, std::string_view text);
 
-  // The field as text that setFromString takes back. A secret that is set
-  // reads "(set)". Throws StatusError(kInvalidArgument) for an unknown field.
+  // The field as text that setFromString takes back. A secret that is set reads
+  // "(set)". Throws StatusError(kInvalidArgument) for an unknown field. Unlike
+  // other texts, that one cannot be passed back.
   std::string getAsString(std::string_view name) const;
 
   // `site`, or empty if it is not declared.
@@ -77,6 +82,9 @@ bool isSiteName(std::string_view text);
 // Numbers for sites, as wan_rate_limit and wan_dscp have them:
 // "eu-west=50M, *=1G", where * stands for all that are not named, or one number
 // alone, which is the same as * with it.
+//
+// An immutable value after parsing. Look-ups are linear: lists have a few
+// entries.
 class SiteNumbers {
  public:
   // Nothing if the text is malformed, names a site twice or has a number out
@@ -88,6 +96,8 @@ class SiteNumbers {
       std::string_view text,
       std::span<const std::string_view> words);
 
+  // The number written for this very name, "*" included; nothing if it is not
+  // there.
   std::optional<int64_t> named(std::string_view site) const;
   // The sites that have numbers of their own.
   std::vector<std::string> sites() const;
@@ -140,6 +150,8 @@ enum class OptionKind : uint8_t {
   Secret,
 };
 
+// The kind of an option decides which of these types its field has: see the
+// macros in EngineOptions.
 using OptionMember = std::variant<
     int64_t EngineOptions::*,
     double EngineOptions::*,
@@ -158,7 +170,8 @@ struct OptionInfo {
   OptionMember member;
 };
 
-// All options, in the order of the table.
+// All options, in the order of the table. Built on first use, thread-safe;
+// never changes afterwards.
 const std::vector<OptionInfo>& optionTable();
 
 // Variables that begin with TORCH_RESILIENT_ and that nothing reads: most

@@ -7,8 +7,9 @@
 namespace resilient {
 
 // Bytes from the kernel: unpredictable, for nonces, uids and secrets. The only
-// source of chance in the project that does not replay from a seed; only the
-// engine calls it. Blocks at most until the kernel's pool is ready at boot.
+// source of chance in the project that does not replay from a seed; delegate/
+// and transport/ call it, the core never does. Blocks at most until the
+// kernel's pool is ready at boot.
 void fillRandom(void* data, size_t bytes);
 
 // One step of splitmix64: turns any number, also 0, 1, 2..., into a well mixed
@@ -23,6 +24,9 @@ constexpr uint64_t mixBits(uint64_t x) {
 // A small seeded generator (xoshiro256**) for simulation and faults: the same
 // seed gives the same stream on every machine. Not for secrets. Usable with
 // the distributions of <random>, though those differ between libraries.
+//
+// An object belongs to one thread at a time. The constants and the stream are
+// pinned by a test (seeded_streams_are_pinned_and_even).
 class Prng {
  public:
   using result_type = uint64_t;

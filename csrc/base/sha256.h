@@ -44,6 +44,8 @@ class Sha256 {
 };
 
 // HMAC-SHA256 (RFC 2104), fed in pieces.
+//
+// The key may have any length. finish() may be called once.
 class HmacSha256 {
  public:
   explicit HmacSha256(std::string_view key);
@@ -61,7 +63,7 @@ class HmacSha256 {
 };
 
 // Takes the same time wherever the first difference is: a stranger cannot find
-// a proof byte by byte.
+// a proof byte by byte. Compare lengths before: they are no secret.
 bool equalConstantTime(const void* a, const void* b, size_t bytes);
 
 } // namespace resilient

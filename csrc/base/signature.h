@@ -79,6 +79,8 @@ enum class OpKind : uint8_t {
 #undef X
 };
 
+// The values of these three lists are wire values: add at the end, and move the
+// bounds in validSignatureBytes() with the last entry.
 size_t dtypeBytes(DType t);
 const char* dtypeName(DType t);
 const char* reduceOpName(ReduceOp op);
@@ -92,6 +94,8 @@ bool validSignatureBytes(uint8_t kind, uint8_t dtype, uint8_t reduceOp);
 // mixing their data. Two signatures of one operation must be equal on all
 // ranks, so only what must agree is in it: `count` is 0 where sizes may differ
 // by rank (all_to_all, gather of uneven parts).
+//
+// Ranks compare all fields, so what one rank cannot know must not be in it.
 struct OpSignature {
   OpKind kind = OpKind::kSend;
   DType dtype = DType::kUInt8;

@@ -22,6 +22,11 @@ chooseBits(bool condition, uint32_t yes, uint32_t no) {
 // have neither infinity nor a negative zero). Every NaN becomes the one
 // canonical NaN of its format: which of two NaNs an addition returns depends on
 // how the compiler orders its operands.
+//
+// A format is a layout and five constants. Magnitudes from kOverflow on, as
+// float32 bits, become kOverflowCode. Rounding can carry a smaller one into the
+// next code. The result is infinity or NaN and right as it is, except with
+// kSaturates, which clamps it. kUnsignedZero marks the fnuz formats.
 template <typename Bits, int kMantissaBits, int kBias>
 struct SmallFloatLayout {
   using Storage = Bits;
@@ -96,6 +101,8 @@ struct Float8E5M2FNUZFormat : SmallFloatLayout<uint8_t, 2, 16> {
   static constexpr bool kUnsignedZero = true;
 };
 
+// The conversion is exact: every value of a narrow format is a float32. Both
+// candidates, normal and subnormal, are computed, and the code decides.
 template <typename Format>
 [[gnu::always_inline]] constexpr float decodeSmallFloat(
     typename Format::Storage code) {
@@ -119,6 +126,14 @@ template <typename Format>
   return std::bit_cast<float>(bits);
 }
 
+// How it works. A normal result comes from integer arithmetic: rebias the
+// exponent, add just under half of the last place, plus one if the last kept
+// bit is odd, and cut. A carry out of the mantissa raises the exponent, which
+// is the right result. A subnormal result comes from one float addition: at the
+// magnitude of kSubnormalMagic the last place of a float32 is the smallest
+// subnormal of the format, so the float unit rounds to it. This needs the
+// default floating-point state (EventLoop::Turn). NaN comes last and overrides
+// the rest.
 template <typename Format>
 [[gnu::always_inline]] inline typename Format::Storage encodeSmallFloat(
     float value) {

@@ -6,7 +6,9 @@
 
 namespace resilient {
 
-// Every way for work to end. One list keeps enum and text equal.
+// Every way for work to end. One list keeps enum and text equal. The values
+// travel in kReject, kCancel and notices: never reorder them. kInternal stays
+// the last, since decoders take it for the upper bound (wire/control.cpp).
 #define RESILIENT_STATUS_CODES(X)                                             \
   X(kOk, "ok")                                                                \
   X(kTimeout, "timed out") /* the operation's limit passed */                 \
@@ -28,6 +30,9 @@ enum class StatusCode : unsigned char {
 const char* statusCodeText(StatusCode code);
 
 // The outcome of an operation: ok, or a code and a sentence for people.
+//
+// Messages name the attempt and then the reason, without a final stop: callers
+// put their own words in front.
 class Status {
  public:
   Status() = default;
@@ -52,6 +57,8 @@ class Status {
 
 // Carries a Status through code that unwinds: a coroutine after a failed
 // transfer, a constructor that cannot proceed.
+//
+// It must not leave a turn of the loop, where an exception ends the process.
 class StatusError : public std::exception {
  public:
   explicit StatusError(Status status)

@@ -9,6 +9,9 @@
 namespace resilient {
 
 // Owns one file descriptor and closes it.
+//
+// Errors of close() are ignored. A moved-from object is empty. Remove a
+// descriptor from the event loop before its owner closes it.
 class FileDescriptor {
  public:
   FileDescriptor() = default;
@@ -50,10 +53,12 @@ Status errnoStatus(StatusCode code, const std::string& attempt, int error);
 
 // Returns `result` unless it is -1; then throws a StatusError that names the
 // attempt and errno. For calls that fail only if something is badly wrong (no
-// memory, no descriptors); expected failures come back as a Status.
+// memory, no descriptors); expected failures come back as a Status. Reads
+// errno: nothing may come between the call and this one.
 int checkSyscall(const std::string& attempt, int result);
 
-// Repeats a system call that a signal interrupted.
+// Repeats a system call that a signal interrupted. Not for close() and
+// connect(): after EINTR these have done their work or go on in the background.
 template <typename Call>
 auto retryInterrupted(Call&& call) {
   for (;;) {

@@ -7,6 +7,9 @@ namespace resilient {
 namespace {
 
 // The length of the code point that `text` begins with; 0: not UTF-8.
+//
+// Strict: overlong forms, surrogates and values above U+10FFFF are no UTF-8. An
+// overlong form could hide a control character from the check below.
 size_t codePointBytes(std::string_view text, uint32_t& point) {
   const auto byte = [&](size_t i) {
     return static_cast<uint8_t>(i < text.size() ? text[i] : 0);

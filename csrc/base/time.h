@@ -10,6 +10,7 @@ namespace resilient {
 using Nanos = std::chrono::nanoseconds;
 using TimePoint = std::chrono::time_point<std::chrono::steady_clock, Nanos>;
 
+// Compare it, never add to it: the sum would overflow.
 inline constexpr TimePoint kNever = TimePoint::max();
 
 // Longer time-outs mean this one. A TimePoint ends after 292 years, and what
@@ -21,6 +22,8 @@ inline double toSeconds(Nanos d) {
   return std::chrono::duration<double>(d).count();
 }
 
+// The value must fit: up to 292 years, no NaN. The bounds of the options keep
+// to that.
 inline Nanos fromSeconds(double s) {
   return std::chrono::duration_cast<Nanos>(std::chrono::duration<double>(s));
 }

@@ -6,6 +6,9 @@ namespace resilient {
 // zeros there and reports their places. Nothing, unless its sender asks for it.
 //
 // Paper: SMART §3.1, §3.2.
+//
+// Only paths of datagrams make use of it; connections and shared memory deliver
+// every byte.
 struct Tolerance {
   // Packets of gradients with at least this mean magnitude must arrive.
   float threshold = 0;

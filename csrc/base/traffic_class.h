@@ -9,6 +9,9 @@ namespace resilient {
 // activations now, an optimizer for gradients soon, a checkpoint for bulk any
 // time. A lower value goes first.
 // Paper: SMART §3.1, the type that each message carries; no depth of layer.
+//
+// These are wire values, in the header of every frame; sets of classes are bit
+// masks of them (Channel::setClasses).
 enum class TrafficClass : uint8_t {
   kActivation = 0,
   kActivationGradient = 1,
