@@ -73,7 +73,10 @@ void Channel::removePath(PathId path, TimePoint now) {
   ready();
 }
 
-// Queues the content of `f` to be sent once more.
+// Queues the content of `f` to be sent once more. There are two cases: a path
+// that is gone gives its frames away; a suspect path keeps them, and other
+// paths send copies. An offer is not repeated as such: the message goes back to
+// its queue, and the next path announces it anew if there is still no credit.
 void Channel::takeBack(InFlight& f, bool pathIsGone) {
   if (f.control) { // the peer may have it: it must bear a second one
     if (!f.superseded) {
@@ -108,7 +111,10 @@ void Channel::takeBack(InFlight& f, bool pathIsGone) {
 }
 
 // From now on acknowledgements of the message may repeat. Until now none has:
-// what is neither in flight nor taken back has been acknowledged.
+// what is neither in flight nor taken back has been acknowledged. It must run
+// before the second copy of any chunk is handed out: afterwards the frames in
+// flight no longer tell which chunks are open. Costs one look at all frames in
+// flight, once for each message.
 void Channel::trackChunks(OutMessage& m) {
   if (m.tracked) {
     return;
@@ -137,6 +143,8 @@ void Channel::trackChunks(OutMessage& m) {
 
 // Paper: SHIFT §4.3.2 falls back when an error tells that a path has failed.
 // Repeats do no harm here, so doubt is enough; the path keeps what it has.
+// Superseded frames stay in inFlight. The peer counts them if they arrive, and
+// its count must keep naming the same frames.
 void Channel::setSuspect(PathId path, bool suspect) {
   PathState& p = state(path);
   if (p.suspect == suspect) {
@@ -179,6 +187,9 @@ const std::deque<OutFrame>& Channel::unwritten(PathId path) const {
   return state(path).unwritten;
 }
 
+// An urgent acknowledgement, a ping or a pong leaves over any path. Chunks and
+// control frames need one that is not suspect and not on probation; whether a
+// chunk is worth taking here is only known in pull().
 bool Channel::hasFrames(PathId path) const {
   const PathState& p = state(path);
   if (controlFor(path) != control_.end() || grantsUrgent_ || p.ackUrgent ||
@@ -233,6 +244,8 @@ void Channel::ping(PathId path) {
   ready();
 }
 
+// Frames that are urgent already set no deadline: they leave with the next
+// pull().
 TimePoint Channel::deadline() const {
   TimePoint due = grantsUrgent_ ? kNever : grantsDue_;
   due = std::min({due, stageCheckAt_, askAgainAt_});
@@ -244,6 +257,9 @@ TimePoint Channel::deadline() const {
   return due;
 }
 
+// Makes no frame itself. It marks acknowledgements and grants as urgent, copies
+// lent buffers, and lets the owner pump: a frame exists only once a path pulls
+// it.
 void Channel::onTimer(TimePoint now) {
   lastNow_ = now;
   bool wake = false;

@@ -27,19 +27,27 @@ class Mailbox;
 using PathId = uint32_t;
 
 // The bytes that all channels of a process may hold as copies. A copied send
-// completes before its acknowledgement.
+// completes before its acknowledgement. One object serves all channels of a
+// process. A message that does not fit is not copied: its owner then waits for
+// the acknowledgement.
 struct StagingBudget {
   uint64_t limit = 0;
   uint64_t used = 0;
 };
 
 struct ChannelConfig {
+  // The largest chunk. Messages are cut smaller where a path is slow, and
+  // larger if they would exceed kMaxChunksPerMessage.
   uint32_t chunkBytes = 512u << 10;
   // The bytes that the *receiver* of a direction holds for messages without a
   // receive; the peer's value arrives with the handshake.
   uint64_t ownEagerBytes = 64u << 20;
   uint64_t peerEagerBytes = 64u << 20;
+  // Sends up to this size are copied at once and end in send(), if the
+  // StagingBudget allows it.
   uint64_t copyBytes = 64u << 10;
+  // A larger point-to-point send may be copied after this time: see
+  // stageLent().
   Nanos stageAfter = std::chrono::milliseconds(2);
   uint64_t starvationBytes = 8u << 20;
   uint32_t firstChunkBytes = UINT32_MAX; // at most, while nothing is measured
@@ -53,6 +61,10 @@ class ChannelHost {
   // There may be frames for the paths, or an earlier deadline(). Called often;
   // must be cheap and must not call back into the channel.
   virtual void channelReady(Channel& channel) = 0;
+  // Both are called from within onPayload(), once for each frame, whichever
+  // paths repeated it. The host may send. It must not close the path that
+  // brought the frame, nor destroy the channel, before a later turn: the path
+  // goes on reading, and the acknowledgement of a goodbye still has to leave.
   virtual void onControl(
       Channel& channel,
       std::span<const std::byte> payload) = 0;
@@ -62,6 +74,9 @@ class ChannelHost {
 // A frame on its way into a path: header, then payload. The payload pointer
 // may change between two writes (a buffer was copied because its owner wants
 // it back), never the bytes: ask again before each write.
+//
+// It stays in the unwritten frames of one path until popWritten(), removePath()
+// or fail(). Until then the path may keep a pointer to it.
 struct OutFrame {
   FrameBytes header;
   const std::byte* payload = nullptr;
@@ -75,6 +90,8 @@ struct OutFrame {
   TrafficClass trafficClass = TrafficClass::kActivation;
   DType dtype = DType::kUInt8;
   Tolerance tolerance;
+  // The payload, if its message gave the buffer back before the frame was
+  // written: see detachFrames().
   std::unique_ptr<std::byte[]> owned;
 };
 
@@ -119,7 +136,17 @@ struct PathCounters {
 // user's buffer; before that, into a block of its own. A duplicate is
 // discarded.
 //
-// Thread: loop thread. Lifetime: outlives every operation posted to it.
+// Errors. A Status that is not ok from onHeader() or onPayload() is a protocol
+// error of the peer. The channel does not act on it: the caller closes the
+// path, and the other paths carry its frames. Errors of an operation only reach
+// its owner through the completion queue, never as a return value.
+//
+// Time. Every call with `now` must pass a time that is not before that of the
+// call before. Calls without it use the time of the last one that had it.
+//
+// Thread: loop thread. Lifetime: outlives every operation posted to it. The
+// mailbox, the queue, the budget and the host are borrowed and outlive the
+// channel.
 class Channel {
  public:
   Channel(
@@ -152,48 +179,83 @@ class Channel {
   }
 
   // --- the application's side
+  // Borrows `op` and its bytes until finished() or cancelSend(). The order of
+  // the calls is the order in which messages of one (group, stream) match. A
+  // message that is too large, or any message after fail(), ends through the
+  // completion queue, too.
   void send(SendOp* op, TimePoint now);
-  // The operation will not be finished; its memory is free at return.
+  // The operation will not be finished; its memory is free at return. The
+  // receive that matches the message fails with `reason`, unless it has ended
+  // before. A send that has ended already is left as it is.
   void cancelSend(SendOp* op, const std::string& reason, TimePoint now);
+  // At most kMaxControlBytes. It reaches the peer exactly once, but in no order
+  // with messages or other control frames. After fail() it is dropped.
   void sendControl(std::vector<std::byte> payload);
+  // The goodbye may overtake messages on another path, so call it only once
+  // drained() holds. It asks for an acknowledgement at once.
   void sendBye();
-  // Everything pending fails; later sends fail at once.
+  // Everything pending fails; later sends fail at once. Only the first call
+  // counts. Messages that have arrived whole stay for receives to come. The
+  // paths stay, but pull() gives them nothing; their owner removes them.
   void fail(const Status& status);
   const Status& failure() const {
     return failure_;
   }
-  // Nothing is waiting to be sent or acknowledged.
+  // Nothing is waiting to be sent or acknowledged. A message counts until all
+  // its chunks are acknowledged, even if a copy has ended its send. Control
+  // frames count, too.
   bool drained() const;
-  // The same for the messages of one group.
+  // The same for the messages of one group. Control frames do not count here.
+  // Looks at every open message.
   bool drained(uint64_t group) const;
 
   // --- the mailbox's side
-  // `message` got a receive; moves what has arrived, asks for the rest.
+  // `message` got a receive; moves what has arrived, asks for the rest. Call it
+  // once for each message, after setting `message.op`. A whole message ends its
+  // receive, so `message` may be gone at return.
   void matched(InMessage& message);
   // `message` is over and its sender knows. Frees it.
   void drop(InMessage& message) {
     forget(message);
   }
-  // No receive will take `message`: tells the sender why and frees it.
+  // No receive will take `message`: tells the sender why and frees it. If this
+  // happens while a chunk of it is being read, the refusal takes the path of
+  // that chunk, ahead of its acknowledgement. On another path it could come too
+  // late: the send would have succeeded.
   void reject(InMessage& message, StatusCode code, const std::string& reason);
 
   // --- the paths' side
+  //
+  // A path's owner adds it before any other call with its id and removes it
+  // when it is closed. All other functions need a path that is there; only
+  // removePath() ignores an unknown one. The references stay valid while other
+  // paths come and go.
   void addPath(PathId path, TimePoint now);
   // Takes back what the path had not delivered.
   void removePath(PathId path, TimePoint now);
   // Adds the next frame to the path's unwritten ones; null if there is none.
-  // Without `chunks` none of a message: only what keeps the path alive.
+  // Without `chunks` none of a message: only what keeps the path alive. A
+  // pulled frame is bound to this path. Others repeat it only if the path is
+  // removed, suspect, or late with it (hedge()), so a path should pull no more
+  // than it can write soon.
   const OutFrame* pull(PathId path, TimePoint now, bool chunks = true);
+  // In the order of pull(). The front may be half written.
   const std::deque<OutFrame>& unwritten(PathId path) const;
+  // Needs an unwritten frame. From then on the peer may acknowledge it; before,
+  // an acknowledgement of it is a protocol error. A message whose last byte
+  // this was may be copied here, which ends its send.
   void popWritten(PathId path); // the front has been written whole
   // For a path whose transport itself reports how far the peer is: delivered()
   // gives the number of reliable frames since the beginning. Neither end then
   // sends acknowledgements over it. Both must call this before the first frame.
   // `ordered`: frames arrive in the order of writing.
   void setSelfAcknowledging(PathId path, bool ordered = true);
+  // A number beyond what was written counts as that, and a lower one than
+  // before is ignored.
   void delivered(PathId path, uint64_t frames, TimePoint now);
   // The capacity in bytes per second that the transport knows. It is more exact
-  // than an estimate from single messages with pauses between them.
+  // than an estimate from single messages with pauses between them. It decides
+  // the size of chunks only. The choice of paths goes by measurements.
   void setCapacity(PathId path, double bytesPerS);
   // The capacity in bytes per second of the path that this one replaces.
   // Without it, a path that joins one which can do the work alone is never
@@ -202,8 +264,13 @@ class Channel {
   // Something to pull for some path? (An approximation: may be true in vain.)
   bool hasFrames(PathId path) const;
 
-  // Received: a header, then its payload. destination() says where the
-  // payload begins (null: discard); it may change between reads.
+  // Received: a header, then its payload. destination() says where the payload
+  // begins (null: discard); it may change between reads. A path reads one frame
+  // after the other: onHeader(), all bytes of the payload to where
+  // destination() says, onPayload(). Ask destination() before each read, and go
+  // on at the same offset: a match in between moves the message from a block of
+  // ours to the user's buffer. onPayload() follows every header, including one
+  // without a payload.
   Status onHeader(PathId path, const FrameHeader& header, TimePoint now);
   std::byte* destination(PathId path);
   // `zeroFilled`: parts of the payload that were lost, and are zero. Only of a
@@ -212,6 +279,9 @@ class Channel {
       PathId path,
       TimePoint now,
       std::span<const ByteRange> zeroFilled = {});
+  // The next pull() sends it, also over a path that is suspect or on probation.
+  // Calls before that pull() send one ping together. The answer moves
+  // answeredUpTo().
   void ping(PathId path);
   // Nothing but pings goes over the path until trust(). For one that has
   // broken before, where others work: what it were given might be stuck until
@@ -220,17 +290,20 @@ class Channel {
   bool onProbation(PathId path) const;
   uint32_t pingsAnswered(PathId path) const; // since putOnProbation
   void trust(PathId path);
-  // A suspect path gets nothing new that must arrive, and what it has in
-  // flight is sent once more by the others. It may recover: then it goes on.
+  // A suspect path gets nothing new that must arrive, and what it has in flight
+  // is sent once more by the others. It may recover: then it goes on. The end
+  // of a suspicion takes nothing back: of two copies in flight, the first that
+  // is acknowledged counts.
   void setSuspect(PathId path, bool suspect);
   bool isSuspect(PathId path) const;
-  // The traffic classes that the path carries, a bit each (1 << class); all
-  // at first. 0: a path in reserve.
+  // The traffic classes that the path carries, a bit each (1 << class); all at
+  // first. 0: a path in reserve. A path in reserve still takes control frames.
   void setClasses(PathId path, uint8_t classes);
   uint8_t classes(PathId path) const;
 
   // --- time
   TimePoint deadline() const; // when onTimer has something to do
+  // An early call does nothing.
   void onTimer(TimePoint now);
 
   // --- what is known
@@ -357,13 +430,17 @@ class Channel {
   // sending
   uint64_t lastMessage_ = 0;
   std::unordered_map<uint64_t, std::unique_ptr<OutMessage>> out_;
-  // Messages with chunks to send, by class; and those that wait for credit.
+  // Messages with chunks to send, by class; and those that wait for credit. A
+  // message is in one of these queues at most, and once (OutMessage::queued),
+  // and stays in out_ while it is. One with nothing left to send is removed
+  // only when nextSendable() meets it at the front.
   std::array<std::deque<uint64_t>, kTrafficClassCount> ready_;
   std::array<std::deque<uint64_t>, kTrafficClassCount> blocked_;
   ClassScheduler scheduler_;
   uint64_t chargedBytes_ = 0; // of peerEagerBytes
   size_t offers_ = 0; // announced, not granted
   uint64_t unacknowledged_ = 0; // messages not abandoned and not acknowledged
+  // Not handed to a path yet. Frames that a path gives back go to the front.
   std::deque<std::unique_ptr<Control>> control_;
   std::optional<PathId> arrivingOn_; // the path of the frame in onHeader()
   uint64_t lastControl_ = 0; // numbers kControl and kBye
@@ -383,7 +460,8 @@ class Channel {
       return (s.first ^ (s.second * 0x9e3779b97f4a7c15)) * 0xff51afd7ed558ccd;
     }
   };
-  // Next order by (group, stream), for point-to-point.
+  // Next order by (group, stream), for point-to-point. It keeps an entry for
+  // every tag that was ever used.
   std::unordered_map<std::pair<uint64_t, uint64_t>, uint64_t, StreamHash>
       nextOrder_;
 
@@ -399,6 +477,7 @@ class Channel {
 
   FrameHeader lastCollective_;
 
+  // A map: references to a state must survive when other paths are added.
   std::map<PathId, PathState> paths_;
   TimePoint lastNow_{};
   ChannelCounters counters_;

@@ -44,6 +44,13 @@ Channel::onHeader(PathId path, const FrameHeader& header, TimePoint now) {
 // matched message takes the payload in the user's buffer; another one in a
 // block of its own, charged against ownEagerBytes. Messages that are over are
 // discarded, which makes it safe for a sender to repeat any chunk.
+//
+// The order matters. p.message is set before the announcement, since the
+// mailbox may refuse the message there, and forget() then resets p.message: no
+// payload is written to freed memory. A block is made only after the
+// announcement, since a match gives the payload a place in the user's buffer.
+// The credit is checked where a block is made, so a peer can never make us hold
+// more than our budget.
 Status Channel::onData(PathState& p, const FrameHeader& header) {
   if (done_.contains(header.message) || !failure_.ok()) {
     refuseAgain(header);
@@ -116,6 +123,8 @@ void Channel::refuseAgain(const FrameHeader& header) {
 // without a receive, and answers that it does not fetch. The limits of a
 // correct peer (offers, credit) keep it below. The second kMaxOffers is for
 // messages that it cancelled before a receive came.
+//
+// The tests channel_bounds_* reach each limit.
 Status Channel::checkPeerLimits() const {
   const uint64_t records =
       config_.ownEagerBytes / kChunkOverheadBytes + 2 * kMaxOffers;
@@ -157,6 +166,8 @@ void Channel::announce(InMessage& m) {
   mailbox_.onArrival(m);
 }
 
+// Null for a chunk that has arrived whole on another path meanwhile: the slower
+// copy must not overwrite it (channel_gives_no_place_to_a_chunk_that_is_here).
 std::byte* Channel::destination(PathId path) {
   PathState& p = state(path);
   const FrameHeader& h = p.header;
@@ -237,6 +248,10 @@ void Channel::countForAck(PathState& p, const FrameHeader& h, TimePoint now) {
 
 // The chunk lies where destination() said, unless its message is over or has it
 // already. May complete the message.
+//
+// The sender of a tolerant message hears of its holes before the receive ends,
+// and also if there is no receive yet: it must not wait for the receiving
+// program.
 Status Channel::onChunk(
     PathState& p,
     const FrameHeader& h,
@@ -286,6 +301,8 @@ Status Channel::onControlFrame(
 
 // `stamp` is the time of a ping, as the peer repeats it. A round trip counts
 // only if it is the time of the ping that we have noted ourselves.
+//
+// A stamp later than our last ping is a peer's invention and proves nothing.
 void Channel::onPong(PathState& p, uint64_t stamp, TimePoint now) {
   if (p.pingSent &&
       static_cast<uint64_t>(p.pingSent->time_since_epoch().count()) == stamp) {
@@ -300,6 +317,11 @@ void Channel::onPong(PathState& p, uint64_t stamp, TimePoint now) {
   p.pingsAnswered += p.onProbation;
 }
 
+// A message got its receive. The blocks are copied to the user's buffer, and
+// their bytes no longer count against our budget. If chunks are missing, a
+// grant asks for them at once, since the sender may be waiting for it. A single
+// chunk that is being read needs no such grant; deliverIfWhole() returns its
+// credit later.
 void Channel::matched(InMessage& m) {
   assert(m.op != nullptr && !m.matched);
   m.matched = true;
@@ -324,6 +346,8 @@ void Channel::matched(InMessage& m) {
   deliverIfWhole(m);
 }
 
+// Ends the receive if the message is whole and matched; `m` is gone then. The
+// owner is called later, from the completion queue.
 void Channel::deliverIfWhole(InMessage& m) {
   if (m.op == nullptr || !m.whole()) {
     return;
@@ -370,6 +394,8 @@ void Channel::creditReturned(uint64_t message, bool urgent) {
   ready();
 }
 
+// Several messages share one frame. They are numbers of the sender, so a
+// repeated frame does no harm: onGrant() ignores a message that is granted.
 void Channel::flushGrants() {
   grantsUrgent_ = false;
   grantsDue_ = kNever;
@@ -384,6 +410,8 @@ void Channel::flushGrants() {
   grants_.clear();
 }
 
+// A refusal stays in refusals_ until the peer has acknowledged it. If the
+// refused chunk comes again before that, refuseAgain() answers on its new path.
 void Channel::reject(InMessage& m, StatusCode code, const std::string& reason) {
   if (failure_.ok()) {
     std::vector<std::byte> payload = encodeReason(code, reason);
@@ -398,6 +426,10 @@ void Channel::reject(InMessage& m, StatusCode code, const std::string& reason) {
   forget(m);
 }
 
+// The sender gave the message up. If it is over here, there is nothing to do.
+// If a receive waits for it, that receive fails. Otherwise the record stays
+// without its data, as the answer to the receive that will match it: a later
+// message of the tag must not take its place in the order.
 Status Channel::onCancel(
     const FrameHeader& h,
     std::span<const std::byte> payload) {

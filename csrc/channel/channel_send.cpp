@@ -72,7 +72,8 @@ void Channel::send(SendOp* op, TimePoint now) {
   ready();
 }
 
-// Copies the message; its owner gets the buffer back.
+// Copies the message; its owner gets the buffer back. False if it is too large,
+// over the budget, or ended already; then nothing has changed.
 bool Channel::stage(OutMessage& m) {
   const uint64_t bytes = m.header.totalBytes;
   if (m.op == nullptr || bytes > kMaxStagedBytes ||
@@ -91,6 +92,10 @@ bool Channel::stage(OutMessage& m) {
   return true;
 }
 
+// A point-to-point message of one chunk is copied once it has been written: the
+// far end reads it meanwhile (kCopyWrittenBytes). If the budget has no room for
+// it, a ping makes the peer acknowledge: every frame carries an
+// acknowledgement, and so does the pong.
 void Channel::popWritten(PathId path) {
   PathState& p = state(path);
   const OutFrame& f = p.unwritten.front();
@@ -211,6 +216,8 @@ void Channel::cancelSend(SendOp* op, const std::string& reason, TimePoint now) {
   ready();
 }
 
+// The caller has detached the frames that are not written yet: release() frees
+// a copy that they may point to.
 void Channel::abandon(OutMessage& m) {
   if (!m.abandoned) {
     m.abandoned = true;
@@ -230,6 +237,11 @@ void Channel::clearOffer(OutMessage& m) {
   }
 }
 
+// Erases the record once nothing refers to it: no frame on a path, no queue. An
+// abandoned message also waits for the acknowledgement of its kCancel, which
+// says that the peer has freed what it held, so the credit is ours again. Any
+// other waits for all acknowledgements, for the grant, which returns the
+// credit, and for the end of its send. `m` may be gone at return.
 void Channel::eraseIfDone(OutMessage& m) {
   if (m.inFlight != 0 || m.queued) {
     return;
@@ -267,6 +279,8 @@ void Channel::unblock() {
   }
 }
 
+// Charges a chunk that is sent for the first time. Both ends count alike, so
+// the receiver's own check in onData() never fails for a correct sender.
 bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
   if (m.granted || RESILIENT_PLANTED(ignoreCredit)) {
     return true;
@@ -280,7 +294,10 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
   return true;
 }
 
-// Smaller pieces where a path is slow: see kChunkTime.
+// Smaller pieces where a path is slow: see kChunkTime. The slowest path that
+// carries data decides, since any chunk may fall to it. Shared memory is left
+// out: it is never the slow one. The size is a power of two times
+// kMinSplitBytes.
 uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   const uint32_t max = config_.chunkBytes;
   if (messageBytes <= std::min(max, kMinSplitBytes)) {
@@ -321,6 +338,14 @@ PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
 // A chunk of a message's tail that another path is late with, for one that has
 // nothing to send. Null if there is none. The copy on the other path becomes a
 // superseded: the first acknowledgement of either counts.
+//
+// How it works. For each other path it goes through the oldest frames in
+// flight, adding up the bytes ahead, to the first chunk that counts: of a
+// message that has been handed out whole, not acknowledged, of a class that `p`
+// carries. Only that one is judged, since everything behind it is later still;
+// if it is not worth a copy yet, askAgainAt_ is set to the time when it may be.
+// A message with chunks left to hand out is skipped: only a tail is worth a
+// copy.
 Channel::OutMessage*
 Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   // Further back, it is not the tail.
@@ -372,6 +397,13 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
 // The first message of the class with a chunk that would arrive in time on this
 // path: before the other paths have sent everything in front of it. A slow path
 // thus works on messages that are needed later. Null: the path waits.
+//
+// How it works. ArrivalOrder compares this path with the others of the class.
+// The front message is taken if its next chunk arrives in time. Otherwise the
+// queue is searched for a message with more in front of it, up to kLookAhead.
+// Such a message must have its credit, so nextSendable() finds only the front
+// without it. A path that has idled for kExploreAfter gets a chunk without
+// proof if enough waits.
 Channel::OutMessage*
 Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
   // Beyond these, every path has enough to do.
@@ -412,6 +444,10 @@ Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
 // The next chunk for this path (`repeated`: another path lost it), or
 // kOfferChunk to announce the message; null if there is nothing that the path
 // should send now.
+//
+// Each turn of the loop returns or removes a message from a queue, so it ends.
+// A message without credit moves to blocked_, and later ones overtake it. An
+// offer has no payload, so the scheduler does not count it.
 Channel::OutMessage* Channel::nextSendable(
     PathState& p,
     TimePoint now,
@@ -465,6 +501,7 @@ Channel::OutMessage* Channel::nextSendable(
   }
 }
 
+// Every frame acknowledges, so none is due any more.
 OutFrame& Channel::appendFrame(PathState& p, FrameHeader& header) {
   header.ack = p.received;
   p.ackedBack = p.received;
@@ -611,6 +648,8 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   return &f;
 }
 
+// One frame for each call. The pong goes first: the peer measures a round trip
+// with it, and every frame before it would add to that.
 const OutFrame* Channel::pullUnreliable(PathState& p, TimePoint now) {
   FrameHeader h;
   if (p.pongDue) {
@@ -633,6 +672,12 @@ const OutFrame* Channel::pullUnreliable(PathState& p, TimePoint now) {
 // Paper: SHIFT §3.2, C#2. Every frame tells how many the far end has had on
 // this path. So each end knows all along what to send again, where the paper
 // needs a handshake after the failure.
+//
+// How it works. The count covers the oldest frames in flight. Each is removed
+// and handled by its kind: a control frame is done; an offer only leaves the
+// path; a chunk counts for its message. A message may be erased in the loop, so
+// nothing is kept from one frame to the next. Statistics follow at the end,
+// once for the whole acknowledgement, because they measure bytes per time.
 Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
   if (count < p.acknowledged) {
     return Status(); // an older frame's view
@@ -705,6 +750,8 @@ void Channel::delivered(PathId path, uint64_t frames, TimePoint now) {
 }
 
 // Returns whether it was the last that was missing.
+//
+// Does not erase the record: the caller does, since it still needs it.
 bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   if (m.tracked && !RESILIENT_PLANTED(countRepeats)) {
     if (!m.acknowledgedChunks.insert(chunk)) {
@@ -730,6 +777,12 @@ bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
 }
 
 // Paper: SMART §3.3, "Receiver-side feedback".
+//
+// How it works. Frames of one residual come in any order, and twice, so parts
+// are collected by offset until their number is complete. Every claim is
+// checked before it is kept: the ranges, their number, and at the end that none
+// overlap. Only then the send ends. A residual may overtake acknowledgements on
+// another path; the message then counts as acknowledged whole.
 Status Channel::onResidual(
     uint64_t message,
     std::span<const std::byte> payload) {
@@ -794,6 +847,8 @@ Status Channel::onResidual(
   return Status();
 }
 
+// Numbers of messages that are over, or granted already, come from repeated
+// frames and are ignored. A number that was never sent is a protocol error.
 Status Channel::onGrant(std::span<const std::byte> payload) {
   for (size_t at = 0; at + 8 <= payload.size(); at += 8) {
     uint64_t number = 0;
@@ -819,6 +874,10 @@ Status Channel::onGrant(std::span<const std::byte> payload) {
   return Status();
 }
 
+// The receiver refuses the message. Its send fails with the reason if it is
+// still open; a send that has ended by a copy has succeeded, and only the rest
+// of its chunks is dropped. Either way the credit returns, and the message
+// counts as granted: nothing more comes about it.
 void Channel::onReject(uint64_t message, std::span<const std::byte> payload) {
   auto found = out_.find(message);
   if (found == out_.end()) {

@@ -60,6 +60,7 @@ inline constexpr uint64_t kFirstWindowBytes = 64u << 10;
 // From here on a path takes what its transport takes.
 inline constexpr uint64_t kOpenWindowBytes = 4u << 20;
 
+// In place of a chunk's number: the frame is an offer.
 inline constexpr uint32_t kOfferChunk = UINT32_MAX;
 
 inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
@@ -76,9 +77,16 @@ inline constexpr Nanos kAskAgain = std::chrono::milliseconds(5);
 inline constexpr Nanos kExploreAfter = std::chrono::seconds(1);
 inline constexpr uint64_t kWorthExploring = 1u << 20;
 
+// A message on its way out. Its life: chunks are handed out (nextChunk), come
+// back from paths that fail (retransmits), and are acknowledged. When all are,
+// the send ends, if a copy did not end it before. The record stays until the
+// receiver has granted the message, too: until then its bytes count against the
+// peer's budget. An abandoned message stays until its kCancel is acknowledged.
+// eraseIfDone() has the whole rule.
 struct Channel::OutMessage {
   FrameHeader header; // of every chunk, except offset and payload
   SendOp* op = nullptr; // null once its owner has been told
+  // The owner's buffer, or `owned`; null once nothing can be sent from it.
   const std::byte* data = nullptr;
   std::unique_ptr<std::byte[]> owned;
   uint32_t chunks = 1;
@@ -86,6 +94,8 @@ struct Channel::OutMessage {
   // Taken back from dead or suspect paths; the back goes first.
   std::vector<uint32_t> retransmits;
   uint32_t acknowledged = 0; // chunks
+  // The record must not be erased while this is above 0: paths name it by
+  // number and count it down.
   uint32_t inFlight = 0; // frames on paths, offers included
   bool queued = false; // in ready_ or blocked_
   bool offered = false;
@@ -93,13 +103,15 @@ struct Channel::OutMessage {
   bool abandoned = false;
   bool cancelPending = false; // kCancel not yet acknowledged
   // A chunk of it is in flight more than once, so acknowledgements may repeat:
-  // these have come.
+  // these have come. Before, `acknowledged` alone is enough: every chunk is in
+  // flight once at most.
   bool tracked = false;
   bool pointToPoint = false;
   // The receiver says what was missing, before the send ends.
   bool tolerant = false;
   std::map<uint64_t, uint64_t> zeroFilled; // bytes by offset
   NumberSet acknowledgedChunks;
+  // The part of chargedBytes_ that it holds; 0 once it is granted.
   uint64_t charged = 0;
   TimePoint postedAt{};
   TimePoint pulledAt{}; // last time a chunk went to a path
@@ -114,6 +126,7 @@ struct Channel::OutMessage {
     return op != nullptr && pointToPoint && !tolerant && chunks == 1 &&
         header.totalBytes <= (shared ? kCopySharedBytes : kCopyWrittenBytes);
   }
+  // An upper estimate: a repeated chunk counts as a full one.
   uint64_t unsentBytes() const {
     const uint64_t begun = uint64_t(nextChunk) * header.chunkBytes;
     return (header.totalBytes > begun ? header.totalBytes - begun : 0) +
@@ -150,6 +163,10 @@ struct Channel::InFlight {
   std::unique_ptr<Control> control;
 };
 
+// Invariants: acknowledged <= written <= handedOut, all in reliable frames.
+// inFlight holds the frames that were handed out and are not acknowledged, in
+// the order of pull(). The peer counts the same frames, so its count alone says
+// which of them it has.
 struct Channel::PathState {
   // sending
   std::deque<InFlight> inFlight;
@@ -171,6 +188,8 @@ struct Channel::PathState {
   bool ackUrgent = false;
   TimePoint ackAskedAt{}; // when we last asked for one at once
   FrameHeader header; // of the frame being read
+  // forget() resets this when the message ends: no path may write to its memory
+  // afterwards.
   InMessage* message = nullptr; // its message, if it is a wanted chunk
   std::vector<std::byte> control;
 

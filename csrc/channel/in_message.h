@@ -30,6 +30,8 @@ struct InMessage {
 
   Channel& channel;
   const FrameHeader header; // of the frame that announced it
+  // The receive that it is arriving for. Null before the match, and after a
+  // cancel.
   RecvOp* op = nullptr;
   uint64_t receivedBytes = 0;
   uint32_t receivedChunks = 0;
@@ -44,6 +46,7 @@ struct InMessage {
   std::string cancelReason;
   StatusCode cancelCode = StatusCode::kAborted;
 
+  // Each has the size of its chunk's payload. Reading may still be under way.
   std::map<uint32_t, std::unique_ptr<std::byte[]>> blocks; // by chunk
   NumberSet have; // chunks; a few ranges, about one per path
   std::vector<ByteRange> zeroFilled; // in the order of arrival

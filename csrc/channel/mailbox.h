@@ -21,7 +21,8 @@ namespace resilient {
 inline constexpr uint64_t kCollectiveBit = uint64_t(1) << 63;
 
 // Thread: the loop's, from within the mailbox: must not call back into it or
-// into a channel.
+// into a channel. The engine handles the mismatch in a later turn for that
+// reason.
 class MailboxListener {
  public:
   virtual ~MailboxListener() = default;
@@ -55,21 +56,30 @@ class Mailbox {
       : completions_(completions), listener_(listener) {}
 
   // --- receives
+  // Borrows `op` until finished() or cancel(). A match here ends it through the
+  // completion queue, not within this call. A receive of a collective names its
+  // source, and must not come after end().
   void post(RecvOp* op);
   // The operation will not be finished; its memory is free at return. A
   // message that was arriving for it is lost (and its sender told `reason`);
   // one that was not matched yet stays for the next receive.
   void cancel(RecvOp* op, const std::string& reason);
-  // Receives that only this channel could serve fail.
+  // Receives that only this channel could serve fail. Those from any source
+  // stay, since another channel may serve them; the group ends them when no
+  // rank is left.
   void failSource(Channel& channel, const Status& status);
 
   // --- collectives: between begin and end, messages that say something else
   // are reported as mismatches. After end, stragglers are refused with the
   // reason (or, after success, silently dropped if they match).
+  //
+  // Messages may come before begin(), which then checks them. Each sequence
+  // number is begun and ended once.
   void begin(uint64_t group, uint64_t sequence, const OpSignature& signature);
   void end(uint64_t group, uint64_t sequence, const Status& outcome);
 
-  // A group that is gone: its messages are dropped now and in future.
+  // A group that is gone: its messages are dropped now and in future. Its
+  // number must never be used again. Posted receives fail.
   void closeGroup(uint64_t group);
 
   // "collective #7 does not match: rank 2 called ... where this rank ..."
@@ -79,11 +89,15 @@ class Mailbox {
       const FrameHeader& remote);
 
   // --- from channels
+  // Once for each message, with its first frame. `message` may be gone at
+  // return: refused, or matched and delivered.
   void onArrival(InMessage& message);
   // The message will never be whole (its channel failed or gave it up).
   void onLost(InMessage& message, const Status& status);
 
  private:
+  // Messages overtake each other on different paths, so `arrived` may have
+  // gaps. Only the message with number nextOrder can match.
   struct Source { // of one ordered stream
     uint64_t nextOrder = 0;
     std::map<uint64_t, InMessage*> arrived; // by order, not matched
@@ -93,10 +107,13 @@ class Mailbox {
            RESILIENT_PLANTED(matchByArrival));
     }
   };
+  // Records of a tag stay until the group is closed: nextOrder is needed while
+  // the tag may be used.
   struct Ordered {
     std::vector<RecvOp*> posted; // empty, it costs nothing: tags may be many
     std::map<uint32_t, Source> sources; // by channel id
   };
+  // One collective, from its first message, receive or begin() until end().
   struct Exact {
     bool begun = false;
     OpSignature signature;
@@ -130,6 +147,7 @@ class Mailbox {
   CompletionQueue& completions_;
   MailboxListener& listener_;
   std::unordered_map<uint64_t, GroupState> groups_;
+  // Never shrinks: messages of a closed group may come at any time.
   std::set<uint64_t> closed_;
 };
 

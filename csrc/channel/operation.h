@@ -28,7 +28,9 @@ struct MessageKey {
 };
 
 // A send or receive posted to the core. Lent by its owner until finished() is
-// called or it has been cancelled; the memory it points to is lent with it.
+// called or it has been cancelled; the memory it points to is lent with it. An
+// owner that destroys it earlier has to cancel it first: the queue links
+// operations without a record of its own.
 class Operation {
  public:
   Operation() = default;
@@ -53,6 +55,8 @@ struct SendOp : Operation {
   // Numbered by the channel, in order of send; copied where that gives the
   // buffer back earlier. (A collective waits for its other messages anyway.)
   bool pointToPoint = false;
+  // Messages of a collective must have the signature that the receiver began it
+  // with. For point-to-point messages, only the element type is compared.
   OpSignature signature;
   TrafficClass trafficClass = TrafficClass::kGradient;
   int32_t sourceRank = -1;
@@ -74,6 +78,8 @@ struct RecvOp : Operation {
   std::byte* data = nullptr;
   uint64_t bytes = 0;
 
+  // The core's part. It is reset by Mailbox::post() and needs no initial
+  // values.
   InMessage* message = nullptr; // the matched message, while it arrives
   Channel* matchedSource = nullptr; // set once matched
   int32_t matchedRank = -1; // of the sender, once matched
@@ -88,6 +94,7 @@ class CompletionQueue {
     wake_ = std::move(wake);
   }
 
+  // `op` must not be in the queue already.
   void push(Operation* op, Status status) {
     if (head_ == nullptr && wake_) {
       wake_();
@@ -115,7 +122,8 @@ class CompletionQueue {
     return head_ == nullptr;
   }
 
-  // Tells the owners of everything queued, also of what they cause.
+  // Tells the owners of everything queued, also of what they cause. finished()
+  // may destroy its operation, cancel any other one, and post new ones.
   void drain() {
     while (head_ != nullptr) {
       Operation* op = head_;
