@@ -13,11 +13,20 @@ namespace resilient {
 
 // The numbers of the packets that have come: which come twice, which do not
 // come, and how long to wait for those that are merely late.
+//
+// How it works. A ring of kWindow bits says which of the latest numbers have
+// come. `marks_` notes when the largest number grew. Once a mark is older than
+// the reorder time, every number up to it that is missing counts as lost
+// (`judged_`). A number that comes after that verdict takes its loss back and
+// doubles the reorder time: the path reorders more than was thought. The round
+// trip bounds that time.
 class PacketNumbers {
  public:
   PacketNumbers() : seen_(kWindow, false) {}
 
-  // False: a duplicate, or too old to tell.
+  // False: a duplicate, or too old to tell. A packet counts only once, so a
+  // replayed copy changes nothing (packet_receiver_ignores_replayed_packets).
+  // The seal must have been checked: `n` may jump by any amount.
   bool insert(uint64_t n, size_t bytes, TimePoint now) {
     if (n == 0 || n + kWindow <= largest_) {
       return false;
@@ -48,7 +57,8 @@ class PacketNumbers {
     return true;
   }
 
-  // Numbers that are still missing after their time are lost.
+  // Numbers that are still missing after their time are lost. An early call
+  // does nothing.
   void advance(TimePoint now) {
     uint64_t upTo = judged_;
     while (!marks_.empty() && marks_.front().first + reorder_ <= now) {
@@ -86,6 +96,7 @@ class PacketNumbers {
   uint64_t bytes() const {
     return bytes_;
   }
+  // Falls again when a packet that counted as lost comes after all.
   uint64_t lost() const {
     return lost_;
   }

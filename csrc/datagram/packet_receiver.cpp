@@ -71,6 +71,9 @@ bool PacketReceiver::onNumber(uint64_t packet, size_t bytes, TimePoint now) {
   return true;
 }
 
+// A new record for an object, from any of its packets. It stays null, without
+// an error, if there is no room or the object is too far ahead: the packet is
+// then dropped, and takeReport() asks for the whole object later.
 Status
 PacketReceiver::create(const SymbolHeader& h, TimePoint now, Object*& object) {
   const uint64_t bytes = uint64_t(h.count) * h.pieceBytes;
@@ -101,6 +104,8 @@ PacketReceiver::create(const SymbolHeader& h, TimePoint now, Object*& object) {
   return Status();
 }
 
+// Keeps a data symbol. The pieces lie in the order of positions, so the object
+// needs no copy when it is complete.
 Status PacketReceiver::put(
     Object& o,
     uint16_t index,
@@ -124,6 +129,13 @@ Status PacketReceiver::put(
 }
 
 // Repairs the pieces that the block's repair symbols here suffice for.
+//
+// How it works. Runs after each symbol that may help. Reed-Solomon repairs all
+// of a block or nothing, so it is not tried with too few symbols; XOR may
+// repair a part. Lost pieces of a permuted object are decoded to memory aside.
+// Their positions are then decoded from the parity of the positions, with the
+// same code on symbols of two bytes, and put() moves the pieces to their
+// places. A position that is taken shows a faulty peer.
 Status PacketReceiver::repair(Object& o, uint32_t block) {
   const SymbolHeader& h = o.header;
   const size_t n = dataInBlock(h, block);
@@ -192,7 +204,8 @@ Status PacketReceiver::repair(Object& o, uint32_t block) {
   return Status();
 }
 
-// The sending of an object has come this far.
+// The sending of an object has come this far. Marks are kept a quarter of the
+// reorder time apart, so their number is bounded by time, not by packets.
 void PacketReceiver::note(Object& o, uint32_t reached, TimePoint now) {
   if (reached <= o.reached) {
     return;
@@ -226,6 +239,12 @@ void PacketReceiver::over(uint64_t upTo, TimePoint now) {
   }
 }
 
+// How it works. The first part is for the whole path: the echo, the report that
+// is now due, and earlier objects that are known to be sent. It also runs for
+// packets of complete objects. The second part finds the object, or makes it,
+// and checks the description. Only then the symbol is kept, blocks are
+// repaired, and the object is judged. An END has no symbol: its object is only
+// judged.
 Status PacketReceiver::onSymbol(
     const SymbolHeader& h,
     std::span<const std::byte> symbol,
@@ -308,11 +327,15 @@ bool PacketReceiver::acceptable(const Object& o) const {
       o.header.count - o.haveCount <= o.header.mayMiss;
 }
 
+// The moment from which missing symbols of the object count as dropped.
 TimePoint PacketReceiver::verdictAt(const Object& o) const {
   return o.overAt == kNever ? kNever : o.overAt + numbers_.reorderTime();
 }
 
 // True if the object is done with, and gone.
+//
+// Complete objects are delivered at once, others only after the verdict: what
+// is late should not become zeros.
 bool PacketReceiver::judge(
     std::map<uint64_t, Object>::iterator at,
     TimePoint now) {
@@ -353,6 +376,8 @@ void PacketReceiver::complete(
   deliver_({o.pieces.get(), h.objectBytes}, holes);
 }
 
+// Objects that the verdict leaves incomplete are asked for in the next report,
+// and then every askAgain(), in case the report or the answer is lost.
 void PacketReceiver::onTimer(TimePoint now) {
   numbers_.advance(now);
   for (auto at = objects_.begin(); at != objects_.end();) {
@@ -392,6 +417,7 @@ TimePoint PacketReceiver::unknownAt() const {
                                        : sentUpToAt_ + numbers_.reorderTime();
 }
 
+// Looks at all incomplete objects, as onTimer() does.
 TimePoint PacketReceiver::deadline() const {
   TimePoint at = std::min(reportAt_, numbers_.deadline());
   for (const auto& [number, o] : objects_) {
@@ -407,6 +433,9 @@ TimePoint PacketReceiver::deadline() const {
   return at;
 }
 
+// The data symbols of `o` to ask for. After the verdict these are all that must
+// arrive, and the others only if more than `mayMiss` of them are missing.
+// Parity is never asked for.
 void PacketReceiver::listWanted(
     const Object& o,
     TimePoint now,
@@ -439,6 +468,9 @@ void PacketReceiver::listWanted(
   }
 }
 
+// All counts are totals since the beginning, so a report that is lost needs no
+// repeat. The caller may cut off its end to fit a packet: what is still wanted
+// comes in a later one.
 PacketReport PacketReceiver::takeReport(TimePoint now) {
   numbers_.advance(now);
   PacketReport r;

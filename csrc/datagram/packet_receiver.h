@@ -40,10 +40,17 @@ struct ReceiverCounters {
 // may be missing, there are zeros in its place; else it is asked for.
 //
 // Paper: SMART §3.2, "Error correction decode".
+//
+// The headers must come from decodeSymbol(): every index and count is trusted
+// to be within its limits. A Status that is not ok means that the peer
+// contradicts itself; the caller closes the path.
+//
+// Thread: the path's. Time never goes back from call to call.
 class PacketReceiver {
  public:
   // Each object once, in the order of completion; `holes` ascending, disjoint.
-  // Called from within onPacket() and onTimer(); must not call back.
+  // Called from within onSymbol() and onTimer(); must not call back. The bytes
+  // are valid during the call only.
   using Deliver = std::function<
       void(std::span<const std::byte> object, std::span<const Hole> holes)>;
 
@@ -52,7 +59,9 @@ class PacketReceiver {
   PacketReceiver(uint64_t maxBytes, Deliver deliver);
 
   // A packet of any type, by its number. False: it has been here before, and
-  // must be ignored. Afterwards, the next two get what is in it.
+  // must be ignored. Otherwise onSymbol() gets it, if it is a symbol or an END.
+  // Reports and probes have numbers, too. Without these calls they would count
+  // as lost.
   bool onNumber(uint64_t packet, size_t bytes, TimePoint now);
   Status onSymbol(
       const SymbolHeader& header,
@@ -80,6 +89,9 @@ class PacketReceiver {
   }
 
  private:
+  // An object that is not complete. A piece has two numbers: its index, in the
+  // order of importance, and its position in the object. They differ if the
+  // object is permuted; a symbol brings both.
   struct Object {
     SymbolHeader header; // of the first packet that came
     std::unique_ptr<std::byte[]> pieces;
@@ -110,6 +122,8 @@ class PacketReceiver {
   void note(Object& o, uint32_t reached, TimePoint now);
   void over(uint64_t upTo, TimePoint now);
   bool acceptable(const Object& o) const;
+  // judge() and complete() may remove the object: `at` and all references to it
+  // are invalid then.
   bool judge(std::map<uint64_t, Object>::iterator at, TimePoint now);
   void complete(std::map<uint64_t, Object>::iterator at, TimePoint now);
   void reportSoon(TimePoint at);

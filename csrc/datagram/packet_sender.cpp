@@ -95,6 +95,9 @@ bool PacketSender::mayMissEnough(const Object& o, TrafficClass cls) {
 }
 
 // The shape of the blocks of `coded` symbols.
+//
+// No parity where the scheme has none, and for exact bulk data. If only the
+// important part of a gradient is coded, nothing of that part may be missing.
 BlockShape
 PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
   const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
@@ -165,6 +168,11 @@ BlockShape PacketSender::chosenShape(
 
 // Chooses the symbols that must arrive, and the order of sending.
 // Paper: SMART §3.1.
+//
+// Three outcomes. Everything must arrive: the object is exact, or its values
+// cannot be judged. An activation: all packets are alike, and only the first,
+// which holds the frame's header, must arrive. A gradient: the packets with
+// large means get the first indices and must arrive.
 void PacketSender::order(Object& o, const ObjectToSend& what) {
   SymbolHeader& h = o.header;
   h.must = h.count;
@@ -222,6 +230,9 @@ void PacketSender::order(Object& o, const ObjectToSend& what) {
   h.mayMiss = std::min<uint16_t>(mayMiss, h.count - h.must);
 }
 
+// The object is complete after this: what must arrive, which part is coded, and
+// the shape of the blocks are decided once, since each packet describes them
+// and must not contradict an earlier one.
 uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   const size_t bytes = what.header.size() + what.payload.size();
   Object o;
@@ -268,6 +279,9 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   return lastObject_;
 }
 
+// Parity of the pieces and, if they are permuted, of their positions: a
+// repaired piece would otherwise have no place. Symbol i belongs to block i
+// modulo `blocks`, so neighbours are in different blocks.
 void PacketSender::makeRepair(Object& o) {
   const SymbolHeader& h = o.header;
   o.repair.resize(size_t(o.repairSymbols()) * h.pieceBytes);
@@ -352,6 +366,8 @@ size_t PacketSender::writeRepair(
   return kSymbolHeaderBytes + h.pieceBytes;
 }
 
+// A description without a symbol. It makes the receiver report, even if all
+// symbols after some packet were dropped.
 size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
   // The last object that has been sent whole, or is being sent: the receiver
   // reports on all before it.
@@ -407,6 +423,11 @@ TimePoint PacketSender::nextAt() const {
   return endAt_;
 }
 
+// How it works. If window and pace allow a packet, it is the first
+// retransmission that is still wanted, otherwise the next symbol of the oldest
+// object that has not been sent whole. If neither exists, or neither may leave,
+// an END is sent when it is due: it is small, and it is the way out when the
+// window is filled by packets that were all dropped.
 size_t PacketSender::next(TimePoint now, uint64_t packet, std::byte* out) {
   size_t bytes = 0;
   const bool window = inFlightBytes_ < rate_.windowBytes();
@@ -470,6 +491,8 @@ size_t PacketSender::next(TimePoint now, uint64_t packet, std::byte* out) {
   return bytes;
 }
 
+// A caller that comes late may catch up, but only by kLateness: more would be a
+// burst at the speed of the interface.
 void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
   const size_t onWire = bytes + kWireOverheadBytes;
   ++counters_.packets;
@@ -491,6 +514,8 @@ void PacketSender::want(Object& o, uint16_t index, uint64_t largest) {
   }
 }
 
+// The object is complete at the receiver, perhaps before all of its parity has
+// left; the rest of that is not sent.
 void PacketSender::finish(std::map<uint64_t, Object>::iterator at) {
   Object& o = at->second;
   const uint64_t number = o.header.object;
@@ -500,6 +525,10 @@ void PacketSender::finish(std::map<uint64_t, Object>::iterator at) {
   done_(number);
 }
 
+// Turns the totals of two reports into one sample for the rate, and into runs
+// for the loss meter. The round trip comes from the echo, less the time for
+// which the receiver held it. The rate is measured by the receiver's clock,
+// over at least kMeasureMicros; shorter intervals are joined.
 void PacketSender::measure(const PacketReport& r, TimePoint now) {
   DeliverySample s;
   if (r.echoMicros != last_.echoMicros) {
@@ -554,6 +583,9 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   rate_.onSample(s, now);
 }
 
+// The order matters. Packets leave the flight before measure() uses what is
+// left of it. Complete objects go before the wanted list is read, so nothing of
+// them is queued again.
 Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
   if (r.largest > lastPacketSent_ || r.completeUpTo > lastObject_ ||
       (!r.complete.empty() && r.complete.back().second > lastObject_)) {

@@ -50,6 +50,14 @@ struct SenderCounters {
 // Paper: SMART §3.2. The symbols that must arrive have the first numbers in
 // their object, so two numbers define the ones that parity covers. They leave
 // evenly among the others.
+//
+// A dropped packet is never repeated as such. The receiver asks for symbols,
+// and each repeat has a new packet number, so a drop of a repeat is noticed
+// like any other.
+//
+// Thread: the path's. Time never goes back from call to call. The caller
+// numbers the packets of all types in one sequence, and reports the others by
+// sentOther().
 class PacketSender {
  public:
   // `done(object)`: the receiver has it. Called from onReport(), in any order;
@@ -64,7 +72,9 @@ class PacketSender {
     pieceBytes_ = bytes;
   }
 
-  // Its number: 1, 2, 3...
+  // Its number: 1, 2, 3... The bytes are copied. They fill at most kMaxPieces
+  // pieces (asserted), and the frame's header must fit into the first. The
+  // parity is computed only when it is first sent.
   uint64_t add(const ObjectToSend& object, TimePoint now);
 
   // When next() should be called again; kNever if there is nothing to send.
@@ -79,7 +89,9 @@ class PacketSender {
     lastPacketSent_ = packet;
   }
 
-  // Takes a report that the peer has sealed.
+  // Takes a report that the peer has sealed. Reports may come late or twice:
+  // only a newer one counts. Not ok: it speaks of packets or objects that were
+  // never sent.
   Status onReport(const PacketReport& report, TimePoint now);
 
   bool idle() const { // everything is known to have arrived
@@ -186,6 +198,9 @@ class PacketSender {
 
   // pacing and flight
   TimePoint paceAt_{}; // when the next packet may leave
+  // Packets above the `largest` of the last report. A dropped packet leaves the
+  // flight with the first later one that is reported, or when all objects are
+  // complete.
   std::deque<Sent> inFlight_;
   uint64_t inFlightBytes_ = 0;
   uint64_t lastPacketSent_ = 0;

@@ -115,6 +115,12 @@ uint64_t RateControl::windowBytes() const {
   return std::max(kMinWindow, static_cast<uint64_t>(bytes));
 }
 
+// Keeps `min_`. A smaller sample counts at once. After kMinRoundTripFor without
+// one, the least of that time takes its place, if that has no queue in it.
+// Otherwise it probes first: the window is thin for some round trips, and the
+// least of these counts. rate_control_takes_no_standing_queue_for_the_way has
+// the reason: our own queue would be taken for a longer way, which allows a
+// longer queue.
 void RateControl::onMin(Nanos sample, TimePoint now) {
   latelyMin_ = std::min(latelyMin_, sample);
   const bool probes = probesUntil_ != kNever;
@@ -152,6 +158,8 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
   queueing_ = sample > queueMark();
 }
 
+// A sample that was limited by the sender, or taken while the window is thin,
+// may raise the rate but never lowers it: it says how much there was to send.
 void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   if (!started_) {
     started_ = true;
@@ -198,6 +206,9 @@ void RateControl::cut(TimePoint now) {
   roundsSinceCut_ = 0;
 }
 
+// RFC 9438 in segments: `cubic` passes maxSegments_ again after `back` seconds;
+// `reno` is the estimate of a classic TCP, so the growth is not slower than
+// that on short links.
 void RateControl::grow(TimePoint now) {
   const double t = toSeconds(now - cutAt_);
   const double roundTrip = toSeconds(smoothed_);
@@ -213,6 +224,10 @@ void RateControl::grow(TimePoint now) {
   }
 }
 
+// Congestion takes two signs: even the shortest round trip of the round had a
+// queue in it, and more was lost than is usual. Each of them alone is common on
+// a good link. The usual loss counts less the longer there has been a queue,
+// since it was measured before that.
 void RateControl::onRoundEnd(TimePoint now) {
   const Nanos mark = queueMark();
   const bool queue = roundMin_ != Nanos::max() && roundMin_ > mark;

@@ -32,10 +32,20 @@ struct DeliverySample {
 // filled. More loss than usual while the round trip has grown is: then the rate
 // is cut, as TCP does, and congested() tells whoever adds parity to add less.
 // Paper: SMART §4.3, "Congestion-related loss".
+//
+// States. kStartup doubles the rate each round trip until it stops growing or a
+// queue shows. kDrain sends at half the rate until that queue is gone. kSteady
+// follows kGains for good. A cut can happen in any state: it sets `ceiling_`,
+// an upper limit of the rate that then grows along CUBIC's curve and disappears
+// when it is twice the measured rate.
+//
+// Time is divided into rounds of about a round trip. Congestion, growth and the
+// phase are decided at the end of a round, by sums over it.
 class RateControl {
  public:
   // `firstBytesPerS`: what other paths know of the link, 0: nothing.
-  // `maxBytesPerS`: a limit from outside, 0: none.
+  // `maxBytesPerS`: a limit from outside, 0: none. The limit bounds bytesPerS()
+  // only.
   RateControl(Nanos firstRoundTrip, double firstBytesPerS, double maxBytesPerS);
 
   void onSample(const DeliverySample& sample, TimePoint now);

@@ -39,7 +39,11 @@ struct RecoveryScheme {
 // One for each traffic class.
 using RecoverySchemes = std::array<RecoveryScheme, kTrafficClassCount>;
 
-// The option wan_recovery: schemes by site and traffic class.
+// The option wan_recovery: schemes by site and traffic class. Entries are
+// separated by commas. An entry is a scheme, or a place, '=' and a scheme. A
+// place is a site, a class ("/gradient") or both ("eu-west/gradient"); '*' is
+// any site. A scheme is "semantic", "selective_repeat" or
+// "uniform_fec:DATA:PARITY". docs/options.md has examples.
 class RecoveryTable {
  public:
   // Nothing if the text is malformed or names something twice.
@@ -47,6 +51,8 @@ class RecoveryTable {
       std::string_view text,
       ParityKind code);
 
+  // The most exact entry counts: site and class, then site, then class. Places
+  // without an entry get the default, semantic recovery.
   RecoverySchemes of(const std::string& site) const;
 
  private:

@@ -9,6 +9,9 @@ namespace resilient {
 // have to arrive. These and the repair symbols leave evenly among those that
 // may be missing, so a burst of losses takes few of them. Data symbols are
 // numbered from 0, repair symbols from `count` on.
+//
+// Both ends compute it from the object's description, so a change of it is a
+// change of the protocol (docs/wire_format.md). Each symbol occurs once.
 inline std::vector<uint32_t>
 spreadOrder(uint32_t count, uint32_t must, uint32_t repair) {
   std::vector<uint32_t> order;
