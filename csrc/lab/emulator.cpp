@@ -62,6 +62,8 @@ TimePoint Emulator::nextEvent() {
   return events_.empty() ? kNever : events_.top().time;
 }
 
+// Each event is handled with its own time, not with `now`. A late call changes
+// when packets are delivered, but not when later ones are due.
 void Emulator::advance(TimePoint now) {
   while (nextEvent() <= now && !events_.empty()) {
     const Event event = events_.top();
@@ -89,6 +91,8 @@ void Emulator::advance(TimePoint now) {
   }
 }
 
+// The queue behind the first packet needs no change: each packet takes its time
+// when its turn comes.
 void Emulator::setLimiter(
     TimePoint now,
     size_t limiter,
@@ -148,6 +152,7 @@ void Emulator::flush(size_t pipe) {
   ++l.version;
 }
 
+// The only way out of a pipe except deliver().
 void Emulator::drop(Pipe& pipe, Amount& cause, const Packet& packet) {
   pipe.inFlightBytes -= packet.wireBytes();
   add(cause, packet);
@@ -182,6 +187,11 @@ void Emulator::proceed(TimePoint now, Traveller traveller) {
   }
 }
 
+// A packet reaches a limiter. Without a rate and a queue it passes at once.
+// Else it is cut to pieces of at most kPieceTimeMax, and the pieces that fit
+// are queued. When the room ends, the rest of the super-packet is dropped; wire
+// packets are never cut. An empty queue takes one wire packet of any size:
+// otherwise a queue smaller than a packet would pass nothing.
 void Emulator::enqueue(TimePoint now, size_t limiter, Traveller traveller) {
   ++traveller.stage;
   if (limiters_[limiter].rateBytesPerS == 0 &&
@@ -271,6 +281,11 @@ bool Emulator::losesNext(Pipe& pipe) {
   return pipe.inBurst;
 }
 
+// How it works. The wire packets of a super-packet are judged one by one. Those
+// without any impairment stay together: `kept` counts them, and a packet that
+// is lost, late, damaged or doubled first sends the ones before it. A setting
+// of 0 draws no random number. A duplicate enters the line before its original,
+// which may be late; a corrupted packet is duplicated with its damage.
 void Emulator::impair(TimePoint now, Traveller traveller) {
   Pipe& p = pipes_[traveller.pipe];
   const PipeSettings& s = p.settings;
@@ -331,6 +346,8 @@ void Emulator::impair(TimePoint now, Traveller traveller) {
   sendKept(count);
 }
 
+// Jitter delays the entry into the line, never the order: a packet waits for
+// one before it that got more.
 void Emulator::enterLine(TimePoint now, size_t pipe, Packet packet) {
   Pipe& p = pipes_[pipe];
   TimePoint entered = now;

@@ -20,6 +20,18 @@
 //
 // A packet that the pipe loses has used the link's time before. Decisions are
 // taken for each wire packet, from a seed of the pipe's own.
+//
+// How it works. Everything that happens later is an event in one queue: a
+// limiter has sent its first packet, the first packet of a line arrives, a
+// reordered packet arrives. A change of settings moves events by making the old
+// ones void (the `version` of a limiter or a line) and scheduling new ones. An
+// outage counts up the `epoch` of its pipe; a packet of an older epoch is
+// dropped at its next step.
+//
+// Losses and other impairments depend on the seed and on the sequence of wire
+// packets, not on how kernels group these to super-packets
+// (lab_the_seed_decides_whatever_the_packets_look_like). Jitter is the
+// exception: it is drawn once for each group.
 namespace resilient::lab {
 
 // Numbers are checked by who sets them (torch_resilient/testing/lab.py).
@@ -43,6 +55,10 @@ struct Amount {
   uint64_t bytes = 0; // of IP
 };
 
+// Each wire packet that entered, and each duplicate, ends as exactly one of
+// delivered, lost, queueFull, outage, overrun and refused, or is still in
+// flight (lab_random_networks_lose_no_account). Corrupted and reordered packets
+// are also counted there.
 struct PipeCounters {
   Amount entered;
   Amount delivered; // with duplicates
@@ -66,11 +82,15 @@ inline constexpr Nanos kPieceTimeMax = std::chrono::microseconds(500);
 // Thread: the relay's. Time must not go backwards between calls.
 class Emulator {
  public:
-  // Called for each packet that arrives; false if the NIC refused it.
+  // Called for each packet that arrives; false if the NIC refused it. It runs
+  // within advance(), or within offer() if nothing delays the packet, and must
+  // not call the emulator.
   using Sink = std::function<bool(size_t pipe, const Packet&)>;
 
   explicit Emulator(Sink sink) : sink_(std::move(sink)) {}
 
+  // Both return the next number; nothing is ever removed. A pipe has a limiter
+  // of its own, so addPipe() also uses up a limiter's number.
   size_t addLimiter();
   size_t addPipe(uint64_t seed);
   size_t pipeCount() const {
@@ -80,13 +100,16 @@ class Emulator {
     return limiters_.size();
   }
 
-  // Queued packets leave at the new rate from now on.
+  // Queued packets leave at the new rate from now on. A rate of 0 is no limit.
+  // Less room in the queue drops nothing that is queued.
   void setLimiter(
       TimePoint now,
       size_t limiter,
       double rateBytesPerS,
       uint64_t queueBytes);
-  // A new delay holds for packets on their way, too, within their order.
+  // A new delay holds for packets on their way, too, within their order. The
+  // others hold from a packet's next step on. Going down drops everything that
+  // is on its way in this pipe.
   void setPipe(TimePoint now, size_t pipe, const PipeSettings& settings);
   const PipeSettings& settings(size_t pipe) const {
     return pipes_[pipe].settings;
@@ -103,15 +126,19 @@ class Emulator {
   // Does everything that is due until `now`, in the order of its time.
   void advance(TimePoint now);
   // When to call advance() again; kNever if nothing is on its way.
+  // Also removes void events, so it is not const.
   TimePoint nextEvent();
 
  private:
+  // A packet on its way through limiters.
   struct Traveller {
     size_t pipe;
     uint64_t epoch; // of the pipe when it entered
     size_t stage; // limiters passed
     Packet packet;
   };
+  // A queue in front of a rate. Several pipes may share one; their packets
+  // leave in the order of arrival.
   struct Limiter {
     double rateBytesPerS = 0;
     uint64_t queueBytes = 0;
@@ -131,6 +158,9 @@ class Emulator {
     bool inBurst = false;
     uint64_t epoch = 0; // counts outages
     size_t ownLimiter;
+    // Packets within the delay, in the order of arrival. Only the first has an
+    // event; the others follow it, which keeps the order under jitter and new
+    // delays.
     std::deque<OnLine> line;
     uint64_t lineVersion = 0;
     uint64_t inFlightBytes = 0;

@@ -69,6 +69,9 @@ Packet::Packet(std::span<const uint8_t> bytes)
   parse();
 }
 
+// Finds the sizes from which everything else is computed. A header that
+// contradicts the length leaves the packet invalid
+// (lab_contradicting_headers_are_no_packet).
 void Packet::parse() {
   if (size_ < kOffloadBytes + 20) {
     return;
@@ -125,6 +128,11 @@ uint32_t Packet::wireBytesOf(uint32_t count) const {
                                : count * (headerBytes_ + segmentBytes_);
 }
 
+// As a device with segmentation offload would cut it: each part repeats the
+// headers with its own length, IP identification, checksum of the IPv4 header
+// and TCP sequence number. FIN and PSH stay with the last part, CWR with the
+// first. The transport checksum is left to the receiver, as in the original:
+// only its pseudo header has changed.
 Packet Packet::slice(uint32_t first, uint32_t count) const {
   if (first == 0 && count == wirePackets_) {
     return copy();
@@ -184,6 +192,10 @@ Packet Packet::slice(uint32_t first, uint32_t count) const {
   return part;
 }
 
+// The order matters. A packet from a local socket usually has no checksum yet,
+// and a receiving kernel trusts such a packet. So the checksum is completed
+// first, the mark that asks for it is cleared, and only then a bit is inverted.
+// The bit is one behind the IP header, where the transport checksum finds it.
 void Packet::corrupt(uint64_t bit) {
   OffloadHeader offload;
   std::memcpy(&offload, data_.get(), kOffloadBytes);

@@ -26,7 +26,8 @@ static_assert(sizeof(OffloadHeader) == kOffloadBytes);
 // A virtio_net_hdr and the largest IP packet.
 inline constexpr size_t kPacketBytesMax = kOffloadBytes + 65536 + 64;
 
-// One packet or super-packet with its OffloadHeader. Move only.
+// One packet or super-packet with its OffloadHeader. Move only. If it is not
+// valid(), only valid() and bytes() may be called.
 class Packet {
  public:
   Packet() = default;
@@ -58,7 +59,9 @@ class Packet {
   // IP bytes of the wire packets before number `count`.
   uint32_t wireBytesOf(uint32_t count) const;
 
-  // The wire packets [first, first + count) as a packet of their own.
+  // The wire packets [first, first + count) as a packet of their own. Copies
+  // them. Needs first + count <= wirePackets() and count > 0. A slice of a
+  // slice is the same as the slice of the whole.
   Packet slice(uint32_t first, uint32_t count) const;
   Packet copy() const {
     return Packet(bytes());

@@ -47,10 +47,13 @@ struct AddressHash {
 
 struct Nic {
   FileDescriptor tun;
+  // Routes and pipes exist within one network.
   size_t network;
   std::unordered_map<size_t, size_t> pipeTo; // by the number of the other NIC
 };
 
+// One thread and one epoll set for the devices, the owner and a timer. The
+// kernel's clock is read here and handed to the emulator, which has none.
 class Relay {
  public:
   Relay(int control, int owner)
@@ -72,6 +75,10 @@ class Relay {
     mlockall(MCL_CURRENT);
   }
 
+  // Time goes first in each turn: advance() runs before packets are read, so
+  // packets that are due leave before new ones enter. Devices are
+  // level-triggered, and a turn reads a few packets of each, so a busy one does
+  // not starve the others.
   void run() {
     std::vector<epoll_event> events(64);
     for (;;) {
@@ -139,6 +146,8 @@ class Relay {
         timerfd_settime(timer_.get(), TFD_TIMER_ABSTIME, &when, nullptr));
   }
 
+  // The pipe of a packet follows from the network of its NIC and its
+  // destination. A packet to an address that no NIC has is counted and dropped.
   void readFrom(size_t nic) {
     for (int i = 0; i < kReadsPerTurn; ++i) {
       const ssize_t bytes =
@@ -173,6 +182,8 @@ class Relay {
     }
   }
 
+  // A device that is down or removed refuses the packet, which is counted. The
+  // lab never waits for a host.
   bool write(size_t pipe, const Packet& packet) {
     const std::span<const uint8_t> bytes = packet.bytes();
     return ::write(
@@ -180,7 +191,8 @@ class Relay {
         static_cast<ssize_t>(bytes.size());
   }
 
-  // False if the owner has closed its end.
+  // False if the owner has closed its end. Lines before a failed one have been
+  // done. The owner is trusted, so the checks here only name its mistakes.
   bool answer() {
     std::string text(kMessageBytesMax, '\0');
     alignas(cmsghdr) char ancillary[CMSG_SPACE(sizeof(int))];

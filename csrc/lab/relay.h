@@ -22,6 +22,14 @@ namespace resilient::lab {
 //   counters PIPE...                  of these, in this order
 //
 // Numbers count from 0 in the order of making; addresses are 32 hex digits.
+//
+// A device is passed with its `nic` line by SCM_RIGHTS, one for each message.
+// Requests are answered in order, between packets. Messages have at most 128
+// KiB; the owner cuts longer lists (testing/relay.py). Both descriptors are
+// borrowed.
+//
+// Call it in a process of its own: it takes real-time priority if that is
+// allowed, locks its memory, and ignores SIGCHLD.
 void relay(int control, int owner);
 
 } // namespace resilient::lab
