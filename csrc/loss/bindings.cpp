@@ -2,6 +2,9 @@
 // folder on buffers, for tests, benchmarks and studies. It knows nothing of
 // torch.
 
+// All functions work on the caller's buffers, without a copy and without the
+// GIL. No other thread may change them meanwhile. Wrong shapes and names raise
+// ValueError before anything is written.
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -163,6 +166,7 @@ void encode(
   }
 }
 
+// Returns the number of symbols that came back, and sets their flags in `have`.
 int64_t recover(
     const std::string& kind,
     const py::buffer& data,
@@ -259,6 +263,8 @@ bool finite(const std::string& dtype, const py::buffer& data) {
   return allFinite(from.dtype, from.data(), from.count);
 }
 
+// A yardstick for benchmarks/parity_codes.py, not a code: it reads ten lines
+// and writes one, as XOR parity of one symbol for ten does.
 typedef uint64_t Line __attribute__((vector_size(64)));
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

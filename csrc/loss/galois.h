@@ -11,6 +11,7 @@ namespace resilient::galois {
 // same polynomial, so results can be compared.
 inline constexpr unsigned kPolynomial = 0x11d;
 
+// Bit by bit, for tables at compile time. The kernels look products up.
 constexpr uint8_t multiply(uint8_t a, uint8_t b) {
   unsigned product = 0;
   unsigned shifted = a;
@@ -54,7 +55,8 @@ constexpr uint8_t inverse(uint8_t a) {
   return kLogarithms.inverse[a];
 }
 
-// The product of numbers other than 0, as a sum of logarithms.
+// The product of numbers other than 0, as a sum of logarithms. A division costs
+// the same as a multiplication.
 class LogProduct {
  public:
   void multiplyBy(uint8_t a) {

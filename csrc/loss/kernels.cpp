@@ -20,6 +20,10 @@ namespace {
 
 // Products of a factor with the 16 values of each half of a byte: x * f is
 // low[x & 15] ^ high[x >> 4].
+//
+// Multiplication by a constant distributes over XOR, so two tables of 16
+// entries replace one of 256: AVX2 has a shuffle instruction that looks up 32
+// bytes at a time.
 struct HalfProducts {
   alignas(32) std::array<uint8_t, 16> low{};
   std::array<uint8_t, 16> high{};
@@ -67,6 +71,8 @@ void xorOfScalar(
   }
 }
 
+// The definition in its plainest form, which the tests compare every other
+// kernel with (parity_code_kernels_agree). It is not tuned.
 void multiplySumScalar(
     const uint8_t* factors,
     const std::byte* const* sources,
@@ -119,6 +125,8 @@ RESILIENT_AVX2 inline void store256(std::byte* to, __m256i value) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value);
 }
 
+// AVX2 has no masked loads of bytes, so the end of a symbol goes through a
+// copy: a whole load might touch memory behind the symbol.
 RESILIENT_AVX2 inline __m256i loadPart256(const std::byte* from, size_t bytes) {
   std::byte whole[32] = {};
   std::memcpy(whole, from, bytes);
@@ -184,7 +192,9 @@ RESILIENT_AVX2 inline __m256i bothHalves(const std::array<uint8_t, 16>& table) {
 }
 
 // The sums of kRows destinations stay in registers. From byte `begin` on;
-// returns where less than kColumns vectors are left.
+// returns where less than kColumns vectors are left. Two columns share the
+// loads of the tables; the second call, with one column, takes the vectors that
+// are left.
 template <size_t kRows, size_t kColumns>
 RESILIENT_AVX2 size_t multiplyColumnsAvx2(const Pass& p, size_t begin) {
   constexpr size_t kStep = 32 * kColumns;
@@ -244,6 +254,8 @@ RESILIENT_AVX2 size_t multiplyColumnsAvx2(const Pass& p, size_t begin) {
   return at;
 }
 
+// One pass for all bytes. With kRows known at compile time, the sums are
+// registers: a loop with a variable number of rows would keep them in memory.
 template <size_t kRows>
 RESILIENT_AVX2 void multiplyAvx2(const Pass& p) {
   size_t at = multiplyColumnsAvx2<kRows, 2>(p, 0);
@@ -354,6 +366,8 @@ RESILIENT_AVX512 inline __m512i everywhere512(uint64_t word) {
   return all;
 }
 
+// As multiplyAvx2, but one instruction multiplies 64 bytes by a matrix of bits,
+// and masks take the end of a symbol without a copy.
 template <size_t kRows>
 RESILIENT_AVX512 void multiplyAvx512(const Pass& p) {
   uint64_t matrices[kSourcesAtOnce][kRows];
@@ -450,6 +464,11 @@ constexpr auto kAvx2Passes = makeAvx2(std::make_index_sequence<kRowsAvx2>{});
 constexpr auto kAvx512Passes =
     makeAvx512(std::make_index_sequence<kRowsAvx512>{});
 
+// Cuts a product into passes: kSourcesAtOnce sources and as many rows as
+// registers allow. From the second group of sources on, a pass adds to what the
+// first one wrote. The loop runs once even without sources, since the
+// destinations still have to become zero. Only the first group of rows
+// prefetches the next sources: the others would fetch the same ones.
 template <size_t kMaxRows>
 void multiplySumVector(
     const std::array<RunPass, kMaxRows>& passes,

@@ -19,9 +19,11 @@ inline constexpr Kernel kKernels[] = {
     Kernel::kAvx512};
 
 const char* kernelName(Kernel kernel);
-// Whether this processor, and this build, can run it.
+// Whether this processor, and this build, can run it. Running a kernel that is
+// not supported is undefined: it may stop the process.
 bool supported(Kernel kernel);
 // The fastest that is supported.
+// Asks the processor once, at the first call. Any thread.
 Kernel fastest();
 
 // to = sources[0] ^ sources[stride] ^ ... ^ sources[(count - 1) * stride]. Each
@@ -40,6 +42,10 @@ void xorOf(
 // to[r] = sum over i of factors[r * count + i] * sources[i], in GF(256).
 // `accumulate`: the sum is added to what is in to[r]; else it replaces it.
 // count may be 0.
+//
+// Without `accumulate` the old bytes of a destination have no effect, and with
+// count 0 it becomes zero. Each source is read once for each group of rows that
+// fits into registers.
 void multiplySum(
     Kernel kernel,
     const uint8_t* factors,

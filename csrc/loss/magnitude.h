@@ -71,6 +71,9 @@ constexpr bool isFinite(typename Type::Storage code) {
 // fourth to the third, the third to the first; then of this row the second half
 // to the first, and so on. Rows are what vectors of a CPU hold; two rows are
 // the threads of a warp.
+//
+// A change of this order changes results: tests/test_cuda_loss.py and
+// csrc/tests/cuda_loss_test.cpp compare the two implementations bit for bit.
 inline constexpr size_t kLanes = 16;
 inline constexpr size_t kSums = 4 * kLanes;
 
@@ -87,6 +90,9 @@ struct PacketRange {
 };
 
 // Packet `packet` of those that packetCount() counts.
+//
+// A packet without elements does not occur: `packet` must be below
+// packetCount().
 constexpr PacketRange packetRange(
     size_t packet,
     size_t count,

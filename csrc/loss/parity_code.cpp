@@ -35,6 +35,8 @@ size_t sequenceLength(const BlockShape& shape, int j) {
       : 0;
 }
 
+// One sum for each sequence. The symbols of a sequence are `parity` places
+// apart in the span, so no list of pointers is built.
 void encodeXor(
     Kernel kernel,
     const BlockShape& shape,
@@ -62,6 +64,9 @@ void encodeXor(
   }
 }
 
+// A sequence with exactly one missing symbol and its repair symbol gives that
+// symbol back: it is the XOR of all others. With two missing, nothing can be
+// said.
 int recoverXor(
     Kernel kernel,
     const BlockShape& shape,
@@ -108,6 +113,7 @@ uint8_t factorOf(const BlockShape& shape, int j, int i) {
       static_cast<uint8_t>(rowNumber(shape, j) ^ static_cast<uint8_t>(i)));
 }
 
+// On the stack, 16 KiB: data * parity is at most that for 255 symbols together.
 using Factors = std::array<uint8_t, kMaxBlockSymbols * kMaxBlockSymbols / 4>;
 
 void encodeReedSolomon(
@@ -138,9 +144,13 @@ void encodeReedSolomon(
 // columns, in closed form: with x for rows and y for columns,
 //
 //   inverse[i][j] = f[j] g[i] / (x[j] + y[i])
-//   f[j] = product over t of (x[j] + y[t]) / product over t != j of (x[j] +
-//   x[t]) g[i] = product over t of (x[t] + y[i]) / product over t != i of (y[i]
-//   + y[t])
+//   f[j] = product over t of (x[j] + y[t])
+//          / product over t != j of (x[j] + x[t])
+//   g[i] = product over t of (x[t] + y[i])
+//          / product over t != i of (y[i] + y[t])
+//
+// Costs size^2 products, where Gaussian elimination costs size^3. Every factor
+// is a sum of two different elements, so none is zero.
 void invertCauchy(
     std::span<const uint8_t> x,
     std::span<const uint8_t> y,
@@ -174,7 +184,14 @@ void invertCauchy(
 }
 
 // With L symbols missing: L repair symbols, less what the present data
-// contributed to them, are an L x L system for the missing ones.
+// contributed to them, are an L x L system for the missing ones. Any square
+// part of a Cauchy matrix has an inverse, so it does not matter which symbols
+// are missing and which repair symbols are used: the first L are.
+//
+// How it works. All factors are found before a byte of data is touched. Then,
+// for one stretch of all symbols after the other: copy the repair symbols
+// aside, subtract the data that is here (`known`; a difference is an XOR), and
+// multiply by the inverse.
 int recoverReedSolomon(
     Kernel kernel,
     const BlockShape& shape,

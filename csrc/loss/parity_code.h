@@ -8,6 +8,8 @@ namespace resilient {
 
 // Repair symbols for a block of packets of equal length. Pure arithmetic: any
 // thread may call anything here at any time.
+//
+// The values are part of the protocol (docs/wire_format.md).
 enum class ParityKind : uint8_t {
   kNone = 0,
   // Paper: SMART §3.2. Data symbol i belongs to sequence i mod `parity`, and
@@ -30,13 +32,18 @@ struct BlockShape {
 // field.
 inline constexpr int kMaxBlockSymbols = 255;
 
-// nullptr, or what is wrong with the shape (one from a peer, say).
+// nullptr, or what is wrong with the shape (one from a peer, say). The text is
+// a constant. With XOR, `parity` may exceed `data`; the sequences beyond it are
+// empty.
 const char* faultOfShape(const BlockShape& shape);
 
 // All below throw std::invalid_argument if the shape is wrong or a span has
 // not one element for each symbol that it stands for.
 
 // Computes parity[j] from data[i], each `bytes` long, which may be any number.
+//
+// Every data[i] is read, and every parity[j] is written whole. They must not
+// overlap. With no parity it does nothing.
 void encodeParity(
     const BlockShape& shape,
     std::span<const std::byte* const> data,
@@ -46,6 +53,11 @@ void encodeParity(
 // have[i]: data[i] has arrived. parity[j] == nullptr: that repair symbol has
 // not. Writes those missing data symbols that can be repaired, sets their
 // have[i], and returns how many. The data[i] of the others is not touched.
+//
+// data[i] must point to room for a symbol even if it is missing. XOR repairs
+// each sequence for itself. Reed-Solomon repairs all that is missing or
+// nothing: with fewer repair symbols than missing data it returns 0 and has
+// written nothing.
 int recoverData(
     const BlockShape& shape,
     std::span<std::byte* const> data,

@@ -83,7 +83,13 @@ struct VectorOf<OfFloat64> {
   }
 };
 
-// In the order of magnitude.h.
+// In the order of magnitude.h. How it works. A vector is a part of a row, so
+// each of its lanes is one of the kSums sums. Full rounds fill four rows; the
+// rest goes to the first row, filled up with zeros, which change no sum of
+// magnitudes. Rows, and then halves of a row, are added in the given order.
+// Each kernel compiles this body with vectors of its own width, but the
+// additions and their order stay the same, and so do the bits
+// (priority_kernels_agree_to_the_bit).
 template <typename Type>
 [[gnu::always_inline]] inline double sumBody(
     const std::byte* data,
@@ -136,6 +142,8 @@ template <typename Type>
   return lanes[0];
 }
 
+// Compares bits, so NaN needs no case of its own: its magnitude lies above that
+// of infinity.
 template <typename Type>
 [[gnu::always_inline]] inline bool finiteBody(
     const std::byte* data,
@@ -361,6 +369,9 @@ size_t packetCount(
       (rest % elementsPerPacket > 0 ? 1 : 0);
 }
 
+// Packets are independent: each mean depends on its own elements only, wherever
+// the packet begins. The CUDA kernel relies on that, with a warp for each
+// packet.
 void meanMagnitudes(
     DType dtype,
     const std::byte* data,

@@ -11,6 +11,8 @@
 // Which packets deserve protection (Paper: SMART §3.1). Pure: no clock, no
 // chance but from a seed. The element types are float32, bfloat16, float16 and
 // float64; others throw std::invalid_argument. Data needs no alignment.
+//
+// Any thread may call anything here at any time.
 namespace resilient {
 
 // Whether loss priority can be measured for elements of this type.
@@ -30,6 +32,8 @@ double sampledThreshold(
     uint64_t seed);
 
 // The same from such a sample, of at least one magnitude, which it orders.
+// "Orders" as std::nth_element does. It must not contain NaN: see
+// sampleValue().
 double thresholdOf(std::span<double> sample, double topFraction);
 
 // How many packets `count` elements fill if the first packet has
@@ -55,7 +59,7 @@ void meanMagnitudes(
 // training, when no packet reaches the threshold, the largest are still
 // protected. A mean that is not finite is always high: its loss would hide from
 // the training that it diverges. A mean of zero never is: a lost packet is
-// replaced by zeros.
+// replaced by zeros. Equal means are taken in the order of packets.
 size_t packetsOfTopFraction(
     std::span<const float> means,
     double threshold,

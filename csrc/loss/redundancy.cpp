@@ -31,6 +31,15 @@ Transitions transitions(const LossEstimate& loss, double places) {
 
 // [m]: the chance that more than m of data + m packets are lost, for m from 0
 // to maxParity.
+//
+// How it works. It follows the channel packet by packet, with a chance for each
+// number of losses and each state of the channel. After packet data + m the
+// chance of at most m losses is complete, which gives one entry. So all entries
+// come from one pass, of (data + maxParity) * maxParity steps. Chances beyond
+// maxParity losses are dropped: they only add up to the rest.
+//
+// The count goes downward in the inner loop because each step reads the entry
+// below it, which must still be that of the packet before.
 std::vector<double>
 chancesOfMoreThan(int data, int maxParity, const Transitions& chance) {
   const auto max = static_cast<size_t>(maxParity);
@@ -64,7 +73,9 @@ chancesOfMoreThan(int data, int maxParity, const Transitions& chance) {
   return result;
 }
 
-// The chance that two or more of `packets` are lost.
+// The chance that two or more of `packets` are lost. One minus the chances of
+// no loss and of a single one: at the first place, at the last, or between. The
+// closed form costs the same for any length.
 double chanceOfTwo(int packets, const Transitions& chance) {
   if (packets < 2) {
     return 0;
@@ -100,6 +111,8 @@ void check(const LossEstimate& loss, int interleavedBlocks) {
 
 } // namespace
 
+// The packets of a run decay among themselves, too: the last one has the full
+// weight. The sum is that of a geometric series.
 double LossMeter::age(uint64_t count) {
   static const double kKept = std::exp(-1 / kLossMemoryPackets);
   const double factor = std::pow(kKept, static_cast<double>(count));
@@ -132,6 +145,8 @@ LossEstimate LossMeter::estimate() const {
       .burstPackets = bursts_ > 0 ? std::max(1.0, lost_ / bursts_) : 1.0};
 }
 
+// Bursts are the independent events, so their number gives the standard error:
+// the relative one is 1 / sqrt(bursts).
 LossEstimate LossMeter::cautious() const {
   LossEstimate loss = estimate();
   if (bursts_ > 0) {
@@ -144,6 +159,9 @@ LossEstimate LossMeter::cautious() const {
   return loss;
 }
 
+// For XOR, packets that lie between two neighbours of a sequence belong to
+// other sequences and blocks: the more there are, the more independent are the
+// two losses.
 double chanceUnrecovered(
     const BlockShape& shape,
     const LossEstimate& loss,
@@ -165,6 +183,11 @@ double chanceUnrecovered(
       .back();
 }
 
+// Exact while that is cheap. Beyond, the losses are summed up as a normal
+// distribution with the variance of a chain: (1 + memory) / (1 - memory) times
+// that of independent losses. Its error matters little to a decision between
+// "hardly ever" and "at times"
+// (redundancy_chance_of_more_losses_is_that_of_a_simulation).
 double chanceOfMoreLost(int packets, int max, const LossEstimate& loss) {
   check(loss, 1);
   if (max < 0 || max >= packets) {
@@ -189,6 +212,9 @@ double chanceOfMoreLost(int packets, int max, const LossEstimate& loss) {
   return std::erfc((max + 0.5 - mean) / std::sqrt(2 * variance)) / 2;
 }
 
+// Searches upward from the least parity that is allowed. Reed-Solomon has the
+// chances of all amounts from one pass; XOR computes each, since its sequences
+// change with the amount.
 BlockShape chooseShape(
     ParityKind kind,
     int dataPackets,

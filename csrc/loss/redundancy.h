@@ -8,16 +8,20 @@
 // counted in packets.
 namespace resilient {
 
+// With burstPackets 1 / (1 - rate) or less, losses are independent.
 struct LossEstimate {
   double rate = 0; // share of packets that are lost, 0 to 1
   double burstPackets = 1; // mean number of losses in a row, at least 1
 };
 
-// Loss rate and burst length of one direction of a path, of late.
+// Loss rate and burst length of one direction of a path, of late. Not
+// thread-safe; its sender's alone.
 class LossMeter {
  public:
   // A run, in the order of sending: `received` packets that arrived, then
   // `lost` that did not. Either may be 0; a burst may go on in the next run.
+  // The result does not depend on how a sequence is cut into runs
+  // (redundancy_meter_does_not_care_how_runs_are_cut).
   void onPackets(uint64_t received, uint64_t lost);
 
   // Rate 0 before the first report.
@@ -50,6 +54,8 @@ inline constexpr double kLossMemoryPackets = 16384;
 // Ten times less would cost about two more parity packets of 100 at 1 % loss.
 inline constexpr double kTargetUnrecovered = 1e-3;
 
+// The code has limits of its own: Reed-Solomon has at most kMaxBlockSymbols
+// symbols in a block, and XOR at most one repair symbol for each data symbol.
 struct RedundancyLimits {
   // Parity for each data packet; 0 <= minRatio <= maxRatio.
   double minRatio = 0;
@@ -72,8 +78,8 @@ double chanceUnrecovered(
     const LossEstimate& loss,
     int interleavedBlocks);
 
-// The chance that more than `most` of `packets` that leave one after the other
-// are lost, 0 <= most < packets. Takes tens of microseconds. Throws
+// The chance that more than `max` of `packets` that leave one after the other
+// are lost, 0 <= max < packets. Takes tens of microseconds. Throws
 // std::invalid_argument.
 double chanceOfMoreLost(int packets, int max, const LossEstimate& loss);
 
