@@ -34,6 +34,9 @@ class ClassScheduler {
     return first;
   }
 
+  // `cls` has sent `bytes`. Only classes below it in priority, and only while
+  // they wait, add up what passed over them: a class that had nothing to send
+  // has no claim.
   void served(
       size_t cls,
       uint64_t bytes,

@@ -13,6 +13,16 @@ namespace resilient {
 // where a window covers the round trip; on a long link with small windows, or
 // with random loss, each adds its share.
 // Paper: ATLAS §4.1, which takes a fixed number.
+//
+// How it works. kBase waits until the goodput has stopped growing by itself and
+// a trial is due. A trial doubles the count while each step gains (kUp), or
+// takes a quarter away while hardly anything is lost (kDown), and returns to
+// the best count; fewer are tried only if the link queues or more did not help.
+// Then it rests, each time twice as long (up to kLongestPause). The goodput is
+// only measured while there is always more to send. After a change of the
+// count, a window begins only when new connections have had time to speed up.
+//
+// Pure: no clock, no thread.
 class ConnectionCount {
  public:
   struct Config {

@@ -76,7 +76,7 @@ class RuleText {
     return text_;
   }
 
-  // A number in [least, most]; `want` says so in words.
+  // A number in [min, max]; `want` says so in words.
   double number(
       const std::string& key,
       double min,

@@ -64,7 +64,8 @@ struct FaultRule {
   uint64_t cutTimes = UINT64_MAX; // per path; with cutAfterBytes
 };
 
-// All rules of a process. Thread: whoever owns it; not thread-safe.
+// All rules of a process. Thread: whoever owns it; not thread-safe. Its
+// PathFaults read it at each call, so they need the same thread.
 class FaultPlan {
  public:
   FaultPlan() = default;

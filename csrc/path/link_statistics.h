@@ -62,7 +62,8 @@ class LinkStatistics {
     return roundTripS_;
   }
   // The least of the last seconds: what the link itself takes, without our own
-  // queue in front of it. 0 while unknown.
+  // queue in front of it. 0 while unknown. A window is one second; the least of
+  // the current and of the one before counts.
   double minRoundTripS() const {
     return minBefore_ == 0 ? min_
         : min_ == 0        ? minBefore_

@@ -10,7 +10,8 @@
 namespace resilient {
 
 // A set of numbers kept as ranges. Message numbers finish nearly in order, so
-// it stays a handful of ranges: one more than the messages still open.
+// it stays a handful of ranges: one more than the messages still open. All
+// calls take logarithmic time in the number of ranges, except rangesAbove().
 class NumberSet {
  public:
   bool contains(uint64_t n) const {

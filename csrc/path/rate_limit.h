@@ -15,7 +15,8 @@ namespace resilient {
 // get one frame at a time, in turn.
 //
 // A link that is billed or shared between sites, as ATLAS §3 describes them,
-// has such a limit for good reasons: the paper has none.
+// has such a limit for good reasons: the paper has none. Pure: the owner has
+// the timer for readyAt(). A user is any number but 0.
 class RateLimit {
  public:
   using User = uint32_t;
@@ -29,7 +30,8 @@ class RateLimit {
     return bytesPerS_;
   }
 
-  // May `user` send a frame now? If not, it has a place in the queue.
+  // May `user` send a frame now? If not, it has a place in the queue. Asking
+  // again keeps that place.
   bool mayTake(User user, TimePoint now) {
     refill(now);
     const bool itsTurn = turn_ == user || (waiting_.empty() && turn_ == kNone);

@@ -78,6 +78,9 @@ class Hedge {
 //
 // Paper: ATLAS §4.1 gives every connection the same share; these are for
 // connections that differ.
+//
+// For one decision: it is built from the loads of this moment and thrown away.
+// If no other path has been measured, a path may always take a chunk.
 class ArrivalOrder {
  public:
   // May this path, so loaded, take a chunk of `chunkBytes`?
