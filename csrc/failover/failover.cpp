@@ -157,6 +157,8 @@ bool Failover::anyOtherGood(size_t c, TimePoint now) const {
 
 // --- changes of state
 
+// The actions come in the order of their bits. The roles are last, since they
+// depend on the states of all connections.
 void Failover::apply(size_t c, PathEvent event, TimePoint now) {
   Connection& x = connections_[c];
   const PathState before = x.state;
@@ -236,6 +238,10 @@ void Failover::retryNow(size_t c, TimePoint now) {
   connect(c, now);
 }
 
+// Starts an attempt if the connection is worth one: it is missing, off its
+// route, or silent for so long that it may be replaced. Otherwise, and while
+// one is under way or a caller is let in, it does nothing, so it may be called
+// at any time.
 void Failover::connect(size_t c, TimePoint now) {
   Connection& x = connections_[c];
   const bool due = !x.state.connected || x.offRoute || mayReplace(c, now);
@@ -375,6 +381,11 @@ bool Failover::peerIsGone(size_t c, const AttemptFailure& how, TimePoint now) {
   return refusals_.onRefused(routeOf(c), now);
 }
 
+// Three kinds of failure lead to three pauses. If the peer's own attempt comes
+// first, ours waits for it. If the host answered or refused, the pause grows
+// with each failure. If nothing answered and the connection has stood before,
+// the pause is no longer than the time for a SYN: the network may heal at any
+// moment.
 void Failover::onAttemptFailed(
     size_t c,
     const AttemptFailure& how,
@@ -516,6 +527,8 @@ Nanos Failover::lookInterval() const {
   return kIdleLook;
 }
 
+// Each step may close connections or end the link, so the state is read again
+// after each.
 void Failover::look(TimePoint now) {
   leaveDownNics(now);
   bool waiting = host_.busy();

@@ -64,7 +64,10 @@ enum class ConnectionNote : uint8_t {
 };
 
 // The actions and questions of the failover. Calls may lead back into the
-// Failover only where that is said.
+// Failover only where that is said. A connection is only asked about while it
+// is connected: facts() and evidence() need its path. reset() may lead to
+// onClosed() before it returns, so loops over connections read the state again
+// after it.
 class FailoverHost {
  public:
   virtual ~FailoverHost() = default;
@@ -127,7 +130,8 @@ class Failover {
     return connections_.size();
   }
   // The routes are known (at least 1), and so one may connect. Connections that
-  // the peer has made before stay.
+  // the peer has made before stay. The policy names a NIC for each route, or
+  // none at all. setWanted() comes after it.
   void setRoutes(size_t count, RolePolicy policy);
   size_t routes() const {
     return routes_;
@@ -161,7 +165,9 @@ class Failover {
   }
   void giveUpAttempts();
   // A caller asks for this connection. False: ours goes first. True: it is kept
-  // for the caller until onConnected() or onCallerLost().
+  // for the caller until onConnected() or onCallerLost(). The preferred
+  // initiator then gives up its own attempt: each end would otherwise replace
+  // the other's connection.
   bool reserve(size_t connection, TimePoint now);
   void onCallerLost(size_t connection, TimePoint now);
   // A connection stands; the one before it, if any, has been closed.
@@ -192,7 +198,8 @@ class Failover {
   TimePoint deadline() const {
     return std::min(lookAt_, retryAt_);
   }
-  // At deadline() or later. True if it has looked at the connections.
+  // At deadline() or later. True if it has looked at the connections. An early
+  // call does nothing, and a late one does once what was due.
   bool onTimer(TimePoint now);
 
   // --- what is known
@@ -212,6 +219,8 @@ class Failover {
     return connections_[connection].timesConnected;
   }
   size_t live() const; // connections
+  // May first end the probation of connections, if no good one is left. The
+  // result goes to rolesAssigned().
   void assignRoles(TimePoint now);
 
  private:
@@ -245,6 +254,7 @@ class Failover {
     Nanos pastRoundTrip{}; // of the last that was measured, or 0
   };
 
+  // The only way to change a PathState.
   void apply(size_t c, PathEvent event, TimePoint now);
   std::vector<ConnectionView> views(TimePoint now) const;
   ConnectionView viewOf(size_t c, TimePoint now) const;

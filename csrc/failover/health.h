@@ -44,6 +44,11 @@ enum class PathVerdict : uint8_t {
 // goes over the other paths once more), so it comes early; giving up a path
 // costs a connection, so it comes late.
 // Paper: SHIFT §4.4 leaves silent failures to other tools; this finds them.
+//
+// Call observe() at each look, even if nothing has happened: a look at which
+// nothing is owed restarts the silence. Its order matters. Signs of life come
+// first, since they end a doubt and show whether it was an outage. The verdict
+// then begins with the longest silence, which no answer on a neighbour excuses.
 class PathHealth {
  public:
   struct Limits {

@@ -50,7 +50,9 @@ class Refusals {
     return route < routes_.size() && routes_[route].refusals > 0 &&
         routes_[route].refusals < kToDeath;
   }
-  // One was refused; true if the process is gone.
+  // One was refused; true if the process is gone. The refusals of all routes
+  // that count are added up, and none of these routes may have answered
+  // otherwise since.
   bool onRefused(size_t route, TimePoint now) {
     setRoutes(route + 1);
     Route& refusing = routes_[route];

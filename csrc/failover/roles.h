@@ -50,6 +50,8 @@ inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 // are in reserve, and a class that keeps to a NIC takes no other, not even if
 // its own is on standby. Nothing is in reserve while what it stands by for does
 // not work.
+//
+// Pure. roles_test.cpp compares it with a second version of these rules.
 Roles assignRoles(const RoleInput& input, const RolePolicy& policy);
 
 } // namespace resilient

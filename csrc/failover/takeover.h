@@ -63,6 +63,8 @@ struct SilenceVerdict {
   std::vector<size_t> doubtful;
 };
 
+// `silent` is the index of the silent connection, and `answerAge` how old an
+// answer may be to count as lately.
 inline SilenceVerdict judgeSilence(
     std::span<const ConnectionView> connections,
     size_t silent,
