@@ -24,6 +24,12 @@ class Communicator;
 // destroying one that is pending cancels it (nothing touches the memory
 // afterwards). co_await throws StatusError if the transfer failed. Loop
 // thread only. Not movable: the communicator holds its address.
+//
+// A Transfer that was never begun counts as complete and ok. Algorithms
+// therefore await whole arrays and begin only the entries that they need. A
+// completed Transfer may be begun once more; one that is pending must not be,
+// because its first record would then complete the second use. One coroutine
+// awaits it at a time.
 class Transfer {
  public:
   Transfer() = default;
@@ -56,6 +62,8 @@ class Transfer {
     status_ = Status();
     waiter_ = nullptr;
   }
+  // The resumed coroutine may destroy this Transfer: complete() accesses no
+  // member after resume().
   void complete(Status status) {
     status_ = std::move(status);
     pending_ = false;
@@ -78,16 +86,22 @@ class Transfer {
   Status status_;
 };
 
-// The world as a collective algorithm sees it: its rank, the group's size, and
-// messages to the other ranks. One Communicator belongs to one operation (one
-// sequence number of one group), so `slot` only has to tell apart the messages
-// between one pair of ranks within that operation: the k-th use of a slot must
-// be unique, sender and receiver name the same one. Zero bytes are allowed and
-// travel like any message. peer == rank() is not allowed.
+// The view that a collective algorithm has of its group: its rank, the group's
+// size, and messages to the other ranks. One Communicator belongs to one
+// operation (one sequence number of one group), so `slot` only has to
+// distinguish the messages between one pair of ranks within that operation. An
+// algorithm uses a slot once for each peer and direction, and sender and
+// receiver name the same one. A send and a receive with one peer may share a
+// slot. Messages of different slots arrive in any order. Zero bytes are allowed
+// and travel like any message. peer == rank() is not allowed.
 //
 // Thread: the loop's. Lifetime: outlives the Task that uses it and every
 // Transfer that was started on it. After the operation has failed, transfers
-// that are started complete with its error.
+// that are started complete with its error in a later turn, yields included. An
+// algorithm that catches an error and continues therefore still ends.
+//
+// csrc/tests/loopback_communicator.h implements these rules in memory and
+// checks them.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -95,6 +109,8 @@ class Communicator {
   virtual int size() const = 0;
 
   // `bytes` of both ends must be equal, else both fail with kMismatch.
+  // Both calls return at once. The message may wait for the list of members,
+  // for a connection or for credit; the operation's timeout bounds all of that.
   virtual void startSend(
       Transfer& transfer,
       int peer,
@@ -107,11 +123,16 @@ class Communicator {
       uint64_t slot,
       void* data,
       size_t bytes) = 0;
+  // For ~Transfer, which calls it only while the transfer is pending.
+  // Afterwards the communicator neither accesses the memory nor calls
+  // complete().
   virtual void cancel(Transfer& transfer) = 0;
 
   // The places of the ranks; null until `transfer` of startLearning()
   // completes. Equal on all ranks for one operation, and for all its life.
   virtual const Topology* topology() const = 0;
+  // Completes when the ranks' places are known, at the earliest in the next
+  // turn. At most one such transfer may be pending.
   virtual void startLearning(Transfer& transfer) = 0;
 
   // `transfer` completes at the next turn of the loop. An algorithm that has

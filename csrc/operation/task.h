@@ -12,6 +12,11 @@ namespace resilient {
 // written as Tasks: straight-line code that runs on the loop thread and never
 // blocks it. Single-threaded; whoever holds the Task owns the frame, and
 // destroying it unwinds the algorithm (its Transfers cancel themselves).
+//
+// A Task function does nothing until the Task is awaited or started. Its
+// parameters are copied into the frame, so everything that is passed by
+// reference or pointer must outlive the Task. No code of a Task may destroy
+// that Task; only `onDone` may.
 class [[nodiscard]] Task {
  public:
   struct promise_type {
@@ -74,6 +79,7 @@ class [[nodiscard]] Task {
   bool await_ready() const noexcept {
     return false;
   }
+  // Call only on a valid Task that was neither started nor awaited before.
   std::coroutine_handle<> await_suspend(std::coroutine_handle<> h) noexcept {
     handle_.promise().continuation = h;
     return handle_;
@@ -86,16 +92,20 @@ class [[nodiscard]] Task {
 
   // Runs a root task; `onDone` is called once when it has ended, after which
   // error() tells how. It may be called before start() returns.
+  // `onDone` may destroy this Task. A Task is started at most once and not
+  // awaited as well.
   void start(std::function<void()> onDone) {
     handle_.promise().onDone = std::move(onDone);
     handle_.resume();
   }
+  // The result is null while the Task runs and after it has ended well.
   std::exception_ptr error() const {
     return handle_.promise().error;
   }
   bool valid() const {
     return static_cast<bool>(handle_);
   }
+  // Destroys the frame, and with it all Tasks that this one awaits.
   void reset() {
     if (handle_) {
       handle_.destroy();

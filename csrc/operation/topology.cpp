@@ -13,6 +13,7 @@ Place single(int rank) {
   return place;
 }
 
+// A place of these children; a single child is returned as it is.
 Place group(std::vector<Place> children) {
   if (children.size() == 1) {
     return std::move(children.front());
@@ -92,6 +93,10 @@ Topology::Topology(int ranks)
           std::vector<int>(static_cast<size_t>(ranks), 0),
           AlgorithmChoice::kAuto) {}
 
+// Groups in two steps, by site and then by host within each site. A host number
+// that occurs at two sites therefore becomes two hosts. group() drops every
+// level with a single child, so the tree has no place that only repeats another
+// one.
 Topology::Topology(
     std::vector<std::string> sites,
     std::vector<int> hosts,

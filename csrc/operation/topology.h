@@ -14,6 +14,8 @@ const char* nameOf(AlgorithmChoice choice);
 
 // Ranks that are near each other: a single one, or nearer groups of them.
 struct Place {
+  // Invariant: `children` is empty or has two or more members, each with ranks
+  // of its own. Their ranks need not be adjacent numbers.
   std::vector<int> ranks; // of all children, ascending
   std::vector<Place> children; // none for a single rank, else two or more
 
@@ -36,6 +38,7 @@ class Topology {
   // By rank: the name of its site (or empty: nothing was declared) and any
   // number that only ranks of the same host share. Two sites never share a
   // host here: ranks of one machine that declare different sites are apart.
+  // Both vectors have one entry per rank.
   Topology(
       std::vector<std::string> sites,
       std::vector<int> hosts,
@@ -56,6 +59,8 @@ class Topology {
   // All ranks: children are sites if there are several, else hosts, else ranks.
   // A group of one counts as its only member. Children stand in the order of
   // their lowest ranks.
+  // The reference is valid while this Topology exists; algorithms keep it for
+  // the time of an operation.
   const Place& root() const {
     return root_;
   }
@@ -64,6 +69,8 @@ class Topology {
     return hasSites_;
   }
   // There are groups that have something to do among themselves.
+  // False if the root's children are ranks: a hierarchical algorithm would then
+  // be a flat one.
   bool hasLevels() const {
     return height_ > 1;
   }
