@@ -15,6 +15,8 @@ namespace resilient {
 // algorithm connects exchanges at least one message, empty if need be: that is
 // how ranks that call different things find out.
 
+// Tunings must be equal on all ranks: they decide how the data is cut, and with
+// it the sizes and slots of messages.
 Task allReduceWith(
     AllReduceAlgorithm algorithm,
     Communicator& comm,
@@ -61,6 +63,9 @@ Task barrierWith(BarrierAlgorithm algorithm, Communicator& comm);
 // A slot names a message of one direction between two ranks within one
 // operation: 16 bits for the part of a coalesced operation, 8 for the phase
 // of an algorithm, 40 for the index within it.
+// slotOf() leaves the part to coalesced(). It does not check that the phase is
+// below 256 and the index below 2^40; larger ones would reach into the field
+// above.
 inline constexpr int kSlotPhaseShift = 40;
 inline constexpr int kSlotPartShift = 48;
 

@@ -14,6 +14,8 @@ namespace {
 
 // Every rank sends its data to every other and reduces all of it itself.
 // Rounds 1; bytes (n-1) * size; reduced (n-1) * size; memory (n-1) * size.
+// The result replaces `data`, which is lent to all sends until they end. Each
+// rank folds in rank order, so all get the same bits.
 Task flat(
     Communicator& comm,
     ComputeBudget& budget,
@@ -57,6 +59,11 @@ Task flat(
 // pairs into the even one first and get the result from it last.
 // Rounds log2(n), plus 2 if folded; bytes rounds * size; memory size.
 // Both partners compute op(lower block, higher block), so the bits agree.
+//
+// After the pairs have folded, `power` ranks take part; `index` numbers them
+// without gaps. A pair counts as its even rank, which keeps blocks of indices
+// blocks of neighbouring ranks. `data` is sent in each round and is the target
+// of the fold, so a round ends only after its send.
 Task recursiveDoubling(
     Communicator& comm,
     ComputeBudget& budget,
@@ -117,6 +124,9 @@ Task recursiveDoubling(
 // Reduce-scatter, then all-gather, both by direct exchange, the second
 // following the first segment by segment.
 // Rounds 2; bytes 2(n-1)/n * size; reduced (n-1)/n * size.
+// The operation is in place: inputs, results and places are parts of `data`.
+// reduceSharded() receives a result only after the contribution in the same
+// memory has been sent.
 Task direct(
     Communicator& comm,
     void* data,
@@ -153,6 +163,12 @@ Task direct(
 // Units (step, segment) are processed in order. Posting unit u waits for unit
 // u - window here and u - segments on the left, never for a later one, so
 // the rank that is furthest behind can always go on.
+//
+// The incoming part is the first operand: the shard of rank c is folded in the
+// order c, c+1, ..., c-1. In the first n-1 steps a part arrives in scratch
+// memory and is folded into its place in `data`; afterwards results arrive in
+// their places directly. sends[s] belongs to segment s of the step before: it
+// must end before the same entry sends the part of this step.
 Task ring(
     Communicator& comm,
     ComputeBudget& budget,
@@ -261,6 +277,8 @@ Task ring(
 
 } // namespace
 
+// A single rank has nothing to exchange. Its result is its operand, which only
+// PREMUL_SUM changes.
 Task allReduceWith(
     AllReduceAlgorithm algorithm,
     Communicator& comm,

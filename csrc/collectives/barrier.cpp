@@ -43,6 +43,10 @@ Task dissemination(Communicator& comm) {
 
 // Rank 0's account of the ranks it waits for, in the words of
 // ProcessGroupGloo: the tests and users of torch look for them.
+//
+// Rank 0 waits for the others in rank order. Without waitAllRanks the first one
+// that fails is the only one named, and only lower ranks are known to have
+// arrived.
 class RollCall {
  public:
   RollCall(int ranks, bool waitAllRanks)
@@ -130,6 +134,12 @@ Task barrier(Communicator& comm) {
 }
 
 // Rounds 2; rank 0 exchanges an empty message with each.
+//
+// Rank 0 catches the errors of its transfers and continues with the next rank,
+// to learn who is missing. When the deadline has passed, all its pending
+// transfers fail; those that arrived before have ended well. The other ranks
+// only know that rank 0 did not answer. A local abort is passed on unchanged,
+// because no rank is to blame for it.
 Task monitoredBarrier(Communicator& comm, bool waitAllRanks) {
   const int n = comm.size();
   if (comm.rank() != 0) {

@@ -44,6 +44,10 @@ Task flat(Communicator& comm, void* data, size_t bytes, int root) {
 
 // A binomial tree. Rounds ceil(log2 n); bytes ceil(log2 n) * size at the root,
 // which starts with the largest subtree.
+//
+// Ranks are counted from the root. The lowest set bit of a rank's number is its
+// distance from its parent and bounds its subtree: its children are at all
+// smaller powers of two.
 Task tree(Communicator& comm, void* data, size_t bytes, int root) {
   const int n = comm.size();
   const int relative = (comm.rank() - root + n) % n; // the root is 0
@@ -76,6 +80,12 @@ Task tree(Communicator& comm, void* data, size_t bytes, int root) {
 // of its shard on to the rest as it comes. Needs n >= 3.
 // Rounds 2; bytes: size at the root, (n-2)/(n-1) * size elsewhere. The least
 // a broadcast can do, whatever n.
+//
+// All receives are posted at once, without a window, because they go to the
+// caller's memory. A rank forwards segment s of its own shard when it arrives
+// and then waits for the next; the other shards need no action. No wait is
+// circular: the root waits for no receive, and forwarding needs only messages
+// of the root.
 Task spread(
     Communicator& comm,
     void* data,
@@ -148,6 +158,9 @@ Task spread(
 
 // Rank after rank, each segment passed on as it comes.
 // Rounds n-1 for the first segment; bytes: size; two neighbours only.
+//
+// The root receives nothing: its receives are never begun and count as
+// complete.
 Task chain(
     Communicator& comm,
     void* data,

@@ -56,6 +56,9 @@ constexpr size_t kPartsMax = size_t{1} << (64 - kSlotPartShift);
 
 } // namespace
 
+// Each part's communicator lives for one iteration. It need not live longer:
+// transfers refer to the inner communicator, and a part that fails is destroyed
+// before its communicator.
 Task coalesced(
     Communicator& comm,
     std::vector<std::function<Task(Communicator&)>> parts) {

@@ -13,9 +13,22 @@ namespace resilient {
 // buffers are contiguous host memory that outlives the Task; counts are in
 // elements of `dtype`, sizes in bytes. Every algorithm gives the same bits on
 // every rank and in every run: the order of the operands of each reduction
-// depends on ranks and sizes only, never on arrival.
+// depends on ranks, sizes and places only, never on arrival.
+//
+// Calls only create the Task; it runs on the loop thread and never blocks it.
+// It throws StatusError: kInvalidArgument for arguments that this rank can find
+// wrong, before it sends anything, otherwise the error of the first transfer
+// that failed. All other transfers are then cancelled, and outputs have
+// undefined contents. kMismatch means that the ranks differ in the operation or
+// in a size.
+//
+// Inputs may share memory with each other. An output shares memory with no
+// other buffer, except where a function allows it. The backend sees to that
+// (backend/host_tensors.h).
 
 // The costs by which an algorithm is chosen; see collectives/cost.h.
+// The model must be equal on all ranks; otherwise they choose different
+// algorithms.
 struct CostModel {
   double latencyS = 30e-6; // one message, one way
   double secondsPerByte = 1 / 2e9; // on the wire
@@ -29,6 +42,7 @@ struct Reduction {
 };
 
 // In place; any count, 0 included.
+// `count`, type and operation are equal on all ranks; the factor may differ.
 Task allReduce(
     Communicator& comm,
     void* data,
@@ -45,10 +59,12 @@ Task reduce(
     int root,
     CostModel cost);
 
+// `data` of the root is only read.
 Task broadcast(Communicator& comm, void* data, size_t bytes, int root);
 
 // outputs[r] receives the input of rank r; outputs[rank] may be `input`
 // itself. Sizes by rank: bytes[r], the same vector on all ranks.
+// Sizes may be 0 and may differ by rank.
 Task allGather(
     Communicator& comm,
     const void* input,
@@ -65,6 +81,8 @@ Task gather(
     std::vector<size_t> outputBytes,
     int root);
 
+// The reverse of gather: inputs and their sizes are used on the root only, and
+// `bytes` is the size that this rank receives.
 Task scatter(
     Communicator& comm,
     std::vector<const void*> inputs,
@@ -85,6 +103,8 @@ Task reduceScatter(
 
 // inputs[r] goes to rank r, outputs[r] comes from it. Outputs do not alias
 // inputs.
+// Sizes may differ for each pair, but inputBytes[rank] and outputBytes[rank]
+// must be equal.
 Task allToAll(
     Communicator& comm,
     std::vector<const void*> inputs,
@@ -92,6 +112,7 @@ Task allToAll(
     std::vector<void*> outputs,
     std::vector<size_t> outputBytes);
 
+// Ends on no rank before all ranks have begun it.
 Task barrier(Communicator& comm);
 
 // Rank 0 hears from all, then answers all. If the operation's time runs out
@@ -101,6 +122,8 @@ Task monitoredBarrier(Communicator& comm, bool waitAllRanks);
 
 // Runs the parts one after the other in one operation; each part sees a
 // Communicator with slots of its own.
+// At most 65,536 parts. A part must not be coalesced itself: the numbers of
+// inner and outer parts use the same bits of a slot.
 Task coalesced(
     Communicator& comm,
     std::vector<std::function<Task(Communicator&)>> parts);

@@ -14,6 +14,7 @@ namespace resilient {
 // of the whole process, so whoever computes for long hands it back in between.
 
 // Counts what has been computed since the thread was last handed back.
+// Tasks that run at the same time may share one.
 struct ComputeBudget {
   size_t spentBytes = 0;
 };
@@ -26,6 +27,10 @@ inline constexpr size_t kComputeSliceBytes = 1u << 20;
 
 // out = the left fold of the operands (reduceOrdered), then, for kAvg,
 // divided by the number of ranks if `last`.
+// `out` may be one of the operands. A slice has a fixed number of operand
+// bytes, whatever the number of operands, so all slices take about the same
+// time. Throws the operation's error if it fails during a yield, like the
+// functions below.
 Task reduceSliced(
     Communicator& comm,
     ComputeBudget& budget,
@@ -35,6 +40,7 @@ Task reduceSliced(
     Reduction reduction,
     bool last);
 
+// Does nothing if `out` is `in`; other overlaps are not allowed.
 Task copySliced(
     Communicator& comm,
     ComputeBudget& budget,

@@ -8,6 +8,7 @@
 namespace resilient {
 namespace {
 
+// Suspends the awaiting coroutine and leaves its handle in *waiter.
 struct Parked {
   std::coroutine_handle<>* waiter;
 
@@ -22,6 +23,11 @@ struct Parked {
 
 } // namespace
 
+// `running`, `error` and `waiter` live in this frame, and the callbacks refer
+// to them. The references stay valid, because no callback comes after
+// tasks.clear(), which destroys all tasks. The waiter is resumed once, by the
+// last task to end or the first to fail; std::exchange clears it before the
+// resumed code runs.
 Task concurrently(std::vector<Task> tasks) {
   size_t running = tasks.size();
   std::exception_ptr error;

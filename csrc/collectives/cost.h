@@ -87,6 +87,9 @@ struct Tuning {
 };
 
 // The tuning for a reduction where every rank receives from n-1 peers.
+// Segments shrink as the group grows, to keep the scratch memory within
+// kSegmentScratchBytesMax, down to kSegmentBytesMin: beyond 512 ranks the
+// memory grows with the group.
 Tuning tuningForFanIn(int ranks);
 
 enum class AllReduceAlgorithm { kFlat, kRecursiveDoubling, kDirect, kRing };
@@ -95,6 +98,10 @@ enum class BroadcastAlgorithm { kFlat, kTree, kSpread, kChain };
 enum class AllGatherAlgorithm { kDirect, kRing };
 enum class BarrierAlgorithm { kFlat, kDissemination };
 
+// The cost of each algorithm, without regard to what is allowed at this size.
+// `bytes`: of one rank's data, unless said otherwise. The test
+// collectives_cost_what_the_formula_says compares those of all_reduce,
+// broadcast and barrier with the messages that are sent.
 Cost allReduceCost(AllReduceAlgorithm algorithm, int ranks, size_t bytes);
 Cost reduceCost(ReduceAlgorithm algorithm, int ranks, size_t bytes);
 Cost broadcastCost(BroadcastAlgorithm algorithm, int ranks, size_t bytes);
@@ -102,6 +109,8 @@ Cost broadcastCost(BroadcastAlgorithm algorithm, int ranks, size_t bytes);
 Cost allGatherCost(AllGatherAlgorithm algorithm, int ranks, size_t bytes);
 Cost barrierCost(BarrierAlgorithm algorithm, int ranks);
 
+// The cheapest algorithm that is allowed for this many ranks and bytes. The
+// same arguments give the same answer on every rank.
 AllReduceAlgorithm chooseAllReduce(int ranks, size_t bytes, CostModel model);
 ReduceAlgorithm chooseReduce(int ranks, size_t bytes, CostModel model);
 BroadcastAlgorithm chooseBroadcast(int ranks, size_t bytes, CostModel model);

@@ -30,6 +30,10 @@ Task direct(
 // comes. Rounds n-1; bytes: all parts but the right neighbour's; two
 // neighbours only. No limit on sends under way is needed: what is passed on
 // has come in, within the window, and all of it is the caller's memory.
+//
+// The part of the right neighbour arrives last and is not forwarded, because
+// that rank has it. No wait is circular: every unit that a rank waits for is
+// the sender's own, or one that the sender has waited for earlier.
 Task ring(
     Communicator& comm,
     const void* input,
@@ -49,6 +53,8 @@ Task ring(
   };
   // The units that come in, in this order: the left neighbour's part, its left
   // neighbour's, ..., at last the right neighbour's. Then the own part.
+  // The slot names part and segment, which do not change on the way: sender and
+  // receiver number their units differently.
   std::vector<Unit> incoming;
   std::vector<Unit> own;
   size_t passedOn = 0; // units before the right neighbour's part
@@ -179,6 +185,9 @@ Task allGather(
 }
 
 // Rounds 1; bytes: the root receives all the others' inputs.
+// The root receives from all ranks at once and directly into its outputs. Sizes
+// are not in the signature; if a rank sends another size than the root expects,
+// both fail with kMismatch when the message arrives.
 Task gather(
     Communicator& comm,
     const void* input,

@@ -14,6 +14,7 @@ namespace resilient {
 namespace {
 
 // The operation as the folds see it: division and scaling are apart.
+// AVG must not divide at each level, and PREMUL_SUM must scale each input once.
 Reduction plainSum(Reduction reduction) {
   if (reduction.op == ReduceOp::kAvg || reduction.op == ReduceOp::kPreMulSum) {
     reduction.op = ReduceOp::kSum;
@@ -34,6 +35,9 @@ size_t chunkCountOf(const HierarchyTuning& tuning, size_t elementBytes) {
 }
 
 // The elements of each of the `blocks` blocks of one chunk.
+// A chunk holds a slice of every block, so the slices shrink as the group
+// grows, down to kHierarchySliceBytesMin. With more blocks than that allows, a
+// chunk is larger than chunkBytes.
 size_t sliceCountOf(
     const HierarchyTuning& tuning,
     size_t elementBytes,
@@ -72,6 +76,10 @@ HierarchyTuning hierarchyTuningFor(const Topology& topology) {
 // Rounds: 2 at each level but the highest, where it is 1 if exchangeAtTop,
 // else 2. Bytes over the border of each of s places: (s-1) times the data if
 // exchangeAtTop, else 2(s-1)/s; both are the data once for s = 2.
+//
+// The exchanges run forward through all levels, then backward through those
+// that leave other ranks without the result. An exchange of kEverybody leaves
+// it with all who take part, so the highest level then has no backward step.
 Task hierarchicalAllReduce(
     const Place& root,
     Communicator& comm,
@@ -104,6 +112,9 @@ Task hierarchicalAllReduce(
 
 // Rounds: 1 at each level and 1 to the destination. Bytes over the border of
 // each place but the destination's: the data once.
+//
+// The exchanges run forward through all levels. Then only the level beyond the
+// root runs backward, from the owners of the shares to the destination.
 Task hierarchicalReduce(
     const Place& root,
     Communicator& comm,
@@ -136,6 +147,9 @@ Task hierarchicalReduce(
 
 // Rounds: 1 at each level. Bytes over the border into each place: its ranks'
 // parts once from each other place.
+//
+// The exchanges run forward only. The blocks stand in rankOrder(), so those of
+// a place are adjacent and cross its border as one range.
 Task hierarchicalReduceScatter(
     const Place& root,
     Communicator& comm,
@@ -170,6 +184,8 @@ Task hierarchicalReduceScatter(
 
 // Rounds: 1 at each level. Bytes over the border out of each place: its ranks'
 // parts once to each other place.
+//
+// The exchanges of a reduce-scatter run backward only.
 Task hierarchicalAllGather(
     const Place& root,
     Communicator& comm,
@@ -205,6 +221,9 @@ Task hierarchicalAllGather(
 
 // Rounds: 1 from the source, 1 at each level. Bytes over the border into each
 // place but the source's: the data once.
+//
+// The exchanges of a reduce to `source` run backward only. The source also
+// takes part in lower levels, but already has the data: nothing is sent to it.
 Task hierarchicalBroadcast(
     const Place& root,
     Communicator& comm,
@@ -268,6 +287,12 @@ std::vector<int> leadersOf(const Place& place, int rank) {
 // Up: the lowest rank of each group hears from the lowest ranks of the groups
 // in it; at the top these tell each other. Then down again. Rounds: 2 at each
 // level but the highest, where it is 1.
+//
+// `path` holds the places that contain this rank. The rank leads those at its
+// end where it is the lowest rank; `led` is the first of them and moves up as
+// reports arrive. It never becomes less than 1: the children of the root have
+// no leader above them, and their lowest ranks meet. Afterwards `led` moves
+// down the same places and releases them.
 Task hierarchicalBarrier(const Place& root, Communicator& comm) {
   constexpr unsigned kReport = 1; // slot phases
   constexpr unsigned kRelease = 2;

@@ -29,6 +29,9 @@ namespace resilient {
 //   TopologyUse use = TopologyUse::kIgnore;
 //   Task choosing = chooseByTopology(comm, kind, bytes, use);
 //   co_await choosing;
+//
+// The first operation of a group may wait here until all ranks have joined,
+// within its own timeout. `use` must outlive the Task.
 Task chooseByTopology(
     Communicator& comm,
     CollectiveKind kind,
@@ -36,12 +39,16 @@ Task chooseByTopology(
     TopologyUse& use);
 
 // How the data is cut.
+// `chunkBytes` must be equal on all ranks. `lanes` may differ: a chunk waits
+// for no chunk with a higher number.
 struct HierarchyTuning {
   size_t chunkBytes = kHierarchyChunkBytes; // of one rank's data
   size_t lanes = kHierarchyLanesBetweenSites; // chunks on their way at a time
 };
 HierarchyTuning hierarchyTuningFor(const Topology& topology);
 
+// `exchangeAtTop`, equal on all ranks: see exchangesAtTop() in cost.h. It
+// changes bytes and rounds, never bits.
 Task hierarchicalAllReduce(
     const Place& root,
     Communicator& comm,
@@ -51,6 +58,7 @@ Task hierarchicalAllReduce(
     bool exchangeAtTop,
     HierarchyTuning tuning);
 
+// `data` of all ranks but `destination` is only read.
 Task hierarchicalReduce(
     const Place& root,
     Communicator& comm,
@@ -60,6 +68,7 @@ Task hierarchicalReduce(
     int destination,
     HierarchyTuning tuning);
 
+// `output` may be inputs[rank].
 Task hierarchicalReduceScatter(
     const Place& root,
     Communicator& comm,
@@ -69,6 +78,7 @@ Task hierarchicalReduceScatter(
     Reduction reduction,
     HierarchyTuning tuning);
 
+// outputs[rank] may be `input`.
 Task hierarchicalAllGather(
     const Place& root,
     Communicator& comm,

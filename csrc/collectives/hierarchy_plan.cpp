@@ -16,8 +16,16 @@ struct Stretch {
 };
 
 // Stretches side by side, in order.
+// A Holding covers one range without gaps. Some stretches may be empty.
 using Holding = std::vector<Stretch>;
 
+// Walks the places of one operation and emits its exchanges. Each walk returns
+// who holds the result of which stretch; the walk of the place above cuts these
+// stretches against those of its other children.
+//
+// The walk must be the same on all ranks: it may depend on places, sizes and
+// the destination, but not on rank_, which only selects the exchanges to keep.
+// The order of the walk fixes the index of every exchange.
 class Planner {
  public:
   Planner(const Place& root, int rank)
@@ -32,6 +40,7 @@ class Planner {
 
   // Reduces [begin, begin + count) among the ranks of `place` without a
   // preferred one: each ends with an equal share of its child's holding.
+  // A single rank already holds its own value, without an exchange.
   Holding shareOut(const Place& place, size_t begin, size_t count) {
     if (place.single()) {
       return {{begin, count, place.ranks.front()}};
@@ -68,6 +77,12 @@ class Planner {
   }
 
   // Each rank's block, at blockOf(rank), comes to that rank.
+  // For each child, every other child first shares out the blocks of that child
+  // among its own ranks. Each share then crosses the border once, to the rank
+  // of its block, which folds it with what its own place contributes:
+  // scatter(child) has brought that to the same rank one level lower. Levels
+  // run upwards, so the lower exchange comes first although the walk emits it
+  // last.
   template <typename BlockOf>
   void scatter(const Place& place, const BlockOf& blockOf) {
     for (size_t c = 0; c < place.children.size(); ++c) {
@@ -107,6 +122,9 @@ class Planner {
 
   // Brings the children's holdings to the child that has `destination`, shared
   // among the ranks nearest to it.
+  // In the lowest place the shares go to all its ranks, so collect() has
+  // several senders. At higher levels a share goes to the rank that holds the
+  // home child's own part of it.
   Holding bringTo(const Place& place, int destination, size_t count) {
     if (place.single()) {
       return {{0, count, place.ranks.front()}};
@@ -138,6 +156,8 @@ class Planner {
   }
 
   // The last level of a rooted plan.
+  // Both directions run backward, where the target sends: it is the destination
+  // of an outward plan and the owner of the share otherwise.
   void collect(const Holding& holding, int destination, bool outward) {
     for (const Stretch& s : holding) {
       if (s.owner != destination) {
@@ -157,6 +177,8 @@ class Planner {
  private:
   // Calls `piece` for each longest stretch that has one owner in each holding.
   // All holdings cover [begin, begin + count).
+  // A cut lies where any holding changes its owner. Each holding is passed
+  // through once, from left to right.
   template <typename Piece>
   static void forPieces(
       const std::vector<Holding>& holdings,
@@ -181,6 +203,8 @@ class Planner {
     }
   }
 
+  // Cuts a piece into one share per owner; the owner of a share is its target.
+  // Shares of no elements have no exchange.
   void shareAmong(
       const Place& place,
       size_t begin,
@@ -198,6 +222,8 @@ class Planner {
     }
   }
 
+  // Adds the exchange, cut at the ends of blocks: source and output of one
+  // block are contiguous memory, two blocks need not be.
   void emit(
       const Place& place,
       size_t begin,
@@ -214,6 +240,7 @@ class Planner {
     }
   }
 
+  // Counts the exchange for all ranks, even if this rank does not keep it.
   void add(
       size_t level,
       size_t begin,

@@ -34,6 +34,8 @@ struct Exchange {
   }
 };
 
+// Every rank computes the exchanges of all ranks, in one order, and keeps its
+// own. All ranks therefore give an exchange the same index, without a message.
 struct HierarchyPlan {
   // By level, lowest first; those exchanges that this rank takes part in.
   // Forward they run upwards, backward downwards.
@@ -43,6 +45,7 @@ struct HierarchyPlan {
 // Forward and then backward: an all-reduce of `count` elements. With
 // `exchangeAtTop` the children of the root exchange their shares whole: one
 // message after another instead of two, and as many bytes for two children.
+// `root` must have children in this and the other plans; `rank` is in it.
 HierarchyPlan
 planAllReduce(const Place& root, int rank, size_t count, bool exchangeAtTop);
 

@@ -34,6 +34,9 @@ size_t totalCount(const std::vector<Block>& blocks) {
 }
 
 // One exchange of one chunk.
+// Each kind of transfer has an entry for every owner. Entries that are not
+// needed are never begun and count as complete. In back_ the entry of this rank
+// is the receive from the target.
 struct Part {
   const Exchange* exchange = nullptr;
   size_t transfers = 0; // index of the first of owners.size() of each kind
@@ -50,6 +53,9 @@ struct Part {
 };
 
 // The needs of one chunk: its parts by level, and their places in memory.
+// Scratch memory holds the operands of other ranks, the results of kEverybody
+// and the scaled input. All other results go to the output, or over an operand
+// in scratch memory if this rank has no output.
 struct Layout {
   std::vector<std::vector<Part>> parts;
   size_t transfers = 0;
@@ -110,6 +116,8 @@ struct Shared {
 
   Shared(Communicator& c, HierarchyJob j) : comm(c), job(std::move(j)) {}
 
+  // All chunks but the last ones of each block have equal sizes, so few plans
+  // are made. std::map keeps the references valid.
   const HierarchyPlan& planFor(const std::vector<Block>& slices) {
     std::vector<size_t> counts;
     for (const Block& slice : slices) {
@@ -138,6 +146,7 @@ struct Arena {
   std::unique_ptr<unsigned char[]> memory;
   size_t bytes = 0;
 
+  // Call only while no transfer uses the memory: growing replaces it.
   unsigned char* reserve(size_t wanted) {
     if (wanted > bytes) {
       memory = std::make_unique_for_overwrite<unsigned char[]>(wanted);
@@ -154,6 +163,16 @@ struct Arena {
 // their senders post when they reach this level of this chunk, and for its own
 // sends of earlier levels, where the receivers post before they wait. So the
 // rank that is furthest behind can always proceed.
+//
+// Memory that is being sent must not change, and results may come to the memory
+// where contributions lie. Three rules follow:
+//
+// - A receive of a result is posted only after the contribution in its place
+//   has been sent (rise(), sink()).
+// - A result of kEverybody goes to scratch memory, because the output is still
+//   being sent to the others. settle() copies it when these sends have ended.
+// - If nothing runs forward, outputs hold no contributions, so all results are
+//   asked for at the beginning.
 class ChunkRun {
  public:
   ChunkRun(Shared& shared, uint64_t chunk, Arena& arena)

@@ -21,6 +21,8 @@ struct HierarchyJob {
     Block slice(size_t first, size_t max, size_t elementBytes) const;
   };
 
+  // Source and output of a block may be the same memory. They must not overlap
+  // otherwise.
   std::vector<Block> blocks; // side by side, the row that plans are made for
   // The plan for blocks of these sizes; called for each size of a chunk.
   std::function<HierarchyPlan(const std::vector<size_t>& counts)> plan;
@@ -45,6 +47,8 @@ struct HierarchyJob {
 // Memory: for each chunk under way, the others' parts of what this rank folds,
 // its share of the chunk again if exchangeAtTop, the chunk again if it scales;
 // kHierarchyScratchBytesMax together, but two chunks at least.
+// The jobs of all ranks must agree in everything except pointers, lanes and the
+// factor. At most 2^20 chunks; more throw kInvalidArgument.
 Task runHierarchy(Communicator& comm, HierarchyJob job);
 
 } // namespace resilient

@@ -76,6 +76,9 @@ template <typename T>
 }
 
 // A codec defines the storage of one element and the type of its computation.
+// encode() rounds and replaces every NaN by the canonical one, because
+// processors differ in the NaN that an operation returns. A complex element is
+// two components, each with its own codec call.
 
 template <typename T>
 struct NativeCodec {
@@ -282,6 +285,8 @@ struct DivideLoop {
 // One loop compiled twice, the faster one taken where the CPU has it. (gcc's
 // target_clones does the same, but not for templates, and through ifunc: its
 // resolver runs before the sanitizers are ready.)
+// Both variants give the same bits: a loop has no operation that depends on the
+// width of the vectors (reduce_gives_the_same_bits_one_by_one_and_at_once).
 template <typename Loop, typename... Args>
 RESILIENT_KERNEL void runBaseline(Args... args) {
   Loop::run(args...);
@@ -403,6 +408,10 @@ ReduceOp boolOp(ReduceOp op) {
   }
 }
 
+// False if the codec has no kernel for the operation. kAvg and kPreMulSum add
+// here. BAND, BOR and BXOR exist for integers only, MIN and MAX of complex
+// types are excluded by reductionSupported(): the loop would compare
+// components.
 template <typename Codec>
 bool reduceWith(
     void* out,
@@ -497,6 +506,9 @@ encodeHalf(unsigned char* out, const float* in, size_t count) {
   }
 }
 
+// Works block by block: it decodes both operands to float32, reduces there and
+// encodes the result. `out` may be an operand, because a block is read before
+// it is written.
 void reduceHalf(
     void* out,
     const void* a,

@@ -16,6 +16,11 @@ namespace resilient {
 // even after every operation, as gloo does. Integers wrap around. bool: SUM,
 // MAX and BOR are "or", PRODUCT, MIN and BAND "and". MIN and MAX return NaN if
 // either operand is NaN; of two zeros they return the first.
+//
+// All functions are pure and thread-safe. The floating-point state is an input,
+// too: callers must have the default one, since flush-to-zero changes bits. A
+// turn of the loop always has it. Nothing here yields; compute.h cuts long data
+// into slices.
 
 // False, and the reason in *why unless it is null, if there is no such
 // reduction. To be asked before anything is sent.
@@ -46,6 +51,7 @@ inline void reduceInto(
 // Works in blocks that stay in the first-level cache, so each operand is read
 // once and `out` written once. `out` may be any one of the operands. With one
 // operand it is a copy.
+// With no operand it leaves `out` unchanged.
 void reduceOrdered(
     void* out,
     const void* const* operands,

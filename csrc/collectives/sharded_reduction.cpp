@@ -86,6 +86,7 @@ class ShardedRun {
   }
 
   // Posts the receives of all contributions to our segment s.
+  // The lane must be free: finishSegment(s - lanes) has ended.
   void receiveContributions(size_t s) {
     for (size_t i = 1; i < ranks_; ++i) {
       const size_t from = (me_ + ranks_ - i) % ranks_;
@@ -110,6 +111,7 @@ class ShardedRun {
         job_.reduction);
   }
 
+  // The memory stays lent until finishSegment(s).
   void sendContribution(size_t to, size_t s) {
     comm_.startSend(
         contributionSends_.of(lane(s), to),
@@ -122,6 +124,8 @@ class ShardedRun {
   // Ends what segment s began, for every shard, and the results that still use
   // its lane: afterwards the lane is free for contributions, while results of
   // this segment may be on their way.
+  // The result is sent before the contributions' sends are awaited, so a slow
+  // receiver of a contribution does not delay it.
   Task finishSegment(size_t s) {
     Task emptying = finishResults(lane(s));
     co_await emptying;
@@ -152,6 +156,7 @@ class ShardedRun {
     }
   }
 
+  // Waits for the results that were last sent and received in this lane.
   Task finishResults(size_t lane) {
     for (size_t r = 0; r < ranks_; ++r) {
       co_await finish(resultSends_.of(lane, r));
@@ -209,6 +214,7 @@ class ShardedRun {
     return scaled() ? scaledAt(s, rank) : at(job_.inputs[rank], offsetOf(s));
   }
 
+  // With kKeep the result stays here, and with kToRoot the root keeps its own.
   void sendResult(size_t s, const unsigned char* result) {
     const bool toAll = job_.results == Results::kToAll;
     if (!toAll &&
@@ -228,6 +234,8 @@ class ShardedRun {
     }
   }
 
+  // Call only when our contribution to the segment has been sent: the result
+  // may have the same place.
   void receiveResult(size_t from, size_t s) {
     const bool wanted = job_.results == Results::kToAll ||
         (job_.results == Results::kToRoot && comm_.rank() == job_.root);

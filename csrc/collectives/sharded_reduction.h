@@ -11,6 +11,8 @@ namespace resilient {
 // The common core of reduce_scatter, reduce and the direct all_reduce: the
 // data is cut into one shard per rank, each rank receives the others'
 // contributions to its shard and folds them in rank order.
+// `counts`, `results`, `root`, `onlyOwner`, the operation and `tuning` must be
+// equal on all ranks. Memory that the pointers refer to must outlive the Task.
 struct ShardedReduction {
   // The receivers of a reduced shard.
   enum class Results { kKeep, kToAll, kToRoot };
@@ -36,9 +38,12 @@ struct ShardedReduction {
 // times its shard, kToRoot its shard.
 // Memory: (n-1) * segment * window; with kPreMulSum twice that and a little,
 // as the inputs are not ours to scale in place.
+// A shard of no elements still costs one empty message from each rank: it tells
+// ranks with different operations apart.
 Task reduceSharded(Communicator& comm, ShardedReduction job);
 
 // Cuts `count` elements into one shard per rank, sizes differing by at most 1.
+// The larger shards come first.
 std::vector<size_t> shardCounts(size_t count, int ranks);
 
 } // namespace resilient
