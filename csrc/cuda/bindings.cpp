@@ -1,6 +1,9 @@
 // The Python module torch_resilient._cuda: kernels on addresses. It knows
 // nothing of torch: torch_resilient/smart/_cuda_loss.py checks tensors, chooses
 // device and stream, and makes the results.
+// Apart from alignment nothing is checked here: a wrong address or size is a
+// fault of the device. Tensors must stay alive until their stream has run the
+// kernels.
 
 #include <pybind11/pybind11.h>
 
@@ -49,6 +52,7 @@ PYBIND11_MODULE(_cuda, m) {
          uintptr_t room,
          uintptr_t stream) {
         const DType type = magnitudeType(dtype);
+        // Only this function waits for the device.
         const py::gil_scoped_release release;
         return sampledThreshold(
             type,

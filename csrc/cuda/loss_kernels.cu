@@ -212,6 +212,9 @@ void encodeXor(const XorBlocks& blocks, cudaStream_t stream) {
   });
 }
 
+// Two kernels on one stream: the first repairs and only reads the flags, the
+// second sets them. In one kernel, a thread that repairs the next word of a
+// symbol could find it marked as present.
 void recoverXor(
     const XorBlocks& blocks,
     bool* have,

@@ -14,8 +14,14 @@ using cudaStream_t = struct CUstream_st*;
 //
 // They throw std::invalid_argument as their twins do, and std::runtime_error
 // with CUDA's text if a kernel cannot be started.
+// An error while a kernel runs shows in a later call of CUDA.
+//
+// Any thread may call them, with the device of the pointers as its current one.
+// They allocate nothing on the device. A call without elements or blocks starts
+// no kernel.
 namespace resilient::cuda {
 
+// `out` has packetCount() elements (loss/priority.h).
 void meanMagnitudes(
     DType dtype,
     const void* data,
@@ -36,6 +42,7 @@ double sampledThreshold(
     cudaStream_t stream);
 
 // *finite becomes 0 if an element is infinite or not a number; else it stays.
+// The caller sets it to 1 before, on the same stream.
 void allFinite(
     DType dtype,
     const void* data,
@@ -55,11 +62,14 @@ struct XorBlocks {
 };
 
 // Writes the parity symbols.
+// Symbol i of a block belongs to parity symbol i % paritySymbols.
 void encodeXor(const XorBlocks& blocks, cudaStream_t stream);
 
 // Writes those missing data symbols that can be repaired, sets their flag in
 // `have` (one for each data symbol of each block; `parityHere` is the same for
 // parity) and adds their number to *filled.
+// A parity symbol repairs one missing symbol of its own; if two are missing,
+// both stay as they are.
 void recoverXor(
     const XorBlocks& blocks,
     bool* have,

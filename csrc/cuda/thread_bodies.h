@@ -28,6 +28,9 @@ inline constexpr size_t kWarpThreads = 32;
 static_assert(2 * kWarpThreads == magnitude::kSums);
 
 // A warp for each packet.
+// Each thread adds its own sums in the order of magnitude.h; foldSums() then
+// adds those of the warp. The order, and with it every bit, equals that of the
+// CPU.
 template <typename Type>
 struct PacketMeans {
   using Sum = typename Type::Sum;
@@ -107,6 +110,7 @@ struct ThresholdSample {
 // ---- Whether all is finite --------------------------------------------------
 
 // A thread for each 16 aligned bytes of memory with elements.
+// Bytes of the first and the last 16 that belong to no element are not read.
 template <typename Type>
 struct AllFinite {
   using Storage = typename Type::Storage;
@@ -239,6 +243,8 @@ struct RecoverXor {
 };
 
 // After it: a thread for each parity symbol.
+// Each data symbol belongs to one parity symbol, so no two threads write the
+// same flag.
 struct MarkRecovered {
   XorFlags flags;
 
