@@ -1,4 +1,9 @@
 // The Python module torch_resilient._C.
+//
+// Every binding that enters the engine releases the GIL first: such a call may
+// wait for the loop, and a callback of a future that needs the GIL must be able
+// to run meanwhile. Results are converted to Python afterwards, with the GIL.
+// torch_resilient/_C.pyi lists the signatures.
 
 #include <torch/csrc/utils/pybind.h>
 
@@ -67,6 +72,9 @@ constexpr auto kExitLimit = std::chrono::seconds(1);
 // Lets Ctrl-C end a wait. Python handles signals on its main thread alone
 // (the process's, unless Python is embedded), so the others need not fight
 // for the GIL.
+// Waiting threads call it (setInterruptHook). Its exception leaves wait() and
+// waitAny() and reaches Python as KeyboardInterrupt, or as the error of the
+// program's own signal handler.
 void checkSignals() {
   if (gettid() != getpid() || Py_IsInitialized() == 0) {
     return;
@@ -79,6 +87,11 @@ void checkSignals() {
 
 // Runs with the GIL, when the interpreter begins to end. Afterwards none of
 // our threads touches Python.
+//
+// The engine ends first: it fails all pending operations, and their ends are
+// the last tasks that it gives to the staging and completion threads. Each step
+// gets the time that the earlier ones left of kExitLimit; a thread that does
+// not end in time is left to the end of the process.
 void atExit() {
   if (forkGeneration() != 0 && !engineRunning()) {
     return; // a child of fork() that never used us
@@ -121,6 +134,7 @@ void bindCallError(py::module_& m) {
   });
 }
 
+// Turns the core's exceptions into those that torch's translators know.
 template <typename F>
 auto translated(F&& f) -> decltype(f()) {
   try {
@@ -131,6 +145,8 @@ auto translated(F&& f) -> decltype(f()) {
 }
 
 // Types are checked here; bounds and choices by the table's own rules.
+// `engine` changes only if all checks pass. A bool is an int in Python and is
+// refused as a number: Options(linger_s=True) is a mistake.
 void setOption(
     EngineOptions& engine,
     const OptionInfo& option,
@@ -213,6 +229,8 @@ std::string repr(const GroupOptions& options) {
   return text + ")";
 }
 
+// The table with its texts, for the Python tools. The names are in the order of
+// OptionKind.
 py::list optionTableForPython() {
   static constexpr const char* kKinds[] = {
       "Bytes",
@@ -333,6 +351,9 @@ py::dict toPython(const GroupStats& s) {
 }
 
 // Called by torch.distributed through the registered Python function.
+// torch's arguments determine the timeout, name and ranks of the group; `given`
+// only adds a description and, for the group that starts the engine, its
+// settings.
 c10::intrusive_ptr<ProcessGroupResilient> create(
     const c10d::DistributedBackendOptions& dist,
     const c10::intrusive_ptr<GroupOptions>& given) {
@@ -353,6 +374,8 @@ c10::intrusive_ptr<ProcessGroupResilient> create(
   });
 }
 
+// Returns the previous choice of this thread, -1 for none, for a later call
+// that restores it.
 int setTrafficClass(int value) {
   const int before =
       chosenTrafficClass ? static_cast<int>(*chosenTrafficClass) : -1;
@@ -499,6 +522,8 @@ py::object endedAt(const c10::intrusive_ptr<c10d::Work>& work) {
             : py::none();
 }
 
+// For this thread. The result is the previous setting in the form of the
+// arguments: to pass it back restores it.
 std::pair<double, double> setTolerance(double threshold, double maxLost) {
   if (!(maxLost >= 0 && maxLost <= 1)) {
     throw py::value_error("max_drop_fraction: expected 0 to 1");
@@ -514,6 +539,8 @@ std::pair<double, double> setTolerance(double threshold, double maxLost) {
 }
 
 // The index of the first ended work, or None when the time is up.
+// The references in `mine` keep the works alive while no GIL protects the list.
+// A failed work counts as ended, and its error is not raised here.
 py::object waitAny(
     const std::vector<c10::intrusive_ptr<c10d::Work>>& works,
     std::optional<double> timeoutS) {
@@ -609,6 +636,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace resilient;
   // It registers c10d's own classes, which ours extend.
   py::module_::import("torch.distributed");
+  // This registers the handler of fork() before any thread of ours exists.
   forkGeneration();
   setInterruptHook(&checkSignals);
   bindCallError(m);

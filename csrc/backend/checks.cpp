@@ -275,6 +275,8 @@ uint8_t tensorCount(size_t tensors) {
   return tensors <= 255 ? static_cast<uint8_t>(tensors) : 0;
 }
 
+// The upper 30 bits of the hash leave room below -1: ranks use the values from
+// 0 on, and -1 means that there is no root.
 int32_t layoutOf(const std::vector<at::Tensor>& tensors) {
   bool alike = tensorCount(tensors.size()) != 0;
   uint64_t hash = 0;

@@ -17,6 +17,12 @@ std::atomic<StagingFactory*> hostFactory{nullptr};
 // Paper: PIPEMORPH §5.2, Figures 11 and 12. Pinned buffers, and behind the
 // copies of one direction a signal on the same stream: an event, which a
 // stream can wait for, where the paper sets flags in memory.
+//
+// The constructor makes the side stream wait for what the caller's stream has
+// queued. Later work of the caller's stream is not waited for, because the
+// caller must leave the tensors alone until the operation ends. The pool of
+// side streams is the device's, so operations may share a stream and then copy
+// one after the other.
 class StreamStaging : public DeviceStaging {
  public:
   explicit StreamStaging(c10::Device device)

@@ -19,14 +19,22 @@ namespace resilient {
 //
 // Threads as marked. Lifetime: until its operation has ended; any thread may
 // drop the last reference.
+//
+// Calls come in this order: hostBuffer() for each tensor, copyToHost() for each
+// input, copiesToHostIssued() once, copiesToHostDone() until it is true; after
+// the operation the same for outputs and the way back. If a direction has no
+// copies, only its ...Done() is called. The caller keeps tensors and host
+// buffers alive until the copies are done.
 class DeviceStaging {
  public:
   virtual ~DeviceStaging() = default;
 
   // A contiguous host buffer of the shape and type of `tensor`.
+  // Its contents are undefined. Caller's thread.
   virtual at::Tensor hostBuffer(const at::Tensor& tensor) = 0;
 
   // Caller's thread.
+  // Only begins the copy; the host buffer is valid when copiesToHostDone().
   virtual void copyToHost(const at::Tensor& host, const at::Tensor& tensor) = 0;
   virtual void copiesToHostIssued() = 0; // after the last of them
   // Any thread; does not block. True also if there are none. Throws if the
@@ -43,15 +51,19 @@ class DeviceStaging {
   virtual bool copiesToDeviceDone() = 0;
   // Makes the calling thread's current stream wait for the copies to the
   // device.
+  // Does not block the thread itself where the device has streams.
   virtual void blockCurrentStream() = 0;
 
   // The side stream.
+  // None if the device has no streams: readers then call blockCurrentStream().
   virtual std::optional<c10::Stream> stream() const = 0;
 };
 
 // True if the engine cannot read the tensor where it is.
 bool onDevice(const at::Tensor& tensor);
 // For an operation called now, with all tensors on the device of this one.
+// Call on the thread that starts the operation, since the copies wait for the
+// current stream of that thread. Precondition: onDevice(tensor).
 std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor);
 
 // Makes host tensors pass for tensors of a device: for the pretended device of
@@ -62,6 +74,7 @@ class StagingFactory {
   virtual ~StagingFactory() = default;
   // True if operations on this host tensor are to be staged by make().
   virtual bool takes(const at::Tensor& tensor) = 0;
+  // Never null. Called only for tensors that takes() accepts.
   virtual std::unique_ptr<DeviceStaging> make(const at::Tensor& tensor) = 0;
 };
 

@@ -11,8 +11,12 @@ namespace resilient {
 
 // The exception a user sees for a failed operation:
 // torch.distributed.DistBackendError, a RuntimeError.
+// The text is the Status's message, or its code if there is none. `status` is
+// not ok.
 std::exception_ptr exceptionFor(const Status& status);
 
+// For calls that fail on their own thread: kInvalidArgument becomes
+// throwInvalid(), all others DistBackendError.
 [[noreturn]] void throwStatus(const Status& status);
 
 // A setting that cannot be used: ValueError in Python.

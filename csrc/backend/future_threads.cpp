@@ -29,6 +29,9 @@ struct Level {
 
 // One per process (and a fresh one per forked child), never destroyed: its
 // threads may outlive static destruction.
+//
+// One mutex guards all levels: tasks are few and it is never held while one
+// runs. A level that has started once waits forever, even after stop().
 class Threads {
  public:
   static Threads& instance() {
@@ -66,6 +69,8 @@ class Threads {
   }
 
  private:
+  // Tasks run without the lock. `running_` counts those that run on all levels,
+  // which stop() waits for.
   void run(int level) {
     pthread_setname_np(pthread_self(), "resilient-done");
     currentLevel = level;

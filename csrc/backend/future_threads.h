@@ -15,6 +15,9 @@ namespace resilient {
 // that waits for a future it made itself (PowerSGD does) would wait for its own
 // thread if there were one level only; so a future requested on a thread of
 // level n is completed on level n + 1.
+//
+// Any thread may call these functions. The threads start with the first task of
+// their level, are detached and never end. A forked child gets its own.
 class FutureThreads {
  public:
   // The level for futures requested by the calling thread: 0, or one more than
@@ -22,10 +25,12 @@ class FutureThreads {
   static int levelForCaller();
 
   // After stop() tasks are dropped: the process is ending.
+  // Never blocks. `task` must not throw. Levels above the last one share it.
   static void post(int level, std::function<void()> task);
 
   // Lets running tasks end, for at most `limit`; no task starts afterwards.
   // Call without the GIL. Returns false if a task was still running.
+  // Tasks that have not started are kept without being destroyed.
   static bool stop(Nanos limit);
 };
 

@@ -12,6 +12,8 @@ namespace resilient {
 // it hold for all; a later group takes them over whether it brings options or
 // not (new_group() cannot pass any).
 struct GroupOptions : c10d::Backend::Options {
+  // The settings of processEngineOptions(nullptr). Throws StatusError for an
+  // environment variable with a value that cannot be used.
   GroupOptions();
   explicit GroupOptions(const EngineOptions& engineOptions);
 
@@ -21,11 +23,14 @@ struct GroupOptions : c10d::Backend::Options {
   }
 #endif
 
+  // Changes after the group was made have no effect.
   EngineOptions engine;
 };
 
 // The engine settings for a group made now: those of the running engine, else
 // `given`, else the environment.
+// Any thread. "Running" means that a group holds the engine: after the last one
+// has gone, the next group decides anew.
 EngineOptions processEngineOptions(const GroupOptions* given);
 
 } // namespace resilient

@@ -102,11 +102,14 @@ std::pair<const char*, const char*> extent(const at::Tensor& t) {
 
 } // namespace
 
+// Ranges are disjoint, so the last one that begins before `end` also ends last:
+// no other range needs to be compared.
 bool HostTensors::Ranges::overlaps(const char* begin, const char* end) const {
   const auto after = ends_.lower_bound(end);
   return after != ends_.begin() && std::prev(after)->second > begin;
 }
 
+// Merges the new range with all that it overlaps, which keeps them disjoint.
 void HostTensors::Ranges::add(const char* begin, const char* end) {
   auto at = ends_.lower_bound(end);
   while (at != ends_.begin() && std::prev(at)->second > begin) {
@@ -141,6 +144,14 @@ bool HostTensors::anyOverlap(const std::vector<at::Tensor>& tensors) {
   });
 }
 
+// Three cases: the engine uses a contiguous host tensor where it is; a device
+// tensor gets a pinned buffer; any other host tensor gets a plain temporary. An
+// output with several elements at one address cannot hold a result. The
+// operation is then refused when all tensors are known, not here, because other
+// ranks must learn of it (launch() in process_group.cpp).
+//
+// The guard keeps autograd out: temporaries and copies are no operations of the
+// program.
 void* HostTensors::add(const at::Tensor& tensor, Use use) {
   const bool staged = onDevice(tensor);
   const bool direct =

@@ -29,9 +29,22 @@ enum class Use { kInput, kOutput, kInputOutput };
 // and outputs are written in the order of their add() calls, so the last one
 // determines shared elements. A tensor that shares memory with an earlier one
 // gets a temporary if either of them is written.
+//
+// Order of calls: add() for every tensor, refusal(), copyIn(), inputsReady()
+// until true, then the operation, copyBack(). Thread: the caller's until the
+// operation has started, afterwards one thread at a time: the loop or the
+// staging thread. Only inputsReady() and device() come from any thread.
+//
+// Device tensors never conflict: each has a host buffer of its own, all inputs
+// are copied before the operation starts, and results are copied back in order.
+// All device tensors of one operation must be on one device.
 class HostTensors {
  public:
   // Returns the host address.
+  // It is valid for the lifetime of this object, and may be null for a tensor
+  // without elements. A temporary has undefined contents until its input has
+  // been copied. Use::kInput gives an address that must not be written,
+  // although the type allows it.
   void* add(const at::Tensor& tensor, Use use);
 
   // Why an output cannot be written, or empty. The operation must not run then.
@@ -40,9 +53,12 @@ class HostTensors {
   }
 
   // Whether two of the tensors share memory, as far as their ranges tell.
+  // Two tensors that interleave without a common element count as sharing. The
+  // mistake costs a copy, never a wrong result.
   static bool anyOverlap(const std::vector<at::Tensor>& tensors);
 
   // The bytes that the operation reads and writes.
+  // An operand that is both counts twice.
   uint64_t bytes() const;
 
   // Anything else that must live as long.
@@ -57,6 +73,7 @@ class HostTensors {
   bool inputsReady() {
     return !device_ || device_->copiesToHostDone();
   }
+  // False if the operation wrote all results to the user's memory itself.
   bool needsCopyBack() const;
   // Fills output tensors from their temporaries. Staging thread. Device copies
   // are only enqueued; device() tells when they are done.
@@ -85,6 +102,8 @@ class HostTensors {
     std::map<const char*, const char*> ends_; // by begin
   };
   // Records the memory of a host tensor; true if an earlier one conflicts.
+  // Only for tensors in host memory. Reading the same memory twice is no
+  // conflict.
   bool conflicts(const at::Tensor& tensor, Use use);
 
   std::vector<Slot> slots_;

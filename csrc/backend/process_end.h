@@ -12,6 +12,7 @@ namespace resilient {
 void processEnds(); // from now on
 // Called by a thread that is about to go back to Python. Returns at once until
 // the process ends, and always on its main thread.
+// Every wait and every call of a group goes through it.
 void letProcessEnd();
 
 } // namespace resilient

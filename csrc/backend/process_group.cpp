@@ -32,6 +32,10 @@ ProcessOptions& processOptions() {
 
 // Keys of the submit queue. Collectives of a group keep one order; messages
 // keep one for each direction, peer and tag (and "any source").
+// From the top: bit 63 marks a message, bit 62 its direction, 30 bits hold the
+// peer plus one (0 for any source), 32 bits the tag. Receives copy nothing in
+// and are always ready: receives with different keys are also posted in call
+// order, which matching with any source needs.
 constexpr uint64_t kCollectiveKey = 0;
 
 uint64_t messageKey(bool isSend, int peer, int tag) {
@@ -67,6 +71,9 @@ void rememberEngineOptions(const EngineOptions& options) {
 
 } // namespace
 
+// Options are checked before they become those of the process. joinGroup()
+// starts the engine if there is none and publishes this rank's address, without
+// waiting for the other ranks.
 ProcessGroupResilient::ProcessGroupResilient(
     const c10::intrusive_ptr<c10d::Store>& store,
     int rank,
@@ -173,6 +180,9 @@ void ProcessGroupResilient::abort() {
   queue_->close();
 }
 
+// The queue drains first, while the engine still takes operations. Operations
+// that are left afterwards fail when the queue is closed: their copies may
+// never end.
 void ProcessGroupResilient::shutdown() {
   checkUsable("shutdown");
   const Nanos linger = fromSeconds(options_->engine.linger_s);
@@ -245,6 +255,8 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::endCoalescing() {
   return WorkResilient::all(rank_, std::move(works));
 }
 
+// The relaxed load keeps calls outside of blocks off the mutex. A thread that
+// has called startCoalescing() sees its own id there in any case.
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::started(
     c10::intrusive_ptr<WorkResilient> work,
     bool wanted) {
@@ -290,6 +302,9 @@ const Status& notCopied() {
   return *status;
 }
 
+// The function for SubmitQueue::push(): empty for operations without device
+// tensors, which are ready at once. It must not throw, so a device's error
+// counts as ready and fails the operation later.
 std::function<bool()> readiness(const c10::intrusive_ptr<WorkResilient>& work) {
   if (work->tensors().device() == nullptr) {
     return {};
@@ -303,6 +318,8 @@ std::function<bool()> readiness(const c10::intrusive_ptr<WorkResilient>& work) {
   };
 }
 
+// A collective that exchanges nothing and fails with `status`. co_return makes
+// the function a coroutine.
 Task failWith(Status status) {
   throw StatusError(std::move(status));
   co_return;
@@ -322,6 +339,15 @@ std::optional<Status> deviceError(WorkResilient& work) {
 
 } // namespace
 
+// A collective takes its sequence number when the queue submits it. The other
+// ranks do the same for theirs, so every call that has passed the checks must
+// submit exactly one operation, in call order, even if this rank already knows
+// that it fails. Two cases therefore submit a body that only throws: an output
+// that cannot be written, and a copy from the device that failed. Both reach
+// the other ranks as a failure of the same operation.
+//
+// Closing the queue while a copy is pending is the only exception. The group
+// has ended then, and no operation with a later number can succeed.
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
     c10::intrusive_ptr<WorkResilient> work,
     const OpSignature& signature,
@@ -369,6 +395,10 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   return started(std::move(work), opts.asyncOp);
 }
 
+// A message has no sequence number, so one that cannot be received is refused
+// here only: the peer's message matches the next receive. `zeroFilled` refers
+// to the Work without holding it, since `done`, which is called later, holds
+// it.
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
     c10::intrusive_ptr<WorkResilient> work,
     int peer,

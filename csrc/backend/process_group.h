@@ -24,6 +24,13 @@ namespace resilient {
 //
 // Thread: any; the order of calls on one group is the user's business, as in
 // c10d. A caller's mistake throws before a byte is sent.
+// Tensors belong to the operation from the call until its Work ends.
+//
+// Methods that start an operation do not wait for the network. They wait for a
+// device only if a tensor is sparse or a factor of PREMUL_SUM. An error after
+// the start is in the Work. In a forked child every method that uses the engine
+// throws, because the engine's threads are in the parent. After shutdown() an
+// operation still gives a Work, which fails with kAborted.
 class ProcessGroupResilient : public c10d::Backend {
  public:
   using Tensors = std::vector<at::Tensor>;
@@ -31,11 +38,16 @@ class ProcessGroupResilient : public c10d::Backend {
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
   // May block for store round trips; call without the GIL.
+  // `store` may be used from other threads until the group ends. `options` are
+  // the group's from now on. Throws StatusError for settings that do not fit
+  // together, and if joining fails.
   ProcessGroupResilient(
       const c10::intrusive_ptr<c10d::Store>& store,
       int rank,
       int size,
       c10::intrusive_ptr<GroupOptions> options);
+  // Calls shutdown(), so it must run without the GIL (NoGil in bindings.cpp).
+  // Works may outlive the group.
   ~ProcessGroupResilient() override;
 
   const std::string getBackendName() const override {
@@ -47,6 +59,7 @@ class ProcessGroupResilient : public c10d::Backend {
   const c10::intrusive_ptr<GroupOptions>& groupOptions() const {
     return options_;
   }
+  // For later operations. Those that have started keep their timeout.
   void setTimeout(std::chrono::milliseconds timeout) override;
   void eagerConnectSingleDevice(at::Device) override {} // connects on use
 
@@ -61,18 +74,29 @@ class ProcessGroupResilient : public c10d::Backend {
   bool supportsSplitting() const override {
     return true;
   }
+  // All members of the new group call it, with the same `ranks` in the same
+  // order; their positions are the new ranks. On other ranks the result is
+  // null.
   c10::intrusive_ptr<c10d::Backend> split(
       const c10::intrusive_ptr<c10d::Store>& store,
       const std::vector<int>& ranks,
       const c10::intrusive_ptr<Options>& options) override;
+  // Fails all pending operations here and, with this rank's name, on the other
+  // ranks. Does not wait for peers. The group cannot be used again.
   void abort() override;
+  // Waits at most linger_s for copies from devices, then at most linger_s for
+  // peers to acknowledge. Pending operations fail. The last group of the
+  // process also says goodbye and ends the loop thread. A second call does
+  // nothing.
   void shutdown() override;
   c10d::ErrorType getError() override;
 
   // All members begin with the same number, so there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
+  // Counts collectives that still wait for their copies.
   uint64_t getSequenceNumberForGroup() override;
 
+  // Waits for a turn of the loop.
   GroupStats stats();
   // Group::topology within the group's time-out, and Group::setTopology with
   // the site of each rank and the choice of algorithms.
@@ -80,9 +104,11 @@ class ProcessGroupResilient : public c10d::Backend {
   bool declaresSite() const {
     return !options_->engine.declaredSite().empty();
   }
+  // All ranks must call setTopology() between the same two collectives.
   void setTopology(std::vector<std::string> sites, AlgorithmChoice choice);
 
-  // process_group_reduce.cpp
+  // Tensors that are not contiguous are copied. Operands may share memory, see
+  // host_tensors.h. process_group_reduce.cpp
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
       override;
   WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts)
@@ -143,12 +169,18 @@ class ProcessGroupResilient : public c10d::Backend {
       const c10d::AllToAllOptions& opts) override;
 
   // process_group_p2p.cpp
+  // The Work of a send ends when its tensor may be reused. The engine copies
+  // small messages and those that take long, so this may be before the message
+  // has arrived. A send that tolerates drops ends when the receiver has
+  // reported what it has.
   WorkPtr send(Tensors& tensors, int dstRank, int tag) override;
   WorkPtr recv(Tensors& tensors, int srcRank, int tag) override;
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
   // process_group_sync.cpp
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  // Blocks until all ranks have arrived. On rank 0 the error names the missing
+  // ones.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool waitAllRanks)
       override;
 

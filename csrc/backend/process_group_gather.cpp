@@ -21,6 +21,8 @@ uint64_t elements(const Tensors& tensors) {
 }
 
 // The parts of a gathered tensor, by rank, as views of it.
+// The number of elements must be divisible by `size`. A tensor that cannot be
+// split along its first dimension is viewed as rows.
 Tensors partsOf(const at::Tensor& tensor, int64_t size) {
   at::AutoDispatchBelowADInplaceOrView below;
   if (tensor.dim() > 0 && tensor.size(0) % size == 0) {
@@ -54,6 +56,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::broadcast(
       });
 }
 
+// The input may be the rank's own part of the output. Input and output then are
+// one operand of the operation; as two they would conflict and cost a copy of
+// the input.
 ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
     WorkResilient& work,
     const at::Tensor& output,
@@ -73,6 +78,10 @@ ProcessGroupResilient::Body ProcessGroupResilient::allGatherPart(
           Communicator& comm) { return allGather(comm, in, pointers, bytes); };
 }
 
+// Outputs are added rank by rank, and all tensors of a rank before those of the
+// next: the order of add() decides which result remains where outputs share
+// memory. Inputs may come after all outputs, because conflicts are found in
+// either order.
 std::vector<ProcessGroupResilient::Body> ProcessGroupResilient::allGatherParts(
     WorkResilient& work,
     const TensorLists& outputs,
@@ -357,6 +366,8 @@ namespace {
 
 // Bytes that go to or come from each rank when a tensor is split along its
 // first dimension: evenly, or as the user says.
+// The texts are c10d's. A mistake of this rank only is refused here; sizes that
+// do not fit those of another rank are found when the messages arrive.
 std::vector<size_t> splitBytes(
     const char* operation,
     const at::Tensor& tensor,

@@ -127,6 +127,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce(
       });
 }
 
+// Inputs may have different sizes by rank. In place (the output is this rank's
+// input), both are one operand: reduceScatter() allows exactly this overlap,
+// and a temporary would be a needless copy.
 ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
     WorkResilient& work,
     const at::Tensor& output,

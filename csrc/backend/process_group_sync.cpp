@@ -16,6 +16,8 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::barrier(
   });
 }
 
+// The call is synchronous: c10d gives it no Work. Inside a coalescing block it
+// waits all the same.
 void ProcessGroupResilient::monitoredBarrier(
     const c10d::BarrierOptions& opts,
     bool waitAllRanks) {

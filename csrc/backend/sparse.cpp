@@ -32,6 +32,9 @@ SparseAllReduce::SparseAllReduce(const at::Tensor& tensor, int size)
       input._nnz(), input.sparse_dim(), input.dim(), hashOf(input.sizes())};
 }
 
+// Headers have a fixed size, so the ranks can exchange them before they know
+// anything of each other. Each rank checks all of them, so all ranks fail if
+// one shape differs.
 Task SparseAllReduce::gatherHeaders(Communicator& comm) {
   std::vector<void*> outputs;
   for (Header& header : headers_) {

@@ -13,6 +13,10 @@ namespace resilient {
 // values, then each adds them up in rank order, so all get the same bits. On
 // the wire each rank sends its own part to all others: cheap for very sparse
 // tensors, the only use of this operation.
+//
+// Lifetime: until the Work ends, see HostTensors::keep(). Threads use it one
+// after the other: the caller's, the loop's, the staging thread. It holds the
+// parts of all ranks at the same time.
 class SparseAllReduce {
  public:
   // Caller's thread. Coalesces; tensors on a device are copied to the host
@@ -20,6 +24,8 @@ class SparseAllReduce {
   SparseAllReduce(const at::Tensor& tensor, int size);
 
   // Loop thread.
+  // Throws kMismatch if another rank's tensor has another shape. `this` must
+  // outlive the Task.
   Task run(Communicator& comm);
   // Staging thread, after run(): writes the sum into the tensor.
   void store();

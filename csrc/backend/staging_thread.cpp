@@ -21,6 +21,8 @@ namespace {
 // each staged operation, shorter burns a core.
 constexpr auto kPollInterval = std::chrono::microseconds(20);
 
+// Threads do not survive fork(): a child finds another generation and makes a
+// new object. The old one is left alone, since its mutex may be locked forever.
 class Thread {
  public:
   static Thread& instance() {
@@ -71,6 +73,10 @@ class Thread {
     wake_.notify_one();
   }
 
+  // The thread runs tasks and polls without the lock. While there are polls it
+  // wakes every kPollInterval, otherwise only for new work. A task that is
+  // posted meanwhile waits for the current round only. `busy_` spans a round,
+  // so stop() can wait for its end.
   void run() {
     pthread_setname_np(pthread_self(), "resilient-stage");
     std::list<std::function<bool()>> polls;
@@ -142,6 +148,8 @@ struct SubmitQueue::State {
 
   // Hands over the entries at the head of each key that are ready. Returns
   // true if nothing is left.
+  // An entry that is not ready holds up its own key only. Call with the mutex
+  // held.
   bool advance() {
     for (auto it = waiting.begin(); it != waiting.end();) {
       auto& entries = it->second;
@@ -175,6 +183,10 @@ SubmitQueue::~SubmitQueue() {
   close();
 }
 
+// An operation may go at once only if nothing waits under its key; otherwise it
+// would overtake. Queued entries are polled together by one function on the
+// staging thread, which ends when nothing is left; `polled` says whether it
+// exists.
 void SubmitQueue::push(
     uint64_t key,
     std::function<bool()> ready,
@@ -217,6 +229,8 @@ bool SubmitQueue::drain(Nanos limit) {
       lock, limit, [this] { return state_->waiting.empty(); });
 }
 
+// `left` is declared before the lock: its entries are destroyed when the mutex
+// is free again.
 void SubmitQueue::close() {
   std::map<uint64_t, std::deque<State::Entry>> left;
   std::lock_guard<std::mutex> lock(state_->mutex);

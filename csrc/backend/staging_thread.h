@@ -11,6 +11,10 @@ namespace resilient {
 // The process's one thread for waiting on device copies and for copying
 // results to where the user wants them. Neither the caller nor the engine's
 // loop ever waits for a device.
+//
+// Any thread may call these functions; none but stop() blocks. Functions that
+// are given to the thread must not throw and must not take the GIL. A forked
+// child gets a thread of its own, without the tasks of the parent.
 class StagingThread {
  public:
   // Runs `task` on the thread, in order of posting, once it is idle. Dropped
@@ -20,6 +24,8 @@ class StagingThread {
   // with). Polls do not hold up each other nor posted tasks.
   static void pollUntil(std::function<bool()> poll);
   // No task starts afterwards; waits at most `limit` for a running one.
+  // False if it is still running then. Tasks that have not started are not
+  // destroyed.
   static bool stop(Nanos limit);
 };
 
@@ -27,6 +33,11 @@ class StagingThread {
 // for a copy from a device before the engine can have them. Operations with
 // the same key go in order; an operation that is ready with nothing in front
 // of it goes at once, on the caller's thread.
+//
+// Thread-safe. Lock order: the queue's lock is the outermost of the backend,
+// because `submit` enters the engine while it is held (docs/threads.md). It is
+// not held while entries are destroyed: they hold tensors, which may take the
+// GIL.
 class SubmitQueue {
  public:
   SubmitQueue();
@@ -36,9 +47,12 @@ class SubmitQueue {
   // the queue locked, so it must be quick and must not come back here; false
   // after close() means: not ready, the memory is not valid, fail it.
   using Submit = std::function<void(bool ready)>;
+  // `ready` is asked with the queue locked, often and from any thread, until it
+  // is true. It must not throw.
   void push(uint64_t key, std::function<bool()> ready, Submit submit);
 
   // How many wait under the key.
+  // Operations that were submitted already do not count.
   size_t waiting(uint64_t key) const;
   // Waits until nothing is left, at most `limit`; false if something is.
   bool drain(Nanos limit);

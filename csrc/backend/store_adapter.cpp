@@ -70,6 +70,9 @@ c10::intrusive_ptr<c10d::Store> secondConnection(
   return other;
 }
 
+// KeyValue over a c10d store. The comments below name the properties of c10d
+// stores that it relies on; tests/test_store.py checks the comparison with an
+// absent key for each kind of store.
 class StoreAdapter : public KeyValue {
  public:
   explicit StoreAdapter(c10::intrusive_ptr<c10d::Store> store)

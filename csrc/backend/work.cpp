@@ -153,6 +153,11 @@ void WorkResilient::setZeroFilled(
   }
 }
 
+// One waiter for all works. It is registered with each work under that work's
+// lock, where the work either has ended or will find it: no end is missed. The
+// loop is that of wait(), but it looks at one flag instead of all works. The
+// waiter is shared, because finishNow() may still use it when this thread has
+// left.
 std::optional<size_t> WorkResilient::waitAny(
     const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
     TimePoint deadline) {
@@ -212,6 +217,9 @@ std::optional<size_t> WorkResilient::waitAny(
   return ended();
 }
 
+// partsLeft_ counts one more than there are parts: parts may end while the
+// others are still being registered, and the extra count keeps the whole open
+// until the end of this function.
 c10::intrusive_ptr<WorkResilient> WorkResilient::all(
     int rank,
     std::vector<c10::intrusive_ptr<WorkResilient>> parts) {
@@ -266,6 +274,14 @@ void WorkResilient::synchronize() {
   }
 }
 
+// Exactly one side completes the future. If the Work had ended before the
+// future existed, futureClaimed_ assigns that to this function; otherwise
+// finishNow() finds future_ and posts it. Both decide under mutex_. A future of
+// the first kind has a callback only if another thread has added it since. Such
+// a callback runs on this thread, which is a caller's and not the loop's.
+//
+// The level of the completion thread is that of the thread that asks first, not
+// of the thread that ends the Work: see future_threads.h.
 c10::intrusive_ptr<c10::ivalue::Future> WorkResilient::getFuture() {
   std::unique_lock<std::mutex> lock(mutex_);
   if (future_) {
@@ -317,6 +333,10 @@ uint64_t WorkResilient::getSequencenumber() const {
   return sequence_.load(std::memory_order_relaxed);
 }
 
+// Results that already lie in the user's memory end the Work here. Others are
+// copied by the staging thread, since neither the loop nor the thread that
+// submits may wait for a device or copy large tensors. A failed operation
+// copies nothing: its outputs are undefined.
 void WorkResilient::end(
     c10::intrusive_ptr<WorkResilient> work,
     const Status& status,
@@ -357,6 +377,15 @@ void WorkResilient::release(c10::intrusive_ptr<WorkResilient> work) {
   }
 }
 
+// The order of the steps: the time of the end is set before finish() lets
+// others see completed_. finish() wakes wait(); afterwards no new waiter and no
+// new whole can be added, so those that are taken out are all. The helper in
+// the loop is woken after that, because its condition reads completed_ or the
+// flag of a waiter. Futures and wholes come last: they may end in other threads
+// before this function returns.
+//
+// helped_ is set by a waiter before it looks at completed_, and read here after
+// finish(): one of the two always notices the other.
 void WorkResilient::finishNow(std::exception_ptr error) {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {
@@ -403,6 +432,9 @@ void WorkResilient::finishNow(std::exception_ptr error) {
   }
 }
 
+// Runs user code: on a completion thread, or before the future has callbacks.
+// The stream guard makes the future record its event behind the copies to the
+// device; callbacks and waiters then find the results.
 void WorkResilient::completeFuture() {
   at::ThreadLocalStateGuard state(callerState_);
   try {

@@ -29,6 +29,14 @@ void (*currentInterruptHook())(); // or null
 // Thread: any. The engine's loop ends it; the thread that waits is woken from
 // there directly. Futures have user code as callbacks, so the completion
 // threads (future_threads.h) complete them.
+//
+// Life: the process group makes it, adds its tensors, and starts the operation;
+// end() is called once, in the loop or where the operation could not be
+// started; finishNow() completes it for all who wait. The engine's reference
+// keeps the Work alive until then, so a program may drop its own at once.
+//
+// A Work of all() has parts instead of an operation of its own. It never ends
+// in end(), but when its last part ends.
 class WorkResilient : public c10d::Work {
  public:
   // `title` ("resilient:all_reduce") names the operation for the profiler and
@@ -41,13 +49,28 @@ class WorkResilient : public c10d::Work {
       std::vector<at::Tensor> outputs);
   ~WorkResilient() override;
 
+  // True for a failed Work, otherwise only when the results are on the device
+  // as well. Throws if the device reports an error.
   bool isCompleted() override;
   bool isSuccess() const override;
+  // Throws the operation's error, or DistBackendError if `timeout` expires
+  // first; the operation then continues and can be waited for again. Without a
+  // timeout of its own, the operation's bounds the wait. Any number of threads
+  // may wait. Call without the GIL. On success the calling thread's current
+  // stream waits for the copies to the device.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void synchronize() override;
+  // Always the same future. Its value is the list of outputs. Callbacks that
+  // were added before the end run on a completion thread, never on the loop
+  // thread, with the thread-local state of the caller that started the
+  // operation.
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  // Throws before the end.
   std::vector<at::Tensor> result() override;
+  // The rank that sent a message that was received, in this group; otherwise
+  // -1.
   int sourceRank() const override;
+  // 0 until the operation has been submitted, and for messages.
   uint64_t getSequencenumber() const override;
 
   const char* title() const {
@@ -69,6 +92,9 @@ class WorkResilient : public c10d::Work {
   // The index of the first of `works` that has ended, whether well or not; none
   // by `deadline`. Any thread may wait for any works; kNever is bounded by the
   // works' own time-outs.
+  // An empty list gives none at once. If several have ended, the first in the
+  // list counts. Throws only what the interrupt hook throws. Call without the
+  // GIL.
   static std::optional<size_t> waitAny(
       const std::vector<c10::intrusive_ptr<WorkResilient>>& works,
       TimePoint deadline);
@@ -76,6 +102,7 @@ class WorkResilient : public c10d::Work {
   // For a send that tolerates losses: the ranges of elements that the receiver
   // has zeros for. Empty before the end, and if nothing was lost.
   std::vector<std::pair<int64_t, int64_t>> zeroFilled() const;
+  // Loop thread, before end(). Ranges are widened to whole elements.
   void setZeroFilled(
       const std::vector<ByteRange>& ranges,
       int64_t elementBytes);
@@ -85,6 +112,7 @@ class WorkResilient : public c10d::Work {
 
   // Ends when all of `parts` have ended, with the error of the first one, in
   // their order, that failed. Its results are theirs, one after the other.
+  // Parts may have ended before. Without parts it has ended at once.
   static c10::intrusive_ptr<WorkResilient> all(
       int rank,
       std::vector<c10::intrusive_ptr<WorkResilient>> parts);
@@ -92,6 +120,8 @@ class WorkResilient : public c10d::Work {
   // The operation has ended: copies results to where they belong if need be,
   // then ends the Work. Exactly once, from any thread; never blocks, runs no
   // user code.
+  // The caller gives its reference away; the tensors are dropped on another
+  // thread if it was the last one.
   static void end(
       c10::intrusive_ptr<WorkResilient> work,
       const Status& status,
@@ -105,14 +135,19 @@ class WorkResilient : public c10d::Work {
     std::atomic<bool> woken{false};
   };
 
+  // Makes the Work complete and wakes all who wait. Called once; results must
+  // be in their places, or on their way there on the staging stream.
   void finishNow(std::exception_ptr error);
+  // Call once, without mutex_. Runs the callbacks that were added before.
   void completeFuture();
+  // Once for each part, and once by all().
   void partEnded();
   // Gives away a reference that may be the last one: see the .cpp.
   static void release(c10::intrusive_ptr<WorkResilient> work);
 
   const char* const title_;
   const std::vector<at::Tensor> outputs_;
+  // Captured on the caller's thread, for callbacks and for the profiler.
   const at::ThreadLocalState callerState_;
   const TimePoint started_;
   HostTensors tensors_;
