@@ -382,6 +382,12 @@ def test_what_is_not_due_waits_for_a_moment(reference: list[dict[str, Any]]) -> 
     assert [rank["waits"]["held"] for rank in plain] == [0, 0, 0]
 
 
+needs_evaluation_in_torch = pytest.mark.skipif(
+    torch_actions._TORCH < (2, 12),
+    reason=f"the 1F1B of torch {torch.__version__} cannot evaluate another batch, or before a step",
+)
+
+
 def other_batches(rank: int) -> None:
     stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
     schedule = make("live", stage, rank)
@@ -402,6 +408,7 @@ def other_batches(rank: int) -> None:
             schedule.step(*inputs(ROWS - 1))
 
 
+@needs_evaluation_in_torch
 def test_a_batch_of_another_size_is_refused() -> None:
     run_ranks(other_batches)
 
@@ -420,6 +427,7 @@ def measured_in_training_only(rank: int) -> None:
     assert schedule.recorder.typical_s("F") > 0
 
 
+@needs_evaluation_in_torch
 def test_evaluation_does_not_count_for_plans() -> None:
     run_ranks(measured_in_training_only)
 
@@ -807,7 +815,10 @@ def received_gradients(rank: int) -> int:
     schedule = make("live", stage, rank)
     x, target = batch_of(0)
     schedule.step(*((x,) if rank == 0 else ()), **({"target": target} if rank == 2 else {}))
-    received = [info.buffer for infos in stage.args_recv_info.values() for info in infos]
+    # The first stage receives nothing; before torch 2.12, placeholders without a buffer say so.
+    received = [
+        getattr(info, "buffer", None) for infos in stage.args_recv_info.values() for info in infos
+    ]
     return sum(each is not None and each.grad is not None for each in received)
 
 
