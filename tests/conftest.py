@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pretended_device import build as build_pretended_device
+from strict_device import build as build_strict_device
 
 from torch_resilient.testing import NetworkLab, unavailable
 
@@ -62,9 +62,9 @@ def no_process_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def pretended_device() -> None:
-    """Compiles what `pretended_device.pretend` loads in a rank."""
-    build_pretended_device()
+def strict_device() -> None:
+    """Compiles what `strict_device.load` loads in a rank."""
+    build_strict_device()
 
 
 @pytest.fixture

@@ -131,7 +131,7 @@ def flat_parameters(model: nn.Module) -> Tensor:
 
 def as_numbers(tensor: Tensor) -> list[str]:
     """Bit for bit, and small enough to be sent to the test."""
-    return [float(x).hex() for x in tensor.double().reshape(-1)]
+    return [float(x).hex() for x in tensor.cpu().double().reshape(-1)]
 
 
 def train(
@@ -139,10 +139,11 @@ def train(
 ) -> list[list[str]]:
     """The parameters after each step."""
     after = []
+    device = next(model.parameters()).device
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * rank + step)
-        inputs = torch.randn(8, 24, generator=generator)
-        targets = torch.randn(8, 4, generator=generator)
+        inputs = torch.randn(8, 24, generator=generator).to(device)
+        targets = torch.randn(8, 4, generator=generator).to(device)
         optimizer.zero_grad()
         F.mse_loss(model(inputs), targets).backward()
         optimizer.step()
@@ -156,12 +157,13 @@ def smart_training(
     options: SmartOptions = OPEN,
     sites: Sequence[str] | None = None,
     steps: int = 5,
+    device: str = "cpu",
     **ddp_options: Any,
 ) -> tuple[list[list[str]], SmartStatistics]:
     """Trains with the hook; `rate` None: on the backend as it is."""
     if rate is not None:
         LossyNetwork(rate)
-    model = DistributedDataParallel(net(), **{"bucket_cap_mb": 0.02, **ddp_options})
+    model = DistributedDataParallel(net().to(device), **{"bucket_cap_mb": 0.02, **ddp_options})
     state = SmartState(options=options, model=model, sites=sites)
     model.register_comm_hook(state, smart_hook)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)

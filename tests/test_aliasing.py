@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from collective_oracle import brief, same_bits, small
 from harness import error_of, on_gloo, run_ranks, world_size
-from pretended_device import pretend
+from strict_device import DEVICE, start
 
 ARENA = 256  # elements
 CASES = 150  # of one run
@@ -283,7 +283,7 @@ def finish(rng: random.Random, handle: Any) -> list[torch.Tensor] | None:
     return list(value)
 
 
-def one_case(rank: int, seed: int, number: int) -> str:
+def one_case(rank: int, seed: int, number: int, device: str) -> str:
     """Returns what went wrong, or nothing."""
     size = world_size()
     rng = random.Random(f"{seed} {number}")
@@ -304,42 +304,43 @@ def one_case(rank: int, seed: int, number: int) -> str:
         for view, result in zip(of_rank[rank].outputs, results, strict=True):
             if result is not None:
                 view.of(want).chunk(parts)[part].copy_(result.chunk(parts)[part])
-    got = arenas[rank].clone()
+    got = arenas[rank].to(device)
     ins = [view.of(got) for view in of_rank[rank].inputs]
     outs = [view.of(got) for view in of_rank[rank].outputs]
     value = finish(rng, operation.call(ins, outs, rank, root, size))
     case = f"seed {seed}, case {number}: {name} of {of_rank[rank]}, root {root}"
+    got = got.cpu()
     if not same_bits(got, want):
         different = torch.nonzero(got != want).flatten()
         first = int(different[0])
         return f"{case}: from element {first} on {brief(got[first:])}, want {brief(want[first:])}"
     if value is not None and any(r is not None for r in results) and not on_gloo():
-        told = torch.cat([t.reshape(-1) for t in value])
-        if not same_bits(told, torch.cat([t.reshape(-1) for t in outs])):
+        told = torch.cat([t.reshape(-1) for t in value]).cpu()
+        if not same_bits(told, torch.cat([t.reshape(-1) for t in outs]).cpu()):
             return f"{case}: the future's value is {brief(told)}"
     return ""
 
 
-def many_cases(rank: int, seed: int, cases: int, copy_s: float) -> list[str]:
-    if copy_s > 0:
-        pretend(copy_s)
-    return [wrong for n in range(cases) if (wrong := one_case(rank, seed, n))]
+def many_cases(rank: int, seed: int, cases: int, device: str = "cpu") -> list[str]:
+    if device != "cpu":
+        start(copy_s=0.0005)
+    return [wrong for n in range(cases) if (wrong := one_case(rank, seed, n, device))]
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_operands_that_share_memory(seed: int, size: int) -> None:
-    for rank, wrong in enumerate(run_ranks(many_cases, seed, CASES, 0.0, world_size=size)):
+    for rank, wrong in enumerate(run_ranks(many_cases, seed, CASES, world_size=size)):
         assert not wrong, f"rank {rank}: {len(wrong)} of {CASES} cases:\n" + "\n".join(wrong[:5])
 
 
-@pytest.mark.skipif(on_gloo(), reason="gloo has no pretended device")
-@pytest.mark.usefixtures("pretended_device")
+@pytest.mark.skipif(on_gloo(), reason="gloo has no backend for the strict device")
+@pytest.mark.usefixtures("strict_device")
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_operands_that_share_memory_of_a_device() -> None:
     """Copied to the host and back, some milliseconds late."""
-    for rank, wrong in enumerate(run_ranks(many_cases, 4, 40, 0.0005)):
+    for rank, wrong in enumerate(run_ranks(many_cases, 4, 40, DEVICE, init=False)):
         assert not wrong, f"rank {rank}:\n" + "\n".join(wrong[:5])
 
 

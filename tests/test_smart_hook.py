@@ -22,14 +22,13 @@ from lossy_training import (
     smart_training,
     train,
 )
-from pretended_device import pretend
+from strict_device import start
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_resilient.smart import (
     SmartState,
-    SmartStatistics,
     ddp,
     recovery,
     smart_hook,
@@ -138,19 +137,22 @@ def test_another_backend_reduces_as_ddp_does() -> None:
     assert "backend" in ours[0][1]
 
 
-def staged_training(rank: int, sites: list[str]) -> tuple[list[list[str]], SmartStatistics]:
-    pretend(0.01)
-    return smart_training(rank, None, OPEN, sites)
+def staged_training(
+    rank: int, sites: list[str] | None, device: str
+) -> tuple[list[list[str]], list[int]]:
+    controls = start(device=1, copy_s=0.005)
+    steps, _ = smart_training(rank, None, OPEN, sites, device=device)
+    return steps, controls.contexts() if device != "cpu" else []
 
 
 @lossy_only
-@pytest.mark.usefixtures("pretended_device")
+@pytest.mark.usefixtures("strict_device")
 @pytest.mark.parametrize("sites", [["a", "b", "c"], ["a", "b", "a"]])
-def test_copies_of_device_tensors_that_end_late_change_no_bit(sites: list[str]) -> None:
-    staged = run_ranks(staged_training, sites, world_size=3)
-    assert [steps for steps, _ in staged] == [
-        steps for steps, _ in run_ranks(smart_training, None, OPEN, sites, world_size=3)
-    ]
+def test_tensors_of_a_device_give_the_same_bits(sites: list[str]) -> None:
+    staged = run_ranks(staged_training, sites, "strict:1", world_size=3, init=False)
+    on_host = run_ranks(staged_training, sites, "cpu", world_size=3, init=False)
+    assert [steps for steps, _ in staged] == [steps for steps, _ in on_host]
+    assert [contexts for _, contexts in staged] == [[1]] * 3
 
 
 def from_a_checkpoint(rank: int) -> list[float]:

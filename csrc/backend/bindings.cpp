@@ -619,13 +619,6 @@ void bindControl(py::module_& m) {
       py::arg("step"),
       py::call_guard<py::gil_scoped_release>());
   m.def("engine_running", &engineRunning);
-  // A capsule that holds a StagingFactory; for tests.
-  m.def(
-      "_set_staging_factory",
-      [](const py::capsule& factory) {
-        setStagingFactory(factory.get_pointer<StagingFactory>());
-      },
-      py::arg("factory"));
 }
 
 } // namespace

@@ -1,130 +1,277 @@
 #include "backend/device_staging.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/SparseTensorImpl.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <dlfcn.h>
 
-#include <atomic>
+#include <mutex>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "backend/errors.h"
+#include "backend/fork_check.h"
 
 namespace resilient {
 
 namespace {
 
-std::atomic<StagingFactory*> hostFactory{nullptr};
-
-// Paper: PIPEMORPH §5.2, Figures 11 and 12. Pinned buffers, and behind the
-// copies of one direction a signal on the same stream: an event, which a
-// stream can wait for, where the paper sets flags in memory.
+// Two side streams for all operations that are called on one stream of the
+// user. Operations of one user stream become ready in its order, so none waits
+// for another without need; those of different user streams never share a side
+// stream while torch's pool has others. They have high priority, because a copy
+// is short and the network waits for it, and because torch's pool of these is
+// not the one that the user's streams come from.
 //
-// The constructor makes the side stream wait for what the caller's stream has
-// queued. Later work of the caller's stream is not waited for, because the
-// caller must leave the tensors alone until the operation ends. The pool of
-// side streams is the device's, so operations may share a stream and then copy
-// one after the other.
-class StreamStaging : public DeviceStaging {
+// Both directions have their own: results of an early operation must not queue
+// behind the inputs of a late one, which wait for the user's kernels.
+struct SideStreams {
+  c10::Stream toHost;
+  c10::Stream toDevice;
+};
+
+// Events of one device that no operation uses. Making and destroying one costs
+// a call to the driver, and destroying needs the right current device.
+struct Idle {
+  std::mutex mutex;
+  std::unordered_map<c10::Stream, SideStreams> streams; // by the user's stream
+  std::unordered_map<c10::Device, std::vector<c10::Event>> events;
+};
+
+// Never destroyed: the driver may be gone before static destruction. A forked
+// child begins anew, since a device cannot be used in both.
+Idle& idle() {
+  static std::mutex mutex;
+  static Idle* current = nullptr;
+  static int generation = -1;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (generation != forkGeneration()) {
+    generation = forkGeneration();
+    current = new Idle();
+  }
+  return *current;
+}
+
+SideStreams sideStreams(
+    const c10::impl::VirtualGuardImpl& impl,
+    const c10::Stream& caller) {
+  Idle& all = idle();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto it = all.streams.find(caller);
+  if (it == all.streams.end()) {
+    const auto next = [&] {
+      return impl.getStreamFromGlobalPool(
+          caller.device(), /*isHighPriority=*/true);
+    };
+    it = all.streams.emplace(caller, SideStreams{next(), next()}).first;
+  }
+  return it->second;
+}
+
+c10::Event takeEvent(c10::Device device) {
+  Idle& all = idle();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto& events = all.events[device];
+  if (events.empty()) {
+    return c10::Event(device.type());
+  }
+  c10::Event event = std::move(events.back());
+  events.pop_back();
+  return event;
+}
+
+void returnEvents(c10::Device device, std::vector<c10::Event> events) {
+  Idle& all = idle();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto& pool = all.events[device];
+  for (c10::Event& event : events) {
+    pool.push_back(std::move(event));
+  }
+}
+
+// While any thread of the process captures a CUDA graph in the default mode, a
+// query of an event is illegal in all threads, and makes the capture invalid.
+// In relaxed mode a thread says that it does not interfere: our streams and
+// events are no part of the capture. The function is CUDA's, if CUDA is loaded;
+// the CPU build of torch has none.
+class RelaxedCapture {
  public:
-  explicit StreamStaging(c10::Device device)
-      : device_(device),
-        impl_(device.type()),
-        stream_(impl_.getStreamFromGlobalPool(device)),
-        toHost_(device.type()),
-        toDevice_(device.type()) {
-    c10::OptionalDeviceGuard guard(device_);
-    c10::Event called(device_.type());
-    called.record(impl_.getStream(device_));
-    called.block(stream_);
-  }
-
-  at::Tensor hostBuffer(const at::Tensor& tensor) override {
-    return at::empty(
-        tensor.sizes(),
-        at::TensorOptions()
-            .dtype(tensor.scalar_type())
-            .device(at::kCPU)
-            .pinned_memory(true));
-  }
-
-  void copyToHost(const at::Tensor& host, const at::Tensor& tensor) override {
-    c10::StreamGuard guard(stream_);
-    host.copy_(tensor, /*non_blocking=*/true);
-    keepFor(tensor);
-  }
-
-  void copiesToHostIssued() override {
-    toHost_.record(stream_);
-    toHostIssued_ = true;
-  }
-
-  bool copiesToHostDone() override {
-    return !toHostIssued_ || toHost_.query();
-  }
-
-  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host) override {
-    c10::StreamGuard guard(stream_);
-    tensor.copy_(host, /*non_blocking=*/true);
-    keepFor(tensor);
-  }
-
-  void copiesToDeviceIssued() override {
-    toDevice_.record(stream_);
-    toDeviceIssued_ = true;
-  }
-
-  bool copiesToDeviceDone() override {
-    return !toDeviceIssued_ || toDevice_.query();
-  }
-
-  void blockCurrentStream() override {
-    if (toDeviceIssued_) {
-      c10::OptionalDeviceGuard guard(device_);
-      toDevice_.block(impl_.getStream(device_));
+  RelaxedCapture() {
+    if (exchange() != nullptr) {
+      exchange()(&mode_);
     }
   }
-
-  std::optional<c10::Stream> stream() const override {
-    return stream_;
+  ~RelaxedCapture() {
+    if (exchange() != nullptr) {
+      exchange()(&mode_);
+    }
   }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  // Tells the caching allocator not to hand the memory to others before the
-  // side stream is done with it.
-  void keepFor(const at::Tensor& tensor) {
-    if (tensor.numel() > 0) {
-      impl_.recordDataPtrOnStream(tensor.storage().data_ptr(), stream_);
-    }
+  using Exchange = int (*)(int*);
+  static Exchange exchange() {
+    static const auto found = reinterpret_cast<Exchange>(
+        ::dlsym(RTLD_DEFAULT, "cudaThreadExchangeStreamCaptureMode"));
+    return found;
   }
 
-  const c10::Device device_;
-  const c10::impl::VirtualGuardImpl impl_;
-  const c10::Stream stream_;
-  c10::Event toHost_;
-  c10::Event toDevice_;
-  // Set before the Work or the queue publishes us to another thread.
-  bool toHostIssued_ = false;
-  bool toDeviceIssued_ = false;
+  int mode_ = 2; // cudaStreamCaptureModeRelaxed
 };
+
+bool done(const c10::Event& event) {
+  const RelaxedCapture relaxed;
+  return event.query();
+}
+
+// Tells the caching allocator not to hand the memory to others before the
+// stream is done with it.
+void keepFor(
+    const c10::impl::VirtualGuardImpl& impl,
+    const at::Tensor& tensor,
+    const c10::Stream& stream) {
+  if (tensor.numel() > 0) {
+    impl.recordDataPtrOnStream(tensor.storage().data_ptr(), stream);
+  }
+}
+
+// False with torch 2.11, which cannot tell.
+template <typename Impl>
+bool capturing(const Impl& impl, const c10::Stream& stream) {
+  if constexpr (requires { impl.isStreamCapturing(stream); }) {
+    return impl.isStreamCapturing(stream);
+  } else {
+    return false;
+  }
+}
+
+// The calling thread's current stream of the device.
+c10::Stream callersStream(
+    const c10::impl::VirtualGuardImpl& impl,
+    c10::Device device) {
+  const c10::Stream stream = impl.getStream(device);
+  // The copies would become a part of the graph, and the network would not.
+  if (capturing(impl, stream)) {
+    throwCallError(
+        "the current stream of " + device.str() +
+        " is capturing a graph, and an operation over the network cannot be "
+        "part of one: call it before or after the capture");
+  }
+  return stream;
+}
 
 } // namespace
 
-void setStagingFactory(StagingFactory* factory) {
-  hostFactory.store(factory, std::memory_order_release);
+DeviceStaging::DeviceStaging(c10::Device device)
+    : device_(device),
+      impl_(device.type()),
+      caller_(callersStream(impl_, device)),
+      toHost_(sideStreams(impl_, caller_).toHost),
+      toDevice_(sideStreams(impl_, caller_).toDevice),
+      called_(takeEvent(device)),
+      toHostDone_(takeEvent(device)),
+      toDeviceDone_(takeEvent(device)) {
+  const c10::DeviceGuard guard(device_);
+  called_.record(caller_);
+  called_.block(toHost_);
 }
 
-bool onDevice(const at::Tensor& tensor) {
-  if (!tensor.is_cpu()) {
-    return true;
-  }
-  StagingFactory* factory = hostFactory.load(std::memory_order_acquire);
-  return factory != nullptr && factory->takes(tensor);
+// The events may still be pending: who waits for one waits for what it had
+// recorded at that time, whatever it records next.
+DeviceStaging::~DeviceStaging() {
+  std::vector<c10::Event> events;
+  events.push_back(std::move(called_));
+  events.push_back(std::move(toHostDone_));
+  events.push_back(std::move(toDeviceDone_));
+  returnEvents(device_, std::move(events));
 }
 
-std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor) {
-  if (tensor.is_cpu()) {
-    return hostFactory.load(std::memory_order_acquire)->make(tensor);
+at::Tensor DeviceStaging::hostBuffer(const at::Tensor& tensor) {
+  // Unlike at::empty, this leaves the memory as it is under
+  // use_deterministic_algorithms(): it is overwritten whole.
+  return at::detail::empty_cpu(
+      tensor.sizes(), tensor.scalar_type(), /*pin_memory=*/true);
+}
+
+void DeviceStaging::copyToHost(
+    const at::Tensor& host,
+    const at::Tensor& tensor) {
+  const c10::StreamGuard guard(toHost_);
+  // An asynchronous copy of a view with such a bit would compute on the host
+  // buffer before the bytes have come (pytorch #146286).
+  host.copy_(tensor.resolve_conj().resolve_neg(), /*non_blocking=*/true);
+  keepFor(impl_, tensor, toHost_);
+}
+
+void DeviceStaging::copiesToHostIssued() {
+  const c10::DeviceGuard guard(device_);
+  toHostDone_.record(toHost_);
+  toHostIssued_.store(true, std::memory_order_release);
+}
+
+bool DeviceStaging::copiesToHostDone() const {
+  return !toHostIssued_.load(std::memory_order_acquire) || done(toHostDone_);
+}
+
+void DeviceStaging::copyToDevice(
+    const at::Tensor& tensor,
+    const at::Tensor& host) {
+  const c10::StreamGuard guard(toDevice_);
+  followCaller();
+  tensor.copy_(host, /*non_blocking=*/true);
+  keepFor(impl_, tensor, toDevice_);
+}
+
+void DeviceStaging::writeSparse(
+    const at::Tensor& tensor,
+    const at::Tensor& host) {
+  const c10::StreamGuard guard(toDevice_);
+  followCaller();
+  const auto copy = [&](const at::Tensor& part) {
+    const at::Tensor pinned = hostBuffer(part).copy_(part);
+    const at::Tensor there = at::empty(
+        part.sizes(), part.options().device(device_).pinned_memory(false));
+    // The allocator knows it as memory of the side stream.
+    keepFor(impl_, there, caller_);
+    return there.copy_(pinned, /*non_blocking=*/true);
+  };
+  auto* impl = static_cast<at::SparseTensorImpl*>(tensor.unsafeGetTensorImpl());
+  impl->set_indices_and_values_unsafe(
+      copy(host._indices()), copy(host._values()));
+  impl->set_coalesced(true);
+}
+
+void DeviceStaging::followCaller() {
+  if (!toDeviceFollows_) {
+    called_.block(toDevice_);
+    toDeviceFollows_ = true;
   }
-  return std::make_unique<StreamStaging>(tensor.device());
+}
+
+void DeviceStaging::copiesToDeviceIssued() {
+  const c10::DeviceGuard guard(device_);
+  toDeviceDone_.record(toDevice_);
+  toDeviceIssued_.store(true, std::memory_order_release);
+}
+
+bool DeviceStaging::copiesToDeviceDone() const {
+  return !toDeviceIssued_.load(std::memory_order_acquire) ||
+      done(toDeviceDone_);
+}
+
+void DeviceStaging::blockCurrentStream() const {
+  if (toDeviceIssued_.load(std::memory_order_acquire)) {
+    const c10::DeviceGuard guard(device_);
+    toDeviceDone_.block(impl_.getStream(device_));
+  }
+}
+
+std::string DeviceStaging::callerStream() const {
+  return device_.str() + ", stream " + std::to_string(caller_.id());
 }
 
 } // namespace resilient

@@ -1,85 +1,104 @@
 #pragma once
 
-#include <memory>
+#include <atomic>
 #include <optional>
+#include <string>
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace resilient {
 
-// The device side of one operation on device tensors: copies to host buffers
-// and back, without holding up the caller, its stream or the engine.
+// True if the engine cannot read the tensor where it is.
+inline bool onDevice(const at::Tensor& tensor) {
+  return !tensor.is_cpu();
+}
+
+// The device side of one operation on tensors of one device: copies to pinned
+// host buffers and back, on side streams, without holding up the caller, its
+// stream or the engine. It uses the device-agnostic parts of c10 only, so the
+// CPU build of torch compiles and loads it.
 //
-// The real one (device_staging.cpp) copies to pinned memory on a side stream,
-// with the device-agnostic parts of c10 only: the CPU build of torch compiles
-// and loads it. The side stream first waits for the work that the caller's
-// stream had queued when the operation was called: inputs are written by then,
-// and no kernel still reads the old contents of outputs.
+// Paper: PIPEMORPH §5.2, Figures 11 and 12. Pinned buffers, and behind the
+// copies of one direction a signal on the same stream: an event, which a stream
+// can wait for, where the paper sets flags in memory.
+//
+// The side streams first wait for the work that the caller's stream had queued
+// when the operation was called: inputs are written by then, and no kernel
+// still reads the old contents of outputs.
+//
+// No call changes the current device of its thread, and none creates a context
+// on another device than its own: the threads of the backend have device 0
+// current, whatever device the program uses.
 //
 // Threads as marked. Lifetime: until its operation has ended; any thread may
 // drop the last reference.
-//
-// Calls come in this order: hostBuffer() for each tensor, copyToHost() for each
-// input, copiesToHostIssued() once, copiesToHostDone() until it is true; after
-// the operation the same for outputs and the way back. If a direction has no
-// copies, only its ...Done() is called. The caller keeps tensors and host
-// buffers alive until the copies are done.
 class DeviceStaging {
  public:
-  virtual ~DeviceStaging() = default;
+  // Caller's thread, at the call. Throws CallError if the caller's current
+  // stream is capturing a graph.
+  explicit DeviceStaging(c10::Device device);
+  ~DeviceStaging();
+  DeviceStaging(const DeviceStaging&) = delete;
+  DeviceStaging& operator=(const DeviceStaging&) = delete;
 
-  // A contiguous host buffer of the shape and type of `tensor`.
-  // Its contents are undefined. Caller's thread.
-  virtual at::Tensor hostBuffer(const at::Tensor& tensor) = 0;
+  // A contiguous pinned buffer of the shape and type of `tensor`.
+  static at::Tensor hostBuffer(const at::Tensor& tensor);
 
   // Caller's thread.
-  // Only begins the copy; the host buffer is valid when copiesToHostDone().
-  virtual void copyToHost(const at::Tensor& host, const at::Tensor& tensor) = 0;
-  virtual void copiesToHostIssued() = 0; // after the last of them
-  // Any thread; does not block. True also if there are none. Throws if the
+  void copyToHost(const at::Tensor& host, const at::Tensor& tensor);
+  // After the last of them. Without any, copiesToHostDone() tells when the
+  // caller's stream has done what it had to do at the call.
+  void copiesToHostIssued();
+  // Any thread; does not block. True also if none were issued. Throws if the
   // device reports an error.
-  virtual bool copiesToHostDone() = 0;
+  bool copiesToHostDone() const;
 
   // Staging thread.
-  virtual void copyToDevice(
-      const at::Tensor& tensor,
-      const at::Tensor& host) = 0;
-  virtual void copiesToDeviceIssued() = 0;
+  void copyToDevice(const at::Tensor& tensor, const at::Tensor& host);
+  // The same for sparse (COO) tensors; `host` is coalesced. `tensor` gets new
+  // indices and values.
+  void writeSparse(const at::Tensor& tensor, const at::Tensor& host);
+  bool hasCopiesToDevice() const {
+    return toDeviceFollows_;
+  }
+  void copiesToDeviceIssued();
 
   // As above.
-  virtual bool copiesToDeviceDone() = 0;
+  bool copiesToDeviceDone() const;
   // Makes the calling thread's current stream wait for the copies to the
-  // device.
-  // Does not block the thread itself where the device has streams.
-  virtual void blockCurrentStream() = 0;
+  // device. Does nothing before copiesToDeviceIssued().
+  void blockCurrentStream() const;
 
-  // The side stream.
-  // None if the device has no streams: readers then call blockCurrentStream().
-  virtual std::optional<c10::Stream> stream() const = 0;
+  c10::Device device() const {
+    return device_;
+  }
+  // The side stream on which results are written.
+  c10::Stream stream() const {
+    return toDevice_;
+  }
+  // "cuda:0, stream 7": the caller's stream, for messages.
+  std::string callerStream() const;
+
+ private:
+  // Before the first copy to the device.
+  void followCaller();
+
+  const c10::Device device_;
+  const c10::impl::VirtualGuardImpl impl_;
+  const c10::Stream caller_;
+  const c10::Stream toHost_;
+  const c10::Stream toDevice_;
+  c10::Event called_; // recorded on caller_ at the call
+  c10::Event toHostDone_;
+  c10::Event toDeviceDone_;
+  bool toDeviceFollows_ = false; // toDevice_ waits for called_
+  // Each is set when its event has been recorded and will not change again.
+  std::atomic<bool> toHostIssued_{false};
+  std::atomic<bool> toDeviceIssued_{false};
 };
-
-// True if the engine cannot read the tensor where it is.
-bool onDevice(const at::Tensor& tensor);
-// For an operation called now, with all tensors on the device of this one.
-// Call on the thread that starts the operation, since the copies wait for the
-// current stream of that thread. Precondition: onDevice(tensor).
-std::unique_ptr<DeviceStaging> makeDeviceStaging(const at::Tensor& tensor);
-
-// Makes host tensors pass for tensors of a device: for the pretended device of
-// the tests (csrc/tests/device), which is not in the shipped module. Called
-// from any thread.
-class StagingFactory {
- public:
-  virtual ~StagingFactory() = default;
-  // True if operations on this host tensor are to be staged by make().
-  virtual bool takes(const at::Tensor& tensor) = 0;
-  // Never null. Called only for tensors that takes() accepts.
-  virtual std::unique_ptr<DeviceStaging> make(const at::Tensor& tensor) = 0;
-};
-
-// The factory for host tensors from now on; null (the default) for none. It is
-// not owned and must live until the process ends.
-void setStagingFactory(StagingFactory* factory);
 
 } // namespace resilient

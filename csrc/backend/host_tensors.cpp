@@ -1,12 +1,14 @@
 #include "backend/host_tensors.h"
 
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/ParallelGuard.h>
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 
 #include "backend/errors.h"
 
@@ -144,6 +146,21 @@ bool HostTensors::anyOverlap(const std::vector<at::Tensor>& tensors) {
   });
 }
 
+DeviceStaging& HostTensors::stagingFor(c10::Device device) {
+  for (const auto& staging : devices_) {
+    if (staging->device() == device) {
+      return *staging;
+    }
+  }
+  devices_.push_back(std::make_unique<DeviceStaging>(device));
+  return *devices_.back();
+}
+
+void HostTensors::waitForDevice(c10::Device device) {
+  stagingFor(device);
+  waitsForDevices_ = true;
+}
+
 // Three cases: the engine uses a contiguous host tensor where it is; a device
 // tensor gets a pinned buffer; any other host tensor gets a plain temporary. An
 // output with several elements at one address cannot hold a result. The
@@ -163,16 +180,17 @@ void* HostTensors::add(const at::Tensor& tensor, Use use) {
         "as in an expanded tensor. Pass a tensor made by clone() or "
         "contiguous()";
   }
-  if (staged && !device_) {
-    device_ = makeDeviceStaging(tensor);
+  if (staged) {
+    stagingFor(tensor.device());
   }
   at::Tensor host = tensor;
   if (!direct) {
     at::AutoDispatchBelowADInplaceOrView below;
+    // Not at::empty: see DeviceStaging::hostBuffer.
     host = staged
-        ? device_->hostBuffer(tensor)
-        : at::empty(
-              tensor.sizes(), at::TensorOptions().dtype(tensor.scalar_type()));
+        ? DeviceStaging::hostBuffer(tensor)
+        : at::Tensor(
+              at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));
   }
   slots_.push_back({tensor, host, use, direct, staged});
   return use == Use::kInput ? const_cast<void*>(host.const_data_ptr())
@@ -189,20 +207,51 @@ uint64_t HostTensors::bytes() const {
 
 void HostTensors::copyIn() {
   at::AutoDispatchBelowADInplaceOrView below;
-  bool issued = false;
+  std::set<DeviceStaging*> issued;
   for (const Slot& slot : slots_) {
     if (slot.direct || slot.use == Use::kOutput) {
       continue;
     }
     if (slot.staged) {
-      device_->copyToHost(slot.host, slot.user);
-      issued = true;
+      DeviceStaging& staging = stagingFor(slot.user.device());
+      staging.copyToHost(slot.host, slot.user);
+      issued.insert(&staging);
     } else {
       slot.host.copy_(slot.user);
     }
   }
-  if (issued) {
-    device_->copiesToHostIssued();
+  for (const auto& staging : devices_) {
+    if (waitsForDevices_ || issued.contains(staging.get())) {
+      staging->copiesToHostIssued();
+    }
+  }
+}
+
+bool HostTensors::inputsReady() const {
+  return std::ranges::all_of(
+      devices_, [](const auto& d) { return d->copiesToHostDone(); });
+}
+
+bool HostTensors::outputsReady() const {
+  return std::ranges::all_of(
+      devices_, [](const auto& d) { return d->copiesToDeviceDone(); });
+}
+
+std::string HostTensors::waitsFor() const {
+  std::string text;
+  for (const auto& staging : devices_) {
+    if (!staging->copiesToHostDone()) {
+      text += (text.empty() ? "" : " and ") + staging->callerStream();
+    }
+  }
+  return text;
+}
+
+void HostTensors::dropTemporaries() {
+  for (Slot& slot : slots_) {
+    if (!slot.direct) {
+      slot.host = at::Tensor();
+    }
   }
 }
 
@@ -218,20 +267,20 @@ bool HostTensors::needsCopyBack() const {
 void HostTensors::copyBack() {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::ParallelGuard serial(true); // no second pool of OpenMP threads
-  bool issued = false;
   for (const Slot& slot : slots_) {
     if (slot.direct || slot.use == Use::kInput) {
       continue;
     }
     if (slot.staged) {
-      device_->copyToDevice(slot.user, slot.host);
-      issued = true;
+      stagingFor(slot.user.device()).copyToDevice(slot.user, slot.host);
     } else {
       slot.user.copy_(slot.host);
     }
   }
-  if (issued) {
-    device_->copiesToDeviceIssued();
+  for (const auto& staging : devices_) {
+    if (staging->hasCopiesToDevice()) {
+      staging->copiesToDeviceIssued();
+    }
   }
 }
 

@@ -66,22 +66,33 @@ class HostTensors {
     kept_.push_back(std::move(thing));
   }
 
+  // The operation also waits for what the current stream of the device has to
+  // do at the call. Caller's thread, before copyIn(). Throws CallError as
+  // DeviceStaging does.
+  void waitForDevice(c10::Device device);
+
   // Once, when all tensors are known, on the caller's thread: fills the
   // temporaries of inputs; those of device tensors are filled asynchronously.
   void copyIn();
-  // True (from then on) when all inputs are in host memory. Any thread.
-  bool inputsReady() {
-    return !device_ || device_->copiesToHostDone();
-  }
+  // True (from then on) when all inputs are in host memory. Any thread. Throws
+  // if a device reports an error.
+  bool inputsReady() const;
+  // The streams whose work the inputs still wait for, for messages.
+  std::string waitsFor() const;
   // False if the operation wrote all results to the user's memory itself.
   bool needsCopyBack() const;
   // Fills output tensors from their temporaries. Staging thread. Device copies
-  // are only enqueued; device() tells when they are done.
+  // are only enqueued; outputsReady() tells when they are done.
   void copyBack();
+  // Whether outputs on devices are written. Any thread; throws as above.
+  bool outputsReady() const;
+  // Gives the temporaries back. Nothing may use the addresses from add() any
+  // more; copies under way keep their pinned memory.
+  void dropTemporaries();
 
-  // Null if all tensors are on the host.
-  DeviceStaging* device() const {
-    return device_.get();
+  // One for each device that has tensors; complete once copyIn() has run.
+  const std::vector<std::unique_ptr<DeviceStaging>>& devices() const {
+    return devices_;
   }
 
  private:
@@ -101,6 +112,7 @@ class HostTensors {
    private:
     std::map<const char*, const char*> ends_; // by begin
   };
+  DeviceStaging& stagingFor(c10::Device device);
   // Records the memory of a host tensor; true if an earlier one conflicts.
   // Only for tensors in host memory. Reading the same memory twice is no
   // conflict.
@@ -111,7 +123,8 @@ class HostTensors {
   Ranges written_;
   std::string refusal_;
   std::vector<std::shared_ptr<void>> kept_;
-  std::unique_ptr<DeviceStaging> device_;
+  std::vector<std::unique_ptr<DeviceStaging>> devices_;
+  bool waitsForDevices_ = false; // without a copy, too
 };
 
 // True if both are contiguous tensors in host memory that an operation can use

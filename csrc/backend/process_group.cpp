@@ -9,6 +9,7 @@
 #include "backend/process_end.h"
 #include "backend/store_adapter.h"
 #include "backend/traffic_choice.h"
+#include "delegate/diagnosis.h"
 #include "delegate/engine_control.h"
 
 namespace resilient {
@@ -306,14 +307,14 @@ const Status& notCopied() {
 // tensors, which are ready at once. It must not throw, so a device's error
 // counts as ready and fails the operation later.
 std::function<bool()> readiness(const c10::intrusive_ptr<WorkResilient>& work) {
-  if (work->tensors().device() == nullptr) {
+  if (work->tensors().devices().empty()) {
     return {};
   }
   return [work] {
     try {
       return work->tensors().inputsReady();
     } catch (...) {
-      return true; // the device reports an error: see submitOrFail
+      return true; // the device reports an error: see copyFailure
     }
   };
 }
@@ -325,11 +326,44 @@ Task failWith(Status status) {
   co_return;
 }
 
-// The device's error, if its copies failed.
-std::optional<Status> deviceError(WorkResilient& work) {
+using Handover = SubmitQueue::Handover;
+
+// When an operation that began now gives up its wait for a device. That is a
+// little before its time-out, so that the others hear the reason from here
+// before they time out themselves.
+TimePoint copyDeadline(TimePoint called, Nanos timeout) {
+  return called + timeout -
+      std::min<Nanos>(timeout / 8, std::chrono::milliseconds(500));
+}
+
+Status lateCopy(WorkResilient& work, Nanos timeout) {
+  return Status(
+      StatusCode::kTimeout,
+      timedOutText(timeout) + "the inputs of " + work.title() +
+          " have not been copied from the device, because " +
+          work.tensors().waitsFor() +
+          " has not finished what was queued there before the call. Does a "
+          "kernel wait for another rank?");
+}
+
+// What is left of a time-out, and enough for an operation that fails at once.
+// All of it without device tensors, which are handed over at the call.
+Nanos left(WorkResilient& work, TimePoint called, Nanos timeout) {
+  if (work.tensors().devices().empty()) {
+    return timeout;
+  }
+  return std::max<Nanos>(
+      called + timeout - std::chrono::steady_clock::now(),
+      std::chrono::milliseconds(100));
+}
+
+// Why an operation cannot begin when it is handed over, if it cannot.
+std::optional<Status> copyFailure(WorkResilient& work, Nanos timeout) {
   try {
-    work.tensors().inputsReady();
-    return std::nullopt;
+    if (work.tensors().inputsReady()) {
+      return std::nullopt;
+    }
+    return lateCopy(work, timeout);
   } catch (const std::exception& e) {
     return Status(
         StatusCode::kInternal,
@@ -368,15 +402,19 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec.timeout = timeoutOr(opts.timeout);
   spec.body = std::move(body);
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
+  const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(
       kCollectiveKey,
       readiness(work),
-      [group = group_, work, shared](bool ready) {
-        if (!ready) {
+      copyDeadline(called, shared->timeout),
+      [group = group_, work, shared, called](Handover how) {
+        if (how == Handover::kClosed) {
           WorkResilient::end(work, notCopied());
           return;
         }
-        if (const auto error = deviceError(*work)) {
+        const Nanos timeout = shared->timeout;
+        shared->timeout = left(*work, called, timeout);
+        if (const auto error = copyFailure(*work, timeout)) {
           // The other ranks wait for this operation: it takes its number and
           // fails there too.
           shared->body = [error = *error](Communicator&) {
@@ -427,15 +465,19 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         std::string(work->title()) + ": " + work->tensors().refusal());
   }
   work->tensors().copyIn();
+  const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(
       messageKey(isSend, peer, tag),
       readiness(work),
-      [group = group_, work, spec](bool ready) {
-        if (!ready) {
+      copyDeadline(called, spec->timeout),
+      [group = group_, work, spec, called](Handover how) {
+        if (how == Handover::kClosed) {
           WorkResilient::end(work, notCopied());
           return;
         }
-        if (auto error = deviceError(*work)) {
+        const Nanos timeout = spec->timeout;
+        spec->timeout = left(*work, called, timeout);
+        if (auto error = copyFailure(*work, timeout)) {
           WorkResilient::end(work, *error);
           return;
         }

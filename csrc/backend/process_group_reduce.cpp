@@ -62,12 +62,13 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::allreduce_sparse(
         "unsupported reduction operation (allreduce of sparse tensors only "
         "works with ReduceOp.SUM)");
   }
-  auto sparse = std::make_shared<SparseAllReduce>(tensors[0], size_);
   auto work = makeWork(
       c10d::OpType::_ALLREDUCE_SPARSE,
       "resilient:sparse_all_reduce",
       tensors,
       tensors);
+  auto sparse =
+      std::make_shared<SparseAllReduce>(tensors[0], size_, work->tensors());
   work->tensors().keep(sparse);
   work->setEpilogue([sparse] { sparse->store(); });
   // The number of stored elements differs by rank.

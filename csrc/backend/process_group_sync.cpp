@@ -1,5 +1,7 @@
 // Barriers.
 
+#include <ATen/DeviceAccelerator.h>
+
 #include "backend/checks.h"
 #include "backend/process_group.h"
 
@@ -9,6 +11,14 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::barrier(
     const c10d::BarrierOptions& opts) {
   checkUsable("barrier");
   auto work = makeWork(c10d::OpType::BARRIER, "resilient:barrier", {}, {});
+  // As with NCCL, the barrier comes after what the current streams of these
+  // devices have to do. Without an accelerator they mean nothing, as with gloo.
+  if (const auto type = at::getAccelerator()) {
+    for (const int64_t id : opts.device_ids) {
+      work->tensors().waitForDevice(
+          c10::Device(*type, static_cast<c10::DeviceIndex>(id)));
+    }
+  }
   OpSignature signature;
   signature.kind = OpKind::kBarrier;
   return launch(std::move(work), signature, opts, [](Communicator& comm) {

@@ -20,16 +20,31 @@ int64_t hashOf(at::IntArrayRef sizes) {
 
 } // namespace
 
-SparseAllReduce::SparseAllReduce(const at::Tensor& tensor, int size)
-    : tensor_(tensor), headers_(size), allIndices_(size), allValues_(size) {
+SparseAllReduce::SparseAllReduce(
+    const at::Tensor& tensor,
+    int size,
+    HostTensors& tensors)
+    : tensor_(tensor),
+      tensors_(tensors),
+      headers_(size),
+      allIndices_(size),
+      allValues_(size) {
   at::AutoDispatchBelowADInplaceOrView below;
   // A coalesced tensor is returned as it is: detached copies of its parts are
   // not needed, since the caller must leave it alone until we are done.
-  const at::Tensor input = tensor.coalesce();
-  indices_ = input._indices().cpu().contiguous();
-  values_ = input._values().cpu().contiguous();
+  const at::Tensor input = onDevice(tensor) ? tensor : tensor.coalesce();
+  indices_ = staged(input._indices());
+  values_ = staged(input._values());
   header_ = {
       input._nnz(), input.sparse_dim(), input.dim(), hashOf(input.sizes())};
+}
+
+at::Tensor SparseAllReduce::staged(const at::Tensor& part) {
+  if (!onDevice(part)) {
+    return part.contiguous();
+  }
+  void* data = tensors_.add(part, Use::kInput);
+  return at::from_blob(data, part.sizes(), part.options().device(at::kCPU));
 }
 
 // Headers have a fixed size, so the ranks can exchange them before they know
@@ -104,7 +119,11 @@ void SparseAllReduce::store() {
   const at::Tensor sum =
       at::_sparse_coo_tensor_unsafe(indices, values, tensor_.sizes())
           .coalesce();
-  tensor_.copy_(tensor_.is_cpu() ? sum : sum.to(tensor_.device()));
+  if (!onDevice(tensor_)) {
+    tensor_.copy_(sum);
+    return;
+  }
+  tensors_.devices().front()->writeSparse(tensor_, sum);
 }
 
 } // namespace resilient

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "backend/host_tensors.h"
 #include "collectives/collectives.h"
 
 namespace resilient {
@@ -19,15 +20,18 @@ namespace resilient {
 // parts of all ranks at the same time.
 class SparseAllReduce {
  public:
-  // Caller's thread. Coalesces; tensors on a device are copied to the host
-  // right here (sparse gradients on devices are rare and small).
-  SparseAllReduce(const at::Tensor& tensor, int size);
+  // Caller's thread. Coalesces a host tensor. A tensor on a device is staged by
+  // `tensors` as it is, since coalescing it would stop the caller until its
+  // stream is done: equal indices then go over the wire apart. `tensors` must
+  // live as long.
+  SparseAllReduce(const at::Tensor& tensor, int size, HostTensors& tensors);
 
   // Loop thread.
   // Throws kMismatch if another rank's tensor has another shape. `this` must
   // outlive the Task.
   Task run(Communicator& comm);
-  // Staging thread, after run(): writes the sum into the tensor.
+  // Staging thread, after run(): writes the sum into the tensor. On a device
+  // the copies are only enqueued.
   void store();
 
  private:
@@ -44,7 +48,11 @@ class SparseAllReduce {
   Task gatherIndices(Communicator& comm);
   Task gatherValues(Communicator& comm);
 
+  // A host tensor with the contents of `part`, at the latest when run() begins.
+  at::Tensor staged(const at::Tensor& part);
+
   at::Tensor tensor_;
+  HostTensors& tensors_;
   at::Tensor indices_; // int64 [sparse dims][stored], contiguous, host
   at::Tensor values_; // [stored][dense shape...], contiguous, host
   Header header_{};

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend/fork_check.h"
+#include "base/log.h"
 
 namespace resilient {
 
@@ -20,6 +21,12 @@ namespace {
 // copy of 64 KiB over PCIe takes 5 us, of 64 MiB 3 ms. Longer adds latency to
 // each staged operation, shorter burns a core.
 constexpr auto kPollInterval = std::chrono::microseconds(20);
+
+void report(const char* what, const std::exception& e) {
+  logMessage(
+      LogLevel::kError,
+      std::string(what) + " failed on the staging thread: " + e.what());
+}
 
 // Threads do not survive fork(): a child finds another generation and makes a
 // new object. The old one is left alone, since its mutex may be locked forever.
@@ -73,6 +80,17 @@ class Thread {
     wake_.notify_one();
   }
 
+  // Other operations go on whatever becomes of one. What throws is finished
+  // with: it would throw again.
+  static bool guarded(const std::function<bool()>& run) {
+    try {
+      return run();
+    } catch (const std::exception& e) {
+      report("a task", e);
+      return true;
+    }
+  }
+
   // The thread runs tasks and polls without the lock. While there are polls it
   // wakes every kPollInterval, otherwise only for new work. A task that is
   // posted meanwhile waits for the current round only. `busy_` spans a round,
@@ -103,11 +121,14 @@ class Thread {
       tasks.swap(tasks_);
       lock.unlock();
       while (!tasks.empty()) {
-        tasks.front()();
+        guarded([&] {
+          tasks.front()();
+          return true;
+        });
         tasks.pop_front();
       }
       for (auto it = polls.begin(); it != polls.end();) {
-        it = (*it)() ? polls.erase(it) : std::next(it);
+        it = guarded(*it) ? polls.erase(it) : std::next(it);
       }
       lock.lock();
       busy_ = false;
@@ -143,21 +164,39 @@ bool StagingThread::stop(Nanos limit) {
 struct SubmitQueue::State {
   struct Entry {
     std::function<bool()> ready;
+    TimePoint deadline;
     Submit submit;
+
+    bool isReady() const {
+      return !ready || ready();
+    }
   };
 
-  // Hands over the entries at the head of each key that are ready. Returns
-  // true if nothing is left.
+  // What throws is handed over all the same: the ones behind it go on.
+  static void handOver(const Entry& entry, Handover how) {
+    try {
+      entry.submit(how);
+    } catch (const std::exception& e) {
+      report("handing over an operation", e);
+    }
+  }
+
+  // Hands over the entries at the head of each key that are ready or late.
+  // Returns true if nothing is left.
   // An entry that is not ready holds up its own key only. Call with the mutex
   // held.
   bool advance() {
+    const TimePoint now = std::chrono::steady_clock::now();
     for (auto it = waiting.begin(); it != waiting.end();) {
       auto& entries = it->second;
-      while (!entries.empty() &&
-             (!entries.front().ready || entries.front().ready())) {
+      while (!entries.empty()) {
+        const bool ready = entries.front().isReady();
+        if (!ready && now < entries.front().deadline) {
+          break;
+        }
         // submit first, then pop: a push from another thread must not
         // overtake (it is locked out anyway, but waiting() must not miss it).
-        entries.front().submit(true);
+        handOver(entries.front(), ready ? Handover::kReady : Handover::kLate);
         done.push_back(std::move(entries.front()));
         entries.pop_front();
       }
@@ -190,18 +229,19 @@ SubmitQueue::~SubmitQueue() {
 void SubmitQueue::push(
     uint64_t key,
     std::function<bool()> ready,
+    TimePoint deadline,
     Submit submit) {
   std::unique_lock<std::mutex> lock(state_->mutex);
   State& s = *state_;
   if (s.closed) {
-    submit(!ready || ready());
+    submit(!ready || ready() ? Handover::kReady : Handover::kClosed);
     return;
   }
   if (s.waiting.find(key) == s.waiting.end() && (!ready || ready())) {
-    submit(true);
+    submit(Handover::kReady);
     return;
   }
-  s.waiting[key].push_back({std::move(ready), std::move(submit)});
+  s.waiting[key].push_back({std::move(ready), deadline, std::move(submit)});
   if (s.polled) {
     return;
   }
@@ -237,7 +277,7 @@ void SubmitQueue::close() {
   state_->closed = true;
   for (auto& [key, entries] : state_->waiting) {
     for (auto& entry : entries) {
-      entry.submit(!entry.ready || entry.ready());
+      entry.submit(entry.isReady() ? Handover::kReady : Handover::kClosed);
     }
   }
   left.swap(state_->waiting);

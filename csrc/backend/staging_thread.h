@@ -18,7 +18,7 @@ namespace resilient {
 class StagingThread {
  public:
   // Runs `task` on the thread, in order of posting, once it is idle. Dropped
-  // after stop().
+  // after stop(). An exception of a task or poll is logged, and ends it.
   static void post(std::function<void()> task);
   // Asks `poll` again and again until it returns true (then it is finished
   // with). Polls do not hold up each other nor posted tasks.
@@ -43,13 +43,25 @@ class SubmitQueue {
   SubmitQueue();
   ~SubmitQueue(); // hands over all that still waits
 
+  // How an operation is handed over. If it is not ready, its memory is not
+  // valid: it must fail.
+  enum class Handover {
+    kReady,
+    kLate, // its deadline has passed
+    kClosed, // the queue was closed
+  };
   // `ready` empty: ready from the start. `submit` is called exactly once, with
-  // the queue locked, so it must be quick and must not come back here; false
-  // after close() means: not ready, the memory is not valid, fail it.
-  using Submit = std::function<void(bool ready)>;
+  // the queue locked, so it must be quick and must not come back here. An
+  // operation behind another one waits until that one is handed over, whatever
+  // its own deadline.
+  using Submit = std::function<void(Handover)>;
   // `ready` is asked with the queue locked, often and from any thread, until it
   // is true. It must not throw.
-  void push(uint64_t key, std::function<bool()> ready, Submit submit);
+  void push(
+      uint64_t key,
+      std::function<bool()> ready,
+      TimePoint deadline,
+      Submit submit);
 
   // How many wait under the key.
   // Operations that were submitted already do not count.

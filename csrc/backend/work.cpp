@@ -2,6 +2,7 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/StreamGuard.h>
 
 #include <algorithm>
@@ -68,7 +69,7 @@ bool WorkResilient::isCompleted() {
       return false;
     }
   }
-  return !tensors_.device() || tensors_.device()->copiesToDeviceDone();
+  return tensors_.outputsReady();
 }
 
 bool WorkResilient::isSuccess() const {
@@ -132,7 +133,7 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   if (error) {
     std::rethrow_exception(error);
   }
-  synchronize();
+  orderCurrentStreams();
   return true;
 }
 
@@ -265,12 +266,24 @@ void WorkResilient::partEnded() {
   finishNow(error);
 }
 
+bool WorkResilient::usesDevices() const {
+  return !tensors_.devices().empty() ||
+      std::ranges::any_of(
+          parts_, [](const auto& part) { return part->usesDevices(); });
+}
+
 void WorkResilient::synchronize() {
-  for (const auto& part : parts_) {
-    part->synchronize();
+  if (usesDevices()) {
+    wait();
   }
-  if (tensors_.device()) {
-    tensors_.device()->blockCurrentStream();
+}
+
+void WorkResilient::orderCurrentStreams() {
+  for (const auto& part : parts_) {
+    part->orderCurrentStreams();
+  }
+  for (const auto& staging : tensors_.devices()) {
+    staging->blockCurrentStream();
   }
 }
 
@@ -288,16 +301,16 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkResilient::getFuture() {
     return future_;
   }
   std::vector<c10::Device> devices;
-  const auto addDevice = [&devices](const WorkResilient& work) {
-    const auto* device = work.tensors_.device();
-    const auto stream = device ? device->stream() : std::nullopt;
-    if (stream && std::ranges::count(devices, stream->device()) == 0) {
-      devices.push_back(stream->device());
+  const auto addDevices = [&devices](const WorkResilient& work) {
+    for (const auto& staging : work.tensors_.devices()) {
+      if (std::ranges::count(devices, staging->device()) == 0) {
+        devices.push_back(staging->device());
+      }
     }
   };
-  addDevice(*this);
+  addDevices(*this);
   for (const auto& part : parts_) {
-    addDevice(*part);
+    addDevices(*part);
   }
   future_ = c10::make_intrusive<c10::ivalue::Future>(
       c10::ListType::create(c10::TensorType::get()), std::move(devices));
@@ -342,10 +355,17 @@ void WorkResilient::end(
     const Status& status,
     int sourceRank) {
   work->sourceRank_.store(sourceRank, std::memory_order_release);
-  if (!status.ok()) {
-    work->finishNow(exceptionFor(status));
-  } else if (!work->epilogue_ && !work->tensors_.needsCopyBack()) {
-    work->finishNow(nullptr);
+  if (!status.ok() || (!work->epilogue_ && !work->tensors_.needsCopyBack())) {
+    work->finishNow(status.ok() ? nullptr : exceptionFor(status));
+    if (!work->tensors_.devices().empty()) {
+      // Pinned memory is scarce, and a user may keep a Work. Giving it back
+      // calls the driver, which is not for the loop thread.
+      StagingThread::post([work = std::move(work)]() mutable {
+        work->tensors_.dropTemporaries();
+        release(std::move(work));
+      });
+      return;
+    }
   } else {
     StagingThread::post([work = std::move(work)]() mutable {
       std::exception_ptr error;
@@ -355,6 +375,7 @@ void WorkResilient::end(
           work->epilogue_ = nullptr;
         }
         work->tensors_.copyBack();
+        work->tensors_.dropTemporaries();
       } catch (...) {
         error = std::current_exception();
       }
@@ -398,7 +419,13 @@ void WorkResilient::finishNow(std::exception_ptr error) {
       std::lock_guard<std::mutex> lock(mutex_);
       endedAt_ = now();
     }
-    finish(std::move(error));
+    try {
+      finish(std::move(error));
+    } catch (const std::exception& e) {
+      // The profiler's callback; the Work has ended before it was called.
+      TORCH_WARN("the profiler failed at the end of ", title_, ": ", e.what());
+      cv_.notify_all();
+    }
   }
   std::vector<std::shared_ptr<Waiter>> waiters;
   std::vector<c10::intrusive_ptr<WorkResilient>> wholes;
@@ -447,18 +474,20 @@ void WorkResilient::completeFuture() {
       future_->setErrorIfNeeded(error);
       return;
     }
-    // The future records an event on the current stream, behind which users
-    // read the results.
-    for (const auto& part : parts_) {
-      part->synchronize();
+    // The future records an event on the current stream of each device, behind
+    // which users read the results.
+    std::vector<c10::Stream> streams;
+    for (const auto& staging : tensors_.devices()) {
+      streams.push_back(staging->stream());
     }
-    std::optional<c10::StreamGuard> guard;
-    if (auto* device = tensors_.device()) {
-      if (const auto stream = device->stream()) {
-        guard.emplace(*stream);
-      } else {
-        device->blockCurrentStream();
-      }
+    // Recording switches to a stream's device and back to the current one of
+    // this thread, which would make a context there.
+    const c10::OptionalDeviceGuard device(
+        streams.empty() ? std::nullopt
+                        : std::optional(streams.front().device()));
+    const c10::MultiStreamGuard guard(streams);
+    for (const auto& part : parts_) {
+      part->orderCurrentStreams();
     }
     future_->markCompleted(c10::IValue(outputs_));
   } catch (const std::exception& e) {

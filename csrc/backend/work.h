@@ -59,6 +59,8 @@ class WorkResilient : public c10d::Work {
   // may wait. Call without the GIL. On success the calling thread's current
   // stream waits for the copies to the device.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  // As wait(), for a Work with tensors on a device: a stream cannot wait for
+  // results that no copy writes yet. Else it does nothing.
   void synchronize() override;
   // Always the same future. Its value is the list of outputs. Callbacks that
   // were added before the end run on a completion thread, never on the loop
@@ -140,6 +142,10 @@ class WorkResilient : public c10d::Work {
   void finishNow(std::exception_ptr error);
   // Call once, without mutex_. Runs the callbacks that were added before.
   void completeFuture();
+  // Makes the calling thread's current streams wait for the results. The Work
+  // has ended well.
+  void orderCurrentStreams();
+  bool usesDevices() const;
   // Once for each part, and once by all().
   void partEnded();
   // Gives away a reference that may be the last one: see the .cpp.

@@ -56,7 +56,7 @@ class Transfers:
         self.begun = 0
         self.gathers: deque[Transfer] = deque()
         self._worker = ThreadPoolExecutor(1, "torch_resilient smart")
-        self._streams: dict[torch.device, Any] = {}
+        self._streams: dict[torch.device, torch.Stream] = {}
 
     def start(
         self, buffer: Tensor, layout: Layout, output: Tensor | None, divide: bool, first: Stage
@@ -67,7 +67,7 @@ class Transfers:
         ready = None
         if not on_cpu:
             device = buffer.device
-            ready = torch.get_device_module(device).current_stream(device).record_event()
+            ready = torch.accelerator.current_stream(device).record_event()
         self.submit(Transfer(buffer, layout, result, ready, output, divide), first)
         # A future made in Python keeps an error as its value, which C++ would take for a tensor;
         # one that comes from then() fails for C++, too.
@@ -84,7 +84,7 @@ class Transfers:
         self.gathers.append(transfer)
         if transfer.ready is not None:
             device = transfer.buffer.device
-            torch.get_device_module(device).current_stream(device).wait_event(transfer.ready)
+            torch.accelerator.current_stream(device).wait_event(transfer.ready)
 
     def submit(self, transfer: Transfer, stage: Stage) -> None:
         """Runs `stage(transfer)` on the worker; an error of it fails the transfer."""
@@ -117,15 +117,19 @@ class Transfers:
 
     @contextlib.contextmanager
     def _on_stream(self, transfer: Transfer) -> Iterator[None]:
-        """The worker has a stream of its own on each device."""
+        """The worker has a stream of its own on each device.
+
+        The device also becomes the worker's current one. To leave a stream is to switch back to the
+        current device, which otherwise is device 0, and that makes a context there.
+        """
         device = transfer.buffer.device
         if transfer.ready is None:
             yield
             return
-        module = torch.get_device_module(device)
+        torch.accelerator.set_device_index(device)
         if device not in self._streams:
-            self._streams[device] = module.Stream(device)
-        with module.stream(self._streams[device]):
+            self._streams[device] = torch.Stream(device)
+        with self._streams[device]:
             yield
 
     def _fail(self, transfer: Transfer, error: Exception) -> None:

@@ -6,10 +6,12 @@
 #include <future>
 #include <mutex>
 #include <numeric>
+#include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "backend/future_threads.h"
+#include "base/log.h"
 #include "base/random.h"
 #include "tests/check.h"
 
@@ -32,9 +34,12 @@ struct Log {
   std::mutex mutex;
   std::vector<int> numbers;
   SubmitQueue::Submit note(int number) {
-    return [this, number](bool ready) {
+    return [this, number](SubmitQueue::Handover how) {
       std::lock_guard<std::mutex> lock(mutex);
-      numbers.push_back(ready ? number : -number);
+      numbers.push_back(
+          how == SubmitQueue::Handover::kReady      ? number
+              : how == SubmitQueue::Handover::kLate ? 100 * number
+                                                    : -number);
     };
   }
   std::vector<int> get() {
@@ -48,11 +53,11 @@ struct Log {
 TEST(submit_queue_hands_over_at_once_what_is_ready) {
   Log log;
   SubmitQueue queue;
-  queue.push(0, {}, log.note(1));
+  queue.push(0, {}, kNever, log.note(1));
   CHECK(log.get() == std::vector<int>{1});
   Copy copy;
   copy.done->store(true);
-  queue.push(0, copy.ready(), log.note(2));
+  queue.push(0, copy.ready(), kNever, log.note(2));
   CHECK((log.get() == std::vector<int>{1, 2}));
 }
 
@@ -61,9 +66,10 @@ TEST(submit_queue_keeps_call_order_behind_a_slow_copy) {
   SubmitQueue queue;
   Copy slow;
   Copy fast;
-  queue.push(0, slow.ready(), log.note(1));
-  queue.push(0, fast.ready(), log.note(2));
-  queue.push(0, {}, log.note(3)); // a host operation waits its turn as well
+  queue.push(0, slow.ready(), kNever, log.note(1));
+  queue.push(0, fast.ready(), kNever, log.note(2));
+  queue.push(
+      0, {}, kNever, log.note(3)); // a host operation waits its turn as well
   fast.done->store(true);
   CHECK_EQ(queue.waiting(0), size_t{3});
   CHECK(!queue.drain(std::chrono::milliseconds(20)));
@@ -77,10 +83,10 @@ TEST(submit_queue_keys_do_not_hold_up_each_other) {
   Log log;
   SubmitQueue queue;
   Copy never;
-  queue.push(7, never.ready(), log.note(1));
-  queue.push(8, {}, log.note(2));
+  queue.push(7, never.ready(), kNever, log.note(1));
+  queue.push(8, {}, kNever, log.note(2));
   Copy soon;
-  queue.push(9, soon.ready(), log.note(3));
+  queue.push(9, soon.ready(), kNever, log.note(3));
   soon.done->store(true);
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (log.get().size() < 2 && std::chrono::steady_clock::now() < end) {
@@ -95,13 +101,57 @@ TEST(submit_queue_close_fails_what_is_not_ready_and_passes_the_rest) {
   Log log;
   SubmitQueue queue;
   Copy never;
-  queue.push(0, never.ready(), log.note(1));
-  queue.push(0, {}, log.note(2));
+  queue.push(0, never.ready(), kNever, log.note(1));
+  queue.push(0, {}, kNever, log.note(2));
   queue.close();
   CHECK((log.get() == std::vector<int>{-1, 2}));
-  queue.push(0, never.ready(), log.note(3)); // after close(): at once
-  queue.push(0, {}, log.note(4));
+  queue.push(0, never.ready(), kNever, log.note(3)); // after close(): at once
+  queue.push(0, {}, kNever, log.note(4));
   CHECK((log.get() == std::vector<int>{-1, 2, -3, 4}));
+}
+
+TEST(submit_queue_hands_over_what_is_late_and_then_what_is_behind_it) {
+  Log log;
+  SubmitQueue queue;
+  Copy never;
+  Copy soon;
+  const auto now = std::chrono::steady_clock::now();
+  queue.push(
+      0, never.ready(), now + std::chrono::milliseconds(20), log.note(1));
+  queue.push(0, soon.ready(), kNever, log.note(2));
+  queue.push(0, {}, kNever, log.note(3));
+  const auto enough = [&] { return log.get().size() == 1; };
+  while (!enough() && std::chrono::steady_clock::now() < now + kPatience) {
+    std::this_thread::yield();
+  }
+  CHECK(
+      std::chrono::steady_clock::now() >= now + std::chrono::milliseconds(20));
+  CHECK(log.get() == std::vector<int>{100});
+  soon.done->store(true);
+  CHECK(queue.drain(kPatience));
+  CHECK((log.get() == std::vector<int>{100, 2, 3}));
+}
+
+TEST(staging_thread_goes_on_after_a_task_that_throws) {
+  std::atomic<int> lines{0};
+  setLogSink([&](std::string_view) { ++lines; });
+  StagingThread::post([] { throw std::runtime_error("no"); });
+  StagingThread::pollUntil([]() -> bool { throw std::runtime_error("no"); });
+  Log log;
+  SubmitQueue queue;
+  Copy copy;
+  queue.push(0, copy.ready(), kNever, [](SubmitQueue::Handover) {
+    throw std::runtime_error("no");
+  });
+  queue.push(0, {}, kNever, log.note(2));
+  copy.done->store(true);
+  CHECK(queue.drain(kPatience));
+  CHECK(log.get() == std::vector<int>{2});
+  std::promise<void> ran;
+  StagingThread::post([&] { ran.set_value(); });
+  CHECK(ran.get_future().wait_for(kPatience) == std::future_status::ready);
+  setLogSink({});
+  CHECK_EQ(lines.load(), 3);
 }
 
 TEST(submit_queue_order_holds_for_random_copies) {
@@ -123,7 +173,8 @@ TEST(submit_queue_order_holds_for_random_copies) {
     });
     std::vector<int> expected;
     for (size_t i = 0; i < copies.size(); ++i) {
-      queue.push(0, copies[i].ready(), log.note(static_cast<int>(i) + 1));
+      queue.push(
+          0, copies[i].ready(), kNever, log.note(static_cast<int>(i) + 1));
       expected.push_back(static_cast<int>(i) + 1);
     }
     device.join();
