@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-lossy test lint tidy format cpp-test python-test slow-test \
-  test-torch test-frameworks asan tsan planted clang nightly fuzz bench options-doc clean
+  test-torch test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -62,7 +62,7 @@ test: lint setup ## everything that must pass before a commit
 	  $(if $(CLANG),clang-built) >build/ahead.log 2>&1 & ahead=$$!; \
 	  $(MAKE) python-test || { status=$$?; kill $$ahead; exit $$status; }; \
 	  wait $$ahead || true
-	$(MAKE) asan tsan planted clang
+	$(MAKE) asan tsan staging planted clang
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .
@@ -124,6 +124,10 @@ asan: asan-built ## tests of the C++ core under the address and undefined saniti
 tsan: tsan-built ## tests of the C++ core under the thread sanitizer
 	$(MAKE) -C csrc VARIANT=tsan JOBS=$(JOBS) test
 
+staging: asan-built tsan-built ## tests of device staging with torch, under both sanitizers
+	$(MAKE) -C csrc VARIANT=asan staging
+	$(MAKE) -C csrc VARIANT=tsan staging
+
 planted: planted-built ## mistakes on purpose, each of which the simulation must find
 	$(MAKE) -C csrc VARIANT=planted JOBS=$(JOBS) test ARGS=planted
 
@@ -138,7 +142,7 @@ clang:
 endif
 
 %-built:
-	$(MAKE) -C csrc -j$(JOBS) VARIANT=$* all
+	$(MAKE) -C csrc -j$(JOBS) VARIANT=$* all $(if $(filter asan tsan,$*),staging-tests)
 
 nightly: ## CASES=100000 random networks for each simulation
 	$(MAKE) -C csrc -j$(JOBS) all

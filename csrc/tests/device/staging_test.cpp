@@ -1,0 +1,141 @@
+// Device staging as operations use it, on the strict device: the caller's
+// thread copies in, the submit queue hands over, another thread stands for the
+// engine, and the staging thread copies back. For the sanitizers; the tests of
+// the package check whole operations.
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "backend/host_tensors.h"
+#include "backend/staging_thread.h"
+#include "base/random.h"
+#undef CHECK // of c10
+#include "tests/check.h"
+#include "tests/device/strict_device.h"
+#include "tests/device/strict_memory.h"
+
+namespace resilient {
+
+namespace {
+
+constexpr int64_t kElements = 1000;
+
+at::TensorOptions onDeviceOptions(int device) {
+  return at::TensorOptions()
+      .dtype(at::kFloat)
+      .device(
+          c10::DeviceType::PrivateUse1, static_cast<c10::DeviceIndex>(device));
+}
+
+// One operation that adds 1 to a tensor, on its way.
+struct Operation {
+  explicit Operation(const at::Tensor& tensor) {
+    data = static_cast<float*>(tensors.add(tensor, Use::kInputOutput));
+    tensors.copyIn();
+  }
+
+  // What the engine and then the staging thread do.
+  void run() {
+    for (int64_t i = 0; i < kElements; ++i) {
+      data[i] += 1;
+    }
+    StagingThread::post([this] {
+      tensors.copyBack();
+      tensors.dropTemporaries();
+      issued.store(true);
+      issued.notify_all();
+    });
+  }
+
+  void wait() {
+    issued.wait(false);
+    for (const auto& staging : tensors.devices()) {
+      staging->blockCurrentStream();
+    }
+  }
+
+  HostTensors tensors;
+  float* data = nullptr;
+  std::atomic<bool> issued{false};
+};
+
+void start(SubmitQueue& queue, Operation& operation) {
+  queue.push(
+      0,
+      [&operation] { return operation.tensors.inputsReady(); },
+      kNever,
+      [&operation](SubmitQueue::Handover how) {
+        CHECK(how == SubmitQueue::Handover::kReady);
+        operation.run();
+      });
+}
+
+// The elements, after all that the current stream has to do.
+float only(const at::Tensor& tensor) {
+  const at::Tensor host = tensor.cpu();
+  const float first = host.data_ptr<float>()[0];
+  CHECK(host.eq(first).all().item<bool>());
+  return first;
+}
+
+} // namespace
+
+TEST(staging_is_in_order_with_the_kernels_of_several_threads) {
+  strict::registerDevice();
+  strict::setCopyTime(0.0005);
+  std::vector<std::thread> callers;
+  for (int caller = 0; caller < 3; ++caller) {
+    callers.emplace_back([caller] {
+      const int device = caller % strict::kDevices;
+      strict::setDeviceAndContext(device);
+      SubmitQueue queue;
+      Prng random(static_cast<uint64_t>(caller));
+      for (int round = 0; round < 20; ++round) {
+        const at::Tensor tensor =
+            at::empty({kElements}, onDeviceOptions(device));
+        tensor.fill_(round); // a kernel that the copy must wait for
+        std::vector<std::unique_ptr<Operation>> operations;
+        for (uint64_t i = 0; i <= random.below(3); ++i) {
+          operations.push_back(std::make_unique<Operation>(tensor));
+          start(queue, *operations.back());
+          operations.back()->wait();
+        }
+        // Freed while copies of it may be under way.
+        Operation last(at::full({kElements}, -1, onDeviceOptions(device)));
+        start(queue, last);
+        CHECK_EQ(
+            only(tensor),
+            static_cast<float>(round) + static_cast<float>(operations.size()));
+        last.wait();
+      }
+    });
+  }
+  for (std::thread& caller : callers) {
+    caller.join();
+  }
+}
+
+TEST(staging_is_asked_from_any_thread_while_it_copies_back) {
+  strict::registerDevice();
+  strict::setCopyTime(0.0005);
+  SubmitQueue queue;
+  for (int round = 0; round < 20; ++round) {
+    const at::Tensor tensor = at::zeros({kElements}, onDeviceOptions(0));
+    Operation operation(tensor);
+    start(queue, operation);
+    std::thread asks([&] {
+      while (!operation.tensors.outputsReady() || !operation.issued.load()) {
+        std::this_thread::yield();
+      }
+    });
+    operation.wait();
+    CHECK_EQ(only(tensor), 1.0F);
+    asks.join();
+  }
+}
+
+} // namespace resilient
