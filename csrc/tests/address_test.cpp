@@ -106,6 +106,43 @@ TEST(bridges_of_containers_are_taken_only_on_request) {
   CHECK_EQ(choice.addresses[0].address.ip(), std::string("172.17.0.1"));
 }
 
+// Peers refuse the text of a rank with more addresses than the maximum.
+TEST(no_more_addresses_are_chosen_than_peers_accept) {
+  constexpr size_t kMax = PeerAddress::kAddressesMax;
+  std::vector<InterfaceAddress> list;
+  for (size_t i = 0; i < kMax + 8; ++i) {
+    const std::string n = std::to_string(i);
+    list.push_back(at(("vlan" + n).c_str(), ("10.0." + n + ".7").c_str()));
+  }
+  const auto last = SocketAddress::parse("10.0.39.7", 0);
+  for (const char* option : {"", "vlan39,vlan"}) {
+    for (const auto& store : {std::optional<SocketAddress>(), last}) {
+      const AddressChoice choice = chooseAddresses(list, option, store);
+      CHECK_EQ(choice.addresses.size(), kMax);
+      CHECK_CONTAINS(choice.reason, "; 8 more are left out");
+      // The order of choice stays: the preferred address, then the others.
+      const bool preferred = *option != '\0' || store;
+      const auto& chosen = choice.addresses;
+      CHECK_EQ(chosen[0].interface, preferred ? "vlan39" : "vlan0");
+      CHECK_EQ(chosen[kMax - 1].interface, preferred ? "vlan30" : "vlan31");
+
+      PeerAddress mine, theirs;
+      mine.hostId = std::string(32, '0');
+      mine.hostName = "node-3";
+      mine.pid = 7;
+      for (InterfaceAddress a : chosen) {
+        a.address.setPort(29511);
+        mine.addresses.push_back({a.interface, a.address, 24});
+      }
+      CHECK_EQ(PeerAddress::parse(mine.toString(), theirs).message(), "");
+    }
+  }
+  list.resize(kMax);
+  const AddressChoice all = chooseAddresses(list, "", std::nullopt);
+  CHECK_EQ(all.addresses.size(), kMax);
+  CHECK(all.reason.find("left out") == std::string::npos);
+}
+
 TEST(a_subnet_is_told_by_its_prefix) {
   const auto nic = [](const char* ip, int bits) {
     return NicAddress{"eth0", *SocketAddress::parse(ip, 1), bits};

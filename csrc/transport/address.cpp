@@ -333,6 +333,14 @@ AddressChoice chooseAddresses(
   } else {
     choice = chooseByState(interfaces);
   }
+  // Those that are left out are the last ones in the order of choice.
+  constexpr size_t kMax = PeerAddress::kAddressesMax;
+  if (choice.addresses.size() > kMax) {
+    choice.reason += "; " + std::to_string(choice.addresses.size() - kMax) +
+        " more are left out, since a rank publishes at most " +
+        std::to_string(kMax) + " addresses";
+    choice.addresses.resize(kMax);
+  }
   choice.reason = "using " + describe(choice.addresses) + ": " + choice.reason;
   return choice;
 }

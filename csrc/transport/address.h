@@ -37,7 +37,8 @@ std::optional<SocketAddress> localAddressTowards(const std::string& host);
 // The addresses to publish to the other ranks, and the reason, for one line of
 // the log.
 struct AddressChoice {
-  std::vector<InterfaceAddress> addresses; // best first, at least one
+  // Best first, at least one and at most PeerAddress::kAddressesMax.
+  std::vector<InterfaceAddress> addresses;
   std::string reason;
 };
 
@@ -47,8 +48,10 @@ struct AddressChoice {
 // loopback, else loopback; and behind it every other interface that is up and
 // leads out of this host, as far as its name tells (no bridges of containers).
 // Each interface contributes one address, of the family of `towardsStore` (IPv4
-// without it) if it has one. Throws a StatusError (kInvalidArgument) that lists
-// what there is if the option matches nothing.
+// without it) if it has one. The first PeerAddress::kAddressesMax addresses are
+// taken, since peers refuse a longer list; the reason says how many are left
+// out. Throws a StatusError (kInvalidArgument) that lists what there is if the
+// option matches nothing.
 //
 // A pure function of its arguments: it asks the system nothing.
 AddressChoice chooseAddresses(
@@ -110,6 +113,7 @@ struct PeerAddress {
   static Status parse(const std::string& text, PeerAddress& address);
 
   static constexpr size_t kTextBytesMax = 4096;
+  // The text of so many addresses fits into kTextBytesMax.
   static constexpr size_t kAddressesMax = 32;
 };
 
