@@ -433,6 +433,16 @@ TimePoint PacketReceiver::deadline() const {
   return at;
 }
 
+TimePoint PacketReceiver::nextVerdict() const {
+  TimePoint at = kNever;
+  for (const auto& [number, o] : objects_) {
+    if (!o.asked) {
+      at = std::min(at, verdictAt(o));
+    }
+  }
+  return at;
+}
+
 // The data symbols of `o` to ask for. After the verdict these are all that must
 // arrive, and the others only if more than `mayMiss` of them are missing.
 // Parity is never asked for.

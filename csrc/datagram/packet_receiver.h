@@ -72,6 +72,9 @@ class PacketReceiver {
 
   // When onTimer() or takeReport() has something to do.
   TimePoint deadline() const;
+  // The part of deadline() that needs no report: onTimer() may deliver an
+  // object then. Later than the last call of onTimer().
+  TimePoint nextVerdict() const;
   bool reportDue(TimePoint now) const {
     return reportAt_ <= now;
   }

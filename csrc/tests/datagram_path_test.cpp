@@ -1,5 +1,10 @@
 #include "transport/datagram_path.h"
 
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
 #include <cstdio>
 #include <functional>
 
@@ -74,6 +79,103 @@ TEST(datagram_path_is_not_heard_by_a_copy) {
   CHECK(heard > begin);
   CHECK_EQ(path.receiver().counters().duplicates, 1u);
   CHECK(path.heardAt() == heard);
+}
+
+// A report that is due cannot leave while the socket is full. The loop must
+// sleep until there is room, and the report leaves then.
+//
+// UDP over loopback never fills the socket. A pair of Unix sockets does, so one
+// of them takes the place of the UDP socket.
+TEST(datagram_path_sleeps_while_its_socket_is_full) {
+  std::string why;
+  if (!PacketSeal::available(why)) {
+    std::printf("skipped: %s\n", why.c_str());
+    return;
+  }
+  const SealKey key{};
+  DatagramSocket mine;
+  CHECK(
+      DatagramSocket::open(*SocketAddress::parse("127.0.0.1", 0), "", mine)
+          .ok());
+  int pairOfSockets[2];
+  CHECK_EQ(
+      ::socketpair(AF_UNIX, SOCK_DGRAM | SOCK_NONBLOCK, 0, pairOfSockets), 0);
+  FileDescriptor near(pairOfSockets[0]), far(pairOfSockets[1]);
+  CHECK(::dup2(near.get(), mine.fd()) >= 0);
+  const std::array<std::byte, 1000> filling{};
+  while (::send(near.get(), filling.data(), filling.size(), 0) > 0) {
+  }
+  CHECK_EQ(errno, EAGAIN);
+
+  ChannelPair pair;
+  EventLoop loop;
+  Owner owner;
+  DatagramPathConfig config;
+  config.ours = PacketSeal::make(key, why);
+  config.theirs = PacketSeal::make(key, why);
+  config.proveWithin = std::chrono::seconds(60);
+  DatagramPath path(
+      loop, pair.a.channel, 1, std::move(mine), std::move(config), owner);
+
+  // "Object 1 has been sent", of which nothing has come: it is asked for.
+  SymbolHeader end;
+  end.type = PacketType::kEnd;
+  end.object = end.count = end.must = 1;
+  end.objectBytes = end.pieceBytes = 256;
+  std::array<std::byte, kSymbolHeaderBytes> packet{};
+  encodeSymbolHeader(end, packet.data());
+  std::array<std::byte, kSymbolHeaderBytes + kSealOverheadBytes> datagram{};
+  const auto seal = PacketSeal::make(key, why);
+  seal->seal(1, packet, datagram.data());
+
+  const TimePoint begin = loop.now();
+  uint64_t turnsWhileFull = 0;
+  bool reported = false;
+  std::function<void()> drain = [&] {
+    std::array<std::byte, 65536> buffer, opened;
+    for (;;) {
+      const ssize_t n = ::recv(far.get(), buffer.data(), buffer.size(), 0);
+      if (n <= 0) {
+        break;
+      }
+      uint64_t number = 0;
+      std::span<const std::byte> inner;
+      PacketType type{};
+      reported = reported ||
+          (seal->open(
+               std::span<const std::byte>(buffer).first(size_t(n)),
+               number,
+               opened.data(),
+               inner) &&
+           packetType(inner, type).ok() && type == PacketType::kReport);
+    }
+    if (reported || loop.now() - begin > std::chrono::seconds(60)) {
+      loop.stop();
+    } else {
+      loop.after(std::chrono::milliseconds(1), drain);
+    }
+  };
+  std::function<void()> look = [&] {
+    if (path.receiver().deadline() > loop.now() &&
+        loop.now() - begin < std::chrono::seconds(60)) {
+      loop.after(std::chrono::milliseconds(1), look);
+      return;
+    }
+    const uint64_t before = loop.turns();
+    loop.after(std::chrono::milliseconds(100), [&, before] {
+      turnsWhileFull = loop.turns() - before;
+      CHECK(path.receiver().deadline() < loop.now()); // it is still due
+      drain();
+    });
+  };
+  loop.after(std::chrono::milliseconds(1), [&] {
+    CHECK(::send(far.get(), datagram.data(), datagram.size(), 0) > 0);
+  });
+  loop.after(std::chrono::milliseconds(2), look);
+  loop.run();
+  CHECK_EQ(path.receiver().numbers().packets(), 1u);
+  CHECK(turnsWhileFull < 50);
+  CHECK(reported);
 }
 
 // Over loopback.

@@ -167,6 +167,28 @@ TEST(packet_receiver_gives_holes_within_the_object) {
   CHECK_EQ(r.receiver.heldBytes(), 0u);
 }
 
+// A path whose socket is full waits for verdicts only, and each once.
+TEST(packet_receiver_names_the_next_verdict_apart_from_reports) {
+  Receiving r(1u << 20);
+  SymbolHeader exact = describe(1, 10), tolerant = describe(2, 10);
+  exact.must = 10;
+  tolerant.must = 1;
+  tolerant.mayMiss = 9;
+  CHECK(r.give(exact).ok());
+  CHECK(r.give(tolerant).ok());
+  CHECK(r.receiver.nextVerdict() > r.now);
+  tolerant.type = PacketType::kEnd;
+  CHECK(r.give(tolerant).ok());
+  CHECK(r.receiver.deadline() <= r.now); // a report is due, and does not leave
+  const TimePoint verdict = r.receiver.nextVerdict();
+  CHECK(verdict > r.now && verdict != kNever);
+  r.now = verdict;
+  r.receiver.onTimer(r.now);
+  CHECK_EQ(r.bytes, tolerant.objectBytes);
+  CHECK(r.receiver.deadline() <= r.now); // the exact one needs a report
+  CHECK_EQ(r.receiver.nextVerdict(), kNever);
+}
+
 struct Sending {
   explicit Sending(size_t payload)
       : sender(

@@ -582,8 +582,12 @@ void DatagramPath::checkSilence(TimePoint now) {
 
 // An earlier timer than needed is left alone: it finds nothing due and arms the
 // next one, which is cheaper than moving it with every packet.
+//
+// While the socket is full, nothing can be sent, and a timer for a report or a
+// symbol that is due would fire in every turn. EPOLLOUT tells of room.
 void DatagramPath::armTimer() {
-  TimePoint due = std::min(probeAt_, receiver_.deadline());
+  TimePoint due = std::min(
+      probeAt_, full_ ? receiver_.nextVerdict() : receiver_.deadline());
   if (!sender_) {
     due = std::min(due, startedAt_ + config_.proveWithin);
   } else if (!full_) {
