@@ -5,6 +5,8 @@
 
 #include "transport/event_loop.h"
 
+struct nlmsghdr;
+
 namespace resilient {
 
 // Tells at once when a network interface of this host goes down, loses its
@@ -23,9 +25,11 @@ class LinkWatch final : private Handler {
   using Callback = std::function<void(const std::string& nic, bool usable)>;
 
   // `onAddresses` carries no data: the callee reads the list of interfaces
-  // itself. It is also called when the kernel has dropped news (ENOBUFS), so
-  // changes of addresses are not missed. News of links are not repeated in that
-  // case.
+  // itself.
+  //
+  // If the kernel has dropped news (ENOBUFS), `onAddresses` is called, and
+  // `callback` with the present state of every interface, changed or not. An
+  // interface that has gone meanwhile is not among them, and shows as silence.
   LinkWatch(
       EventLoop& loop,
       Callback callback,
@@ -38,11 +42,14 @@ class LinkWatch final : private Handler {
 
  private:
   void onEvents(uint32_t events) override;
+  void onMessage(const nlmsghdr& message);
+  void askForLinks();
 
   EventLoop& loop_;
   Callback callback_;
   std::function<void()> onAddresses_;
   FileDescriptor fd_;
+  bool missed_ = false; // the kernel has dropped news
 };
 
 } // namespace resilient
