@@ -1079,26 +1079,29 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
   }
 }
 
-// A notice of a group that does not exist here yet is kept for it, up to
-// kEarlyNoticesMax of them: a peer may invent groups.
+// A notice of a group that does not exist here yet is kept for it. A peer may
+// invent groups, so at most kEarlyNoticesMax notices are kept, the latest ones:
+// a real one is soon taken by its group, an invented one never.
 void Engine::onNotice(PeerLink& link, const Notice& notice) {
   if (auto g = groups_.find(notice.group); g != groups_.end()) {
     g->second->onNotice(link.uid(), notice);
     return;
   }
-  earlyNotices_.emplace(notice.group, EarlyNotice{link.uid(), notice});
+  earlyNotices_.push_back({link.uid(), notice});
   if (earlyNotices_.size() > kEarlyNoticesMax) {
-    earlyNotices_.erase(earlyNotices_.begin());
+    earlyNotices_.pop_front();
   }
 }
 
 std::vector<Engine::EarlyNotice> Engine::takeEarlyNotices(uint64_t group) {
   std::vector<EarlyNotice> notices;
-  const auto [first, last] = earlyNotices_.equal_range(group);
-  for (auto it = first; it != last; ++it) {
-    notices.push_back(it->second);
-  }
-  earlyNotices_.erase(first, last);
+  std::erase_if(earlyNotices_, [&](const EarlyNotice& early) {
+    const bool ofGroup = early.notice.group == group;
+    if (ofGroup) {
+      notices.push_back(early);
+    }
+    return ofGroup;
+  });
   return notices;
 }
 

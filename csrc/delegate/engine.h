@@ -3,6 +3,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -135,7 +136,7 @@ class Engine final : public MailboxListener, public LinkHost {
     Uid sender;
     Notice notice;
   };
-  // Loop thread. A notice is handed out once.
+  // Loop thread. In the order of arrival; a notice is handed out once.
   std::vector<EarlyNotice> takeEarlyNotices(uint64_t group);
 
   // --- loop thread
@@ -316,9 +317,7 @@ class Engine final : public MailboxListener, public LinkHost {
   // By number. Not owned; a group removes itself in shutdown().
   std::map<uint64_t, GroupImpl*> groups_;
   static constexpr size_t kEarlyNoticesMax = 256;
-  // Above the maximum, the entry with the lowest group number is dropped. It is
-  // an arbitrary one, since group numbers are random.
-  std::multimap<uint64_t, EarlyNotice> earlyNotices_; // by group
+  std::deque<EarlyNotice> earlyNotices_; // oldest first
   // Links that turn() has to pump, each once (PeerLink::dirty), and objects
   // that it destroys when nothing else is on the stack.
   std::vector<PeerLink*> dirty_;

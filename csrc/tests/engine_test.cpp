@@ -959,6 +959,44 @@ TEST(engineHearsNoNoticeInTheNameOfAnother) {
   leave(ranks);
 }
 
+// A notice may come before its group exists here. A peer may also make up
+// groups, with numbers above all others.
+TEST(engineKeepsTheLatestOfTheEarlyNotices) {
+  const auto engine = Engine::start(EngineOptions(), "127.0.0.1", 0);
+  constexpr uint64_t kMadeUp = UINT64_MAX - 1000;
+  constexpr uint64_t kReal = 7;
+  std::vector<Engine::EarlyNotice> real, again, oldest, latest, other;
+  engine->callInLoop([&] {
+    PeerLink& link = engine->link(Uid{1});
+    Notice notice;
+    notice.code = StatusCode::kAborted;
+    const auto tell = [&](uint64_t group, const char* text) {
+      notice.group = group;
+      notice.text = text;
+      engine->onControl(link, encode(notice));
+    };
+    for (uint64_t i = 0; i < 1000; ++i) {
+      tell(kMadeUp + i, "made up");
+    }
+    tell(kReal, "first");
+    tell(kMadeUp, "made up");
+    tell(kReal, "second");
+    real = engine->takeEarlyNotices(kReal);
+    again = engine->takeEarlyNotices(kReal);
+    oldest = engine->takeEarlyNotices(kMadeUp + 1);
+    latest = engine->takeEarlyNotices(kMadeUp);
+    other = engine->takeEarlyNotices(kMadeUp + 999);
+  });
+  Engine::release(engine, std::chrono::seconds(1));
+  CHECK_EQ(real.size(), 2u);
+  CHECK_EQ(real[0].notice.text, "first");
+  CHECK_EQ(real[1].notice.text, "second");
+  CHECK(again.empty());
+  CHECK(oldest.empty());
+  CHECK_EQ(latest.size(), 1u);
+  CHECK_EQ(other.size(), 1u); // taking removes only those of the group
+}
+
 // What an engine says that does not start, since its options are wrong.
 template <typename Change>
 std::string errorOf(Change change) {
