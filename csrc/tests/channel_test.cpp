@@ -707,6 +707,26 @@ TEST(channel_cancel_reaches_the_receiver) {
   pair.checkEmpty();
 }
 
+// The sender does not know that the message is whole, and its own operation has
+// failed. Only a message that is matched as well stays.
+TEST(channel_cancel_fails_a_receive_that_comes_after_it) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend send(text(100));
+  send.pointToPoint = false; // or the channel would finish it with a copy
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.move(pair.a, 1).has_value());
+  CHECK_EQ(pair.b.channel.bufferedBytes(), 100 + kChunkOverheadBytes); // whole
+  pair.a.channel.cancelSend(&send, "changed my mind", pair.now);
+  CHECK_EQ(pair.move(pair.a, 1)->type, FrameType::kCancel);
+  TestRecv recv(&pair.b.channel, 100);
+  pair.b.mailbox.post(&recv);
+  pair.settle({1});
+  CHECK_EQ(recv.status.message(), "changed my mind");
+  CHECK_EQ(send.ends, 0);
+  pair.checkEmpty();
+}
+
 TEST(channel_acknowledges_on_time) {
   ChannelPair pair;
   pair.up(1);
