@@ -5,7 +5,7 @@
 
 #include "transport/event_loop.h"
 
-struct nlmsghdr;
+struct nlmsghdr; // NOLINT(readability-identifier-naming): the kernel's
 
 namespace resilient {
 
