@@ -478,8 +478,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         const Nanos timeout = spec->timeout;
         spec->timeout = left(*work, called, timeout);
         if (auto error = copyFailure(*work, timeout)) {
-          WorkResilient::end(work, *error);
-          return;
+          spec->failure = *error;
         }
         spec->done = [work](const Status& status, int sourceRank) mutable {
           WorkResilient::end(std::move(work), status, sourceRank);

@@ -56,6 +56,11 @@ void Channel::send(SendOp* op, TimePoint now) {
   op->message = h.message;
   ++unacknowledged_;
   out_.emplace(h.message, std::move(owned));
+  if (!op->failure.ok()) {
+    cancelSend(op, op->failure.message(), now);
+    completions_.push(op, op->failure);
+    return;
+  }
   if (!op->tolerance.exact()) {
     m.tolerant = true;
     h.flags |= kFlagTolerant;

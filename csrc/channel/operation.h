@@ -66,6 +66,10 @@ struct SendOp : Operation {
   // to fill with zeros, and that stands in zeroFilled: ascending, disjoint.
   Tolerance tolerance;
   std::vector<ByteRange> zeroFilled;
+  // Not ok: there is nothing to send. The message takes its number, so that
+  // later ones keep theirs, ends with this, and fails at the receiver with the
+  // same text.
+  Status failure;
 
   uint64_t message = 0; // set by Channel::send; 0 once the core is done
 };

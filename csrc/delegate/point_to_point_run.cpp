@@ -51,6 +51,7 @@ void PointToPointRun::start() {
     op.sourceRank = group_.rank();
     op.data = static_cast<const std::byte*>(spec_.data);
     op.bytes = spec_.bytes;
+    op.failure = spec_.failure;
     group_.postWhenKnown(*send_, /*collective=*/false);
     return;
   }

@@ -707,6 +707,25 @@ TEST(channel_cancel_reaches_the_receiver) {
   pair.checkEmpty();
 }
 
+TEST(channel_send_that_has_failed_already_keeps_its_place) {
+  ChannelPair pair;
+  pair.up(1);
+  TestSend failed(text(100)), good(text(50));
+  failed.failure = Status(StatusCode::kTimeout, "there is no data");
+  pair.a.channel.send(&failed, pair.now);
+  pair.a.channel.send(&good, pair.now);
+  TestRecv r1(&pair.b.channel, 100), r2(&pair.b.channel, 50);
+  pair.b.mailbox.post(&r1);
+  pair.b.mailbox.post(&r2);
+  pair.settle({1});
+  CHECK_EQ(r1.status.message(), "there is no data");
+  CHECK_EQ(r2.content, text(50));
+  CHECK_EQ(failed.ends, 1);
+  CHECK(failed.status.code() == StatusCode::kTimeout);
+  CHECK_EQ(good.ends, 1);
+  pair.checkEmpty();
+}
+
 // The sender does not know that the message is whole, and its own operation has
 // failed. Only a message that is matched as well stays.
 TEST(channel_cancel_fails_a_receive_that_comes_after_it) {
