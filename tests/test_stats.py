@@ -17,13 +17,13 @@ from torch_resilient import (
     GroupStats,
     PathStats,
     Topology,
-    _events,
     _groups,
     _native,
     stats,
     topology,
 )
 from torch_resilient._observe.snapshot import Snapshot
+from torch_resilient._reports import events
 
 
 def test_a_path_has_a_name() -> None:
@@ -63,7 +63,7 @@ def test_values_cannot_be_changed() -> None:
 
 def look(rank: int) -> tuple[GroupStats, Topology, dict[str, Any]]:
     dist.all_reduce(torch.ones(1000))
-    _events.record("test", f"rank {rank} looks", number=rank)
+    events.record("test", f"rank {rank} looks", number=rank)
     found = stats()
     native = _native.load().stats(_groups.find_backend())
     dist.barrier()
