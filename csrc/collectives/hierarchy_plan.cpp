@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "collectives/compute.h"
 #include "collectives/sharded_reduction.h"
 
 namespace resilient {
@@ -248,6 +249,11 @@ class Planner {
       const std::vector<int>& owners,
       size_t target) {
     const uint64_t index = counters_[level]++;
+    require(
+        index < uint64_t{1} << Exchange::kIndexBits,
+        "hierarchical collective",
+        "more than a million exchanges on one level: choose the flat "
+        "algorithm");
     if (std::find(owners.begin(), owners.end(), rank_) != owners.end()) {
       plan_.levels[level].push_back({begin, count, owners, target, index});
     }

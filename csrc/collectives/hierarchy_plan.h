@@ -22,6 +22,9 @@ namespace resilient {
 // of them holds an equal share.
 struct Exchange {
   static constexpr size_t kEverybody = SIZE_MAX;
+  // Of an index, which is a part of the numbers of messages. Making a plan with
+  // more exchanges on one level throws StatusError.
+  static constexpr int kIndexBits = 20;
 
   size_t begin = 0; // elements from the beginning of the row
   size_t count = 0;

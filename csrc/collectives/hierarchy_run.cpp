@@ -18,7 +18,9 @@ using Block = HierarchyJob::Block;
 // Slot phases, plus the level.
 constexpr unsigned kForward = 0x10;
 constexpr unsigned kBackward = 0x20;
-constexpr int kChunkShift = 20; // within a slot's index: chunk, then exchange
+// Within a slot's index: chunk, then exchange.
+constexpr int kChunkShift = Exchange::kIndexBits;
+constexpr int kChunkBits = 20;
 constexpr size_t kAlignBytes = 64;
 
 size_t aligned(size_t bytes) {
@@ -543,7 +545,7 @@ Task runHierarchy(Communicator& comm, HierarchyJob job) {
   const size_t chunkCount = shared.job.chunkCount;
   const size_t chunks = (largest + chunkCount - 1) / chunkCount;
   require(
-      chunks < size_t{1} << kChunkShift,
+      chunks < size_t{1} << kChunkBits,
       "hierarchical collective",
       "more than a million chunks");
   const std::vector<Block> first = shared.slicesOf(0);

@@ -809,4 +809,20 @@ TEST(collectives_follow_the_topology) {
   });
 }
 
+// More would share the numbers of messages with the next chunk.
+TEST(hierarchy_plan_refuses_more_exchanges_than_an_index_holds) {
+  constexpr int kHosts = 513;
+  constexpr int kRanks = kHosts * 8;
+  std::vector<int> hosts(kRanks);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    hosts[static_cast<size_t>(rank)] = rank / 8;
+  }
+  const Topology topology(
+      std::vector<std::string>(kRanks), hosts, AlgorithmChoice::kAuto);
+  CHECK_THROWS(
+      StatusError,
+      "more than a million exchanges",
+      planScatter(topology.root(), 0, std::vector<size_t>(kRanks, 1)));
+}
+
 } // namespace resilient
