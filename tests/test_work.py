@@ -19,6 +19,8 @@ from harness import (
     world_size,
 )
 
+from torch_resilient.smart import zero_filled
+
 # gloo: a wait that expires closes its connections, point-to-point Works have no Future.
 not_gloo = pytest.mark.skipif(on_gloo(), reason="gloo does not promise this")
 
@@ -416,3 +418,22 @@ def other_backends_work(rank: int) -> None:
 
 def test_works_of_another_backend_are_refused() -> None:
     run_ranks(other_backends_work, backend="gloo")
+
+
+def _asked_before_the_end(rank: int) -> None:
+    if rank == 1:
+        dist.barrier()
+        dist.recv(torch.empty(1 << 22), 0)
+        return
+    work = dist.isend(torch.ones(1 << 22), 1)
+    assert work is not None
+    with pytest.raises(RuntimeError, match="has not completed"):
+        zero_filled(work)
+    dist.barrier()
+    work.wait()
+    assert zero_filled(work) == []
+
+
+@pytest.mark.skipif(on_gloo(), reason="only this backend drops anything")
+def test_zeros_of_a_send_are_known_at_its_end_only() -> None:
+    run_ranks(_asked_before_the_end)

@@ -586,7 +586,11 @@ void bindControl(py::module_& m) {
   m.def(
       "zero_filled",
       [](const c10::intrusive_ptr<c10d::Work>& work) {
-        return ours(*work, "zero_filled").zeroFilled();
+        WorkResilient& send = ours(*work, "zero_filled");
+        if (!send.isCompleted()) {
+          throw std::runtime_error("zero_filled: the send has not completed");
+        }
+        return send.zeroFilled();
       },
       py::arg("work"));
   m.def(
