@@ -186,12 +186,14 @@ void ProcessGroupResilient::abort() {
 // never end.
 void ProcessGroupResilient::shutdown() {
   checkUsable("shutdown");
-  const Nanos linger = fromSeconds(options_->engine.linger_s);
+  const TimePoint until =
+      std::chrono::steady_clock::now() + fromSeconds(options_->engine.linger_s);
   if (!ended_.exchange(true)) {
     // Messages sent from a device are to arrive as well.
-    queue_->drain(linger);
+    queue_->drain(until - std::chrono::steady_clock::now());
   }
-  group_->shutdown(linger);
+  group_->shutdown(
+      std::max<Nanos>(until - std::chrono::steady_clock::now(), Nanos(0)));
   queue_->close();
 }
 

@@ -84,8 +84,8 @@ class ProcessGroupResilient : public c10d::Backend {
   // Fails all pending operations here and, with this rank's name, on the other
   // ranks. Does not wait for peers. The group cannot be used again.
   void abort() override;
-  // Waits at most linger_s for copies from devices, then at most linger_s for
-  // peers to acknowledge. Pending operations fail. The last group of the
+  // Waits at most linger_s for copies from devices and for peers to
+  // acknowledge. Pending operations fail. The last group of the
   // process also says goodbye and ends the loop thread. A second call does
   // nothing.
   void shutdown() override;
