@@ -28,29 +28,36 @@ namespace {
 //
 // Both directions have their own: results of an early operation must not queue
 // behind the inputs of a late one, which wait for the user's kernels.
+//
+// Results are enqueued in the order in which operations end. Each waits for the
+// kernels before its own call. These cannot wait for results behind it in the
+// stream: wait() returns only once the results that it waits for are enqueued.
+// A wait() that does not block its thread would need a stream for each
+// operation.
 struct SideStreams {
   c10::Stream toHost;
   c10::Stream toDevice;
 };
 
-// Events of one device that no operation uses. Making and destroying one costs
-// a call to the driver, and destroying needs the right current device.
-struct Idle {
+// What operations share.
+struct Shared {
   std::mutex mutex;
   std::unordered_map<c10::Stream, SideStreams> streams; // by the user's stream
+  // Those that no operation uses. To make or destroy one is a call to the
+  // driver, and destroying needs the right current device.
   std::unordered_map<c10::Device, std::vector<c10::Event>> events;
 };
 
 // Never destroyed: the driver may be gone before static destruction. A forked
 // child begins anew, since a device cannot be used in both.
-Idle& idle() {
+Shared& shared() {
   static std::mutex mutex;
-  static Idle* current = nullptr;
+  static Shared* current = nullptr;
   static int generation = -1;
   std::lock_guard<std::mutex> lock(mutex);
   if (generation != forkGeneration()) {
     generation = forkGeneration();
-    current = new Idle();
+    current = new Shared();
   }
   return *current;
 }
@@ -58,7 +65,7 @@ Idle& idle() {
 SideStreams sideStreams(
     const c10::impl::VirtualGuardImpl& impl,
     const c10::Stream& caller) {
-  Idle& all = idle();
+  Shared& all = shared();
   std::lock_guard<std::mutex> lock(all.mutex);
   auto it = all.streams.find(caller);
   if (it == all.streams.end()) {
@@ -72,7 +79,7 @@ SideStreams sideStreams(
 }
 
 c10::Event takeEvent(c10::Device device) {
-  Idle& all = idle();
+  Shared& all = shared();
   std::lock_guard<std::mutex> lock(all.mutex);
   auto& events = all.events[device];
   if (events.empty()) {
@@ -84,7 +91,7 @@ c10::Event takeEvent(c10::Device device) {
 }
 
 void returnEvents(c10::Device device, std::vector<c10::Event> events) {
-  Idle& all = idle();
+  Shared& all = shared();
   std::lock_guard<std::mutex> lock(all.mutex);
   auto& pool = all.events[device];
   for (c10::Event& event : events) {
