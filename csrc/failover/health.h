@@ -22,7 +22,7 @@ struct PathEvidence {
   TimePoint othersAt{};
   // When another connection between the same two NICs last had something
   // acknowledged: then the way works, and only this connection waits, for a
-  // packet that was lost. TCP sees to that.
+  // packet that was lost. TCP sees to that, soon if no outage was before.
   TimePoint neighboursAt{};
   Nanos roundTrip{}; // smoothed, with four deviations; 0 if unknown
   // Our own doing, such as an injected delay.
@@ -109,9 +109,11 @@ class PathHealth {
     // The first answer takes a round trip, however good the path.
     const bool due = now - owesSince_ >= suspectAfter + e.roundTrip;
     // One that has fallen silent as well, and owes nothing, vouches no longer.
+    // None ends a doubt: if the way comes back after an outage, this connection
+    // still waits for its next retransmission, as long as the outage was.
     const bool vouched =
         e.neighboursAt > progressAt_ && now - e.neighboursAt < suspectAfter;
-    if (vouched) {
+    if (vouched && !doubted_) {
       return PathVerdict::kGood;
     }
     if (!due || silent < suspectAfter) {

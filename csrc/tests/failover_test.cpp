@@ -338,6 +338,12 @@ std::vector<int64_t> pausesMs(const std::vector<Bed::Attempt>& attempts) {
   return pauses;
 }
 
+RolePolicy twoNics() {
+  RolePolicy policy;
+  policy.nics = {"eth0", "eth1"};
+  return policy;
+}
+
 // --- connecting
 
 TEST(failover_waits_longer_after_every_failed_attempt) {
@@ -586,6 +592,28 @@ TEST(failover_puts_what_comes_back_after_an_outage_on_probation) {
   bed.until([&] { return !bed.wires[0].proving; }, 1s);
 }
 
+// Connections 0 and 2 have lost their way, and 2 has it again: its answers say
+// nothing of when the kernel sends once more what was lost on 0.
+TEST(failover_doubts_a_connection_until_it_answers_itself) {
+  Bed bed(4);
+  bed.up(2, twoNics());
+  for (const size_t c : {0, 2}) {
+    bed.wires[c].way = Way::kSilent;
+  }
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(100ms);
+  bed.breakWire(0);
+  bed.breakWire(2);
+  bed.until([&] { return bed.wires[0].suspect && bed.wires[2].suspect; });
+  bed.heal(2);
+  bed.until([&] { return !bed.wires[2].suspect; }, 20ms);
+  bed.run(20ms); // some looks
+  CHECK(bed.wires[0].suspect);
+  bed.heal(0);
+  bed.until([&] { return !bed.wires[0].suspect; }, 20ms);
+}
+
 // A stalled connection is closed while the others make progress, and made
 // again.
 TEST(failover_gives_up_a_connection_that_stays_silent) {
@@ -740,12 +768,6 @@ TEST(failover_trusts_early_when_nothing_else_works) {
 }
 
 // --- our NICs
-
-RolePolicy twoNics() {
-  RolePolicy policy;
-  policy.nics = {"eth0", "eth1"};
-  return policy;
-}
 
 TEST(failover_leaves_a_nic_that_is_down_at_once) {
   Bed bed(4);

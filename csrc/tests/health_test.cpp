@@ -188,6 +188,23 @@ TEST(health_believes_a_silent_neighbour_no_longer_than_the_path) {
   CHECK(w.after(milliseconds(3)) == PathVerdict::kSuspect);
 }
 
+// After an outage the new neighbour is acknowledged at once. The path itself
+// waits for a retransmission, as long as the outage was.
+TEST(health_ends_no_doubt_for_a_neighbour) {
+  Watched w;
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.progress = 7;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(52)) == PathVerdict::kSuspect);
+  for (int i = 0; i < 10; ++i) {
+    w.evidence.neighboursAt = w.now + milliseconds(15);
+    CHECK(w.after(milliseconds(30)) == PathVerdict::kSuspect);
+  }
+  w.evidence.progress = 8;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.health.wasOutage());
+}
+
 TEST(health_learns_patience_from_false_alarms) {
   Watched w;
   w.evidence.owes = w.evidence.kernelOwes = true;
