@@ -336,8 +336,8 @@ def test_the_module_holds_no_test_doubles() -> None:
         ["nm", "--demangle", _C.__file__], capture_output=True, text=True, timeout=60, check=True
     )
     names = done.stdout
-    assert "resilient::StagingFactory" in names
-    for double in ("Simulat", "Pretend", "resilient::planted"):
+    assert "resilient::DeviceStaging" in names
+    for double in ("Simulat", "resilient::strict", "resilient::planted"):
         assert double not in names
 
 
