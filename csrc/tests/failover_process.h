@@ -94,7 +94,8 @@ class FailoverProcess final : public SimulatedTcp::User,
   uint64_t received() const {
     return receivedCount_;
   }
-  // From now on a message must arrive within `limit`; 0: no limit.
+  // From now on a message must arrive within `limit` and the time that it and
+  // what went before it take; 0: no limit.
   void limitDelivery(Nanos limit) {
     deliveryLimit_ = limit;
   }
@@ -136,11 +137,17 @@ class FailoverProcess final : public SimulatedTcp::User,
   };
   struct Send;
   struct Receive;
+  struct Sent {
+    TimePoint at;
+    uint64_t bytes = 0;
+    uint64_t arrivedBefore = 0; // arrivedBytes() then
+  };
   struct Stream { // the messages of one traffic class
     uint64_t sent = 0, posted = 0;
+    uint64_t arrivedBytes = 0;
     std::deque<std::unique_ptr<Send>> sends;
     std::deque<std::unique_ptr<Receive>> receives;
-    std::deque<std::pair<TimePoint, uint64_t>> sentAt; // and bytes; by number
+    std::deque<Sent> underWay; // to here, by number
   };
 
   // --- turns of the loop
@@ -179,6 +186,7 @@ class FailoverProcess final : public SimulatedTcp::User,
   void checkRoles(const Roles& roles);
   void noteLoss(Connection& x, bool counts);
   void messageArrived(size_t cls);
+  uint64_t arrivedBytes(size_t cls) const;
 
   // FailoverHost
   ConnectionFacts facts(size_t c) const override;

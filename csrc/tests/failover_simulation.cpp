@@ -381,7 +381,8 @@ void Simulation::planFirewall(TimePoint when, size_t route, Nanos lasts) {
 
 // Waits, detection and answers together; see Failover and PathHealth. Patience
 // grows to 4 times suspect_after_s, or to 4 times the round trip with its
-// variance. The next route may fail, too.
+// variance. The next route may fail, too. What was held up then takes its time;
+// see messageArrived().
 Nanos Simulation::pauseLimit() const {
   const Nanos roundTrip = world_.net.roundTrip();
   const Nanos detect =

@@ -56,6 +56,14 @@ void SimulatedTcp::heal() {
   refusedUntil_ = {};
 }
 
+Nanos SimulatedTcp::timeToCarry(uint64_t bytes) const {
+  const auto windows = static_cast<double>(bytes) / kWindowBytes;
+  const auto seconds =
+      static_cast<double>(bytes) / static_cast<double>(bytesPerS_);
+  return std::max(
+      fromSeconds(windows * toSeconds(roundTrip())), fromSeconds(seconds));
+}
+
 bool SimulatedTcp::carries(const Socket& s, int from) const {
   const auto side = static_cast<size_t>(from);
   return nicWorks_[0][s.nics[0]] && nicWorks_[1][s.nics[1]] &&

@@ -77,6 +77,9 @@ class SimulatedTcp {
   Nanos roundTrip() const {
     return 2 * latency_;
   }
+  // By one connection without a fault: a window for each round trip, no faster
+  // than its link.
+  Nanos timeToCarry(uint64_t bytes) const;
 
   // --- sockets
   size_t connect(int side, size_t from, size_t to);
