@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-lossy test lint tidy format cpp-test python-test slow-test \
-  test-torch test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
+  test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -100,6 +100,10 @@ test-torch: ## tests of the package with TORCH=2.15.0, or PYTHON3=python3.13, in
 	tar -c --exclude=./build --exclude=./$(VENV) --exclude=./.git --exclude='.*_cache' \
 	  --exclude=__pycache__ --exclude='*.so' --exclude=_build_info.py . | tar -x -C $(TRIAL)
 	$(MAKE) -C $(TRIAL) python-test TORCH=$(TORCH)
+
+# The environment has the torch that TORCH and the variables of pip chose when it was made.
+gpu-test: setup ## checks and measurements on a GPU, ARGS="--only SECTION", ARGS=--help
+	$(BIN)/python tests/gpu_check $(ARGS)
 
 # An environment on top of .venv: the same torch, and what the frameworks need.
 build/frameworks/tools: build/installed Makefile third_party/versions.toml
