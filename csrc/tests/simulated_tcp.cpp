@@ -10,6 +10,7 @@ constexpr uint64_t kOverheadBytes = 60;
 constexpr Nanos kMinTimeout = std::chrono::milliseconds(200);
 constexpr Nanos kMaxTimeout = std::chrono::seconds(120);
 constexpr Nanos kSynTimeout = std::chrono::seconds(1);
+constexpr Nanos kKeepAlive = std::chrono::seconds(10); // as socket.h has it
 
 } // namespace
 
@@ -264,12 +265,20 @@ void SimulatedTcp::close(size_t socket, int side) {
   sendReset(socket, side);
 }
 
+// If it is lost, another one answers the far kernel's next keep-alive.
 void SimulatedTcp::sendReset(size_t socket, int side) {
   at(now_ + latency_, [this, socket, side] {
     Socket& s = sockets_[socket];
     const auto far = static_cast<size_t>(1 - side);
-    if (carries(s, side) && std::exchange(s.open[far], false) &&
-        users_[far] != nullptr) {
+    if (!s.open[far]) {
+      return;
+    }
+    if (!carries(s, side)) {
+      at(now_ + kKeepAlive, [this, socket, side] { sendReset(socket, side); });
+      return;
+    }
+    s.open[far] = false;
+    if (users_[far] != nullptr) {
       users_[far]->onReset(socket);
     }
   });
