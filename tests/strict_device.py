@@ -1,9 +1,10 @@
 """An accelerator on the CPU, for tests of device tensors without a GPU.
 
-`csrc/tests/device/strict_device.cpp` is the device: PrivateUse1 of torch under the name "strict",
-with two devices, whose streams are threads. It follows CUDA's rules and punishes each breach: work
-on streams is late, the host cannot touch device memory, freed memory is poisoned. It is no part of
-the package: the fixture `strict_device` compiles it, and `load` registers it in a process.
+`csrc/tests/device` has the device (see strict_device.h): PrivateUse1 of torch under the name
+"strict", with two devices, whose streams are threads. It follows CUDA's rules and punishes each
+breach: work on streams is late, the host cannot touch device memory, freed memory is poisoned. It
+is no part of the package: the fixture `strict_device` compiles it, and `load` registers it in a
+process.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _SOURCES = sorted(_FOLDER.glob("strict_*.cpp"))
 _BUILT_FOR = f"{sysconfig.get_config_var('SOABI')}-torch-{torch.__version__}"
 _TARGET = _CSRC.parent / "build" / f"strict_device.{_BUILT_FOR}.so"
 
-# Where tensors are: torch.ones(3, device=DEVICE).
+# The device of tensors in tests: torch.ones(3, device=DEVICE).
 DEVICE = "strict:0"
 # For init_process_group(backend=BACKEND).
 BACKEND = "cpu:resilient,strict:resilient"
@@ -70,7 +71,7 @@ def build() -> None:
 
 
 def _device_module(native: Any) -> types.ModuleType:
-    """What torch looks for as torch.strict."""
+    """The module that torch looks for as torch.strict."""
     module = types.ModuleType("torch.strict")
     module.is_available = lambda: True  # type: ignore[attr-defined]
     module.is_initialized = lambda: True  # type: ignore[attr-defined]

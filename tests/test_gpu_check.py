@@ -30,7 +30,7 @@ FAST = ("ops", "races", "special", "errors")
 
 @pytest.fixture(autouse=True)
 def own_log_level(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the program sets for its ranks does not stay for other tests."""
+    """Restores the log level that the program sets for its ranks."""
     monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "ERROR")
 
 

@@ -330,9 +330,9 @@ Task failWith(Status status) {
 
 using Handover = SubmitQueue::Handover;
 
-// When an operation that began now gives up its wait for a device. That is a
-// little before its time-out, so that the others hear the reason from here
-// before they time out themselves.
+// When an operation that began now gives up its wait for a device: a little
+// before its time-out. The others then hear the reason from here before they
+// time out themselves.
 TimePoint copyDeadline(TimePoint called, Nanos timeout) {
   return called + timeout -
       std::min<Nanos>(timeout / 8, std::chrono::milliseconds(500));
@@ -348,8 +348,9 @@ Status lateCopy(WorkResilient& work, Nanos timeout) {
           "kernel wait for another rank?");
 }
 
-// What is left of a time-out, and enough for an operation that fails at once.
-// All of it without device tensors, which are handed over at the call.
+// The rest of a time-out, at least enough for an operation that fails at once.
+// Without device tensors it is the whole time-out: such an operation is handed
+// over at the call.
 Nanos left(WorkResilient& work, TimePoint called, Nanos timeout) {
   if (work.tensors().devices().empty()) {
     return timeout;

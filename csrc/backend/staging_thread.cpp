@@ -80,8 +80,8 @@ class Thread {
     wake_.notify_one();
   }
 
-  // Other operations go on whatever becomes of one. What throws is finished
-  // with: it would throw again.
+  // Other operations go on whatever becomes of one. A task that throws is
+  // not asked again: it would throw again.
   static bool guarded(const std::function<bool()>& run) {
     try {
       return run();
@@ -172,7 +172,8 @@ struct SubmitQueue::State {
     }
   };
 
-  // What throws is handed over all the same: the ones behind it go on.
+  // An entry whose `submit` throws counts as handed over. Those behind it go
+  // on.
   static void handOver(const Entry& entry, Handover how) {
     try {
       entry.submit(how);

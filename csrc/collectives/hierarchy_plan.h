@@ -22,7 +22,7 @@ namespace resilient {
 // of them holds an equal share.
 struct Exchange {
   static constexpr size_t kEverybody = SIZE_MAX;
-  // Of an index, which is a part of the numbers of messages. Making a plan with
+  // An index has so many bits in the numbers of messages. Making a plan with
   // more exchanges on one level throws StatusError.
   static constexpr int kIndexBits = 20;
 

@@ -101,7 +101,7 @@ struct PointToPointSpec {
   // Lent until `done` is called. A send only reads it.
   void* data = nullptr;
   size_t bytes = 0;
-  // Of a send, as in SendOp: not ok if the data is not there.
+  // As in SendOp: a send is not ok if its data is not there.
   Status failure;
   // Of a send. Unless it is exact, `zeroFilled` is called before `done`, if all
   // went well, with what the receiver had to fill with zeros.

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
 
 
 def circumstances(kind: str) -> dict[str, str]:
-    """What the results depend on."""
+    """Describes the machine, the torch and the commit that the results depend on."""
     about = _benchmark_module("common").describe()
     changed = " with local changes" if about["changed"] else ""
     driver = {"CUDA": torch.version.cuda or ""} if kind == "cuda" else {}

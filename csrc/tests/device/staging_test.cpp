@@ -38,7 +38,7 @@ struct Operation {
     tensors.copyIn();
   }
 
-  // What the engine and then the staging thread do.
+  // Does the work of the engine, and then that of the staging thread.
   void run() {
     for (int64_t i = 0; i < kElements; ++i) {
       data[i] += 1;

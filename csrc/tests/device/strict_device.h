@@ -19,7 +19,7 @@ namespace resilient::strict {
 // Before the first tensor; again, it does nothing.
 void registerDevice();
 
-// Of the calling thread.
+// The current device of the calling thread.
 int currentDeviceIndex();
 // As cudaSetDevice since CUDA 12: the switch itself creates the context.
 void setDeviceAndContext(int device);

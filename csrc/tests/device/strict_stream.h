@@ -38,7 +38,7 @@ class Stream {
   void enqueue(std::function<void()> task);
   // A signal that happens when everything enqueued up to now is done.
   SignalPtr mark();
-  // What is enqueued later runs after `signal`.
+  // Tasks that are enqueued later run after `signal`.
   void waitFor(SignalPtr signal);
   bool idle() const;
   void synchronize();
