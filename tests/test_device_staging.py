@@ -421,6 +421,9 @@ def _inside_a_capture(rank: int) -> list[str]:
     return texts
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.11."), reason="torch 2.11 does not tell a backend of captures"
+)
 def test_an_operation_inside_a_capture_is_refused_at_the_call() -> None:
     for texts in run(_inside_a_capture):
         for text in texts:
@@ -455,6 +458,10 @@ def _beside_a_capture(rank: int) -> bool:
     return valid == [True]
 
 
+@pytest.mark.skipif(
+    torch.version.cuda is not None,
+    reason="the relaxed mode is that of CUDA's own runtime, which the strict device does not see",
+)
 def test_operations_leave_the_capture_of_another_thread_valid() -> None:
     assert run(_beside_a_capture) == [True, True]
 

@@ -84,6 +84,8 @@ class Device:
         """Why the device cannot do it; empty if it can."""
         if ability == "two devices" and self.kind != "cpu" and self.count < 2:
             return "needs two GPUs"
+        if ability == "relaxed captures" and self.kind == "strict" and torch.version.cuda:
+            return "this torch has CUDA's own relaxed mode, which the strict device does not see"
         return _LACKS.get((self.kind, ability), "")
 
     def backend(self) -> str:

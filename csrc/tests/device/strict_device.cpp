@@ -192,7 +192,8 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
       s->synchronize();
     }
   }
-  bool isStreamCapturing(const c10::Stream& s) const override {
+  // Overrides torch's from 2.12 on; 2.11 has none.
+  bool isStreamCapturing(const c10::Stream& s) const {
     return unwrap(s).capturing();
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& s)
