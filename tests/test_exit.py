@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from exit_program import process_state
-from harness import init_group, on_gloo, run_ranks, wait_until
+from harness import init_group, on_gloo, run_ranks, scratch, wait_until
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo promises none of this")
 
@@ -234,6 +234,30 @@ def test_the_interpreter_ends_whatever_is_pending(programs: Programs, scenario: 
     programs.start(scenario)
     for rank in (0, 1):
         assert programs.end(rank) == 0, programs.output(rank)
+
+
+def send_and_leave(rank: int) -> int:
+    """The sender ends, without destroy_process_group, while most messages wait for receives."""
+    init_group()
+    flag = Path(scratch()) / "sent"
+    messages = 100
+    if rank == 1:
+        for number in range(messages):
+            dist.send(torch.full((10_000,), float(number)), 0)
+        flag.touch()
+        return 0
+    wait_until(flag.exists, "rank 1 has sent")
+    value = torch.zeros(10_000)
+    received = 0
+    for number in range(messages):
+        dist.recv(value, 1)
+        received += int((value == number).all())
+    return received
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_what_was_sent_arrives_when_a_process_of_multiprocessing_ends(start: str) -> None:
+    assert run_ranks(send_and_leave, world_size=2, init=False, start=start)[0] == 100
 
 
 def test_a_rank_ends_though_its_peer_hangs(programs: Programs) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch_resilient import _native
+from torch_resilient import _native, _process_end
 from torch_resilient._observe import observers
 
 if TYPE_CHECKING:
@@ -21,13 +21,28 @@ if TYPE_CHECKING:
 NAME = "resilient"
 
 
+# The process that ends the engine when it ends. A fork has an engine of its own.
+_engine_pid = 0
+
+
+def _load() -> Any:
+    """The compiled module, whose engine ends in order when this process does."""
+    global _engine_pid
+    native = _native.load()
+    if _engine_pid != os.getpid():
+        _engine_pid = os.getpid()
+        _process_end.run_at_end(native.end_process, _process_end.ENGINE_ORDER)
+    return native
+
+
 def create_backend(dist_opts: Any, options: Any = None) -> Any:
     """Called by torch for each new group; loads the compiled module on first use."""
+    native = _load()
     if not observers.asked_for():
-        return _native.load().create(dist_opts, options)
+        return native.create(dist_opts, options)
     observers.check()
     before_s = time.time()
-    backend = _native.load().create(dist_opts, options)
+    backend = native.create(dist_opts, options)
     ranks = dist_opts.global_ranks_in_group
     rank = ranks[dist_opts.group_rank] if ranks else dist_opts.group_rank
     observers.begin(rank, (before_s, time.time()))

@@ -85,18 +85,15 @@ void checkSignals() {
   }
 }
 
-// Runs with the GIL, when the interpreter begins to end. Afterwards none of
-// our threads touches Python.
+// Called when the interpreter, or a process of multiprocessing, begins to end
+// (torch_resilient/_process_end.py). Afterwards none of our threads touches
+// Python. Call without the GIL.
 //
 // The engine ends first: it fails all pending operations, and their ends are
 // the last tasks that it gives to the staging and completion threads. Each step
 // gets the time that the earlier ones left of kExitLimit; a thread that does
 // not end in time is left to the end of the process.
-void atExit() {
-  if (forkGeneration() != 0 && !engineRunning()) {
-    return; // a child of fork() that never used us
-  }
-  py::gil_scoped_release release;
+void endProcess() {
   processEnds();
   const auto start = std::chrono::steady_clock::now();
   const auto left = [&] {
@@ -623,6 +620,7 @@ void bindControl(py::module_& m) {
       py::arg("step"),
       py::call_guard<py::gil_scoped_release>());
   m.def("engine_running", &engineRunning);
+  m.def("end_process", &endProcess, py::call_guard<py::gil_scoped_release>());
 }
 
 } // namespace
@@ -640,6 +638,4 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bindOptions(m);
   bindGroup(m);
   bindControl(m);
-  // Last in, first out: before the hooks of torch, which is imported already.
-  py::module_::import("atexit").attr("register")(py::cpp_function(&atExit));
 }

@@ -850,7 +850,7 @@ void Engine::stop(Nanos linger) {
   const auto deadline = std::chrono::steady_clock::now() + linger;
   const auto drained = [this] {
     for (auto& [uid, link] : links_) {
-      if (link->state() == Link::State::kUp && !link->channel().drained()) {
+      if (link->usable() && !link->channel().drained()) {
         return false;
       }
     }

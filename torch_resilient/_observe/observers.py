@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from torch_resilient import _process_end
 
 if TYPE_CHECKING:
     from torch_resilient._observe.endpoint import Endpoint
@@ -59,12 +60,8 @@ def begin(rank: int, start_s: tuple[float, float]) -> None:
         from torch_resilient._observe.recorder import Recorder
 
         _recorder = _started(f"{_RECORD}={folder}", lambda: Recorder(folder, rank, start_s))
-    # After the compiled module has registered its own end, and so before it in the end.
-    atexit.register(_end)
-    # Processes of multiprocessing end without that.
-    import multiprocessing.util
-
-    multiprocessing.util.Finalize(None, _end, exitpriority=100)
+    # After the engine's, so that it runs before it.
+    _process_end.run_at_end(_end, _process_end.OBSERVERS_ORDER)
 
 
 def _started(what: str, start: Callable[[], Any]) -> Any:
@@ -83,8 +80,6 @@ def step(number: int) -> None:
 
 def _end() -> None:
     global _endpoint, _recorder
-    if _pid != os.getpid():
-        return
     ending = (_endpoint, _recorder)
     _endpoint = _recorder = None
     for watcher in ending:
