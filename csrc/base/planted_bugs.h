@@ -18,6 +18,7 @@ struct PlantedBugs {
   bool forgetCredit = false; // the receiver never gives credit back
   bool matchByArrival = false; // instead of by number
   bool keepDestination = false; // a finished message is still written to
+  bool sendEarly = false; // bytes that are not there yet
 
   // failover
   bool noProbation = false; // a connection that comes back carries at once

@@ -184,6 +184,9 @@ class Channel {
   // message that is too large, or any message after fail(), ends through the
   // completion queue, too.
   void send(SendOp* op, TimePoint now);
+  // More of the bytes of `op` may be read: the first `availableBytes`, no fewer
+  // than before. Without effect if the send has ended.
+  void sourceGrew(SendOp* op, uint64_t availableBytes, TimePoint now);
   // The operation will not be finished; its memory is free at return. The
   // receive that matches the message fails with `reason`, unless it has ended
   // before. A send that has ended already is left as it is.

@@ -273,6 +273,9 @@ Status Channel::onChunk(
   }
   m->mark(h.chunkIndex(), h.payloadBytes);
   counters_.bytesReceived += h.payloadBytes;
+  if (m->op != nullptr) {
+    m->op->arrived(h.offset, h.payloadBytes);
+  }
   if (m->whole()) {
     tellResidual(*m);
   }
@@ -335,6 +338,10 @@ void Channel::matched(InMessage& m) {
         m.op->data + offset,
         block.get(),
         rest < m.header.chunkBytes ? rest : m.header.chunkBytes);
+    if (m.has(chunk)) {
+      m.op->arrived(
+          offset, rest < m.header.chunkBytes ? rest : m.header.chunkBytes);
+    }
   }
   m.blocks.clear();
   bufferedBytes_ -= m.bufferedBytes;

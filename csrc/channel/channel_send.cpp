@@ -53,6 +53,7 @@ void Channel::send(SendOp* op, TimePoint now) {
       ? 1
       : static_cast<uint32_t>((h.totalBytes + h.chunkBytes - 1) / h.chunkBytes);
   m.data = op->data;
+  m.available = std::min(op->availableBytes, op->bytes);
   op->message = h.message;
   ++unacknowledged_;
   out_.emplace(h.message, std::move(owned));
@@ -77,11 +78,26 @@ void Channel::send(SendOp* op, TimePoint now) {
   ready();
 }
 
+void Channel::sourceGrew(SendOp* op, uint64_t availableBytes, TimePoint now) {
+  lastNow_ = now;
+  op->availableBytes = availableBytes;
+  const auto found = out_.find(op->message);
+  if (op->message == 0 || found == out_.end() || found->second->op != op) {
+    return;
+  }
+  OutMessage& m = *found->second;
+  m.available = std::min(availableBytes, op->bytes);
+  if (m.hasUnsent() && !m.queued) {
+    enqueue(m, /*front=*/true);
+    ready();
+  }
+}
+
 // Copies the message; its owner gets the buffer back. False if it is too large,
-// over the budget, or ended already; then nothing has changed.
+// over the budget, not there yet, or ended already; then nothing has changed.
 bool Channel::stage(OutMessage& m) {
   const uint64_t bytes = m.header.totalBytes;
-  if (m.op == nullptr || bytes > kMaxStagedBytes ||
+  if (m.op == nullptr || !m.availableWhole() || bytes > kMaxStagedBytes ||
       staging_.used + bytes > staging_.limit) {
     return false;
   }

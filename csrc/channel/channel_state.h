@@ -88,6 +88,7 @@ struct Channel::OutMessage {
   SendOp* op = nullptr; // null once its owner has been told
   // The owner's buffer, or `owned`; null once nothing can be sent from it.
   const std::byte* data = nullptr;
+  uint64_t available = 0; // of its bytes, the first that may be read
   std::unique_ptr<std::byte[]> owned;
   uint32_t chunks = 1;
   uint32_t nextChunk = 0; // the first that was never handed to a path
@@ -132,8 +133,19 @@ struct Channel::OutMessage {
     return (header.totalBytes > begun ? header.totalBytes - begun : 0) +
         retransmits.size() * uint64_t(header.chunkBytes);
   }
+  bool availableWhole() const {
+    return available >= header.totalBytes;
+  }
+  // Something can be sent now. A message whose next chunk is not there yet
+  // leaves its queue until sourceGrew().
   bool hasUnsent() const {
-    return !abandoned && !allHandedOut();
+    return !abandoned &&
+        (!retransmits.empty() ||
+         (nextChunk < chunks && chunkAvailable(nextChunk)));
+  }
+  bool chunkAvailable(uint32_t chunk) const {
+    return RESILIENT_PLANTED(sendEarly) ||
+        uint64_t(chunk) * header.chunkBytes + chunkPayload(chunk) <= available;
   }
   uint32_t chunkPayload(uint32_t chunk) const {
     const uint64_t offset = uint64_t(chunk) * header.chunkBytes;

@@ -62,6 +62,9 @@ struct SendOp : Operation {
   int32_t sourceRank = -1;
   const std::byte* data = nullptr;
   uint64_t bytes = 0;
+  // The first bytes of `data` that may be read, if not all are there yet. The
+  // owner tells of more by Channel::sourceGrew().
+  uint64_t availableBytes = UINT64_MAX;
   // Unless it is exact, the send ends when the receiver has said what it had
   // to fill with zeros, and that stands in zeroFilled: ascending, disjoint.
   Tolerance tolerance;
@@ -81,6 +84,13 @@ struct RecvOp : Operation {
   OpSignature signature;
   std::byte* data = nullptr;
   uint64_t bytes = 0;
+
+  // Called for each chunk that lies in `data`, whole. It must not call back
+  // into the core. Chunks come in any order, each once.
+  virtual void arrived(uint64_t offset, uint64_t bytes) {
+    (void)offset;
+    (void)bytes;
+  }
 
   // The core's part. It is reset by Mailbox::post() and needs no initial
   // values.

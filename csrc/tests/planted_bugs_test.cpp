@@ -113,6 +113,7 @@ PLANTED(channels, ignoreCredit)
 PLANTED(channels, forgetCredit)
 PLANTED(channels, matchByArrival)
 PLANTED(channels, keepDestination)
+PLANTED(channels, sendEarly)
 
 PLANTED(failover, noProbation)
 PLANTED(failover, noHoldDown)

@@ -224,7 +224,6 @@ void Simulation::send(
   m.op = std::make_unique<Send>(*this, index);
   m.buffer.data = std::make_unique<std::byte[]>(m.bytes);
   m.buffer.bytes = m.bytes;
-  fill(m.buffer.data.get(), m.bytes, contentHash(m));
   Send& op = *m.op;
   op.key = MessageKey{group, stream, order};
   op.pointToPoint = !collective;
@@ -236,6 +235,11 @@ void Simulation::send(
   op.sourceRank = static_cast<int32_t>(src);
   op.data = m.buffer.data.get();
   op.bytes = m.bytes;
+  if (below(4) == 0) {
+    planSource(index);
+  } else {
+    fill(m.buffer.data.get(), m.bytes, contentHash(m));
+  }
   if (below(3) == 0) {
     m.tolerant = true;
     op.tolerance.maxLost = 0.5f; // the simulated paths do not look at it
@@ -250,6 +254,49 @@ void Simulation::send(
   if (!collective && prng_.chance(cancelChance_)) {
     const Nanos after = upTo(duration_ / oneOf<int>({2, 20, 1000}));
     net_.at(net_.now() + after, [this, index] { cancelSend(index); });
+  }
+}
+
+// The data comes in pieces, as from a device; until then there is garbage. The
+// first piece is there before the send.
+void Simulation::planSource(size_t index) {
+  Message& m = messages_[index];
+  std::memset(m.buffer.data.get(), static_cast<int>(kGarbage), m.bytes);
+  std::vector<uint64_t> ends = {m.bytes};
+  for (uint64_t i = below(5); i > 0; --i) {
+    ends.push_back(below(m.bytes + 1));
+  }
+  std::ranges::sort(ends);
+  growSource(index, ends.front());
+  const TimePoint last = net_.now() + upTo(duration_ / 5);
+  for (const uint64_t end : ends) {
+    const TimePoint at =
+        end == m.bytes ? last : net_.now() + upTo(last - net_.now());
+    net_.at(at, [this, index, end] { growSource(index, end); });
+  }
+}
+
+void Simulation::growSource(size_t index, uint64_t end) {
+  Message& m = messages_[index];
+  if (m.outcome != Outcome::kPending) {
+    return;
+  }
+  const uint64_t there = std::min(m.op->availableBytes, m.bytes);
+  const bool first = m.op->availableBytes == UINT64_MAX;
+  if (!first && end <= there) {
+    return; // a later piece was faster
+  }
+  std::vector<std::byte> content(m.bytes);
+  fill(content.data(), m.bytes, contentHash(m));
+  const uint64_t begin = first ? 0 : there;
+  std::copy(
+      content.begin() + static_cast<int64_t>(begin),
+      content.begin() + static_cast<int64_t>(end),
+      m.buffer.data.get() + begin);
+  if (first) {
+    m.op->availableBytes = end;
+  } else {
+    net_.channel(m.src, m.dst).sourceGrew(m.op.get(), end, net_.now());
   }
 }
 
@@ -415,6 +462,18 @@ void Simulation::sendFinished(size_t index, const Status& status) {
   }
 }
 
+void Simulation::chunkArrived(size_t index, uint64_t offset, uint64_t bytes) {
+  Receive& r = receives_[index];
+  if (r.outcome != Outcome::kPending || offset + bytes > r.bytes) {
+    fail(
+        "a chunk arrived for receive " + std::to_string(index) + " that ended");
+    return;
+  }
+  r.op->seen.resize(r.bytes);
+  std::memcpy(r.op->seen.data() + offset, r.buffer.data.get() + offset, bytes);
+  r.op->arrivedBytes += bytes;
+}
+
 void Simulation::receiveFinished(size_t index, const Status& status) {
   Receive& r = receives_[index];
   net_.note(15, index, static_cast<uint64_t>(status.code()), "received");
@@ -430,6 +489,12 @@ void Simulation::receiveFinished(size_t index, const Status& status) {
   if (status.ok()) {
     ++result_.delivered;
     r.content.assign(r.buffer.data.get(), r.buffer.data.get() + r.buffer.bytes);
+    r.op->seen.resize(r.bytes);
+    if (r.op->arrivedBytes != r.bytes || r.op->seen != r.content) {
+      fail(
+          "receive " + std::to_string(index) +
+          " has other bytes than have arrived");
+    }
   } else {
     ++result_.failed;
   }

@@ -119,8 +119,13 @@ class Simulation final : public SimulatedNetwork::Listener {
     void finished(const Status& status) override {
       simulation.receiveFinished(index, status);
     }
+    void arrived(uint64_t offset, uint64_t bytes) override {
+      simulation.chunkArrived(index, offset, bytes);
+    }
     Simulation& simulation;
     size_t index;
+    std::vector<std::byte> seen; // the bytes as they arrived
+    uint64_t arrivedBytes = 0;
   };
 
   // One process's part of one collective.
@@ -224,6 +229,8 @@ class Simulation final : public SimulatedNetwork::Listener {
       uint64_t order,
       bool collective,
       const OpSignature& signature);
+  void planSource(size_t index);
+  void growSource(size_t index, uint64_t end);
   void sendNext(const StreamId& id);
   void receive(
       size_t dst,
@@ -239,6 +246,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   void cancelSend(size_t index);
   void cancelReceive(size_t index);
   void sendFinished(size_t index, const Status& status);
+  void chunkArrived(size_t index, uint64_t offset, uint64_t bytes);
   void receiveFinished(size_t index, const Status& status);
   void giveBack(Buffer& buffer);
 
