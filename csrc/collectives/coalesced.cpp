@@ -37,6 +37,15 @@ class PartCommunicator : public Communicator {
   void cancel(Transfer& transfer) override {
     inner_.cancel(transfer);
   }
+  size_t available(const void* data, size_t bytes) const override {
+    return inner_.available(data, bytes);
+  }
+  void startFetch(Transfer& transfer, const void* data, size_t bytes) override {
+    inner_.startFetch(transfer, data, bytes);
+  }
+  void resultIsFinal(const void* data, size_t bytes) override {
+    inner_.resultIsFinal(data, bytes);
+  }
   const Topology* topology() const override {
     return inner_.topology();
   }

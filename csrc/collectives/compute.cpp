@@ -6,6 +6,17 @@
 #include "collectives/reduce.h"
 
 namespace resilient {
+namespace {
+
+// Waits for bytes that come from a device. Call it only if they are not there:
+// a Task costs an allocation.
+Task fetch(Communicator& comm, const void* data, size_t bytes) {
+  Transfer transfer;
+  comm.startFetch(transfer, data, bytes);
+  co_await transfer;
+}
+
+} // namespace
 
 // The slices below yield before they compute, not after: what has been spent
 // may come from an earlier call, and the last slice often has nothing behind
@@ -34,6 +45,10 @@ Task reduceSliced(
     const size_t n = std::min(slice, count - done);
     for (size_t i = 0; i < operands.size(); ++i) {
       shifted[i] = at(operands[i], done * elementBytes);
+      if (comm.available(shifted[i], n * elementBytes) < n * elementBytes) {
+        Task fetching = fetch(comm, shifted[i], n * elementBytes);
+        co_await fetching;
+      }
     }
     unsigned char* target = at(out, done * elementBytes);
     reduceOrdered(
@@ -45,6 +60,9 @@ Task reduceSliced(
         reduction.op);
     if (last && reduction.op == ReduceOp::kAvg) {
       divideBy(target, n, reduction.dtype, static_cast<uint64_t>(comm.size()));
+    }
+    if (last) {
+      comm.resultIsFinal(target, n * elementBytes);
     }
     budget.spentBytes += n * elementBytes * passes;
     done += n;
@@ -68,6 +86,10 @@ Task copySliced(
       budget.spentBytes = 0;
     }
     const size_t n = std::min(kComputeSliceBytes, bytes - done);
+    if (comm.available(at(in, done), n) < n) {
+      Task fetching = fetch(comm, at(in, done), n);
+      co_await fetching;
+    }
     std::memcpy(at(out, done), at(in, done), n);
     budget.spentBytes += n;
     done += n;
@@ -91,9 +113,14 @@ Task scaleSliced(
       budget.spentBytes = 0;
     }
     const size_t n = std::min(slice, count - done);
+    const unsigned char* from = at(in, done * elementBytes);
+    if (comm.available(from, n * elementBytes) < n * elementBytes) {
+      Task fetching = fetch(comm, from, n * elementBytes);
+      co_await fetching;
+    }
     scaleOut(
         at(out, done * elementBytes),
-        at(in, done * elementBytes),
+        from,
         n,
         reduction.dtype,
         reduction.factor);

@@ -12,6 +12,8 @@ namespace resilient {
 
 // Local work of the algorithms, in slices: the loop thread carries the traffic
 // of the whole process, so whoever computes for long hands it back in between.
+// What it reads may still be on its way from a device: each slice waits for its
+// own part.
 
 // Counts what has been computed since the thread was last handed back.
 // Tasks that run at the same time may share one.
@@ -26,7 +28,7 @@ inline constexpr size_t kComputeSliceBytes = 1u << 20;
 // All keep to the budget, which is the caller's and outlives the Task.
 
 // out = the left fold of the operands (reduceOrdered), then, for kAvg,
-// divided by the number of ranks if `last`.
+// divided by the number of ranks if `last`, which also says that it is final.
 // `out` may be one of the operands. A slice has a fixed number of operand
 // bytes, whatever the number of operands, so all slices take about the same
 // time. Throws the operation's error if it fails during a yield, like the

@@ -419,6 +419,9 @@ class ChunkRun {
           job_.divisor);
       co_await dividing;
     }
+    if (level == top_) {
+      comm_.resultIsFinal(result, bytesOf(e));
+    }
     Located* const last = results.empty() ? nullptr : &results.back();
     if (last != nullptr && last->begin + last->count == e.begin &&
         last->value + last->count * job_.elementBytes == result) {
@@ -459,6 +462,7 @@ class ChunkRun {
           exchangedAt(p.exchange->begin),
           bytesOf(*p.exchange));
       co_await copying;
+      comm_.resultIsFinal(outputAt(p.exchange->begin), bytesOf(*p.exchange));
     }
   }
 

@@ -1,5 +1,6 @@
 #include "delegate/collective_run.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "delegate/diagnosis.h"
@@ -11,6 +12,7 @@ struct CollectiveRun::Item {
   std::optional<RecvRecord> recv;
   std::shared_ptr<bool> yielding; // false: withdrawn
   bool learning = false; // waits for the topology
+  const void* fetched = nullptr; // waits for `bytes` there
   uint64_t bytes = 0;
   std::list<Item>::iterator self;
 
@@ -31,7 +33,8 @@ CollectiveRun::CollectiveRun(
       sequence_(sequence),
       spec_(std::move(spec)),
       recordId_(recordId),
-      startedAt_(group.engine().loop().now()) {}
+      startedAt_(group.engine().loop().now()),
+      watch_(group.engine().loop(), spec_.memory, [this] { onMemory(); }) {}
 
 CollectiveRun::~CollectiveRun() {
   task_.reset(); // before items_: its transfers withdraw themselves
@@ -54,21 +57,40 @@ void CollectiveRun::start() {
 }
 
 void CollectiveRun::armDeadline() {
-  checkAt_ = startedAt_ + spec_.timeout -
-      (asked_ ? Nanos(0) : askAhead(spec_.timeout));
+  Nanos ahead(0);
+  if (!asked_) {
+    ahead = askAhead(spec_.timeout);
+  } else if (!copiesChecked_) {
+    ahead = lateCopyAhead(spec_.timeout);
+  }
+  checkAt_ = startedAt_ + spec_.timeout - ahead;
   group_.watch(checkAt_);
 }
 
-// Called twice at most: first to query the members, then at the timeout, when
-// their answers show who holds up the operation.
+// Called three times at most: to query the members; if there are copies, to see
+// whether they are late; and at the timeout, when the answers show who holds up
+// the operation.
 void CollectiveRun::onCheck() {
   if (over_) {
     return;
   }
   if (!asked_) {
     asked_ = true;
+    copiesChecked_ = spec_.memory == nullptr;
     group_.query(-1);
     armDeadline();
+    return;
+  }
+  if (!copiesChecked_) {
+    copiesChecked_ = true;
+    const std::string late = lateCopyText(spec_.memory->waitsFor());
+    if (late.empty()) {
+      armDeadline();
+      return;
+    }
+    fail(
+        Status(StatusCode::kTimeout, timedOutText(spec_.timeout) + late),
+        /*tellOthers=*/true);
     return;
   }
   const auto [culprit, why] = group_.blame(sequence_, waitingFor());
@@ -111,7 +133,8 @@ CollectiveRun::Item& CollectiveRun::add(Transfer& transfer) {
 void CollectiveRun::finish(Item& item, Status status) {
   Transfer* transfer = item.transfer;
   if (status.ok()) {
-    (item.recv ? received_ : sent_).done += item.bytes;
+    received_.done += item.recv ? item.bytes : 0;
+    sent_.done += item.send ? item.bytes : 0;
   } else if (failedPeer_ < 0 && item.record() != nullptr) {
     failedPeer_ = item.record()->peer();
     cause_ = status.message();
@@ -143,6 +166,9 @@ void CollectiveRun::startSend(
   op.sourceRank = rank();
   op.data = static_cast<const std::byte*>(data);
   op.bytes = bytes;
+  if (spec_.memory) {
+    item.send->lookAt(*spec_.memory);
+  }
   group_.postWhenKnown(*item.send, /*collective=*/true);
 }
 
@@ -167,7 +193,61 @@ void CollectiveRun::startRecv(
   op.signature = spec_.signature;
   op.data = static_cast<std::byte*>(data);
   op.bytes = bytes;
+  item.recv->tell(spec_.memory.get());
   group_.postWhenKnown(*item.recv, /*collective=*/true);
+}
+
+size_t CollectiveRun::available(const void* data, size_t bytes) const {
+  return spec_.memory ? spec_.memory->available(data, bytes) : bytes;
+}
+
+void CollectiveRun::startFetch(
+    Transfer& transfer,
+    const void* data,
+    size_t bytes) {
+  if (!failure_.ok() || available(data, bytes) == bytes) {
+    startYield(transfer);
+    return;
+  }
+  Item& item = add(transfer);
+  item.fetched = data;
+  item.bytes = bytes;
+}
+
+void CollectiveRun::resultIsFinal(const void* data, size_t bytes) {
+  if (spec_.memory) {
+    spec_.memory->resultIsFinal(data, bytes);
+  }
+}
+
+// Sends go on first, since they call nobody back. A fetch that completes
+// resumes the algorithm, which may change items_ at will, so the search for the
+// next one begins anew.
+void CollectiveRun::onMemory() {
+  if (over_) {
+    return;
+  }
+  const StagedMemory& memory = *spec_.memory;
+  if (const Status failed = memory.failure(); !failed.ok()) {
+    fail(failed, /*tellOthers=*/true);
+    return;
+  }
+  for (Item& item : items_) {
+    if (item.send) {
+      item.send->lookAt(memory);
+    }
+  }
+  const auto there = [&memory](const Item& item) {
+    return item.fetched != nullptr &&
+        memory.available(item.fetched, item.bytes) == item.bytes;
+  };
+  while (!over_) {
+    const auto found = std::ranges::find_if(items_, there);
+    if (found == items_.end()) {
+      return;
+    }
+    finish(*found, Status());
+  }
 }
 
 void CollectiveRun::startYield(Transfer& transfer) {

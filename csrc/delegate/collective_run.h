@@ -6,6 +6,7 @@
 
 #include "delegate/group.h"
 #include "delegate/group_impl.h"
+#include "delegate/memory_watch.h"
 #include "delegate/record.h"
 
 namespace resilient {
@@ -36,7 +37,8 @@ class CollectiveRun final : public Communicator {
   void fail(const Status& status, bool tellOthers);
 
   // When the group's watchdog is to call onCheck(): first to ask the others
-  // what they are doing, then at the time-out.
+  // what they are doing, then at the time-out. In between, shortly before it,
+  // if inputs come from a device.
   TimePoint checkAt() const {
     return checkAt_;
   }
@@ -83,6 +85,9 @@ class CollectiveRun final : public Communicator {
       uint64_t slot,
       void* data,
       size_t bytes) override;
+  size_t available(const void* data, size_t bytes) const override;
+  void startFetch(Transfer& transfer, const void* data, size_t bytes) override;
+  void resultIsFinal(const void* data, size_t bytes) override;
   void startYield(Transfer& transfer) override;
   const Topology* topology() const override {
     return topology_.get();
@@ -100,6 +105,7 @@ class CollectiveRun final : public Communicator {
   Item& add(Transfer& transfer);
   void finish(Item& item, Status status);
   void failLater(Transfer& transfer);
+  void onMemory();
   void armDeadline();
   void ended();
   std::string context() const;
@@ -112,6 +118,7 @@ class CollectiveRun final : public Communicator {
   Task task_;
   TimePoint startedAt_{};
   TimePoint checkAt_ = kNever;
+  bool copiesChecked_ = false;
   bool asked_ = false; // the others, what they are doing
   bool over_ = false;
   Status failure_; // given from outside
@@ -124,6 +131,7 @@ class CollectiveRun final : public Communicator {
   Bytes sent_, received_;
   std::shared_ptr<const Topology> topology_; // as the operation began
   std::list<Item> items_; // pending
+  MemoryWatch watch_;
 };
 
 } // namespace resilient

@@ -17,6 +17,19 @@ std::string timedOutText(Nanos timeout) {
       "ms: ";
 }
 
+std::string lateCopyText(const std::string& what) {
+  if (what.empty()) {
+    return "";
+  }
+  return "the inputs have not been copied from the device, because " + what +
+      " has not finished what was queued there before the call. Does a kernel "
+      "wait for another rank?";
+}
+
+Nanos lateCopyAhead(Nanos timeout) {
+  return std::min<Nanos>(timeout / 8, std::chrono::milliseconds(500));
+}
+
 Nanos askAhead(Nanos timeout) {
   return std::min<Nanos>(timeout / 4, std::chrono::seconds(1));
 }

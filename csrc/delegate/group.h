@@ -13,6 +13,7 @@
 #include "base/tolerance.h"
 #include "base/traffic_class.h"
 #include "operation/communicator.h"
+#include "operation/staged_memory.h"
 #include "operation/task.h"
 #include "operation/topology.h"
 #include "path/recent_samples.h"
@@ -81,6 +82,8 @@ struct CollectiveSpec {
   // until `done` has been called. It is called at most once: not at all if the
   // group is closed.
   std::function<Task(Communicator&)> body;
+  // Null if the memory is complete from the start, and results stay in it.
+  std::shared_ptr<StagedMemory> memory;
   // Called exactly once on the loop thread (or on the caller's, if the group is
   // closed already): ok, or a Status whose message has the full context. It
   // must not block or throw.
@@ -101,6 +104,7 @@ struct PointToPointSpec {
   // Lent until `done` is called. A send only reads it.
   void* data = nullptr;
   size_t bytes = 0;
+  std::shared_ptr<StagedMemory> memory; // as above
   // As in SendOp: a send is not ok if its data is not there.
   Status failure;
   // Of a send. Unless it is exact, `zeroFilled` is called before `done`, if all

@@ -15,7 +15,8 @@ PointToPointRun::PointToPointRun(
       id_(id),
       spec_(std::move(spec)),
       recordId_(recordId),
-      startedAt_(startedAt) {}
+      startedAt_(startedAt),
+      watch_(group.engine().loop(), spec_.memory, [this] { onMemory(); }) {}
 
 PointToPointRun::~PointToPointRun() = default;
 
@@ -52,6 +53,9 @@ void PointToPointRun::start() {
     op.data = static_cast<const std::byte*>(spec_.data);
     op.bytes = spec_.bytes;
     op.failure = spec_.failure;
+    if (spec_.memory) {
+      send_->lookAt(*spec_.memory);
+    }
     group_.postWhenKnown(*send_, /*collective=*/false);
     return;
   }
@@ -65,6 +69,7 @@ void PointToPointRun::start() {
   op.signature = signature;
   op.data = static_cast<std::byte*>(spec_.data);
   op.bytes = spec_.bytes;
+  recv_->tell(spec_.memory.get());
   if (spec_.peer < 0) {
     recv_->postAny();
   } else {
@@ -72,9 +77,25 @@ void PointToPointRun::start() {
   }
 }
 
+void PointToPointRun::onMemory() {
+  if (over_) {
+    return;
+  }
+  if (const Status failed = spec_.memory->failure(); !failed.ok()) {
+    fail(failed);
+  } else if (send_) {
+    send_->lookAt(*spec_.memory);
+  }
+}
+
 void PointToPointRun::armDeadline() {
-  checkAt_ = startedAt_ + spec_.timeout -
-      (asked_ ? Nanos(0) : askAhead(spec_.timeout));
+  Nanos ahead(0);
+  if (!asked_) {
+    ahead = askAhead(spec_.timeout);
+  } else if (!copiesChecked_) {
+    ahead = lateCopyAhead(spec_.timeout);
+  }
+  checkAt_ = startedAt_ + spec_.timeout - ahead;
   group_.watch(checkAt_);
 }
 
@@ -84,8 +105,19 @@ void PointToPointRun::onCheck() {
   }
   if (!asked_) {
     asked_ = true;
+    copiesChecked_ = spec_.memory == nullptr;
     group_.query(spec_.peer);
     armDeadline();
+    return;
+  }
+  if (!copiesChecked_) {
+    copiesChecked_ = true;
+    const std::string late = lateCopyText(spec_.memory->waitsFor());
+    if (late.empty()) {
+      armDeadline();
+      return;
+    }
+    fail(Status(StatusCode::kTimeout, timedOutText(spec_.timeout) + late));
     return;
   }
   const std::string why = spec_.peer < 0

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "delegate/group.h"
+#include "delegate/memory_watch.h"
 #include "delegate/record.h"
 
 namespace resilient {
@@ -25,7 +26,8 @@ class PointToPointRun final {
 
   void start();
   // When the group's watchdog is to call onCheck(): first to ask the others
-  // what they are doing, then at the time-out.
+  // what they are doing, then at the time-out. In between, shortly before it,
+  // if inputs come from a device.
   TimePoint checkAt() const {
     return checkAt_;
   }
@@ -55,6 +57,7 @@ class PointToPointRun final {
  private:
   void armDeadline();
   void end(const Status& cause, int sourceRank);
+  void onMemory();
   std::string target() const;
 
   GroupImpl& group_;
@@ -65,8 +68,10 @@ class PointToPointRun final {
   std::optional<SendRecord> send_;
   std::optional<RecvRecord> recv_;
   TimePoint checkAt_ = kNever;
+  bool copiesChecked_ = false;
   bool asked_ = false;
   bool over_ = false;
+  MemoryWatch watch_;
 };
 
 } // namespace resilient

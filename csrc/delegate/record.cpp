@@ -42,6 +42,15 @@ void SendRecord::finished(const Status& status) {
   done(named);
 }
 
+void SendRecord::lookAt(const StagedMemory& memory) {
+  const uint64_t there = memory.available(data, bytes);
+  if (state_ == State::kPosted) {
+    link()->channel().sourceGrew(this, there, group_.engine().loop().now());
+  } else {
+    availableBytes = there;
+  }
+}
+
 void RecvRecord::onPost(PeerLink& link) {
   source = &link.channel();
   group_.engine().mailbox().post(this);

@@ -5,6 +5,7 @@
 
 #include "channel/operation.h"
 #include "delegate/peer_link.h"
+#include "operation/staged_memory.h"
 
 namespace resilient {
 
@@ -90,6 +91,9 @@ class SendRecord final : public Record, private SendOp {
   SendOp& op() {
     return *this;
   }
+  // Looks how much of the data is there now. Call it once before the record is
+  // posted, and after each change of `memory`.
+  void lookAt(const StagedMemory& memory);
 
  private:
   void onPost(PeerLink& link) override;
@@ -113,12 +117,22 @@ class RecvRecord final : public Record, private RecvOp {
     return *this;
   }
   void postAny();
+  // Tells `memory`, which outlives the record, what has arrived. Null: nobody.
+  void tell(StagedMemory* memory) {
+    memory_ = memory;
+  }
 
  private:
   void onPost(PeerLink& link) override;
   void onWithdraw(const std::string& reason) override;
   void finished(const Status& status) override;
+  void arrived(uint64_t offset, uint64_t bytes) override {
+    if (memory_ != nullptr) {
+      memory_->resultIsFinal(data + offset, bytes);
+    }
+  }
   RecordDone done_;
+  StagedMemory* memory_ = nullptr;
 };
 
 } // namespace resilient

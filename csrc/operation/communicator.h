@@ -95,6 +95,16 @@ class Transfer {
 // slot. Messages of different slots arrive in any order. Zero bytes are allowed
 // and travel like any message. peer == rank() is not allowed.
 //
+// Inputs may still be on their way from a device when the operation begins. A
+// send waits for its bytes by itself. An algorithm that reads an input itself
+// first asks available(), and awaits startFetch() if the bytes are not there;
+// the functions of collectives/compute.h do so. It writes to no input that it
+// has not read.
+//
+// Results may leave for a device before the operation ends: a receive into the
+// memory of a result gives its final value, and resultIsFinal() names what has
+// been computed there. Neither changes afterwards.
+//
 // Thread: the loop's. Lifetime: outlives the Task that uses it and every
 // Transfer that was started on it. After the operation has failed, transfers
 // that are started complete with its error in a later turn, yields included. An
@@ -127,6 +137,15 @@ class Communicator {
   // Afterwards the communicator neither accesses the memory nor calls
   // complete().
   virtual void cancel(Transfer& transfer) = 0;
+
+  // How many of the bytes can be read, from the first on.
+  virtual size_t available(const void* data, size_t bytes) const = 0;
+  // `transfer` completes when all of them can be, at the earliest in the next
+  // turn.
+  virtual void
+  startFetch(Transfer& transfer, const void* data, size_t bytes) = 0;
+  // Any memory may be named; only that of results counts.
+  virtual void resultIsFinal(const void* data, size_t bytes) = 0;
 
   // The places of the ranks; null until `transfer` of startLearning()
   // completes. Equal on all ranks for one operation, and for all its life.

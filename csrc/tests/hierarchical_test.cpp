@@ -168,6 +168,17 @@ Case randomCase(Prng& random, const Topology& topology) {
       op);
 }
 
+// One buffer of each rank, filled and taken by a device.
+std::vector<LoopbackNetwork::Staged>
+staged(std::vector<Bytes>& data, bool input, bool result) {
+  std::vector<LoopbackNetwork::Staged> all;
+  for (size_t r = 0; r < data.size(); ++r) {
+    all.push_back(
+        {static_cast<int>(r), data[r].data(), data[r].size(), input, result});
+  }
+  return all;
+}
+
 std::vector<Bytes> allReduced(
     const Topology& topology,
     const Case& c,
@@ -175,18 +186,28 @@ std::vector<Bytes> allReduced(
     HierarchyTuning tuning,
     uint64_t seed) {
   std::vector<Bytes> data = c.inputs;
-  expectAllOk(
-      LoopbackNetwork::run(
-          {.ranks = topology.size(), .seed = seed}, [&](Communicator& comm) {
-            return hierarchicalAllReduce(
-                topology.root(),
-                comm,
-                data[static_cast<size_t>(comm.rank())].data(),
-                c.count,
-                c.of(comm.rank()),
-                exchangeAtTop,
-                tuning);
-          }));
+  const auto outcome = LoopbackNetwork::run(
+      {.ranks = topology.size(),
+       .seed = seed,
+       .staged = seed % 2 == 0 ? staged(data, true, true)
+                               : std::vector<LoopbackNetwork::Staged>()},
+      [&](Communicator& comm) {
+        return hierarchicalAllReduce(
+            topology.root(),
+            comm,
+            data[static_cast<size_t>(comm.rank())].data(),
+            c.count,
+            c.of(comm.rank()),
+            exchangeAtTop,
+            tuning);
+      });
+  expectAllOk(outcome);
+  if (seed % 2 == 0) {
+    // All of it leaves before the end.
+    CHECK_EQ(
+        outcome.finalBytes,
+        static_cast<uint64_t>(topology.size()) * data[0].size());
+  }
   return data;
 }
 
@@ -382,9 +403,28 @@ TEST(hierarchical_reduce_scatter_uneven_and_in_place) {
     const std::vector<std::vector<Bytes>> before = inputs;
     const bool inPlace = random.chance(0.5);
     const HierarchyTuning tuning = randomTuning(random);
+    std::vector<LoopbackNetwork::Staged> memory;
+    for (size_t r = 0; r < n && seed % 2 == 0; ++r) {
+      for (size_t d = 0; d < n; ++d) {
+        Bytes& in = inputs[r][d];
+        memory.push_back(
+            {static_cast<int>(r),
+             in.data(),
+             in.size(),
+             true,
+             inPlace && r == d});
+      }
+      memory.push_back(
+          {static_cast<int>(r),
+           outputs[r].data(),
+           outputs[r].size(),
+           false,
+           true});
+    }
     expectAllOk(
         LoopbackNetwork::run(
-            {.ranks = topology.size(), .seed = seed}, [&](Communicator& comm) {
+            {.ranks = topology.size(), .seed = seed, .staged = memory},
+            [&](Communicator& comm) {
               const size_t me = static_cast<size_t>(comm.rank());
               std::vector<const void*> in;
               for (const Bytes& b : inputs[me]) {
@@ -430,9 +470,21 @@ TEST(hierarchical_all_gather_uneven_and_in_place) {
       outputs[r][r] = parts[r];
     }
     const HierarchyTuning tuning = randomTuning(random);
+    std::vector<LoopbackNetwork::Staged> memory;
+    for (size_t r = 0; r < n && seed % 2 == 0; ++r) {
+      for (size_t d = 0; d < n; ++d) {
+        Bytes& out = outputs[r][d];
+        const bool own = inPlace && r == d;
+        memory.push_back(
+            {static_cast<int>(r), out.data(), out.size(), own, true});
+      }
+      memory.push_back(
+          {static_cast<int>(r), parts[r].data(), sizes[r], true, false});
+    }
     expectAllOk(
         LoopbackNetwork::run(
-            {.ranks = topology.size(), .seed = seed}, [&](Communicator& comm) {
+            {.ranks = topology.size(), .seed = seed, .staged = memory},
+            [&](Communicator& comm) {
               const size_t me = static_cast<size_t>(comm.rank());
               std::vector<void*> out;
               for (Bytes& b : outputs[me]) {
@@ -462,9 +514,14 @@ TEST(hierarchical_broadcast_from_every_rank) {
       std::vector<Bytes> data(n, Bytes(bytes, 0x55));
       const Bytes expected = data[root] = randomBytes(random, bytes);
       const HierarchyTuning tuning = randomTuning(random);
+      auto memory = staged(data, false, true);
+      memory[root].input = true;
+      memory[root].result = false;
       expectAllOk(
           LoopbackNetwork::run(
-              {.ranks = topology.size(), .seed = random.next()},
+              {.ranks = topology.size(),
+               .seed = random.next(),
+               .staged = memory},
               [&](Communicator& comm) {
                 return hierarchicalBroadcast(
                     topology.root(),

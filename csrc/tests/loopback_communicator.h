@@ -26,9 +26,23 @@ namespace resilient::test {
 //   - memory lent for receiving must not overlap any other lent memory of its
 //     rank, and is overwritten with rubbish when lent;
 //   - a slot is used once per direction, sizes agree at both ends;
-//   - a rank that ends well has no transfer left, and no message stays unread.
+//   - a rank that ends well has no transfer left, and no message stays unread;
+//   - inputs that come in pieces hold rubbish before, and nothing is written to
+//     them before they are there;
+//   - results that were said to be final do not change.
 class LoopbackNetwork {
+  using Bytes = std::vector<unsigned char>;
+  static constexpr unsigned char kRubbish = 0xdd; // not the one of receives
+
  public:
+  // Memory of a rank that a device fills, or takes, in pieces.
+  struct Staged {
+    int rank = 0;
+    unsigned char* data = nullptr;
+    size_t bytes = 0;
+    bool input = false, result = false;
+  };
+
   struct Options {
     int ranks = 1;
     uint64_t seed = 1;
@@ -41,6 +55,7 @@ class LoopbackNetwork {
     // Where the ranks are; each learns it at a time of its own. Null: all at
     // one place.
     const Topology* topology = nullptr;
+    std::vector<Staged> staged{};
   };
 
   struct Outcome {
@@ -50,6 +65,8 @@ class LoopbackNetwork {
     std::vector<uint64_t> bytesSent, messagesSent; // by rank
     std::vector<std::vector<uint64_t>> bytesTo, messagesTo; // by rank, peer
     int64_t yields = 0;
+    // Of the results in Options::staged, what was final before the end.
+    uint64_t finalBytes = 0;
   };
 
   using Body = std::function<Task(Communicator&)>;
@@ -66,16 +83,26 @@ class LoopbackNetwork {
     Transfer* transfer = nullptr;
     int rank = 0, peer = 0;
     uint64_t slot = 0;
-    enum Kind { kSend, kRecv, kYield } kind = kSend;
+    enum Kind { kSend, kRecv, kYield, kFetch } kind = kSend;
     const unsigned char* sendFrom = nullptr;
     unsigned char* recvInto = nullptr;
     size_t bytes = 0;
-    std::vector<unsigned char> snapshot; // of a send
+    Bytes snapshot; // of a send
     bool delivered = false;
+    bool waits = false; // a send whose data is not there yet
+  };
+
+  // A Staged, while it comes and goes.
+  struct Region {
+    Staged memory;
+    Bytes content; // of an input
+    size_t there = 0;
+    Bytes results; // the final ones
+    std::vector<bool> isFinal;
   };
 
   struct Message {
-    std::vector<unsigned char> content;
+    Bytes content;
     Record* send = nullptr; // null once the send has ended
     bool buffered = false; // the send may end before the receive
   };
@@ -114,6 +141,16 @@ class LoopbackNetwork {
     }
     void cancel(Transfer& t) override {
       network_.cancelled(static_cast<Record*>(t.record()));
+    }
+    size_t available(const void* data, size_t bytes) const override {
+      return network_.available(rank_, data, bytes);
+    }
+    void startFetch(Transfer& t, const void* data, size_t bytes) override {
+      Record& r = network_.add(*this, t, Record::kFetch, -1, 0, bytes);
+      r.sendFrom = static_cast<const unsigned char*>(data);
+    }
+    void resultIsFinal(const void* data, size_t bytes) override {
+      network_.isFinal(rank_, data, bytes);
     }
     void startYield(Transfer& t) override {
       network_.add(*this, t, Record::kYield, -1, 0, 0);
@@ -171,7 +208,7 @@ class LoopbackNetwork {
     if (t.pending()) {
       fault("a pending transfer was started again");
     }
-    if (kind != Record::kYield &&
+    if ((kind == Record::kSend || kind == Record::kRecv) &&
         (peer < 0 || peer >= options_.ranks || peer == rank.rank())) {
       fault("no such peer: " + std::to_string(peer));
     }
@@ -192,7 +229,7 @@ class LoopbackNetwork {
         r.kind == Record::kSend ? r.sendFrom : r.recvInto;
     for (const auto& other : records_) {
       if (other.get() == &r || other->rank != r.rank ||
-          other->kind == Record::kYield ||
+          other->kind == Record::kYield || other->kind == Record::kFetch ||
           (other->kind == Record::kSend && r.kind == Record::kSend)) {
         continue;
       }
@@ -209,23 +246,132 @@ class LoopbackNetwork {
       if (!used_.insert(key).second) {
         fault("slot used twice: " + std::to_string(r.slot));
       }
-      r.snapshot.assign(r.sendFrom, r.sendFrom + r.bytes);
       outcome_.bytesSent[static_cast<size_t>(r.rank)] += r.bytes;
       ++outcome_.messagesSent[static_cast<size_t>(r.rank)];
       const size_t from = static_cast<size_t>(r.rank);
       const size_t to = static_cast<size_t>(r.peer);
       outcome_.bytesTo[from][to] += r.bytes;
       ++outcome_.messagesTo[from][to];
-      Message& m = messages_[key];
-      m.content = r.snapshot;
-      m.send = &r;
-      m.buffered = random_.chance(0.3);
+      r.waits = available(r.rank, r.sendFrom, r.bytes) < r.bytes;
+      if (!r.waits) {
+        publish(r);
+      }
     } else {
+      checkNotFinal(r);
       if (r.bytes > 0) {
         std::memset(r.recvInto, 0xee, r.bytes);
       }
       if (!usedByReceiver_.insert(Key(r.peer, r.rank, r.slot)).second) {
         fault("slot received twice: " + std::to_string(r.slot));
+      }
+    }
+  }
+
+  // The data of a send is there.
+  void publish(Record& r) {
+    r.waits = false;
+    r.snapshot.assign(r.sendFrom, r.sendFrom + r.bytes);
+    Message& m = messages_[Key(r.rank, r.peer, r.slot)];
+    m.content = r.snapshot;
+    m.send = &r;
+    m.buffered = random_.chance(0.3);
+  }
+
+  Region* regionOf(int rank, const void* data) {
+    const auto* at = static_cast<const unsigned char*>(data);
+    for (Region& region : regions_) {
+      const Staged& m = region.memory;
+      if (m.rank == rank && at >= m.data && at < m.data + m.bytes) {
+        return &region;
+      }
+    }
+    return nullptr;
+  }
+
+  size_t available(int rank, const void* data, size_t bytes) {
+    const Region* region = regionOf(rank, data);
+    if (region == nullptr || !region->memory.input) {
+      return bytes;
+    }
+    const size_t offset = static_cast<size_t>(
+        static_cast<const unsigned char*>(data) - region->memory.data);
+    return region->there <= offset ? 0
+                                   : std::min(bytes, region->there - offset);
+  }
+
+  void isFinal(int rank, const void* data, size_t bytes) {
+    Region* region = regionOf(rank, data);
+    if (region == nullptr || !region->memory.result) {
+      return;
+    }
+    const auto* from = static_cast<const unsigned char*>(data);
+    const size_t offset = static_cast<size_t>(from - region->memory.data);
+    for (size_t i = 0; i < bytes; ++i) {
+      if (region->isFinal.at(offset + i)) {
+        fault("a result was final twice");
+        return;
+      }
+      region->isFinal[offset + i] = true;
+      region->results[offset + i] = from[i];
+    }
+    outcome_.finalBytes += bytes;
+  }
+
+  // A receive would give a final result another value.
+  void checkNotFinal(const Record& r) {
+    for (const Region& region : regions_) {
+      for (size_t i = 0; r.rank == region.memory.rank && i < r.bytes; ++i) {
+        const unsigned char* at = r.recvInto + i;
+        if (at >= region.memory.data &&
+            at < region.memory.data + region.memory.bytes &&
+            region.isFinal[static_cast<size_t>(at - region.memory.data)]) {
+          fault("a final result is received once more");
+          return;
+        }
+      }
+    }
+  }
+
+  void grow(Region& region) {
+    const size_t end =
+        region.there + 1 + random_.below(region.memory.bytes - region.there);
+    for (; region.there < end; ++region.there) {
+      if (region.memory.data[region.there] != kRubbish) {
+        fault("memory of an input was written before the input was there");
+      }
+      region.memory.data[region.there] = region.content[region.there];
+    }
+    for (const auto& r : records_) {
+      if (r->waits && available(r->rank, r->sendFrom, r->bytes) == r->bytes) {
+        publish(*r);
+      }
+    }
+  }
+
+  void prepareStaged() {
+    for (const Staged& memory : options_.staged) {
+      Region& region = regions_.emplace_back();
+      region.memory = memory;
+      region.results.resize(memory.bytes);
+      region.isFinal.resize(memory.bytes);
+      if (memory.input) {
+        region.content.assign(memory.data, memory.data + memory.bytes);
+        std::fill_n(memory.data, memory.bytes, kRubbish);
+      }
+    }
+  }
+
+  // After the run: the rest of the inputs comes, as a device would bring it.
+  void finishStaged() {
+    for (Region& region : regions_) {
+      while (region.memory.input && region.there < region.memory.bytes) {
+        grow(region);
+      }
+      for (size_t i = 0; i < region.memory.bytes; ++i) {
+        if (region.isFinal[i] && region.results[i] != region.memory.data[i]) {
+          fault("a final result has changed");
+          return;
+        }
       }
     }
   }
@@ -253,6 +399,12 @@ class LoopbackNetwork {
     if (r.kind == Record::kYield) {
       return true;
     }
+    if (r.kind == Record::kFetch) {
+      return available(r.rank, r.sendFrom, r.bytes) == r.bytes;
+    }
+    if (r.waits) {
+      return false;
+    }
     if (r.kind == Record::kSend) {
       if (r.delivered) {
         return true;
@@ -278,7 +430,7 @@ class LoopbackNetwork {
   }
 
   void step(Record* r) {
-    if (r->kind == Record::kYield) {
+    if (r->kind == Record::kYield || r->kind == Record::kFetch) {
       finish(r, Status());
       return;
     }
@@ -312,6 +464,7 @@ class LoopbackNetwork {
           std::to_string(r->bytes));
     } else if (r->bytes > 0) {
       std::memcpy(r->recvInto, message.content.data(), r->bytes);
+      isFinal(r->rank, r->recvInto, r->bytes);
     }
     finish(r, Status());
   }
@@ -350,6 +503,7 @@ class LoopbackNetwork {
       }
     }
     const size_t expected = unstarted.size();
+    prepareStaged();
     while (true) {
       std::vector<Record*> choices;
       for (const auto& r : records_) {
@@ -357,10 +511,18 @@ class LoopbackNetwork {
           choices.push_back(r.get());
         }
       }
+      std::vector<Region*> growing;
+      for (Region& region : regions_) {
+        if (region.memory.input && region.there < region.memory.bytes) {
+          growing.push_back(&region);
+        }
+      }
       const size_t total = choices.size() + unstarted.size();
-      if (total > 0) {
-        const size_t pick = random_.below(total);
-        if (pick < choices.size()) {
+      if (total + growing.size() > 0 && done_ < expected) {
+        const size_t pick = random_.below(total + growing.size());
+        if (pick >= total) {
+          grow(*growing[pick - total]);
+        } else if (pick < choices.size()) {
           step(choices[pick]);
         } else {
           const size_t at = pick - choices.size();
@@ -402,6 +564,9 @@ class LoopbackNetwork {
       fault("messages were sent that nobody received");
     }
     tasks_.clear();
+    if (clean) {
+      finishStaged();
+    }
     if (fault_.empty() && !records_.empty()) {
       fault("a transfer outlived its task");
     }
@@ -422,6 +587,7 @@ class LoopbackNetwork {
   int cancelled_ = 0;
   std::set<Key> used_, usedByReceiver_;
   std::map<Key, Message> messages_;
+  std::vector<Region> regions_;
   // Before the tasks, whose end cancels transfers through them.
   std::vector<std::unique_ptr<Record>> records_;
   std::vector<std::unique_ptr<Rank>> ranks_;
