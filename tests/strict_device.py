@@ -87,8 +87,9 @@ def load() -> Any:
     """Registers the device in this process; returns its controls.
 
     `sleep(s)` and `hold()` put a delay, or a wait for `release()`, on the current stream.
-    `set_copy_time(s)` makes each copy take between 0 and twice that. `contexts()` lists the devices
-    on which a context was made. PYBIND11_MODULE in the source has all.
+    `set_copy_time(s)` makes each copy take between 0 and twice that, `set_copy_rate(r)` also the
+    time of its bytes, `limit_copies(n)` stops all after the next n (negative: never). `contexts()`
+    lists the devices on which a context was made. PYBIND11_MODULE in the source has all.
     """
     # Other libraries find its symbols, as they find those of CUDA's runtime.
     ctypes.CDLL(str(_TARGET), mode=ctypes.RTLD_GLOBAL)

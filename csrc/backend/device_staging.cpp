@@ -194,6 +194,9 @@ DeviceStaging::~DeviceStaging() {
   events.push_back(std::move(called_));
   events.push_back(std::move(toHostDone_));
   events.push_back(std::move(toDeviceDone_));
+  for (Piece& piece : pieces_) {
+    events.push_back(std::move(piece.done));
+  }
   returnEvents(device_, std::move(events));
 }
 
@@ -214,6 +217,41 @@ void DeviceStaging::copyToHost(
   keepFor(impl_, tensor, toHost_);
 }
 
+// A view with strange strides becomes contiguous on the device first: a copy of
+// a part of it would have to find its elements anew.
+void DeviceStaging::copyToHostInPieces(
+    const at::Tensor& host,
+    const at::Tensor& tensor,
+    size_t buffer,
+    const std::vector<size_t>& ends) {
+  const c10::StreamGuard guard(toHost_);
+  const at::Tensor from =
+      tensor.resolve_conj().resolve_neg().contiguous().view(-1);
+  const at::Tensor to = host.view(-1);
+  const auto width = static_cast<size_t>(to.element_size());
+  int64_t begin = 0;
+  for (const size_t bytes : ends) {
+    const auto end = static_cast<int64_t>(bytes / width);
+    to.narrow(0, begin, end - begin)
+        .copy_(from.narrow(0, begin, end - begin), /*non_blocking=*/true);
+    pieces_.push_back({.copied = {buffer, bytes}, .done = takeEvent(device_)});
+    pieces_.back().done.record(toHost_);
+    begin = end;
+  }
+  keepFor(impl_, tensor, toHost_);
+}
+
+bool DeviceStaging::copiesToHostBegun() const {
+  return pieces_.empty() ? copiesToHostDone() : done(pieces_.front().done);
+}
+
+std::optional<DeviceStaging::Copied> DeviceStaging::takeCopied() {
+  if (nextPiece_ == pieces_.size() || !done(pieces_[nextPiece_].done)) {
+    return std::nullopt;
+  }
+  return pieces_[nextPiece_++].copied;
+}
+
 void DeviceStaging::copiesToHostIssued() {
   const c10::DeviceGuard guard(device_);
   toHostDone_.record(toHost_);
@@ -230,6 +268,19 @@ void DeviceStaging::copyToDevice(
   const c10::StreamGuard guard(toDevice_);
   followCaller();
   tensor.copy_(host, /*non_blocking=*/true);
+  keepFor(impl_, tensor, toDevice_);
+}
+
+void DeviceStaging::copyToDevice(
+    const at::Tensor& tensor,
+    const at::Tensor& host,
+    int64_t begin,
+    int64_t end) {
+  const c10::StreamGuard guard(toDevice_);
+  followCaller();
+  tensor.view(-1)
+      .narrow(0, begin, end - begin)
+      .copy_(host.view(-1).narrow(0, begin, end - begin), true);
   keepFor(impl_, tensor, toDevice_);
 }
 
@@ -255,6 +306,10 @@ void DeviceStaging::writeSparse(
 void DeviceStaging::followCaller() {
   if (!toDeviceFollows_) {
     called_.block(toDevice_);
+    if (!pieces_.empty()) {
+      // A result may lie where an input is still being read.
+      toHostDone_.block(toDevice_);
+    }
     toDeviceFollows_ = true;
   }
 }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
@@ -49,15 +51,38 @@ class DeviceStaging {
 
   // Caller's thread.
   void copyToHost(const at::Tensor& host, const at::Tensor& tensor);
+  // The same in pieces that end at `ends`, in bytes, for a tensor whose copy
+  // takes long. `buffer` is returned by takeCopied().
+  void copyToHostInPieces(
+      const at::Tensor& host,
+      const at::Tensor& tensor,
+      size_t buffer,
+      const std::vector<size_t>& ends);
   // After the last of them. Without any, copiesToHostDone() tells when the
   // caller's stream has done what it had to do at the call.
   void copiesToHostIssued();
   // Any thread; does not block. True also if none were issued. Throws if the
   // device reports an error.
   bool copiesToHostDone() const;
+  // The same for all tensors that are not copied in pieces, and the first
+  // piece. The others follow at the speed of the device.
+  bool copiesToHostBegun() const;
+  // The next piece that has been copied, and was not returned before. Staging
+  // thread. Throws as above.
+  struct Copied {
+    size_t buffer = 0;
+    size_t end = 0;
+  };
+  std::optional<Copied> takeCopied();
 
   // Staging thread.
   void copyToDevice(const at::Tensor& tensor, const at::Tensor& host);
+  // The elements [begin, end) of contiguous tensors.
+  void copyToDevice(
+      const at::Tensor& tensor,
+      const at::Tensor& host,
+      int64_t begin,
+      int64_t end);
   // The same for sparse (COO) tensors; `host` is coalesced. `tensor` gets new
   // indices and values.
   void writeSparse(const at::Tensor& tensor, const at::Tensor& host);
@@ -95,6 +120,12 @@ class DeviceStaging {
   c10::Event toHostDone_;
   c10::Event toDeviceDone_;
   bool toDeviceFollows_ = false; // toDevice_ waits for called_
+  struct Piece {
+    Copied copied;
+    c10::Event done;
+  };
+  std::vector<Piece> pieces_; // in the order of their copies
+  size_t nextPiece_ = 0;
   // Each is set when its event has been recorded and will not change again.
   std::atomic<bool> toHostIssued_{false};
   std::atomic<bool> toDeviceIssued_{false};

@@ -14,6 +14,12 @@ std::exception_ptr exceptionFor(const Status& status) {
           {__func__, __FILE__, static_cast<uint32_t>(__LINE__)}, text(status)));
 }
 
+Status copyFailed(const std::exception& error) {
+  return Status(
+      StatusCode::kInternal,
+      std::string("copying tensors from the device failed: ") + error.what());
+}
+
 void throwStatus(const Status& status) {
   if (status.code() == StatusCode::kInvalidArgument) {
     throwInvalid(text(status));

@@ -15,6 +15,9 @@ namespace resilient {
 // not ok.
 std::exception_ptr exceptionFor(const Status& status);
 
+// The reason of an operation whose inputs a device could not give.
+Status copyFailed(const std::exception& error);
+
 // For calls that fail on their own thread: kInvalidArgument becomes
 // throwInvalid(), all others DistBackendError.
 [[noreturn]] void throwStatus(const Status& status);

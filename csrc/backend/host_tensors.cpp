@@ -205,19 +205,65 @@ uint64_t HostTensors::bytes() const {
   return sum;
 }
 
+// Results leave in pieces only if the order in which they are written does not
+// matter, and if a range of bytes of the buffer is one of the tensor.
+void HostTensors::choosePieces() {
+  const auto large = [](const Slot& slot) {
+    return slot.staged &&
+        slot.host.nbytes() >= 2 * StagedPieces::kMinPieceBytes;
+  };
+  if (std::ranges::none_of(slots_, large)) {
+    return;
+  }
+  std::vector<at::Tensor> results;
+  for (const Slot& slot : slots_) {
+    if (slot.staged && slot.use != Use::kInput) {
+      results.push_back(slot.user);
+    }
+  }
+  const bool apart = !anyOverlap(results);
+  pieces_ = std::make_shared<StagedPieces>();
+  for (Slot& slot : slots_) {
+    if (!large(slot)) {
+      continue;
+    }
+    const at::Tensor& user = slot.user;
+    slot.resultInPieces = slot.use != Use::kInput && apart &&
+        user.is_contiguous() && !user.is_conj() && !user.is_neg();
+    slot.buffer = pieces_->add(
+        slot.host.const_data_ptr(),
+        slot.host.nbytes(),
+        slot.use != Use::kOutput,
+        slot.resultInPieces);
+  }
+}
+
+// Small tensors first: they are there when the first piece is.
 void HostTensors::copyIn() {
   at::AutoDispatchBelowADInplaceOrView below;
+  choosePieces();
   std::set<DeviceStaging*> issued;
   for (const Slot& slot : slots_) {
     if (slot.direct || slot.use == Use::kOutput) {
       continue;
     }
-    if (slot.staged) {
+    if (!slot.staged) {
+      slot.host.copy_(slot.user);
+    } else if (!slot.buffer) {
       DeviceStaging& staging = stagingFor(slot.user.device());
       staging.copyToHost(slot.host, slot.user);
       issued.insert(&staging);
-    } else {
-      slot.host.copy_(slot.user);
+    }
+  }
+  for (const Slot& slot : slots_) {
+    if (slot.buffer && slot.use != Use::kOutput) {
+      DeviceStaging& staging = stagingFor(slot.user.device());
+      staging.copyToHostInPieces(
+          slot.host,
+          slot.user,
+          *slot.buffer,
+          StagedPieces::pieceEnds(slot.host.nbytes()));
+      issued.insert(&staging);
     }
   }
   for (const auto& staging : devices_) {
@@ -225,11 +271,36 @@ void HostTensors::copyIn() {
       staging->copiesToHostIssued();
     }
   }
+  if (pieces_) {
+    std::string streams;
+    for (const auto& staging : devices_) {
+      if (issued.contains(staging.get())) {
+        streams += (streams.empty() ? "" : " and ") + staging->callerStream();
+      }
+    }
+    pieces_->setStreams(std::move(streams));
+  }
 }
 
 bool HostTensors::inputsReady() const {
   return std::ranges::all_of(
-      devices_, [](const auto& d) { return d->copiesToHostDone(); });
+      devices_, [](const auto& d) { return d->copiesToHostBegun(); });
+}
+
+bool HostTensors::pollPieces() {
+  bool all = true;
+  try {
+    for (const auto& staging : devices_) {
+      while (const auto copied = staging->takeCopied()) {
+        pieces_->arrived(copied->buffer, copied->end);
+      }
+      all = all && staging->copiesToHostDone();
+    }
+  } catch (const std::exception& e) {
+    pieces_->failed(copyFailed(e));
+    return true;
+  }
+  return all;
 }
 
 bool HostTensors::outputsReady() const {
@@ -240,7 +311,7 @@ bool HostTensors::outputsReady() const {
 std::string HostTensors::waitsFor() const {
   std::string text;
   for (const auto& staging : devices_) {
-    if (!staging->copiesToHostDone()) {
+    if (!staging->copiesToHostBegun()) {
       text += (text.empty() ? "" : " and ") + staging->callerStream();
     }
   }
@@ -264,11 +335,43 @@ bool HostTensors::needsCopyBack() const {
   return false;
 }
 
+void HostTensors::copyRangesBack(const std::vector<BufferRange>& ranges) {
+  for (const Slot& slot : slots_) {
+    const auto width = static_cast<size_t>(slot.user.element_size());
+    for (const BufferRange& range : ranges) {
+      if (slot.resultInPieces && slot.buffer == range.buffer) {
+        stagingFor(slot.user.device())
+            .copyToDevice(
+                slot.user,
+                slot.host,
+                static_cast<int64_t>(range.begin / width),
+                static_cast<int64_t>(range.end / width));
+      }
+    }
+  }
+}
+
+void HostTensors::copyFinalBack() {
+  at::AutoDispatchBelowADInplaceOrView below;
+  copyRangesBack(pieces_->takeFinal());
+}
+
+void HostTensors::leaveResults() {
+  for (const auto& staging : devices_) {
+    if (staging->hasCopiesToDevice()) {
+      staging->copiesToDeviceIssued();
+    }
+  }
+}
+
 void HostTensors::copyBack() {
   at::AutoDispatchBelowADInplaceOrView below;
   c10::ParallelGuard serial(true); // no second pool of OpenMP threads
+  if (pieces_) {
+    copyRangesBack(pieces_->takeRest());
+  }
   for (const Slot& slot : slots_) {
-    if (slot.direct || slot.use == Use::kInput) {
+    if (slot.direct || slot.use == Use::kInput || slot.resultInPieces) {
       continue;
     }
     if (slot.staged) {
@@ -277,11 +380,7 @@ void HostTensors::copyBack() {
       slot.user.copy_(slot.host);
     }
   }
-  for (const auto& staging : devices_) {
-    if (staging->hasCopiesToDevice()) {
-      staging->copiesToDeviceIssued();
-    }
-  }
+  leaveResults();
 }
 
 bool isInPlace(const at::Tensor& whole, size_t offset, const at::Tensor& part) {

@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,6 +11,7 @@
 #include <ATen/core/Tensor.h>
 
 #include "backend/device_staging.h"
+#include "backend/staged_pieces.h"
 #include "base/signature.h"
 
 namespace resilient {
@@ -36,8 +38,11 @@ enum class Use { kInput, kOutput, kInputOutput };
 // staging thread. Only inputsReady() and device() come from any thread.
 //
 // Device tensors never conflict: each has a host buffer of its own, all inputs
-// are copied before the operation starts, and results are copied back in order.
-// All device tensors of one operation must be on one device.
+// are copied to host memory before a result is copied to the device, and
+// results are copied back in order.
+//
+// Large device tensors are copied in pieces, while the operation runs: see
+// pieces(). Paper: PIPEMORPH §5.2, Figure 12.
 class HostTensors {
  public:
   // Returns the host address.
@@ -74,9 +79,20 @@ class HostTensors {
   // Once, when all tensors are known, on the caller's thread: fills the
   // temporaries of inputs; those of device tensors are filled asynchronously.
   void copyIn();
-  // True (from then on) when all inputs are in host memory. Any thread. Throws
+  // True (from then on) when the operation can start: all inputs are in host
+  // memory, or the first piece of those that come in pieces. Any thread. Throws
   // if a device reports an error.
   bool inputsReady() const;
+  // What the engine must know of tensors that are copied in pieces; null if
+  // there are none. Complete once copyIn() has run.
+  const std::shared_ptr<StagedPieces>& pieces() const {
+    return pieces_;
+  }
+  // Tells pieces() what has been copied; true when nothing more will come.
+  // Staging thread.
+  bool pollPieces();
+  // Enqueues the copies of results that are final. Staging thread.
+  void copyFinalBack();
   // The streams whose work the inputs still wait for, for messages.
   std::string waitsFor() const;
   // False if the operation wrote all results to the user's memory itself.
@@ -84,6 +100,9 @@ class HostTensors {
   // Fills output tensors from their temporaries. Staging thread. Device copies
   // are only enqueued; outputsReady() tells when they are done.
   void copyBack();
+  // After a failure instead: a stream that waits for the operation waits for
+  // the results that are on their way to a device, too.
+  void leaveResults();
   // Whether outputs on devices are written. Any thread; throws as above.
   bool outputsReady() const;
   // Gives the temporaries back. Nothing may use the addresses from add() any
@@ -102,6 +121,9 @@ class HostTensors {
     Use use;
     bool direct; // host is user
     bool staged; // user is on a device
+    // Its number in pieces_, if it is copied in pieces in any direction.
+    std::optional<size_t> buffer = std::nullopt;
+    bool resultInPieces = false;
   };
   // Disjoint ranges of host memory.
   class Ranges {
@@ -113,6 +135,8 @@ class HostTensors {
     std::map<const char*, const char*> ends_; // by begin
   };
   DeviceStaging& stagingFor(c10::Device device);
+  void choosePieces();
+  void copyRangesBack(const std::vector<BufferRange>& ranges);
   // Records the memory of a host tensor; true if an earlier one conflicts.
   // Only for tensors in host memory. Reading the same memory twice is no
   // conflict.
@@ -124,6 +148,7 @@ class HostTensors {
   std::string refusal_;
   std::vector<std::shared_ptr<void>> kept_;
   std::vector<std::unique_ptr<DeviceStaging>> devices_;
+  std::shared_ptr<StagedPieces> pieces_;
   bool waitsForDevices_ = false; // without a copy, too
 };
 

@@ -330,22 +330,15 @@ Task failWith(Status status) {
 
 using Handover = SubmitQueue::Handover;
 
-// When an operation that began now gives up its wait for a device: a little
-// before its time-out. The others then hear the reason from here before they
-// time out themselves.
+// When an operation that began now gives up its wait for a device.
 TimePoint copyDeadline(TimePoint called, Nanos timeout) {
-  return called + timeout -
-      std::min<Nanos>(timeout / 8, std::chrono::milliseconds(500));
+  return called + timeout - lateCopyAhead(timeout);
 }
 
 Status lateCopy(WorkResilient& work, Nanos timeout) {
   return Status(
       StatusCode::kTimeout,
-      timedOutText(timeout) + "the inputs of " + work.title() +
-          " have not been copied from the device, because " +
-          work.tensors().waitsFor() +
-          " has not finished what was queued there before the call. Does a "
-          "kernel wait for another rank?");
+      timedOutText(timeout) + lateCopyText(work.tensors().waitsFor()));
 }
 
 // The rest of a time-out, at least enough for an operation that fails at once.
@@ -368,9 +361,7 @@ std::optional<Status> copyFailure(WorkResilient& work, Nanos timeout) {
     }
     return lateCopy(work, timeout);
   } catch (const std::exception& e) {
-    return Status(
-        StatusCode::kInternal,
-        std::string("copying tensors from the device failed: ") + e.what());
+    return copyFailed(e);
   }
 }
 
@@ -404,6 +395,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec.trafficClass = chosenTrafficClass.value_or(TrafficClass::kGradient);
   spec.timeout = timeoutOr(opts.timeout);
   spec.body = std::move(body);
+  spec.memory = WorkResilient::stagedMemory(work);
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(
@@ -428,6 +420,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
           WorkResilient::end(std::move(work), status);
         };
         work->setSequence(group->submit(std::move(*shared)));
+        WorkResilient::followPieces(work);
       });
   if (!refusal.empty()) {
     // The other ranks wait for this operation, so it has failed for them too.
@@ -468,6 +461,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         std::string(work->title()) + ": " + work->tensors().refusal());
   }
   work->tensors().copyIn();
+  spec->memory = WorkResilient::stagedMemory(work);
   const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(
       messageKey(isSend, peer, tag),
@@ -487,6 +481,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
           WorkResilient::end(std::move(work), status, sourceRank);
         };
         group->submit(std::move(*spec));
+        WorkResilient::followPieces(work);
       });
   return started(std::move(work), /*wanted=*/false);
 }

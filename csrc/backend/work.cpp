@@ -59,7 +59,7 @@ bool WorkResilient::isCompleted() {
     if (!completed_) {
       return false;
     }
-    if (exception_) {
+    if (exception_ && tensors_.pieces() == nullptr) {
       return true;
     }
   }
@@ -130,10 +130,10 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   const std::exception_ptr error = exception_;
   lock.unlock();
   letProcessEnd();
+  orderCurrentStreams();
   if (error) {
     std::rethrow_exception(error);
   }
-  orderCurrentStreams();
   return true;
 }
 
@@ -346,35 +346,66 @@ uint64_t WorkResilient::getSequencenumber() const {
   return sequence_.load(std::memory_order_relaxed);
 }
 
+std::shared_ptr<StagedMemory> WorkResilient::stagedMemory(
+    const c10::intrusive_ptr<WorkResilient>& work) {
+  const auto& pieces = work->tensors_.pieces();
+  if (pieces) {
+    // The engine must not own the Work: see release().
+    pieces->setTaker([weak = c10::weak_intrusive_ptr<WorkResilient>(work)] {
+      if (auto self = weak.lock()) {
+        StagingThread::post([self = std::move(self)]() mutable {
+          self->tensors_.copyFinalBack();
+          release(std::move(self));
+        });
+      }
+    });
+  }
+  return pieces;
+}
+
+bool WorkResilient::hasEnded() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return completed_;
+}
+
+void WorkResilient::followPieces(
+    const c10::intrusive_ptr<WorkResilient>& work) {
+  if (work->tensors_.pieces()) {
+    StagingThread::pollUntil([self = work]() mutable {
+      // A stream that never gets on must not be asked for ever.
+      const bool over = self->hasEnded() || self->tensors_.pollPieces();
+      if (over) {
+        release(std::move(self));
+      }
+      return over;
+    });
+  }
+}
+
 // Results that already lie in the user's memory end the Work here. Others are
 // copied by the staging thread, since neither the loop nor the thread that
 // submits may wait for a device or copy large tensors. A failed operation
-// copies nothing: its outputs are undefined.
+// copies nothing: its outputs are undefined. If pieces of results are on their
+// way, it ends behind them all the same, and so do streams that wait for it:
+// nothing may be written to the tensors later.
 void WorkResilient::end(
     c10::intrusive_ptr<WorkResilient> work,
     const Status& status,
     int sourceRank) {
   work->sourceRank_.store(sourceRank, std::memory_order_release);
-  if (!status.ok() || (!work->epilogue_ && !work->tensors_.needsCopyBack())) {
-    work->finishNow(status.ok() ? nullptr : exceptionFor(status));
-    if (!work->tensors_.devices().empty()) {
-      // Pinned memory is scarce, and a user may keep a Work. Giving it back
-      // calls the driver, which is not for the loop thread.
-      StagingThread::post([work = std::move(work)]() mutable {
-        work->tensors_.dropTemporaries();
-        release(std::move(work));
-      });
-      return;
-    }
-  } else {
-    StagingThread::post([work = std::move(work)]() mutable {
+  const bool pieces = work->tensors_.pieces() != nullptr;
+  const bool results =
+      status.ok() && (work->epilogue_ || work->tensors_.needsCopyBack());
+  if (pieces || results) {
+    StagingThread::post([work = std::move(work), status]() mutable {
       std::exception_ptr error;
       try {
-        if (work->epilogue_) {
-          work->epilogue_();
-          work->epilogue_ = nullptr;
+        if (status.ok()) {
+          work->writeResults();
+        } else {
+          work->tensors_.leaveResults();
+          error = exceptionFor(status);
         }
-        work->tensors_.copyBack();
         work->tensors_.dropTemporaries();
       } catch (...) {
         error = std::current_exception();
@@ -384,7 +415,25 @@ void WorkResilient::end(
     });
     return;
   }
+  work->finishNow(status.ok() ? nullptr : exceptionFor(status));
+  if (!work->tensors_.devices().empty()) {
+    // Pinned memory is scarce, and a user may keep a Work. Giving it back
+    // calls the driver, which is not for the loop thread.
+    StagingThread::post([work = std::move(work)]() mutable {
+      work->tensors_.dropTemporaries();
+      release(std::move(work));
+    });
+    return;
+  }
   release(std::move(work));
+}
+
+void WorkResilient::writeResults() {
+  if (epilogue_) {
+    epilogue_();
+    epilogue_ = nullptr;
+  }
+  tensors_.copyBack();
 }
 
 void WorkResilient::release(c10::intrusive_ptr<WorkResilient> work) {

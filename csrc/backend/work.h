@@ -49,15 +49,15 @@ class WorkResilient : public c10d::Work {
       std::vector<at::Tensor> outputs);
   ~WorkResilient() override;
 
-  // True for a failed Work, otherwise only when the results are on the device
-  // as well. Throws if the device reports an error.
+  // True for a failed Work, if no results are on their way to the device;
+  // otherwise only when they are there. Throws if the device reports an error.
   bool isCompleted() override;
   bool isSuccess() const override;
   // Throws the operation's error, or DistBackendError if `timeout` expires
   // first; the operation then continues and can be waited for again. Without a
   // timeout of its own, the operation's bounds the wait. Any number of threads
-  // may wait. Call without the GIL. On success the calling thread's current
-  // stream waits for the copies to the device.
+  // may wait. Call without the GIL. The calling thread's current stream waits
+  // for the copies to the device.
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   // As wait(), for a Work with tensors on a device: a stream cannot wait for
   // results that no copy writes yet. Else it does nothing.
@@ -86,6 +86,13 @@ class WorkResilient : public c10d::Work {
   void setSequence(uint64_t sequence) {
     sequence_.store(sequence, std::memory_order_relaxed);
   }
+  // For the engine, once the inputs are being copied; null if no tensor is
+  // copied in pieces. Results that it names begin their way to the device.
+  static std::shared_ptr<StagedMemory> stagedMemory(
+      const c10::intrusive_ptr<WorkResilient>& work);
+  // Tells the engine of pieces until all have come or the operation has ended.
+  // Call it once the operation has been handed over.
+  static void followPieces(const c10::intrusive_ptr<WorkResilient>& work);
   // Runs on the staging thread after success, before the Work ends.
   void setEpilogue(std::function<void()> epilogue) {
     epilogue_ = std::move(epilogue);
@@ -137,13 +144,17 @@ class WorkResilient : public c10d::Work {
     std::atomic<bool> woken{false};
   };
 
+  // As isCompleted(), whatever the device still has to do.
+  bool hasEnded() const;
   // Makes the Work complete and wakes all who wait. Called once; results must
   // be in their places, or on their way there on the staging stream.
   void finishNow(std::exception_ptr error);
+  // Staging thread, after success.
+  void writeResults();
   // Call once, without mutex_. Runs the callbacks that were added before.
   void completeFuture();
-  // Makes the calling thread's current streams wait for the results. The Work
-  // has ended well.
+  // Makes the calling thread's current streams wait for the results, or for
+  // what a failed operation has written of them. The Work has ended.
   void orderCurrentStreams();
   bool usesDevices() const;
   // Once for each part, and once by all().

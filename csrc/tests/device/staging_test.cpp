@@ -5,6 +5,7 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <thread>
@@ -116,6 +117,72 @@ TEST(staging_is_in_order_with_the_kernels_of_several_threads) {
   }
   for (std::thread& caller : callers) {
     caller.join();
+  }
+}
+
+// A message in pieces, as the engine carries it: its thread reads what has come
+// and says what is final, while the staging thread copies in both directions.
+TEST(staging_copies_pieces_while_the_engine_works_on_others) {
+  strict::registerDevice();
+  strict::setCopyTime(0.0005);
+  for (int round = 0; round < 5; ++round) {
+    const int64_t elements = (6 << 20) / 4 + round;
+    const at::Tensor from = at::arange(elements).to(at::kFloat);
+    const at::Tensor tensor =
+        from.to(onDeviceOptions(round % strict::kDevices));
+    HostTensors tensors;
+    auto* data = static_cast<float*>(tensors.add(tensor, Use::kInputOutput));
+    tensors.copyIn();
+    CHECK(tensors.pieces() != nullptr);
+    StagedPieces& pieces = *tensors.pieces();
+    pieces.setTaker(
+        [&] { StagingThread::post([&] { tensors.copyFinalBack(); }); });
+    std::atomic<int> news{0};
+    pieces.watch([&] {
+      ++news;
+      news.notify_all();
+    });
+    while (!tensors.inputsReady()) {
+      std::this_thread::yield();
+    }
+    std::atomic<bool> polled{false};
+    StagingThread::pollUntil([&] {
+      const bool all = tensors.pollPieces();
+      polled.store(all);
+      polled.notify_all();
+      return all;
+    });
+    std::thread engine([&] {
+      const auto bytes = static_cast<size_t>(elements) * 4;
+      constexpr size_t kStep = 300000;
+      for (size_t at = 0; at < bytes; at += kStep) {
+        const size_t step = std::min(kStep, bytes - at);
+        for (int seen = news.load();
+             pieces.available(reinterpret_cast<char*>(data) + at, step) < step;
+             seen = news.load()) {
+          news.wait(seen);
+        }
+        for (size_t i = at / 4; i < (at + step) / 4; ++i) {
+          data[i] += 1;
+        }
+        pieces.resultIsFinal(reinterpret_cast<char*>(data) + at, step);
+      }
+    });
+    engine.join();
+    pieces.watch({});
+    polled.wait(false);
+    std::atomic<bool> issued{false};
+    StagingThread::post([&] {
+      tensors.copyBack();
+      tensors.dropTemporaries();
+      issued.store(true);
+      issued.notify_all();
+    });
+    issued.wait(false);
+    for (const auto& staging : tensors.devices()) {
+      staging->blockCurrentStream();
+    }
+    CHECK(tensor.cpu().eq(from + 1).all().item<bool>());
   }
 }
 

@@ -362,8 +362,8 @@ copyFrom(const at::Tensor& self, const at::Tensor& target, bool nonBlocking) {
   }
   const Elements from(self);
   const Elements to(target);
-  s.enqueue([from, to] {
-    takeCopyTime();
+  s.enqueue([from, to, bytes = self.nbytes()] {
+    takeCopyTime(bytes);
     at::AutoDispatchBelowADInplaceOrView below;
     to.tensor().copy_(from.tensor());
   });

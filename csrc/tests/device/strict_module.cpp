@@ -29,6 +29,8 @@ PYBIND11_MODULE(strict_device, m) {
       py::arg("device") = 0,
       Nogil());
   m.def("set_copy_time", &setCopyTime, py::arg("mean_s"));
+  m.def("set_copy_rate", &setCopyRate, py::arg("bytes_per_s"));
+  m.def("limit_copies", &limitCopies, py::arg("count"));
   m.def(
       "sleep",
       [current](double seconds) {

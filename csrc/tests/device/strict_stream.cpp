@@ -14,6 +14,7 @@ namespace {
 constexpr int64_t kPoolSize = 32;
 
 std::atomic<int64_t> copyNanos{0};
+std::atomic<double> copyBytesPerS{0};
 std::atomic<int> captures{0};
 
 // Never destroyed: threads of streams may outlive static destruction.
@@ -27,6 +28,17 @@ struct Streams {
 Streams& streams() {
   static auto* all = new Streams();
   return *all;
+}
+
+struct CopyLimit {
+  std::mutex mutex;
+  std::condition_variable changed;
+  int64_t left = -1;
+};
+
+CopyLimit& copyLimit() {
+  static auto* limit = new CopyLimit(); // streams may outlive static objects
+  return *limit;
 }
 
 Stream& find(Streams& all, int device, int64_t id, bool highPriority) {
@@ -178,12 +190,32 @@ void setCopyTime(double meanS) {
   copyNanos.store(static_cast<int64_t>(meanS * 1e9));
 }
 
-void takeCopyTime() {
+void limitCopies(int64_t count) {
+  CopyLimit& limit = copyLimit();
+  std::lock_guard<std::mutex> lock(limit.mutex);
+  limit.left = count;
+  limit.changed.notify_all();
+}
+
+void setCopyRate(double bytesPerS) {
+  copyBytesPerS.store(bytesPerS);
+}
+
+void takeCopyTime(uint64_t bytes) {
+  {
+    CopyLimit& limit = copyLimit();
+    std::unique_lock<std::mutex> lock(limit.mutex);
+    limit.changed.wait(lock, [&limit] { return limit.left != 0; });
+    limit.left -= limit.left > 0;
+  }
   static constexpr std::array<int, 8> kTenths = {17, 3, 12, 1, 20, 8, 0, 15};
   static std::atomic<unsigned> count{0};
   const int tenths = kTenths[count.fetch_add(1) % kTenths.size()];
+  const double rate = copyBytesPerS.load();
+  const double paced = rate > 0 ? static_cast<double>(bytes) / rate * 1e9 : 0;
   std::this_thread::sleep_for(
-      std::chrono::nanoseconds(copyNanos.load() * tenths / 10));
+      std::chrono::nanoseconds(
+          copyNanos.load() * tenths / 10 + static_cast<int64_t>(paced)));
 }
 
 bool globalCapture() {

@@ -91,7 +91,12 @@ std::vector<Stream*> allStreams(int device);
 // Every copy on a stream takes between 0 and twice this long, in a fixed
 // sequence that differs from the order of the calls.
 void setCopyTime(double meanS);
-void takeCopyTime(); // in a task
+// So many more copies begin, on all streams; none before the next call then.
+// Negative: no limit, as at first.
+void limitCopies(int64_t count);
+// A copy takes as long as its bytes need, too. 0: no time, as at first.
+void setCopyRate(double bytesPerS);
+void takeCopyTime(uint64_t bytes); // in a task
 
 // True while any thread of the process captures in the mode that forbids event
 // queries in all threads that have not chosen the relaxed mode.
