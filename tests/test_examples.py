@@ -46,12 +46,15 @@ Torchrun = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def torchrun(tmp_path_factory: pytest.TempPathFactory) -> Torchrun:
-    """Runs an example on two ranks and returns what it prints; fails the test if it fails."""
+    """Runs an example, on two ranks by default, and returns what it prints.
+
+    It fails the test if the example fails.
+    """
     folder = tmp_path_factory.mktemp("torchrun")
 
-    def run(example: str, *arguments: str) -> str:
+    def run(example: str, *arguments: str, ranks: int = RANKS) -> str:
         log = folder / "log"
-        command = ["--standalone", f"--nproc-per-node={RANKS}", str(EXAMPLES / example)]
+        command = ["--standalone", f"--nproc-per-node={ranks}", str(EXAMPLES / example)]
         run_demo.run_torchrun([*command, *arguments], {}, log, timeout_s=90)
         return log.read_text()
 
@@ -178,6 +181,21 @@ def test_ordinary_programs_learn_the_same_over_any_backend(
     assert len(reference) == 3
     assert float.fromhex(reference[-1]) < float.fromhex(reference[0])
     assert losses(BACKEND) == reference
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["hsdp", "pipeline"])
+def test_each_dimension_of_a_mesh_may_have_its_backend(torchrun: Torchrun, plan: str) -> None:
+    def run(backend: str) -> tuple[list[str], list[str]]:
+        arguments = (f"--plan={plan}", f"--backend={backend}", "--steps=3")
+        printed = torchrun("train_mesh.py", *arguments, ranks=4)
+        losses = re.findall(r"^step \d+ loss [\d.]+ (\S+)$", printed, re.MULTILINE)
+        return re.findall(r"^(?:across|within): (\w+)$", printed, re.MULTILINE), losses
+
+    _, reference = run("gloo")
+    assert len(reference) == 3
+    assert float.fromhex(reference[-1]) < float.fromhex(reference[0])
+    assert run(BACKEND) == ([BACKEND, "gloo"], reference)
 
 
 @pytest.mark.slow
