@@ -26,6 +26,8 @@ TYPES = [*FLOATS, *INTEGERS, *OTHERS]
 
 # Odd, so that parts are not aligned.
 SHAPE = (257, 31)
+# SHAPE has 32 KB in float32; tensors of 2 MiB and more are copied in pieces.
+_LARGE_TIMES = 100
 # Longer than the calls of an operation take, so that a missing wait shows.
 KERNEL_S = 0.004
 # The largest time that an operation without a fault takes on a busy machine.
@@ -73,6 +75,7 @@ class Operands:
         strided: no tensor is contiguous.
         late: kernels on the current stream write inputs, and read the old contents of outputs,
             only after the operation was called.
+        large: tensors of some MiB, which are copied in pieces.
     """
 
     def __init__(
@@ -82,18 +85,21 @@ class Operands:
         dtype: torch.dtype,
         strided: bool = False,
         late: bool = False,
+        large: bool = False,
     ) -> None:
         self.rank = rank
         self.device = device
         self.dtype = dtype
         self.strided = strided
         self.late = late
+        self._times = _LARGE_TIMES if large else 1
         self._read_before: list[tuple[Tensor, Tensor]] = []
         if late:
             device.sleep(KERNEL_S)
 
     def input(self, shape: tuple[int, ...], seed: int) -> Tensor:
         """Numbers that differ by `seed` and by rank."""
+        shape = self._sized(shape)
         tensor = self._room(shape)
         host = values(shape, self.dtype, 1000 * seed + self.rank)
         if self.late:
@@ -104,6 +110,7 @@ class Operands:
 
     def output(self, shape: tuple[int, ...]) -> Tensor:
         """Old contents, to be overwritten."""
+        shape = self._sized(shape)
         tensor = self._room(shape)
         old = values(shape, self.dtype, 4711)
         self._copy(tensor, old)
@@ -115,6 +122,9 @@ class Operands:
     def outputs(self, count: int, shape: tuple[int, ...] = SHAPE) -> list[Tensor]:
         """Several of them."""
         return [self.output(shape) for _ in range(count)]
+
+    def _sized(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return (*shape[:-1], shape[-1] * self._times)
 
     def overwritten_early(self) -> bool:
         """Whether an output changed before an earlier kernel had read it."""
@@ -259,16 +269,17 @@ def fault_of(
     way: str = "wait",
     strided: bool = False,
     late: bool = False,
+    large: bool = False,
 ) -> str:
     """Compares the operation on the device with the same on the host; "" if all bits agree.
 
     Raises RefusedOnHost if the host refuses it.
     """
-    expected = _on_host(rank, operation, dtype)
+    expected = _on_host(rank, operation, dtype, large)
     device = rank.device
     caller, reader = device.new_stream(), device.new_stream()
     with device.on(caller):
-        operands = Operands(rank.number, device, dtype, strided, late)
+        operands = Operands(rank.number, device, dtype, strided, late, large)
         works, results = operation(operands)
     with device.on(reader if way in ("other stream", "poll") else caller):
         copies = _finish(works, results, way)
@@ -283,9 +294,11 @@ def fault_of(
     return ""
 
 
-def _on_host(rank: Rank, operation: Operation, dtype: torch.dtype) -> list[Tensor]:
+def _on_host(
+    rank: Rank, operation: Operation, dtype: torch.dtype, large: bool = False
+) -> list[Tensor]:
     try:
-        works, results = operation(Operands(rank.number, _HOST, dtype))
+        works, results = operation(Operands(rank.number, _HOST, dtype, large=large))
     except (RuntimeError, ValueError, TypeError) as error:
         raise RefusedOnHost(str(error)) from error
     for work in works:

@@ -29,6 +29,10 @@ def run(rank: Rank) -> None:
                         rank, operation, torch.float32, way=way, strided=strided, late=True
                     )
                     check.require(not fault, f"{'not contiguous: ' if strided else ''}{fault}")
+    for name, operation in FORMS.items():
+        with rank.check(f"{name}, late kernels, large tensors") as check:
+            fault = fault_of(rank, operation, torch.float32, late=True, large=True)
+            check.require(not fault, fault)
     _freed_memory(rank)
     _many_streams(rank)
     _beside_a_busy_stream(rank)
