@@ -15,6 +15,8 @@ constexpr uint8_t kUdp = 17;
 constexpr uint8_t kTcpFin = 0x01;
 constexpr uint8_t kTcpPush = 0x08;
 constexpr uint8_t kTcpCwr = 0x80;
+constexpr uint16_t kTypeV4 = 0x0800; // ETH_P_IP
+constexpr uint16_t kTypeV6 = 0x86dd; // ETH_P_IPV6
 
 uint16_t load16(const uint8_t* p) {
   return static_cast<uint16_t>(p[0] << 8 | p[1]);
@@ -54,6 +56,12 @@ bool isV4(const uint8_t* ip) {
   return ip[0] >> 4 == 4;
 }
 
+// Whether an Ethernet frame holds IP.
+bool holdsIp(const uint8_t* frame) {
+  const uint16_t type = load16(frame + 2 * kMacBytes);
+  return type == kTypeV4 || type == kTypeV6;
+}
+
 // Sum of the pseudo header: addresses, protocol and transport length.
 uint64_t pseudoSum(const uint8_t* ip, uint8_t protocol, uint32_t length) {
   const uint64_t addresses = isV4(ip) ? sum16(ip + 12, 8) : sum16(ip + 8, 32);
@@ -62,9 +70,10 @@ uint64_t pseudoSum(const uint8_t* ip, uint8_t protocol, uint32_t length) {
 
 } // namespace
 
-Packet::Packet(std::span<const uint8_t> bytes)
+Packet::Packet(std::span<const uint8_t> bytes, Link link)
     : data_(new uint8_t[bytes.size()]),
-      size_(static_cast<uint32_t>(bytes.size())) {
+      size_(static_cast<uint32_t>(bytes.size())),
+      linkBytes_(link == Link::kEthernet ? kEthernetBytes : 0) {
   std::memcpy(data_.get(), bytes.data(), bytes.size());
   parse();
 }
@@ -73,21 +82,30 @@ Packet::Packet(std::span<const uint8_t> bytes)
 // contradicts the length leaves the packet invalid
 // (lab_contradicting_headers_are_no_packet).
 void Packet::parse() {
-  if (size_ < kOffloadBytes + 20) {
+  if (linkBytes_ != 0 && size_ >= offset() &&
+      !holdsIp(data_.get() + kOffloadBytes)) {
+    wirePackets_ = 1;
+    headerBytes_ = 0;
+    segmentBytes_ = size_ - offset();
+    return;
+  }
+  if (size_ < offset() + 20) {
     return;
   }
   OffloadHeader offload;
   std::memcpy(&offload, data_.get(), kOffloadBytes);
-  const uint8_t* ip = data_.get() + kOffloadBytes;
-  const uint32_t bytes = size_ - static_cast<uint32_t>(kOffloadBytes);
+  const uint8_t* ip = data_.get() + offset();
+  const uint32_t bytes = size_ - offset();
   if (!isV4(ip) && (ip[0] >> 4 != 6 || bytes < 40)) {
     return;
   }
   const uint8_t type = offload.gsoType & static_cast<uint8_t>(~kGsoEcn);
-  const uint32_t start = offload.checksumStart;
+  // Counted from IP here, from the beginning of the frame in the header.
+  const uint32_t start = offload.checksumStart - linkBytes_;
   if (type == kGsoNone) {
     if ((offload.flags & kNeedsChecksum) != 0 &&
-        start + offload.checksumOffset + 2u > bytes) {
+        (offload.checksumStart < linkBytes_ ||
+         start + offload.checksumOffset + 2u > bytes)) {
       return;
     }
     wirePackets_ = 1;
@@ -98,7 +116,8 @@ void Packet::parse() {
   // A super-packet always leaves the checksum to the device, so checksumStart
   // is the beginning of the transport header.
   const bool udp = type == kGsoUdp;
-  if ((offload.flags & kNeedsChecksum) == 0 || start < 20 ||
+  if ((offload.flags & kNeedsChecksum) == 0 ||
+      offload.checksumStart < linkBytes_ + 20 ||
       start + (udp ? 8u : 20u) > bytes || offload.segmentBytes == 0) {
     return;
   }
@@ -113,6 +132,11 @@ void Packet::parse() {
 }
 
 void Packet::destination(uint8_t (&address)[16]) const {
+  if (linkBytes_ != 0) {
+    std::memset(address, 0, 16 - kMacBytes);
+    std::memcpy(address + 16 - kMacBytes, &data_[kOffloadBytes], kMacBytes);
+    return;
+  }
   const uint8_t* p = ip().data();
   if (isV4(p)) {
     std::memset(address, 0, 10);
@@ -137,23 +161,23 @@ Packet Packet::slice(uint32_t first, uint32_t count) const {
   if (first == 0 && count == wirePackets_) {
     return copy();
   }
-  const uint8_t* whole = data_.get() + kOffloadBytes;
-  const uint32_t payload =
-      size_ - static_cast<uint32_t>(kOffloadBytes) - headerBytes_;
+  const uint8_t* whole = data_.get() + offset();
+  const uint32_t payload = size_ - offset() - headerBytes_;
   const uint32_t begin = first * segmentBytes_;
   const uint32_t bytes = std::min(payload - begin, count * segmentBytes_);
   const bool last = first + count == wirePackets_;
 
   Packet part;
-  part.size_ = static_cast<uint32_t>(kOffloadBytes) + headerBytes_ + bytes;
+  part.linkBytes_ = linkBytes_;
+  part.size_ = offset() + headerBytes_ + bytes;
   part.data_.reset(new uint8_t[part.size_]);
-  uint8_t* ip = part.data_.get() + kOffloadBytes;
-  std::memcpy(part.data_.get(), data_.get(), kOffloadBytes + headerBytes_);
+  uint8_t* ip = part.data_.get() + offset();
+  std::memcpy(part.data_.get(), data_.get(), offset() + headerBytes_);
   std::memcpy(ip + headerBytes_, whole + headerBytes_ + begin, bytes);
 
   OffloadHeader offload;
   std::memcpy(&offload, data_.get(), kOffloadBytes);
-  const uint32_t start = offload.checksumStart;
+  const uint32_t start = offload.checksumStart - linkBytes_;
   const uint32_t ipBytes = headerBytes_ + bytes;
   if (isV4(ip)) {
     store16(ip + 2, ipBytes);
@@ -182,7 +206,7 @@ Packet Packet::slice(uint32_t first, uint32_t count) const {
   store16(
       transport + offload.checksumOffset,
       fold(pseudoSum(ip, udp ? kUdp : kTcp, ipBytes - start)));
-  offload.headerBytes = static_cast<uint16_t>(headerBytes_);
+  offload.headerBytes = static_cast<uint16_t>(linkBytes_ + headerBytes_);
   if (count == 1) {
     offload.gsoType = kGsoNone;
     offload.segmentBytes = 0;
@@ -199,11 +223,13 @@ Packet Packet::slice(uint32_t first, uint32_t count) const {
 void Packet::corrupt(uint64_t bit) {
   OffloadHeader offload;
   std::memcpy(&offload, data_.get(), kOffloadBytes);
-  uint8_t* ip = data_.get() + kOffloadBytes;
-  const uint32_t bytes = size_ - static_cast<uint32_t>(kOffloadBytes);
+  uint8_t* ip = data_.get() + offset();
+  const uint32_t bytes = size_ - offset();
   uint32_t start = isV4(ip) ? (ip[0] & 0xf) * 4u : 40u;
-  if ((offload.flags & kNeedsChecksum) != 0) {
-    start = offload.checksumStart;
+  if (linkBytes_ != 0 && !holdsIp(data_.get() + kOffloadBytes)) {
+    start = 0;
+  } else if ((offload.flags & kNeedsChecksum) != 0) {
+    start = offload.checksumStart - linkBytes_;
     uint16_t sum =
         static_cast<uint16_t>(~fold(sum16(ip + start, bytes - start)));
     // UDP writes 0 as its complement, since 0 says "no checksum".

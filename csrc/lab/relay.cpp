@@ -46,7 +46,8 @@ struct AddressHash {
 };
 
 struct Nic {
-  FileDescriptor tun;
+  FileDescriptor device; // a TUN device or a packet socket
+  Link link;
   // Routes and pipes exist within one network.
   size_t network;
   std::unordered_map<size_t, size_t> pipeTo; // by the number of the other NIC
@@ -107,7 +108,7 @@ class Relay {
         } else if ((events[i].events & EPOLLERR) != 0) {
           // The host has removed the device. The kernel reports that until we
           // close it.
-          nics_[what].tun.reset();
+          nics_[what].device.reset();
         } else {
           readFrom(what);
         }
@@ -148,16 +149,26 @@ class Relay {
 
   // The pipe of a packet follows from the network of its NIC and its
   // destination. A packet to an address that no NIC has is counted and dropped.
+  // A frame for a group of NICs goes to all others of the network.
   void readFrom(size_t nic) {
     for (int i = 0; i < kReadsPerTurn; ++i) {
       const ssize_t bytes =
-          ::read(nics_[nic].tun.get(), buffer_.data(), buffer_.size());
+          ::read(nics_[nic].device.get(), buffer_.data(), buffer_.size());
       if (bytes < 0) {
         return; // nothing more, or the interface is down
       }
-      Packet packet({buffer_.data(), static_cast<size_t>(bytes)});
+      Packet packet(
+          {buffer_.data(), static_cast<size_t>(bytes)}, nics_[nic].link);
       if (!packet.valid()) {
         ++unroutable_;
+        continue;
+      }
+      if (packet.isForGroup()) {
+        const TimePoint at = now();
+        emulator_.advance(at);
+        for (const auto& [target, pipe] : nics_[nic].pipeTo) {
+          emulator_.offer(at, pipe, packet.copy());
+        }
         continue;
       }
       Address address;
@@ -187,8 +198,9 @@ class Relay {
   bool write(size_t pipe, const Packet& packet) {
     const std::span<const uint8_t> bytes = packet.bytes();
     return ::write(
-               nics_[targets_[pipe]].tun.get(), bytes.data(), bytes.size()) ==
-        static_cast<ssize_t>(bytes.size());
+               nics_[targets_[pipe]].device.get(),
+               bytes.data(),
+               bytes.size()) == static_cast<ssize_t>(bytes.size());
   }
 
   // False if the owner has closed its end. Lines before a failed one have been
@@ -243,7 +255,9 @@ class Relay {
     std::string verb;
     words >> verb;
     if (verb == "nic") {
-      addNic(words, fd);
+      addNic(words, fd, Link::kNone);
+    } else if (verb == "ethernet") {
+      addNic(words, fd, Link::kEthernet);
     } else if (verb == "address") {
       const size_t nic = index(words, nics_.size());
       addAddresses(words, nic, nics_[nic].network);
@@ -276,7 +290,8 @@ class Relay {
     } else if (verb == "carrier") {
       const Nic& nic = nics_[index(words, nics_.size())];
       int on = static_cast<int>(index(words, 2));
-      checkSyscall("TUNSETCARRIER", ioctl(nic.tun.get(), TUNSETCARRIER, &on));
+      checkSyscall(
+          "TUNSETCARRIER", ioctl(nic.device.get(), TUNSETCARRIER, &on));
     } else if (verb == "counters") {
       return counters(words);
     } else {
@@ -300,15 +315,16 @@ class Relay {
     }
   }
 
-  void addNic(std::istringstream& words, FileDescriptor& fd) {
+  void addNic(std::istringstream& words, FileDescriptor& fd, Link link) {
     if (index(words, nics_.size() + 1) != nics_.size() || !fd) {
       throw std::invalid_argument("want the next number and its device");
     }
     Nic nic;
+    nic.link = link;
     nic.network = index(words, SIZE_MAX);
     addAddresses(words, nics_.size(), nic.network);
     watch(fd.get(), nics_.size());
-    nic.tun = std::move(fd);
+    nic.device = std::move(fd);
     nics_.push_back(std::move(nic));
   }
 

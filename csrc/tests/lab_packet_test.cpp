@@ -1,5 +1,6 @@
 #include "lab/packet.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -135,6 +136,79 @@ TEST(lab_destinations_of_both_families) {
   makePacket({.v6 = true, .payloadBytes = 1}).destination(address);
   CHECK_EQ(address[0], 0xfd);
   CHECK_EQ(address[15], 2);
+}
+
+std::vector<uint8_t> bytesOf(const Packet& packet) {
+  return {packet.bytes().begin(), packet.bytes().end()};
+}
+
+// In a frame, everything is done to the IP packet as without one.
+TEST(lab_frames_are_treated_as_their_packets) {
+  for (const bool v6 : {false, true}) {
+    for (const bool udp : {false, true}) {
+      const Packet plain = makePacket(
+          {.v6 = v6, .udp = udp, .payloadBytes = 4500, .segmentBytes = 1000});
+      const Packet frame = inFrame(plain);
+      CHECK(frame.valid());
+      CHECK(bytesOf(frame.copy()) == bytesOf(frame));
+      CHECK_EQ(frame.wirePackets(), plain.wirePackets());
+      CHECK_EQ(frame.wireBytes(), plain.wireBytes());
+      CHECK_EQ(frame.wireBytesOf(2), plain.wireBytesOf(2));
+      for (uint32_t first = 0; first < 5; ++first) {
+        Packet part = frame.slice(first, 1);
+        Packet plainPart = plain.slice(first, 1);
+        CHECK(bytesOf(outOfFrame(part)) == bytesOf(plainPart));
+        part.corrupt(first * 7919);
+        plainPart.corrupt(first * 7919);
+        CHECK(bytesOf(outOfFrame(part)) == bytesOf(plainPart));
+      }
+    }
+  }
+}
+
+TEST(lab_frames_have_mac_addresses) {
+  const Packet frame = inFrame(makePacket({.payloadBytes = 1}));
+  uint8_t address[16];
+  frame.destination(address);
+  const uint8_t mac[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 0, 2};
+  CHECK(std::memcmp(address, mac, 16) == 0);
+  CHECK(!frame.isForGroup());
+  CHECK(!makePacket({.payloadBytes = 1}).isForGroup());
+  std::vector<uint8_t> bytes = bytesOf(frame);
+  bytes[kOffloadBytes] = 0xff;
+  CHECK(Packet(bytes, Link::kEthernet).isForGroup());
+}
+
+TEST(lab_frames_that_are_not_ip) {
+  Packet arp = inFrame(makePacket({.payloadBytes = 8}), 0x0806);
+  CHECK(arp.valid());
+  CHECK_EQ(arp.wirePackets(), 1);
+  CHECK_EQ(arp.wireBytes(), arp.ip().size());
+  const std::vector<uint8_t> before = bytesOf(arp);
+  arp.corrupt(3);
+  const std::vector<uint8_t> after = bytesOf(arp);
+  // The damage is in the payload, so the frame still arrives.
+  const size_t payload = kOffloadBytes + kEthernetBytes;
+  CHECK(!std::equal(
+      before.begin() + payload, before.end(), after.begin() + payload));
+  CHECK(
+      std::equal(
+          before.begin() + kOffloadBytes,
+          before.begin() + payload,
+          after.begin() + kOffloadBytes));
+  for (const Packet& packet :
+       {makePacket({.payloadBytes = 5000, .segmentBytes = 1000}),
+        makePacket({.payloadBytes = 10})}) {
+    const std::vector<uint8_t> whole = bytesOf(inFrame(packet));
+    for (size_t size = 0; size < whole.size(); ++size) {
+      const std::span<const uint8_t> part(whole.data(), size);
+      const Packet torn(part, Link::kEthernet); // any answer, but in bounds
+      if (torn.valid()) {
+        (void)torn.slice(0, 1);
+        (void)torn.isForGroup();
+      }
+    }
+  }
 }
 
 } // namespace

@@ -59,6 +59,39 @@ pseudoHeader(const uint8_t* ip, bool v6, uint8_t protocol, uint32_t length) {
   return onesSum(header.data(), header.size());
 }
 
+// The same packet in an Ethernet frame for the MAC address 02:00:00:00:00:02.
+inline Packet inFrame(const Packet& packet, uint16_t type = 0) {
+  std::vector<uint8_t> bytes(packet.bytes().begin(), packet.bytes().end());
+  OffloadHeader offload;
+  std::memcpy(&offload, bytes.data(), kOffloadBytes);
+  offload.headerBytes += kEthernetBytes;
+  offload.checksumStart += kEthernetBytes;
+  std::memcpy(bytes.data(), &offload, kOffloadBytes);
+  std::vector<uint8_t> header = {2, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0, 1};
+  const bool v4 = packet.ip()[0] >> 4 == 4;
+  put16(header, type != 0 ? type : v4 ? 0x0800 : 0x86dd);
+  bytes.insert(bytes.begin() + kOffloadBytes, header.begin(), header.end());
+  return Packet(bytes, Link::kEthernet);
+}
+
+// The IP packet of a frame, as inFrame() got it.
+inline Packet outOfFrame(const Packet& frame) {
+  std::vector<uint8_t> bytes(frame.bytes().begin(), frame.bytes().end());
+  OffloadHeader offload;
+  std::memcpy(&offload, bytes.data(), kOffloadBytes);
+  if (offload.headerBytes != 0) {
+    offload.headerBytes -= kEthernetBytes;
+  }
+  if (offload.checksumStart != 0) {
+    offload.checksumStart -= kEthernetBytes;
+  }
+  std::memcpy(bytes.data(), &offload, kOffloadBytes);
+  bytes.erase(
+      bytes.begin() + kOffloadBytes,
+      bytes.begin() + kOffloadBytes + kEthernetBytes);
+  return Packet(bytes);
+}
+
 // From 10.77.0.1 to 10.77.0.2, or fd77::1 to fd77::2.
 inline Packet makePacket(const PacketShape& shape) {
   const uint32_t ipHeader = shape.v6 ? 40 : 20;
