@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+from torch_resilient.testing.guest_agent import descendants
 from torch_resilient.testing.lab import Host, Network
 
 Row = dict[str, Any]
@@ -26,17 +27,6 @@ _WORDS_CHARACTERS = 8000
 _LOOK_S = 0.1
 # Time limit for reading the remaining output of killed ranks.
 _DRAIN_S = 10.0
-
-
-def _descendants(pid: int) -> list[int]:
-    """All descendants of process `pid`."""
-    found = []
-    with contextlib.suppress(OSError):  # it has ended meanwhile
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as children:
-                for child in map(int, children.read().split()):
-                    found += [child, *_descendants(child)]
-    return found
 
 
 class LabJob:
@@ -181,7 +171,7 @@ class LabJob:
         """Kills all ranks that still run and waits for them; may be called again."""
         for process in self.processes:
             # torchrun's workers would outlive it.
-            own = _descendants(process.pid) if process.poll() is None else []
+            own = list(descendants(process.pid)) if process.poll() is None else []
             process.kill()
             process.wait()
             for pid in own:

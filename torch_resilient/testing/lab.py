@@ -96,6 +96,7 @@ class Nic:
     address: str
     address_v6: str
     index: int = dataclasses.field(repr=False)  # the relay's number
+    mtu: int = dataclasses.field(default=1500, repr=False)
 
     @property
     def table(self) -> int:
@@ -283,18 +284,8 @@ class Network:
             back = self._readdressed % (_LAST_PLACE - len(self.nics))
             new = f"10.77.{self._index}.{_LAST_PLACE - back}"
             self._readdressed += 1
-            self._lab._relay.ask([f"address {nic.index} {_digits(new)}"])
-            nic.host._ip(
-                [
-                    f"rule delete from {nic.address} lookup {nic.table}",
-                    f"rule add from {new} lookup {nic.table}",
-                    f"address delete {nic.address}/24 dev {nic.device}",
-                    f"address add {new}/24 dev {nic.device}",
-                ]
-            )
             moved = dataclasses.replace(nic, address=new)
-            if "admin" not in self._faults.get(nic.index, ()):  # else up() will
-                moved.configure_routes()
+            self._replace_address(nic, moved)
             for nics in (self.nics, nic.host.nics):
                 nics[nics.index(nic)] = moved
             return new
@@ -460,6 +451,19 @@ class Network:
             lines.append(f"set {pipe} {' '.join(words)} shared={shared}")
         self._lab._relay.ask(lines)
 
+    def _replace_address(self, nic: Nic, moved: Nic) -> None:
+        self._lab._relay.ask([f"address {nic.index} {_digits(moved.address)}"])
+        nic.host._ip(
+            [
+                f"rule delete from {nic.address} lookup {nic.table}",
+                f"rule add from {moved.address} lookup {nic.table}",
+                f"address delete {nic.address}/24 dev {nic.device}",
+                f"address add {moved.address}/24 dev {nic.device}",
+            ]
+        )
+        if "admin" not in self._faults.get(nic.index, ()):  # else up() will
+            moved.configure_routes()
+
     def _switch(self, nic: Nic, kind: str, on: bool) -> None:
         if kind == "carrier":
             self._lab._relay.ask([f"carrier {nic.index} {int(on)}"])
@@ -572,7 +576,7 @@ class NetworkLab:
                 raise ValueError(f"network {name}: a host of another lab")
             if not 1280 <= mtu <= 65535:
                 raise ValueError(f"mtu: expected 1280 to 65535 bytes, got {mtu}")
-            network = self.networks[name] = Network(self, name, index)
+            network = self.networks[name] = self._new_network(name, index)
             for place, host in enumerate(hosts, start=1):
                 self._add_nic(network, host, place, mtu)
             lines = []
@@ -618,7 +622,7 @@ class NetworkLab:
         """
         self._check_open()
         if isinstance(script, str):
-            events = parse_script(script, self.networks)
+            events = self.parse(script)
         else:
             events = [Event(at_s, getattr(do, "__name__", "call"), do) for at_s, do in script]
         player = Player(events)
@@ -626,6 +630,10 @@ class NetworkLab:
         if wait:
             player.wait()
         return player
+
+    def parse(self, script: str) -> list[Event]:
+        """The events of a script. Raises ScriptError."""
+        return parse_script(script, self.networks)
 
     @property
     def is_real_time(self) -> bool:
@@ -660,6 +668,9 @@ class NetworkLab:
         for host in self.hosts.values():
             host._spaces.close()
 
+    def _new_network(self, name: str, index: int) -> Network:
+        return Network(self, name, index)
+
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this lab is closed")
@@ -682,18 +693,26 @@ class NetworkLab:
             f"10.77.{network._index}.{place}",
             str(ipaddress.ip_address(f"fd77:0:0:{network._index:x}::{place:x}")),
             self._nic_count,
+            mtu,
         )
+        self._attach(nic)
+        self._nic_count += 1
+        network.nics.append(nic)
+        host.nics.append(nic)
+
+    def _attach(self, nic: Nic) -> None:
+        """Makes the device of a NIC, for its host and for the relay."""
+        host, network, device = nic.host, nic.network, nic.device
         tun = host.call(namespaces.open_tun, device)
         try:
             digits = [_digits(nic.address), _digits(nic.address_v6)]
             self._relay.ask([f"nic {nic.index} {network._index} {' '.join(digits)}"], tun)
         finally:
             os.close(tun)
-        self._nic_count += 1
         # Packets from this NIC's address leave through this NIC, for every target.
         host._ip(
             [
-                f"link set {device} mtu {mtu} txqueuelen {_DEVICE_QUEUE_PACKETS} up",
+                f"link set {device} mtu {nic.mtu} txqueuelen {_DEVICE_QUEUE_PACKETS} up",
                 f"address add {nic.address}/24 dev {device}",
                 f"rule add from {nic.address} lookup {nic.table}",
             ]
@@ -707,8 +726,6 @@ class NetworkLab:
                 "-6",
             )
         nic.configure_routes()
-        network.nics.append(nic)
-        host.nics.append(nic)
 
     def _write_hosts_files(self) -> None:
         """The name a resolves to the first NIC of host a; a-eth0 and so on to each NIC."""

@@ -30,8 +30,13 @@ _MS_BIND = 0x1000
 _MS_SLAVE = 1 << 19
 _MNT_DETACH = 2
 
-_IFF_TUN, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
-_TUNSETIFF, _TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+_IFF_TUN, _IFF_TAP, _IFF_NO_PI, _IFF_VNET_HDR = 0x0001, 0x0002, 0x1000, 0x4000
+_TUNSETIFF, _TUNSETPERSIST, _TUNSETOFFLOAD = 0x400454CA, 0x400454CB, 0x400454D0
+_ETH_P_ALL = 0x0003
+_SOL_PACKET, _PACKET_VNET_HDR, _PACKET_IGNORE_OUTGOING = 263, 15, 23
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
+# A guest's window of packets, many times over; more would be dropped.
+_PACKET_BUFFER_BYTES = 16 << 20
 _OFFLOAD_TCP = 0x01 | 0x02 | 0x04 | 0x08  # checksums, TSO for IPv4, IPv6, with ECN
 _OFFLOAD_UDP = 0x20 | 0x40  # since Linux 6.2
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
@@ -192,6 +197,40 @@ def open_tun(device: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def make_tap(device: str) -> None:
+    """Makes a TAP device for a guest in this thread's network namespace. Raises OSError.
+
+    It disappears with the namespace.
+    """
+    fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        flags = _IFF_TAP | _IFF_NO_PI | _IFF_VNET_HDR
+        fcntl.ioctl(fd, _TUNSETIFF, struct.pack("16sH22x", device.encode(), flags))
+        fcntl.ioctl(fd, _TUNSETPERSIST, 1)
+    finally:
+        os.close(fd)
+
+
+def open_packet_socket(device: str) -> socket.socket:
+    """Reads what a guest sends through a TAP device that is up, writes what it receives.
+
+    Frames have the header of TUN devices, as open_tun() sets it up, and may be super-packets.
+    Raises OSError.
+    """
+    kind = socket.SOCK_RAW | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    sock = socket.socket(socket.AF_PACKET, kind, 0)
+    try:
+        sock.setsockopt(_SOL_PACKET, _PACKET_VNET_HDR, 1)
+        sock.setsockopt(_SOL_PACKET, _PACKET_IGNORE_OUTGOING, 1)
+        for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+            sock.setsockopt(socket.SOL_SOCKET, option, _PACKET_BUFFER_BYTES)
+        sock.bind((device, _ETH_P_ALL))
+    except OSError:
+        sock.close()
+        raise
+    return sock
 
 
 def set_device_up(device: str, up: bool) -> None:

@@ -10,6 +10,7 @@ One event a line (or between semicolons); `#` begins a comment:
     6s    wan a->b down                # one direction, as a black hole
     7s    wan a,b<->c,d set rate=none
     8s    eth0 flap blackhole 200ms 38s     # down and up every 200 ms, until 38 s; then up
+    9s    a freeze                     # a host, if it is a guest of a verbs lab; also thaw, kill
 
 Times count from the start of the script. Every number has a unit: s, ms, us; kbit, mbit, gbit
 (bit/s) or kBps, MBps, GBps (bytes/s); kB, MB, GB, KiB, MiB; only shares are numbers or have a %.
@@ -23,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch_resilient.testing.settings import LinkSettings
@@ -40,6 +42,16 @@ class ScriptedNetwork(Protocol):
     def up(self, *, end: str | None, direction: str | None) -> None: ...
 
     def address(self, host: str) -> str: ...
+
+
+class ScriptedHost(Protocol):
+    """The operations of scripts on a host; `guest.Guest` implements them."""
+
+    def freeze(self) -> None: ...
+
+    def thaw(self) -> None: ...
+
+    def kill(self) -> None: ...
 
 
 class Units(NamedTuple):
@@ -130,7 +142,11 @@ def parse_settings(words: Sequence[str]) -> dict[str, float | None]:
     return fields
 
 
-def parse_script(text: str, networks: Mapping[str, ScriptedNetwork]) -> list[Event]:
+def parse_script(
+    text: str,
+    networks: Mapping[str, ScriptedNetwork],
+    hosts: Mapping[str, ScriptedHost] = MappingProxyType({}),
+) -> list[Event]:
     """Events of a script, in the order of their times. Raises ScriptError."""
     events: list[Event] = []
     for number, line in enumerate(text.splitlines(), start=1):
@@ -139,17 +155,23 @@ def parse_script(text: str, networks: Mapping[str, ScriptedNetwork]) -> list[Eve
             if not words:
                 continue
             try:
-                events += _events(words, networks)
+                events += _events(words, networks, hosts)
             except (ValueError, LookupError, TypeError) as error:
                 problem = error.args[0] if error.args else error
                 raise ScriptError(f"line {number}, {part.strip()!r}: {problem}") from None
     return sorted(events, key=lambda event: event.at_s)
 
 
-def _events(words: list[str], networks: Mapping[str, ScriptedNetwork]) -> list[Event]:
+def _events(
+    words: list[str],
+    networks: Mapping[str, ScriptedNetwork],
+    hosts: Mapping[str, ScriptedHost],
+) -> list[Event]:
     if len(words) < 3:
         raise ValueError("expected TIME NETWORK ACTION")
     at_s = parse_quantity(words[0], TIME)
+    if (host := hosts.get(words[1])) is not None:
+        return [Event(at_s, " ".join(words[1:]), _host_action(host, words[2:]))]
     network = networks.get(words[1])
     if network is None:
         raise ValueError(f"no network {words[1]}; there are {', '.join(networks) or 'none'}")
@@ -186,6 +208,13 @@ def _events(words: list[str], networks: Mapping[str, ScriptedNetwork]) -> list[E
             count += 1
         return [*events, Event(end_s, f"{text} ends", up)]
     raise ValueError(f"no action {action}; there are set, down, up, flap")
+
+
+def _host_action(host: ScriptedHost, words: list[str]) -> Callable[[], object]:
+    actions = {"freeze": host.freeze, "thaw": host.thaw, "kill": host.kill}
+    if len(words) != 1 or words[0] not in actions:
+        raise ValueError(f"{' '.join(words)!r}: expected one of {', '.join(actions)}")
+    return actions[words[0]]
 
 
 def _outage(
