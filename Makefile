@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-lossy test lint tidy format cpp-test python-test slow-test \
-  test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
+  verbs-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -59,10 +59,10 @@ demo-lossy: setup ## training over a link that loses packets, in three ways (roo
 # is compiled; if that fails, the second line says how.
 test: lint setup ## everything that must pass before a commit
 	nice -n 19 $(MAKE) -k asan-built tsan-built planted-built \
-	  $(if $(CLANG),clang-built) >build/ahead.log 2>&1 & ahead=$$!; \
+	  $(if $(CLANG),clang-built) verbs-lab-if-possible >build/ahead.log 2>&1 & ahead=$$!; \
 	  $(MAKE) python-test || { status=$$?; kill $$ahead; exit $$status; }; \
 	  wait $$ahead || true
-	$(MAKE) asan tsan staging planted clang
+	$(MAKE) verbs-test asan tsan staging planted clang
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .
@@ -85,10 +85,23 @@ cpp-test: ## tests of the C++ core, ARGS="part of a name"
 	$(MAKE) -C csrc JOBS=$(JOBS) test
 
 python-test: setup ## tests of the package, ARGS="-k expression"
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not verbs" $(ARGS)
 
 slow-test: setup ## the tests that take long or much memory
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m "slow and not verbs" $(ARGS)
+
+# Apart from the other tests, which run while the kernel of the guests is built.
+verbs-test: setup verbs-lab-if-possible ## tests with real verbs, in guests (root)
+	$(BIN)/python -m pytest -m verbs $(ARGS)
+
+# Some minutes once; the kernel is kept until its configuration or its source changes.
+verbs-lab: setup ## the kernel of the verbs lab's guests, and a program for its tests
+	nice -n 10 $(BIN)/python -m torch_resilient.testing.guest_kernel --jobs $(JOBS)
+	$(MAKE) -C csrc verbs-probe
+
+verbs-lab-if-possible: setup
+	nice -n 10 $(BIN)/python -m torch_resilient.testing.guest_kernel --jobs $(JOBS) --if-possible
+	$(MAKE) -C csrc verbs-probe
 
 # A copy of the source has its own environment, so neither torch nor the extension of this one
 # changes. A second run compiles what has changed.
