@@ -13,12 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from torch_resilient.cli.errors import bad_input
-from torch_resilient.testing import Counters, Host, LabUnavailable, NetworkLab, script
+from torch_resilient.testing import (
+    Counters,
+    Host,
+    LabUnavailable,
+    NetworkLab,
+    VerbsLab,
+    script,
+)
 
 ABOUT = f"""\
 Makes hosts a, b, c... as network namespaces of this machine, with a NIC eth0, eth1... for each
 network, and runs COMMAND on each host until all commands have ended. Needs root. It leaves nothing
 behind, even if it is killed.
+
+With --verbs the hosts are guests with a Linux kernel of their own (User Mode Linux) and real RDMA
+verbs in software (Soft-RoCE): the RDMA device rxe0 on eth0, rxe1 on eth1... They see the files of
+this machine, and what they write is lost. A network `control` without RDMA carries MASTER_ADDR.
+`make verbs-lab` builds their kernel once. `ib_write_bw`, `ibv_devices` and other programs for verbs
+are in the Debian packages perftest and ibverbs-utils.
 
 environment of each COMMAND
   NODE_RANK, RANK  0 on a, 1 on b...       WORLD_SIZE, NNODES  number of hosts
@@ -32,6 +45,10 @@ examples:
   torch-resilient lab --links 2 --script "2s eth0 down; 5s eth0 up" -- python train.py
   torch-resilient lab --hosts 4 --sites 2 --delay 20ms --uplink 500mbit -- python train.py
   torch-resilient lab --delay 5ms -- sh -c 'ping -c 3 $MASTER_ADDR'
+  torch-resilient lab --verbs -- ibv_devices
+  torch-resilient lab --verbs --script "3s eth0 down; 6s eth0 up" -- python train.py
+  torch-resilient lab --verbs -- \\
+    sh -c '[ $RANK = 0 ] && exec ib_write_bw -d rxe0; sleep 1; ib_write_bw -d rxe0 $MASTER_ADDR'
 
 script of events:
 {script.__doc__.partition(chr(10))[2] if script.__doc__ else ""}
@@ -55,9 +72,13 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--links",
         type=int,
-        default=1,
         metavar="N",
-        help="NICs and networks of each host; default: 1",
+        help="NICs and networks of each host; default: 1, with --verbs 2",
+    )
+    parser.add_argument(
+        "--verbs",
+        action="store_true",
+        help="hosts with RDMA devices: guests of User Mode Linux with Soft-RoCE; at most 8",
     )
     parser.add_argument(
         "--sites",
@@ -109,7 +130,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         if not command:
             raise ValueError("expected a command after --, such as: -- python train.py")
-        with NetworkLab(seed=options.seed) as lab:
+        _check(options)
+        with _make(options) as lab:
             events = _build(lab, options)
             return _run_job(lab, command, events, options.sites)
     except (LabUnavailable, ValueError, LookupError, OSError) as error:
@@ -118,10 +140,12 @@ def run(options: argparse.Namespace) -> int:
         return 130
 
 
-def _build(lab: NetworkLab, options: argparse.Namespace) -> str:
-    """Makes hosts and networks; returns the script. Raises ValueError, OSError."""
-    names = string.ascii_lowercase
-    for name, least, most in (("hosts", 2, len(names)), ("links", 1, 16), ("sites", 0, 26)):
+def _check(options: argparse.Namespace) -> None:
+    """Completes the options. Raises ValueError."""
+    if options.links is None:
+        options.links = 2 if options.verbs else 1
+    hosts_max, links_max = (8, 8) if options.verbs else (len(string.ascii_lowercase), 16)
+    for name, least, most in (("hosts", 2, hosts_max), ("links", 1, links_max), ("sites", 0, 26)):
         if not least <= getattr(options, name) <= most:
             raise ValueError(f"--{name}: expected {least} to {most}")
     if options.sites and (options.sites == 1 or options.hosts % options.sites):
@@ -130,6 +154,18 @@ def _build(lab: NetworkLab, options: argparse.Namespace) -> str:
         raise ValueError("--uplink: is for a site; give --sites, or --rate for a host")
     if options.script and options.script_file:
         raise ValueError("--script: excludes --script-file")
+
+
+def _make(options: argparse.Namespace) -> NetworkLab:
+    """The lab: with --verbs complete, else empty. Raises LabUnavailable."""
+    if options.verbs:
+        return VerbsLab(options.hosts, nics=options.links, seed=options.seed)
+    return NetworkLab(seed=options.seed)
+
+
+def _build(lab: NetworkLab, options: argparse.Namespace) -> str:
+    """Makes hosts and networks; returns the script. Raises ValueError, OSError."""
+    names = string.ascii_lowercase
     asked = [f"{n}={getattr(options, n)}" for n in ("delay", "rate", "drop") if getattr(options, n)]
     settings: dict[str, Any] = script.parse_settings(asked + options.set)
     sysctl = {}
@@ -138,11 +174,16 @@ def _build(lab: NetworkLab, options: argparse.Namespace) -> str:
         if not equals:
             raise ValueError(f"--sysctl: expected NAME=VALUE, got {each!r}")
         sysctl[key] = value
-    hosts = [lab.host(name, sysctl=sysctl) for name in names[: options.hosts]]
+    if isinstance(lab, VerbsLab):
+        hosts = list(lab.hosts.values())
+        for host, (key, value) in itertools.product(hosts, sysctl.items()):
+            host.sysctl(key, value)
+    else:
+        hosts = [lab.host(name, sysctl=sysctl) for name in names[: options.hosts]]
     size = options.hosts // options.sites if options.sites else 1
     sites = [hosts[i : i + size] for i in range(0, len(hosts), size)]
-    for _ in range(options.links):
-        network = lab.network(hosts)
+    for number in range(options.links):
+        network = lab.networks.get(f"eth{number}") or lab.network(hosts)
         for one, other in itertools.combinations(sites, 2):
             network.set(direction=f"{_names(one)}<->{_names(other)}", **settings)
         if options.uplink:
@@ -151,12 +192,12 @@ def _build(lab: NetworkLab, options: argparse.Namespace) -> str:
                 rate = script.parse_rate(options.uplink)
                 network.share_rate(f"{_names(site)}->{_names(rest)}", rate)
                 network.share_rate(f"{_names(rest)}->{_names(site)}", rate)
-    if options.control:
+    if options.control and not options.verbs:
         lab.network(hosts, name="control")
     text: str = options.script or ""
     if options.script_file:
         text = options.script_file.read_text(encoding="utf-8")
-    script.parse_script(text, lab.networks)  # errors before the job begins
+    lab.parse(text)  # errors before the job begins
     return text
 
 
