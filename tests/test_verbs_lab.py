@@ -100,6 +100,10 @@ def test_guests_have_rdma_devices(lab: VerbsLab) -> None:
             assert re.search(rf"{device}/1 state ACTIVE .* netdev {nic}\b", links)
         assert output(guest, "cat", "/proc/sys/kernel/hostname").strip() == guest.name
         assert output(guest, "uname", "-r") != os.uname().release
+        for other in lab.guests.values():
+            for nic in other.nics:
+                found = output(guest, "getent", "hosts", f"{other.name}-{nic.device}")
+                assert found.split()[0] == nic.address
 
 
 def test_guests_see_the_files_of_the_host(lab: VerbsLab, tmp_path: Path) -> None:
@@ -109,6 +113,11 @@ def test_guests_see_the_files_of_the_host(lab: VerbsLab, tmp_path: Path) -> None
     done = a.run(["sh", "-c", "echo changed >file && cat file"], cwd=tmp_path, capture_output=True)
     assert done.stdout == b"changed\n"
     assert (tmp_path / "file").read_text() == "from the host"
+    # The guest remembers which files it has missed, until it is told to forget.
+    assert a.run(["test", "-e", str(tmp_path / "late")]).returncode == 1
+    (tmp_path / "late").touch()
+    a.write("/proc/sys/vm/drop_caches", "3")
+    assert a.run(["test", "-e", str(tmp_path / "late")]).returncode == 0
     code = "import sys; print(sys.prefix)"
     assert output(a, sys.executable, "-c", code).strip() == sys.prefix
 
@@ -116,6 +125,7 @@ def test_guests_see_the_files_of_the_host(lab: VerbsLab, tmp_path: Path) -> None
 def test_processes_in_guests_behave_like_processes(lab: VerbsLab, tmp_path: Path) -> None:
     a = lab.guests["a"]
     assert a.run(["sh", "-c", "exit 3"]).returncode == 3
+    assert a.run("exit 4", shell=True).returncode == 4
     assert a.run(["sh", "-c", "kill -USR1 $$"]).returncode == -signal.SIGUSR1
     done = a.run(["no-such-program"], capture_output=True, text=True)
     assert done.returncode == 127
@@ -224,11 +234,20 @@ def test_packets_of_one_hop_arrive(lab: VerbsLab) -> None:
 # ---- faults as verbs see them ----
 
 
+# A queue pair gives up after (retries + 1) x 4.096 us x 2^timeout: half a second, or three. A busy
+# machine must not be taken for a fault.
+FAILS_SOON = ("timeout=15", "retries=3")
+FAILS_SOON_AFTER_S = 4 * 4.096e-6 * 2**15
+ENDURES = ("timeout=17", "retries=5")
+
+
 @contextlib.contextmanager
-def probe(lab: VerbsLab, device: str = "rxe0") -> Iterator[LabJob]:
+def probe(
+    lab: VerbsLab, patience: tuple[str, ...] = FAILS_SOON, device: str = "rxe0"
+) -> Iterator[LabJob]:
     """A job that writes from b to a (csrc/tests/verbs/probe.cpp), after its first writes."""
     require(None if PROBE.exists() else f"there is no {PROBE}; `make verbs-lab` builds it")
-    command = [str(PROBE), device, "timeout=14", "retries=2"]
+    command = [str(PROBE), device, *patience]
     with LabJob(command, list(lab.hosts.values())[:2], lab.control, port=next(PORTS)) as job:
         goes_on(job)
         yield job
@@ -269,13 +288,12 @@ def received(job: LabJob) -> int:
 def test_a_black_hole_ends_in_an_error_at_the_sender(pair: tuple[Guest, Guest, Network]) -> None:
     a, _, network = pair
     lab = a._lab
-    with probe(lab) as job, probe(lab, "rxe1") as other:
+    with probe(lab) as job, probe(lab, ENDURES, "rxe1") as other:
         network.down()
         failed = job.row("failed", LIMIT_S)
         assert "retry" in failed["status"]
         assert failed["rank"] == 1
-        # (2 + 1) x 4.096 us x 2^14: never earlier.
-        assert failed["after_s"] > 0.2
+        assert failed["after_s"] > FAILS_SOON_AFTER_S / 2
         goes_on(other)  # the other NIC
         network.up()
         reconnect(job)
@@ -334,7 +352,7 @@ def test_a_nic_that_goes_down_says_so_at_its_end(
 
 def test_a_delay_delays_completions(pair: tuple[Guest, Guest, Network]) -> None:
     a, _, network = pair
-    with probe(a._lab) as job:
+    with probe(a._lab, ENDURES) as job:
         network.set(delay_s=0.03)
         job.until(lambda row: row.get("latency_s", 0) > 0.06, "delayed completion", LIMIT_S)
         network.set(delay_s=0)
@@ -343,7 +361,7 @@ def test_a_delay_delays_completions(pair: tuple[Guest, Guest, Network]) -> None:
 
 def test_drops_are_repaired_by_the_queue_pair(pair: tuple[Guest, Guest, Network]) -> None:
     a, _, network = pair
-    with probe(a._lab) as job:
+    with probe(a._lab, ENDURES) as job:
         network.set(direction="b->a", drop=0.05)
         eventually(lambda: network.counters("b->a").dropped.packets > 3)
         network.set(drop=0)
@@ -438,6 +456,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.timeout(300)
 def test_torch_runs_with_this_backend(tmp_path: Path) -> None:
     require(verbs_unavailable())
     program = tmp_path / "trainer.py"
@@ -525,7 +544,8 @@ def processes_in(inodes: set[int]) -> set[int]:
 def traces() -> dict[str, set[str]]:
     """What a lab could leave on the machine."""
     return {
-        "shared memory": set(os.listdir("/dev/shm")),
+        # Of User Mode Linux. Other programs use the directory as well.
+        "shared memory": {name for name in os.listdir("/dev/shm") if name.startswith("vm_file")},
         "interfaces": set(os.listdir("/sys/class/net")),
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),
     }

@@ -44,6 +44,8 @@ _CLIENT = (sys.executable, "-I", "-S", guest_agent.__file__, "run")
 DATA_MTU = 4200
 # Without it a guest whose first ARP request is lost waits for a second.
 _NEIGHBOUR_RETRANSMIT_MS = 50
+# A second in all, as by default; on a busy machine an answer may take as long.
+_NEIGHBOUR_REQUESTS = 20
 
 
 def mac_address(index: int) -> str:
@@ -96,7 +98,7 @@ class Guest(Host):
         """The end of what its kernel and its first process have printed."""
         return self._console
 
-    def popen(self, arguments: Sequence[Any], **options: Any) -> subprocess.Popen[Any]:
+    def popen(self, arguments: Sequence[Any] | str, **options: Any) -> subprocess.Popen[Any]:
         """Like subprocess.Popen, in this guest; stdin is empty by default.
 
         The process object stands for the command: its input and output, signals except SIGSTOP, and
@@ -106,7 +108,9 @@ class Guest(Host):
         """
         self._lab._check_open()
         self._check_running()
-        command = [os.fspath(word) for word in arguments]
+        command = [arguments] if isinstance(arguments, str) else list(map(os.fspath, arguments))
+        if options.pop("shell", False):
+            command = ["/bin/sh", "-c", *command]
         environment = options.pop("env", None)
         text = json.dumps(dict(os.environ if environment is None else environment))
         port = _WARM_PORT if self.settings.preload and _is_python_program(command) else _PORT
@@ -266,7 +270,14 @@ class Guest(Host):
                 self._agent = self._spaces.call(
                     lambda: socket.create_connection(address, _ANSWER_TIMEOUT_S)
                 )
-            guest_agent.request(self._agent, kind, what)
+            try:
+                guest_agent.request(self._agent, kind, what)
+            except guest_agent.RefusedError:
+                raise
+            except OSError:  # a late answer must not be taken for the next one's
+                self._agent.close()
+                self._agent = None
+                raise
 
     def _switch(self, nic: Nic, kind: str, on: bool) -> None:
         """Takes a NIC down or up: its carrier, or the device."""
@@ -313,8 +324,11 @@ class Guest(Host):
                 f"address add {nic.address}/24 dev {nic.device}",
                 f"address add {nic.address_v6}/64 dev {nic.device} nodad",
             ]
-            neighbours = f"/proc/sys/net/ipv4/neigh/{nic.device}/retrans_time_ms"
-            settings.append(f"echo {_NEIGHBOUR_RETRANSMIT_MS} >{neighbours}")
+            neighbours = f"/proc/sys/net/ipv4/neigh/{nic.device}"
+            settings += [
+                f"echo {_NEIGHBOUR_RETRANSMIT_MS} >{neighbours}/retrans_time_ms",
+                f"echo {_NEIGHBOUR_REQUESTS} >{neighbours}/mcast_solicit",
+            ]
             if device := self.rdma_devices.get(nic.device):
                 settings.append(f"rdma link add {device} type rxe netdev {nic.device}")
         last = f"vec{len(self.nics)}"

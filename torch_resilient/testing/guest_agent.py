@@ -77,14 +77,21 @@ def receive_frame(sock: socket.socket) -> tuple[bytes, bytes] | None:
     return (kind, data) if len(data) == size else None
 
 
+class RefusedError(OSError):
+    """The server could not do what it was asked for."""
+
+
 def request(sock: socket.socket, kind: bytes, what: dict[str, Any]) -> None:
-    """Asks the server for something that is not a command. Raises OSError if it fails."""
+    """Asks the server for something that is not a command.
+
+    Raises RefusedError; another OSError if the connection fails.
+    """
     send_frame(sock, kind, json.dumps(what).encode())
     answer = receive_frame(sock)
     if answer is None:
         raise ConnectionError("the guest's agent has closed the connection")
     if answer[0] == b"f":
-        raise OSError(answer[1].decode())
+        raise RefusedError(answer[1].decode())
 
 
 # ---- in the guest ----
