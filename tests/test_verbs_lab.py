@@ -188,7 +188,10 @@ def test_what_a_guest_cannot_do(lab: VerbsLab) -> None:
 
 
 def perftest(lab: VerbsLab, nic: str, program: str, *options: str) -> list[str]:
-    """The last row of numbers that a perftest program prints."""
+    """The last row of numbers that a perftest program prints.
+
+    Rates are "inf" if the machine is too busy for it to find out the processor's frequency.
+    """
     a, b = lab.guests.values()
     command = [program, "-d", a.rdma_devices[nic], "-p", str(next(PORTS)), *options]
     with a.popen(command, stdout=subprocess.DEVNULL) as server:
@@ -206,16 +209,14 @@ def perftest(lab: VerbsLab, nic: str, program: str, *options: str) -> list[str]:
         finally:
             server.kill()
     assert done.returncode == 0, done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if re.fullmatch(r"[\d.\s]+", line)]
-    return rows[-1]
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return next(row for row in reversed(rows) if row and row[0].isdigit())
 
 
 @pytest.mark.parametrize("nic", ["eth0", "eth1"])
 def test_perftest_runs_between_guests(lab: VerbsLab, nic: str) -> None:
     before = lab.networks[nic].counters("b->a").delivered.bytes
-    size, iterations, _, megabytes_per_s, _ = perftest(lab, nic, "ib_write_bw", "-n", "200")
-    assert (size, iterations) == ("65536", "200")
-    assert float(megabytes_per_s) > 0
+    assert perftest(lab, nic, "ib_write_bw", "-n", "200")[:2] == ["65536", "200"]
     assert lab.networks[nic].counters("b->a").delivered.bytes - before > 200 * 65536
 
 
