@@ -188,13 +188,22 @@ def test_what_a_guest_cannot_do(lab: VerbsLab) -> None:
 
 
 def perftest(lab: VerbsLab, nic: str, program: str, *options: str) -> list[str]:
-    """The last row of numbers that a perftest program prints.
-
-    Rates are "inf" if the machine is too busy for it to find out the processor's frequency.
-    """
+    """The row of numbers that a perftest program prints."""
     a, b = lab.guests.values()
-    command = [program, "-d", a.rdma_devices[nic], "-p", str(next(PORTS)), *options]
-    with a.popen(command, stdout=subprocess.DEVNULL) as server:
+    for _ in range(10):
+        port = str(next(PORTS))
+        command = [program, "-d", a.rdma_devices[nic], "-p", port, *options]
+        said = client_output(lab, a, b, command)
+        # On a busy machine it cannot always find out the processor's frequency.
+        if " inf " not in said and "Can't produce a report" not in said:
+            break
+    rows = [line.split() for line in said.splitlines()]
+    return next(row for row in reversed(rows) if row and row[0].isdigit())
+
+
+def client_output(lab: VerbsLab, a: Guest, b: Guest, command: list[str]) -> str:
+    """Runs a server of perftest on a and its client on b; what the client says."""
+    with a.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
         try:
             for _ in range(100):  # the server may not listen yet
                 done = b.run(
@@ -208,9 +217,7 @@ def perftest(lab: VerbsLab, nic: str, program: str, *options: str) -> list[str]:
                     break
         finally:
             server.kill()
-    assert done.returncode == 0, done.stdout
-    rows = [line.split() for line in done.stdout.splitlines()]
-    return next(row for row in reversed(rows) if row and row[0].isdigit())
+    return str(done.stdout)
 
 
 @pytest.mark.parametrize("nic", ["eth0", "eth1"])
