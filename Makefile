@@ -96,11 +96,11 @@ verbs-test: setup verbs-lab-if-possible ## tests with real verbs, in guests (roo
 
 # Some minutes once; the kernel is kept until its configuration or its source changes.
 verbs-lab: setup ## the kernel of the verbs lab's guests, and a program for its tests
-	nice -n 10 $(BIN)/python -m torch_resilient.testing.guest_kernel --jobs $(JOBS)
+	nice -n 10 $(BIN)/python torch_resilient/testing/guest_kernel.py --jobs $(JOBS)
 	$(MAKE) -C csrc verbs-probe
 
 verbs-lab-if-possible: setup
-	nice -n 10 $(BIN)/python -m torch_resilient.testing.guest_kernel --jobs $(JOBS) --if-possible
+	nice -n 10 $(BIN)/python torch_resilient/testing/guest_kernel.py --jobs $(JOBS) --if-possible
 	$(MAKE) -C csrc verbs-probe
 
 # A copy of the source has its own environment, so neither torch nor the extension of this one

@@ -1,7 +1,7 @@
 """The kernel of the guests of a verbs lab: where it is, and how it is built.
 
-    python -m torch_resilient.testing.guest_kernel       builds it, unless it is there
-    python -m torch_resilient.testing.guest_kernel --if-possible   success where it cannot be built
+    python guest_kernel.py                  builds it, unless it is there
+    python guest_kernel.py --if-possible    success where it cannot be built
 
 It is a User Mode Linux with Soft-RoCE, which no distribution has: the source is that of the package
 linux-source of Debian, the configuration is guest_kernel.config. Building it takes about five
@@ -69,7 +69,7 @@ def find() -> Path:
             return Path(other)
         raise FileNotFoundError(f"{VARIABLE}={other}: no such program")
     kernel = folder() / "linux"
-    remedy = "`make verbs-lab` or `python -m torch_resilient.testing.guest_kernel` builds it"
+    remedy = f"`make verbs-lab` or `python {__file__}` builds it"
     if not kernel.exists():
         raise FileNotFoundError(f"a verbs lab needs the kernel {kernel}; {remedy}")
     if not _stamp(kernel).startswith(_recipe()):
