@@ -177,7 +177,7 @@ def faults(lab: VerbsLab, count: int) -> Iterator[Row]:
     network = lab.networks["eth0"]
     timeout, retry = 14, 2
     kinds: list[tuple[str, Callable[[], object], bool]] = [
-        ("switch swallows all", network.down, False),
+        ("switch drops all", network.down, False),
         ("only data lost", lambda: network.down(direction="b->a"), False),
         ("only ACKs lost", lambda: network.down(direction="a->b"), False),
         ("carrier of the sender", lambda: network.down("carrier", end=b), True),
@@ -267,7 +267,7 @@ def describe_row(row: Row) -> str:
             )
         case _:
             ranks = {0: "receiver", 1: "sender"}
-            where = " ".join(ranks[rank] for rank in row["event_rank"]) or "nobody"
+            where = " ".join(ranks[rank] for rank in row["event_rank"]) or "no end"
             return (
                 f"{row['fault']:<24}: error after {spread(row['after_s'])} s "
                 f"({', '.join(row['status'])}), {row['no_error']} without; port error at {where} "

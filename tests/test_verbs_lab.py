@@ -113,7 +113,7 @@ def test_guests_see_the_files_of_the_host(lab: VerbsLab, tmp_path: Path) -> None
     done = a.run(["sh", "-c", "echo changed >file && cat file"], cwd=tmp_path, capture_output=True)
     assert done.stdout == b"changed\n"
     assert (tmp_path / "file").read_text() == "from the host"
-    # The guest remembers which files it has missed, until it is told to forget.
+    # The guest remembers which files it has missed, until it drops its caches.
     assert a.run(["test", "-e", str(tmp_path / "late")]).returncode == 1
     (tmp_path / "late").touch()
     a.write("/proc/sys/vm/drop_caches", "3")
@@ -435,7 +435,12 @@ def test_a_killed_guest_takes_its_processes_along() -> None:
                 a.popen(["true"])
             with pytest.raises(RuntimeError, match="does not run"):
                 a.freeze()
+        # Faults outlive the guest.
+        network = lab.networks["eth0"]
+        network.down("admin", end=a)
         a.boot()
+        assert "state DOWN" in output(a, "rdma", "link")
+        network.up()
         with probe(lab):
             pass
         assert bystander.communicate(b"here", timeout=LIMIT_S)[0] == b"here"

@@ -155,12 +155,12 @@ class Guest(Host):
     def freeze(self) -> None:
         """Stops the guest's kernel, as if the machine hung: it neither sends nor receives.
 
-        A program that only computes goes on until its next system call.
+        A program that only computes continues until its next system call.
         """
         os.kill(self.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Lets a frozen guest go on."""
+        """Continues a frozen guest."""
         os.kill(self.pid, signal.SIGCONT)
 
     def kill(self) -> None:
@@ -185,7 +185,7 @@ class Guest(Host):
         Raises RuntimeError if it runs already, LabUnavailable if it does not start.
         """
         self._lab._check_open()
-        if self._process is not None and self._process.poll() is None:
+        if self.is_running:
             raise RuntimeError(f"guest {self.name} runs already")
         self._end()
         self._prepare()
@@ -216,6 +216,10 @@ class Guest(Host):
     def wait_for_boot(self) -> None:
         """Waits until the guest runs commands. Raises LabUnavailable if it does not."""
         self._wait_for(self._is_ready, "boot")
+        # Faults outlive a guest, but its devices start without them.
+        for nic in self.nics:
+            for kind in nic.network._faults.get(nic.index, ()):
+                self._switch(nic, kind, False)
 
     def wait_for_preload(self) -> None:
         """Waits until the guest has imported the modules that the lab preloads.
@@ -228,13 +232,18 @@ class Guest(Host):
     def _wait_for(self, event: threading.Event, what: str) -> None:
         deadline = time.monotonic() + _BOOT_TIMEOUT_S
         while not event.wait(0.05):
-            is_over = self._process is None or self._process.poll() is not None
+            is_over = not self.is_running
             if is_over or time.monotonic() > deadline:
                 state = "has ended" if is_over else f"did not {what} in {_BOOT_TIMEOUT_S:g} s"
                 raise LabUnavailable(f"guest {self.name} {state}; its console:\n{self._console}")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its kernel runs, even if it is frozen."""
+        return self._process is not None and self._process.poll() is None
+
     def _check_running(self) -> None:
-        if self._process is None or self._process.poll() is not None:
+        if not self.is_running:
             raise RuntimeError(f"guest {self.name} does not run; its console:\n{self._console}")
 
     def _read_console(self, fd: int) -> None:
@@ -280,9 +289,10 @@ class Guest(Host):
                 raise
 
     def _switch(self, nic: Nic, kind: str, on: bool) -> None:
-        """Takes a NIC down or up: its carrier, or the device."""
+        """Takes a NIC down or up: its carrier, or the device. Does nothing to a dead guest."""
+        if not self.is_running:
+            return
         if kind == "carrier":
-            # The NIC is a macvlan device; those can be told that they have no carrier.
             self.write(f"/sys/class/net/{nic.device}/proto_down", str(int(not on)))
         else:
             self._ask(b"n", {"device": nic.device, "up": on})
@@ -317,7 +327,7 @@ class Guest(Host):
         ]
         for i, nic in enumerate(self.nics):
             lines += [
-                # Nobody else can take the carrier from a device of User Mode Linux.
+                # A device of User Mode Linux always has a carrier; a macvlan device may lose it.
                 f"link set vec{i} mtu {nic.mtu} addrgenmode none up",
                 f"link add link vec{i} name {nic.device} type macvlan mode passthru",
                 f"link set {nic.device} mtu {nic.mtu} up",

@@ -12,7 +12,7 @@ is a Python program runs in a fork of this process: it does not import them agai
 usual signals on. If it is killed, the server kills the command and all descendants of it. FD holds
 the environment, as JSON.
 
-This file runs as a script and imports nothing of the package, so that it starts fast.
+This file runs as a script. It imports nothing of the package, and starts fast.
 
 A frame is a byte (the kind), four bytes (the length), and data. To the server: "r" {arguments,
 environment, directory, merged}, "i" input ("" is its end), "s" number of a signal, "n" {device, up}
@@ -349,7 +349,7 @@ def serve(port: int, modules: list[str]) -> None:
         _serve(port, modules)
     except _Python as become:
         program = become.arguments
-    # Outside of the handler, so that tracebacks of the program do not show it.
+    # Outside of the handler: tracebacks of the program do not show it.
     if program is not None:
         status = _exit_status(program[1:])
         interpreter: Any = threading
@@ -428,7 +428,7 @@ def run(environment_fd: int, address: str, port: int, arguments: list[str]) -> N
             else:
                 _write_all(1 if kind == b"o" else 2, data)
         problem = "the guest's agent has ended"
-    except BrokenPipeError:  # nobody reads the output
+    except BrokenPipeError:  # the reader of the output has gone
         _end_like(-signal.SIGPIPE)
     except OSError as error:
         problem = f"the guest's agent cannot be reached: {error}"

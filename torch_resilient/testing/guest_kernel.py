@@ -132,7 +132,7 @@ def _compile(archive: Path, work: Path, jobs: int) -> None:
 
 
 def _interrupt_spinning_programs(folder: Path) -> None:
-    """Changes the source, so that a program that spins does not hold up the kernel.
+    """Changes the source: a program that spins must not delay the threads of the kernel.
 
     A packet wakes kernel threads (Soft-RoCE works in some), but User Mode Linux gives them the
     processor only when the program makes a system call or at the next tick: a program that polls
