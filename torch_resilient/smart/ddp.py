@@ -328,7 +328,7 @@ class SmartState:
             self._guard.say_once("a result with NaN or infinite values: the error memory is kept")
         if not self._step_bad and (dropped or self._memory.holds(transfer.layout)):
             self._memory.remember(transfer.payload.view(-1), transfer.layout, dropped)
-        transfer.result.set_result(value)
+        transfer.handover.result.set_result(value)
 
     def _dropped(self, transfer: Transfer) -> list[Range]:
         """Returns the ranges that others zero-filled, ascending; counts and guards."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from torch_resilient._worker import Handover, WorkerStreams
 from torch_resilient.smart.gradient_drop import Layout
 from torch_resilient.smart.recovery import Exchange
 
@@ -23,8 +23,7 @@ class Transfer:
 
     buffer: Tensor  # one-dimensional; input, and output unless `output` is set
     layout: Layout
-    result: Future[Tensor]
-    ready: Any  # an event of the device after which `buffer` holds the gradients; None on the CPU
+    handover: Handover
     output: Tensor | None = None  # set: only this rank's shard is wanted, and goes here
     divide: bool = True
     number: int = 0  # of all buckets of this state
@@ -56,23 +55,15 @@ class Transfers:
         self.begun = 0
         self.gathers: deque[Transfer] = deque()
         self._worker = ThreadPoolExecutor(1, "torch_resilient smart")
-        self._streams: dict[torch.device, torch.Stream] = {}
+        self._streams = WorkerStreams()
 
     def start(
         self, buffer: Tensor, layout: Layout, output: Tensor | None, divide: bool, first: Stage
     ) -> Future[Tensor]:
         """Submits the first stage of another bucket; the future gives the result."""
-        on_cpu = buffer.device.type == "cpu"
-        result: Future[Tensor] = Future() if on_cpu else Future(devices=[buffer.device])
-        ready = None
-        if not on_cpu:
-            device = buffer.device
-            ready = torch.accelerator.current_stream(device).record_event()
-        self.submit(Transfer(buffer, layout, result, ready, output, divide), first)
-        # A future made in Python keeps an error as its value, which C++ would take for a tensor;
-        # one that comes from then() fails for C++, too.
-        delivered: Future[Tensor] = result.then(lambda future: future.value())
-        return delivered
+        handover = Handover(buffer)
+        self.submit(Transfer(buffer, layout, handover, output, divide), first)
+        return handover.delivered
 
     def enter(self, transfer: Transfer) -> None:
         """In the first stage: numbers the transfer and queues it for the gathering.
@@ -82,16 +73,14 @@ class Transfers:
         transfer.number = self.begun
         self.begun += 1
         self.gathers.append(transfer)
-        if transfer.ready is not None:
-            device = transfer.buffer.device
-            torch.accelerator.current_stream(device).wait_event(transfer.ready)
+        transfer.handover.receive()
 
     def submit(self, transfer: Transfer, stage: Stage) -> None:
         """Runs `stage(transfer)` on the worker; an error of it fails the transfer."""
 
         def run() -> None:
             try:
-                with self._on_stream(transfer), torch.no_grad():
+                with self._streams.on(transfer.buffer.device), torch.no_grad():
                     stage(transfer)
             except Exception as error:
                 self._fail(transfer, error)
@@ -115,26 +104,8 @@ class Transfers:
 
         done.add_done_callback(lambda _: self.submit(transfer, then))
 
-    @contextlib.contextmanager
-    def _on_stream(self, transfer: Transfer) -> Iterator[None]:
-        """The worker has a stream of its own on each device.
-
-        The device also becomes the worker's current one. To leave a stream is to switch back to the
-        current device, which otherwise is device 0, and that makes a context there.
-        """
-        device = transfer.buffer.device
-        if transfer.ready is None:
-            yield
-            return
-        torch.accelerator.set_device_index(device)
-        if device not in self._streams:
-            self._streams[device] = torch.Stream(device)
-        with self._streams[device]:
-            yield
-
     def _fail(self, transfer: Transfer, error: Exception) -> None:
         """Ends this bucket and those that would be gathered after it: their turn never comes."""
         for other in {id(f): f for f in (transfer, *self.gathers)}.values():
-            if not other.result.done():
-                other.result.set_exception(error)  # type: ignore[arg-type]
+            other.handover.fail(error)
         self.gathers.clear()
