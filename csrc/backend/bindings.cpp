@@ -11,6 +11,7 @@
 
 #include <algorithm>
 
+#include "backend/call_order.h"
 #include "backend/errors.h"
 #include "backend/fork_check.h"
 #include "backend/future_threads.h"
@@ -619,6 +620,16 @@ void bindControl(py::module_& m) {
       &setFaultStep,
       py::arg("step"),
       py::call_guard<py::gil_scoped_release>());
+  py::class_<OrderedHook, std::shared_ptr<OrderedHook>>(m, "OrderedHook")
+      .def(py::init<>())
+      .def(
+          "begin",
+          [](const std::shared_ptr<OrderedHook>& hook, uint64_t stamp) {
+            OrderedHook::begin(hook, stamp);
+          },
+          py::arg("stamp"))
+      .def_static("end", &OrderedHook::end);
+  m.def("call_stamp", &CallOrder::stampNow);
   m.def("engine_running", &engineRunning);
   m.def("end_process", &endProcess, py::call_guard<py::gil_scoped_release>());
 }

@@ -370,9 +370,10 @@ std::optional<Status> copyFailure(WorkResilient& work, Nanos timeout) {
 // A collective takes its sequence number when the queue submits it. The other
 // ranks do the same for theirs, so every call that has passed the checks must
 // submit exactly one operation, in call order, even if this rank already knows
-// that it fails. Two cases therefore submit a body that only throws: an output
-// that cannot be written, and a copy from the device that failed. Both reach
-// the other ranks as a failure of the same operation.
+// that it fails. Three cases therefore submit a body that only throws: an
+// output that cannot be written, a callback's collective whose order is not
+// certain (call_order.h), and a copy from the device that failed. All reach the
+// other ranks as a failure of the same operation.
 //
 // Closing the queue while a copy is pending is the only exception. The group
 // has ended then, and no operation with a later number can succeed.
@@ -381,13 +382,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
     const OpSignature& signature,
     const CallOptions& opts,
     Body body) {
-  const std::string& refusal = work->tensors().refusal();
+  std::string refusal = work->tensors().refusal();
   if (refusal.empty()) {
     work->tensors().copyIn();
-  } else {
-    body = [refusal](Communicator&) {
-      return failWith(Status(StatusCode::kInvalidArgument, refusal));
-    };
   }
   CollectiveSpec spec;
   spec.signature = signature;
@@ -398,6 +395,16 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec.memory = WorkResilient::stagedMemory(work);
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   const TimePoint called = std::chrono::steady_clock::now();
+  std::optional<CallOrder::Call> call(std::in_place, *order_, work->title());
+  work->setPlace(call->place());
+  if (refusal.empty()) {
+    refusal = call->refusal();
+  }
+  if (!refusal.empty()) {
+    shared->body = [refusal](Communicator&) {
+      return failWith(Status(StatusCode::kInvalidArgument, refusal));
+    };
+  }
   queue_->push(
       kCollectiveKey,
       readiness(work),
@@ -422,6 +429,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         work->setSequence(group->submit(std::move(*shared)));
         WorkResilient::followPieces(work);
       });
+  call.reset();
   if (!refusal.empty()) {
     // The other ranks wait for this operation, so it has failed for them too.
     throwCallError(std::string(work->title()) + ": " + refusal);
@@ -462,6 +470,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   }
   work->tensors().copyIn();
   spec->memory = WorkResilient::stagedMemory(work);
+  work->setPlace(CallOrder::message(work->title()));
   const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(
       messageKey(isSend, peer, tag),

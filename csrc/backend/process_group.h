@@ -9,6 +9,7 @@
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
+#include "backend/call_order.h"
 #include "backend/group_options.h"
 #include "backend/staging_thread.h"
 #include "backend/work.h"
@@ -198,7 +199,8 @@ class ProcessGroupResilient : public c10d::Backend {
 
   // Starts a collective: from here on nothing throws, the Work tells. `body`
   // may use host addresses that work->tensors() gave. If these refuse an
-  // output, the collective fails on all ranks, and this call throws.
+  // output, or the call order can differ between ranks, the collective fails on
+  // all ranks, and this call throws.
   WorkPtr launch(
       c10::intrusive_ptr<WorkResilient> work,
       const OpSignature& signature,
@@ -258,6 +260,7 @@ class ProcessGroupResilient : public c10d::Backend {
   std::atomic<int64_t> timeoutMs_;
   std::shared_ptr<Group> group_;
   std::unique_ptr<SubmitQueue> queue_;
+  const std::unique_ptr<CallOrder> order_ = std::make_unique<CallOrder>();
   std::atomic<bool> ended_{false}; // shut down or aborted
 
   // The thread between startCoalescing() and endCoalescing(), and what it has

@@ -225,8 +225,10 @@ c10::intrusive_ptr<WorkResilient> WorkResilient::all(
     int rank,
     std::vector<c10::intrusive_ptr<WorkResilient>> parts) {
   std::vector<at::Tensor> outputs;
+  CallPlace place;
   for (const auto& part : parts) {
     outputs.insert(outputs.end(), part->outputs_.begin(), part->outputs_.end());
+    place = CallPlace::later(place, part->place_);
   }
   auto whole = c10::make_intrusive<WorkResilient>(
       rank,
@@ -234,6 +236,7 @@ c10::intrusive_ptr<WorkResilient> WorkResilient::all(
       "resilient:coalesced",
       std::vector<at::Tensor>{},
       std::move(outputs));
+  whole->setPlace(std::move(place));
   whole->parts_ = std::move(parts);
   whole->partsLeft_.store(whole->parts_.size() + 1);
   for (const auto& part : whole->parts_) {
@@ -513,6 +516,7 @@ void WorkResilient::finishNow(std::exception_ptr error) {
 // device; callbacks and waiters then find the results.
 void WorkResilient::completeFuture() {
   at::ThreadLocalStateGuard state(callerState_);
+  const CallbackScope scope(place_);
   try {
     std::exception_ptr error;
     {

@@ -11,6 +11,7 @@
 #include <ATen/ThreadLocalState.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include "backend/call_order.h"
 #include "backend/host_tensors.h"
 #include "base/status.h"
 #include "base/time.h"
@@ -93,6 +94,10 @@ class WorkResilient : public c10d::Work {
   // Tells the engine of pieces until all have come or the operation has ended.
   // Call it once the operation has been handed over.
   static void followPieces(const c10::intrusive_ptr<WorkResilient>& work);
+  // For callbacks of the future.
+  void setPlace(CallPlace place) {
+    place_ = std::move(place);
+  }
   // Runs on the staging thread after success, before the Work ends.
   void setEpilogue(std::function<void()> epilogue) {
     epilogue_ = std::move(epilogue);
@@ -168,6 +173,7 @@ class WorkResilient : public c10d::Work {
   const at::ThreadLocalState callerState_;
   const TimePoint started_;
   HostTensors tensors_;
+  CallPlace place_;
   std::function<void()> epilogue_;
   std::atomic<uint64_t> sequence_{0};
   std::atomic<int> sourceRank_{-1};
