@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from harness import backend_name, needs, run_ranks, scratch, set_launcher_environment, world_size
 from torch import nn
 
+from torch_resilient.ddp import in_order
+
 Result = dict[str, torch.Tensor]
 
 
@@ -169,31 +171,32 @@ def test_ddp_join_with_uneven_inputs() -> None:
 def ddp_hook(rank: int, name: str) -> Result:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-    # PowerSGD issues collectives from callbacks: with several buckets their order may differ.
+    # PowerSGD begins collectives in callbacks: with several buckets their order may differ.
     bucket_cap_mb = 25 if name == "power_sgd" else 0.002
     model = nn.parallel.DistributedDataParallel(net(), bucket_cap_mb=bucket_cap_mb)
     if name == "all_reduce":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     elif name == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    elif name == "power_sgd":
+    elif name.startswith("power_sgd"):
         state = powerSGD_hook.PowerSGDState(
             None, matrix_approximation_rank=2, start_powerSGD_iter=2, min_compression_rate=0.5
         )
-        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        hook = powerSGD_hook.powerSGD_hook
+        model.register_comm_hook(state, in_order(hook) if name == "power_sgd in order" else hook)
     elif name == "own":
 
-        def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        def own(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             work = dist.all_reduce(bucket.buffer().clone(), async_op=True)
             return work.get_future().then(lambda f: f.value()[0] / (2 * world_size()))
 
-        hook.__annotations__ = {"bucket": dist.GradBucket}
-        hook.__annotations__["return"] = torch.futures.Future[torch.Tensor]
-        model.register_comm_hook(None, hook)
+        own.__annotations__ = {"bucket": dist.GradBucket}
+        own.__annotations__["return"] = torch.futures.Future[torch.Tensor]
+        model.register_comm_hook(None, own)
     return steps(rank, model, torch.optim.SGD(model.parameters(), 0.05), 5)
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "fp16", "power_sgd", "own"])
+@pytest.mark.parametrize("name", ["all_reduce", "fp16", "power_sgd", "power_sgd in order", "own"])
 def test_ddp_communication_hooks(name: str) -> None:
     compare(ddp_hook, name)
 

@@ -14,8 +14,14 @@ import torch_resilient
 from torch_resilient import options
 
 RIGHT = """
+from torch import Tensor
+from torch.futures import Future
+
 import torch_resilient
-from torch_resilient import control, pipelining
+from torch_resilient import control, ddp, pipelining
+
+def hook(state: int, bucket: object) -> Future[Tensor]:
+    return ddp.in_order(hook)(state, bucket)
 
 options = torch_resilient.Options(wan_connections=8, chunk_bytes="4M")
 chunk_bytes: int = options.chunk_bytes
@@ -41,6 +47,9 @@ WRONG = [
     ("torch_resilient.topology().site", "attr-defined"),
     ("pipelining.ScheduleAdaptativeZB", "attr-defined"),
     ("control.DelayDetectr", "attr-defined"),
+    ("ddp.in_ordr", "attr-defined"),
+    ("ddp.in_order(1)", "type-var"),
+    ("ddp.in_order(print)", "type-var"),
 ]
 
 
@@ -80,7 +89,7 @@ def test_a_right_program_passes(tmp_path: Path) -> None:
 
 def test_each_mistake_is_found(tmp_path: Path) -> None:
     program = tmp_path / "wrong.py"
-    head = "import torch_resilient\nfrom torch_resilient import control, pipelining\n"
+    head = "import torch_resilient\nfrom torch_resilient import control, ddp, pipelining\n"
     program.write_text(head + "".join(f"{line}\n" for line, _ in WRONG))
     assert findings(program) == {number: code for number, (_, code) in enumerate(WRONG, start=3)}
 
