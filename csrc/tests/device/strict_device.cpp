@@ -479,6 +479,12 @@ at::Tensor& setStorage(
   return self;
 }
 
+// Tensor.record_stream()
+void recordStream(at::Tensor& self, at::Stream stream) {
+  const c10::DataPtr& data = self.storage().data_ptr();
+  memory(stream.device_index()).recordUse(data.get(), unwrap(stream));
+}
+
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   at::native::cpu_fallback(op, stack);
 }
@@ -504,6 +510,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_local_scalar_dense", TORCH_FN(item));
   m.impl("fill_.Scalar", TORCH_FN(fill));
   m.impl("zero_", TORCH_FN(zero));
+  m.impl("record_stream", TORCH_FN(recordStream));
 }
 
 // Sparse tensors hold two dense ones; only what a collective needs.
