@@ -25,7 +25,7 @@ from torch_resilient.control.orchestrator import Orchestrator
 from torch_resilient.control.plan import Decider, alike, initial_plan
 from torch_resilient.control.report import StageReport
 from torch_resilient.pipelining.executor import StageRun, Waits
-from torch_resilient.pipelining.offload import HostOffload
+from torch_resilient.pipelining.offload import HostOffload, Slots
 from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.pipelining.torch_actions import (
@@ -38,6 +38,7 @@ from torch_resilient.pipelining.torch_actions import (
 )
 from torch_resilient.planning.costs import PipelineCosts
 from torch_resilient.planning.dispatch import Patience, StageGates, predicted_orders
+from torch_resilient.planning.orders import held_at_most
 from torch_resilient.planning.planner import limits_of
 from torch_resilient.smart.options import SmartOptions
 from torch_resilient.traffic import traffic_class
@@ -120,9 +121,10 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             default is what plans use: up to twice the first stage's warm-up, and one. For S stages
             this is 4 S - 1 until links are measured, and 2 S + 1 with live dispatch without delays.
         device_microbatches: the most microbatches that keep their activations on the device between
-            F and W; activations of further ones go to pinned host memory. The default is measured
-            on an accelerator after the first iteration, if copies of activations fit next to the
-            computation; on the CPU all stay.
+            F and W. If plans allow more, activations of the others go to pinned host memory, and
+            up to two of these places (never the last one) are for those that come back one
+            microbatch ahead. The default is measured on an accelerator after the first iteration,
+            if copies of activations fit next to the computation; on the CPU all stay.
         adapt: False keeps the first plan.
         smart: what of the activations may be dropped between stages, see
             SmartOptions.activation_bound. The default is nothing; what is dropped changes the bits.
@@ -249,16 +251,21 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         plan = self._orchestrator.current
         index = self.stage.stage_index
         if self.dispatch == "live":
-            run.run_live(plan.gates.of_stage(index), self._expected)
+            gates = plan.gates.of_stage(index)
+            self._offload.begin(Slots.of(self._on_device, gates.pending))
+            run.run_live(gates, self._expected)
         else:
-            run.run_fixed(plan.order_of(index))
+            order = plan.order_of(index)
+            _, pending = held_at_most(order)
+            self._offload.begin(Slots.of(self._on_device, pending))
+            run.run_fixed(order)
 
-    def around_forward(self, held: int) -> contextlib.AbstractContextManager[None]:
+    def around_operation(
+        self, kind: str, microbatch: int
+    ) -> contextlib.AbstractContextManager[None]:
         if self._measures_room and not self._activation_bytes:
             return self._offload.measuring(self._activation_bytes)
-        if held >= self._on_device:
-            return self._offload.offloading()
-        return contextlib.nullcontext()
+        return self._offload.around(kind, microbatch)
 
     def _measure_room(self) -> None:
         """Once, after the first iteration: how many microbatches fit, here and in host memory."""

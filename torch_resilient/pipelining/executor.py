@@ -21,8 +21,8 @@ from torch_resilient.planning.dispatch import (
 )
 from torch_resilient.planning.orders import Operation
 
-# Maps the number of microbatches between F and W to the context for the next F.
-AroundForward = Callable[[int], contextlib.AbstractContextManager[None]]
+# Maps an operation of an iteration with a backward, its kind and microbatch, to its context.
+AroundOperation = Callable[[str, int], contextlib.AbstractContextManager[None]]
 
 
 @dataclass
@@ -115,7 +115,7 @@ class StageRun:
         actions: the operations.
         recorder: measures what is done.
         waits: counts how the thread was blocked.
-        around_forward: see AroundForward.
+        around_operation: see AroundOperation.
         patience: for live dispatch, of this stage's iterations so far.
     """
 
@@ -124,13 +124,13 @@ class StageRun:
         actions: StageActions,
         recorder: Recorder,
         waits: Waits,
-        around_forward: AroundForward = lambda _: contextlib.nullcontext(),
+        around_operation: AroundOperation = lambda *_: contextlib.nullcontext(),
         patience: Patience | None = None,
     ) -> None:
         self._actions = actions
         self._recorder = recorder
         self._waits = waits
-        self._around_forward = around_forward
+        self._around_operation = around_operation
         self._progress = Progress(actions.num_microbatches)
         self._patience = patience or Patience()
         self._held_after = -1  # operations done when one was last held back
@@ -251,7 +251,6 @@ class StageRun:
         self._waits.blocked_s += waited.duration_s
 
     def _do(self, kind: str) -> None:
-        held = self._progress.forwards - self._progress.weights
         works = []
         if kind == "F":
             works = self._inputs.take()
@@ -261,11 +260,11 @@ class StageRun:
         if works and self.live_possible:
             came_s = max(_native.load().ended_at(work) or 0.0 for work in works)
             self._recorder.arrivals.append((kind, microbatch, came_s))
-        with self._recorder.operation(kind, microbatch):
+        saves = self._actions.backward
+        around = self._around_operation(kind, microbatch) if saves else contextlib.nullcontext()
+        with self._recorder.operation(kind, microbatch), around:
             if kind == "F":
-                saves = self._actions.backward
-                with self._around_forward(held) if saves else contextlib.nullcontext():
-                    self._actions.forward(microbatch)
+                self._actions.forward(microbatch)
             elif kind == "B":
                 self._actions.input_backward(microbatch)
             else:

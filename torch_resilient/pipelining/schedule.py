@@ -110,8 +110,10 @@ class DispatchedSchedule(StageSchedule):
         end."""
         return self.recorder.end()
 
-    def around_forward(self, held: int) -> contextlib.AbstractContextManager[None]:
-        """The context for the next F, while `held` microbatches are between F and W."""
+    def around_operation(
+        self, kind: str, microbatch: int
+    ) -> contextlib.AbstractContextManager[None]:
+        """The context of an operation, in iterations with a backward."""
         return contextlib.nullcontext()
 
     @abstractmethod
@@ -125,7 +127,7 @@ class DispatchedSchedule(StageSchedule):
                 self.recording = Recording(folder, self.stage)
         # An evaluation's F, without a graph, tells nothing of the training's.
         self.recorder.begin(self._steps, typical=actions.backward)
-        run = StageRun(actions, self.recorder, self.waits, self.around_forward, self._patience)
+        run = StageRun(actions, self.recorder, self.waits, self.around_operation, self._patience)
         self._dispatch(run)
         if self.recording is not None and actions.backward:
             recorder = self.recorder
