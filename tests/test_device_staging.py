@@ -477,6 +477,7 @@ def _barrier(rank: int) -> bool:
     work = dist.barrier(device_ids=[0], async_op=True)
     dist.barrier(others)  # has no devices to wait for
     early = work.is_completed()
+    dist.barrier(others)  # both have asked
     controls.release()
     work.wait()
     return early
