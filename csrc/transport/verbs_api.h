@@ -1,0 +1,132 @@
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+
+// RDMA verbs as the transport uses them: reliable connections, sends and
+// receives. The real half (csrc/verbs) is a library of its own, linked to
+// libibverbs and opened at first use, so that this package needs neither it nor
+// its headers to run. Tests have a device in memory (tests/verbs_fake.h).
+//
+// Thread: any, one at a time for each object, unless marked.
+
+namespace resilient {
+
+// One way to reach a device: an address of its NIC. A device with several
+// addresses has several of these.
+struct VerbsPort {
+  using Gid = std::array<std::byte, 16>;
+
+  std::string device; // "mlx5_0"
+  uint8_t port = 1;
+  uint32_t gidIndex = 0;
+  Gid gid{}; // RoCE v2: the IP address; an IPv4 one as ::ffff:a.b.c.d
+  uint32_t interfaceIndex = 0; // of the NIC, as the kernel counts
+  uint32_t mtuBytes = 0; // the largest packet of the device
+  bool active = false;
+};
+
+// What the far end of a queue pair must know.
+struct VerbsAddress {
+  VerbsPort::Gid gid{};
+  uint32_t queuePair = 0; // 24 bits
+  // The number of the first packet, 24 random bits. A new one for each life:
+  // packets of a former life must not be taken for those of this one.
+  uint32_t firstPacket = 0;
+  uint32_t mtuBytes = 0;
+};
+
+struct VerbsCompletion {
+  enum class Result : uint8_t {
+    kOk,
+    kFlushed, // the queue pair had failed before, or was fenced
+    kFailed, // the far end did not answer, or refused it
+  };
+  uint64_t request = 0; // as given when it was posted
+  bool received = false; // of a receive; not valid after a failure
+  uint32_t bytes = 0; // of a receive
+  Result result = Result::kOk;
+  std::string why; // of a failure: "transport retry counter exceeded"
+};
+
+// Memory that a device may read and write. Deregistered by the destructor;
+// nothing may be posted with it any more then.
+class VerbsMemory {
+ public:
+  virtual ~VerbsMemory() = default;
+};
+
+// A reliable connection with a queue of completions of its own.
+class VerbsQueuePair {
+ public:
+  // Flushes what is posted. The device accesses no memory afterwards.
+  virtual ~VerbsQueuePair() = default;
+
+  virtual VerbsAddress address() const = 0;
+  // Connects to the far end. Receives may be posted before. It may block for a
+  // second, while the neighbour's hardware address is looked up, so call it on
+  // a thread of its own; nothing else may be called meanwhile but fd().
+  virtual Status connect(const VerbsAddress& remote) = 0;
+  // The bytes are lent until the completion. They lie in `memory`.
+  virtual Status postReceive(
+      uint64_t request,
+      VerbsMemory& memory,
+      std::span<std::byte> into) = 0;
+  // Every send has a completion.
+  virtual Status postSend(
+      uint64_t request,
+      VerbsMemory& memory,
+      std::span<const std::byte> from) = 0;
+  // Adds completions to the list, in order; at most `max`.
+  virtual Status poll(
+      std::vector<VerbsCompletion>& completions,
+      size_t max) = 0;
+  // Readable when a completion has come after arm(). Poll once more after
+  // arm(): one may have come before it.
+  virtual int fd() const = 0;
+  virtual Status arm() = 0;
+  // Call when fd() is readable.
+  virtual void takeNotifications() = 0;
+  // Nothing that arrives is accepted any more, and all that is posted comes
+  // back as flushed. May block if the device does not answer.
+  virtual Status fence() = 0;
+};
+
+class VerbsDevice {
+ public:
+  virtual ~VerbsDevice() = default;
+  virtual Status registerMemory(
+      std::span<std::byte> bytes,
+      std::unique_ptr<VerbsMemory>& memory) = 0;
+  // `depth`: requests of each kind that may be posted at a time. The device
+  // must outlive it.
+  virtual Status makeQueuePair(
+      const VerbsPort& port,
+      uint32_t depth,
+      std::unique_ptr<VerbsQueuePair>& queuePair) = 0;
+};
+
+class VerbsApi {
+ public:
+  virtual ~VerbsApi() = default;
+  // The addresses of all devices, RoCE v2 and InfiniBand ones, of ports that
+  // are up or down.
+  virtual Status ports(std::vector<VerbsPort>& ports) = 0;
+  // Opens the device, or gives the one that is open already.
+  virtual Status open(
+      const std::string& name,
+      std::shared_ptr<VerbsDevice>& device) = 0;
+};
+
+// The library that is installed with this package, or null; `why` tells then
+// what is missing. Any thread; the answer of the first call stands.
+VerbsApi* systemVerbs(std::string& why);
+
+} // namespace resilient
