@@ -55,7 +55,8 @@ class DatagramConnector final : public Connector {
   void onPathUse(Path& path) override;
   uint8_t classes(const Path& path, const Roles& roles) const override {
     const size_t route = static_cast<const DatagramPath&>(path).route();
-    return route < roles.datagrams.size() ? roles.datagrams[route] : uint8_t{0};
+    return route < roles.routePaths.size() ? roles.routePaths[route]
+                                           : uint8_t{0};
   }
   void close() override;
   void fillStats(PeerStats& stats) const override;

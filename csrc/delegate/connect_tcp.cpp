@@ -552,7 +552,7 @@ void TcpConnector::tuneRoutes() {
   }
   bool changed = false;
   for (size_t r = 0; r < routes_.size(); ++r) {
-    if (failover_.datagramsCarry(r)) {
+    if (failover_.routePathCarries(r)) {
       continue; // its connections are in reserve: they show nothing
     }
     const int before = tuning_.count(r).count();

@@ -195,7 +195,7 @@ void PeerLink::useChanged() {
   Failover& failover = tcp_.failover();
   failover.setSharedMemory(shared_.sharing());
   for (size_t route = 0; route < datagrams_.routes(); ++route) {
-    failover.setDatagrams(route, datagrams_.carries(route));
+    failover.setRoutePath(route, datagrams_.carries(route));
   }
   failover.assignRoles(loop().now());
   changed();

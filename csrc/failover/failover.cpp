@@ -44,7 +44,7 @@ void Failover::addConnections(size_t count) {
 void Failover::setRoutes(size_t count, RolePolicy policy) {
   routes_ = std::max<size_t>(count, 1);
   policy_ = std::move(policy);
-  datagrams_.resize(routes_);
+  routePaths_.resize(routes_);
   refusals_.setRoutes(routes_);
   mayConnect_ = true;
 }
@@ -62,9 +62,9 @@ void Failover::setSharedMemory(bool usable) {
   sharedMemory_ = usable;
 }
 
-void Failover::setDatagrams(size_t route, bool usable) {
-  datagrams_.resize(std::max(datagrams_.size(), route + 1));
-  datagrams_[route] = usable;
+void Failover::setRoutePath(size_t route, bool usable) {
+  routePaths_.resize(std::max(routePaths_.size(), route + 1));
+  routePaths_[route] = usable;
 }
 
 const std::string& Failover::nicOf(size_t c) const {
@@ -201,7 +201,7 @@ void Failover::assignRoles(TimePoint now) {
   }
   RoleInput input;
   input.routes = routes_;
-  input.datagrams = datagrams_;
+  input.routePaths = routePaths_;
   input.sharedMemory = sharedMemory_;
   for (size_t c = 0; c < connections_.size(); ++c) {
     input.connections.push_back(

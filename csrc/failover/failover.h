@@ -148,9 +148,9 @@ class Failover {
   bool wanted(size_t connection) const;
   // Other paths, which judge their health themselves.
   void setSharedMemory(bool usable);
-  void setDatagrams(size_t route, bool usable);
-  bool datagramsCarry(size_t route) const {
-    return route < datagrams_.size() && datagrams_[route];
+  void setRoutePath(size_t route, bool usable);
+  bool routePathCarries(size_t route) const {
+    return route < routePaths_.size() && routePaths_[route];
   }
 
   // --- what happens
@@ -295,7 +295,7 @@ class Failover {
   std::vector<size_t> wanted_; // by route; empty: all
   std::deque<Connection> connections_;
   bool sharedMemory_ = false;
-  std::vector<bool> datagrams_; // by route
+  std::vector<bool> routePaths_; // by route
   Refusals refusals_; // by route
   TimePoint lookAt_ = kNever;
   TimePoint retryAt_ = kNever; // the earliest of all connections

@@ -16,8 +16,8 @@ std::vector<bool> worksByRoute(const RoleInput& input) {
       works[c.route] = true;
     }
   }
-  for (size_t r = 0; r < input.datagrams.size(); ++r) {
-    works[r] = works[r] || input.datagrams[r];
+  for (size_t r = 0; r < input.routePaths.size(); ++r) {
+    works[r] = works[r] || input.routePaths[r];
   }
   return works;
 }
@@ -70,7 +70,7 @@ std::vector<uint8_t> firstThatWork(
 Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
   Roles roles;
   roles.connections.assign(input.connections.size(), 0);
-  roles.datagrams.assign(input.datagrams.size(), 0);
+  roles.routePaths.assign(input.routePaths.size(), 0);
   if (input.sharedMemory) {
     roles.sharedMemory = kAllClasses;
     return roles;
@@ -88,15 +88,15 @@ Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
   const auto carries = [&](size_t route, bool needed) {
     return !anyWorks || needed || (!works[route] && !standby);
   };
-  for (size_t r = 0; r < input.datagrams.size(); ++r) {
-    if (input.datagrams[r] && carries(r, true)) {
-      roles.datagrams[r] = classes[r];
+  for (size_t r = 0; r < input.routePaths.size(); ++r) {
+    if (input.routePaths[r] && carries(r, true)) {
+      roles.routePaths[r] = classes[r];
     }
   }
   for (size_t i = 0; i < input.connections.size(); ++i) {
     const RoleFacts& c = input.connections[i];
     const bool relieved =
-        c.route < input.datagrams.size() && input.datagrams[c.route];
+        c.route < input.routePaths.size() && input.routePaths[c.route];
     if (!relieved && carries(c.route, c.wanted)) {
       roles.connections[i] = classes[c.route];
     }

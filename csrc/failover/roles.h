@@ -31,7 +31,9 @@ struct RoleFacts {
 struct RoleInput {
   size_t routes = 1;
   std::vector<RoleFacts> connections;
-  std::vector<bool> datagrams; // by route: usable; may be shorter
+  // By route: a path of another kind, such as datagrams, is usable there. May
+  // be shorter.
+  std::vector<bool> routePaths;
   bool sharedMemory = false; // usable
 };
 
@@ -39,14 +41,14 @@ struct RoleInput {
 // reserve.
 struct Roles {
   std::vector<uint8_t> connections;
-  std::vector<uint8_t> datagrams; // by route
+  std::vector<uint8_t> routePaths; // by route
   uint8_t sharedMemory = 0;
 };
 
 inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 
-// Shared memory carries everything while it is usable; datagrams everything of
-// their route. Connections in excess, and those of NICs on standby,
+// Shared memory carries everything while it is usable, and a route path
+// everything of its route. Connections in excess, and those of NICs on standby,
 // are in reserve, and a class that keeps to a NIC takes no other, not even if
 // its own is on standby. Nothing is in reserve while what it stands by for does
 // not work.

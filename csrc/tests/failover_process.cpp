@@ -309,7 +309,7 @@ void FailoverProcess::useChanged() {
   failover_.setSharedMemory(shared);
   world_.result.sharedMemory += shared;
   for (size_t r = 0; r < routes(); ++r) {
-    failover_.setDatagrams(r, otherPath(r).socket.has_value());
+    failover_.setRoutePath(r, otherPath(r).socket.has_value());
     world_.result.datagrams += otherPath(r).socket.has_value();
   }
   failover_.assignRoles(net_.now());
@@ -930,7 +930,7 @@ void FailoverProcess::rolesAssigned(const Roles& roles) {
   }
   for (size_t r = 0; r < routes(); ++r) {
     if (otherPath(r).socket) {
-      channel_.setClasses(otherPath(r).path, roles.datagrams[r]);
+      channel_.setClasses(otherPath(r).path, roles.routePaths[r]);
     }
   }
   if (const OtherPath& b = otherPath(std::nullopt); b.socket) {
@@ -1050,7 +1050,7 @@ void FailoverProcess::checkRoles(const Roles& roles) {
     };
     bool carried = false;
     for (size_t r = 0; r < routes(); ++r) {
-      const bool does = otherPath(r).socket && (roles.datagrams[r] & bit) != 0;
+      const bool does = otherPath(r).socket && (roles.routePaths[r] & bit) != 0;
       carried = carried || does;
       if (does && !mayCarry(r)) {
         world_.fail("datagrams carry a class that is not theirs");

@@ -71,10 +71,10 @@ TEST(roles_keep_a_class_to_its_nic_while_that_works) {
       assignRoles(input, policy).connections,
       Classes({kAll, kAll, kAll, kAll}));
   // Datagrams are enough for the NIC to work.
-  input.datagrams = {false, true};
+  input.routePaths = {false, true};
   const Roles roles = assignRoles(input, policy);
   CHECK_EQ(roles.connections, Classes({others, 0, others, 0}));
-  CHECK_EQ(roles.datagrams, Classes({0, kAll}));
+  CHECK_EQ(roles.routePaths, Classes({0, kAll}));
   // No route has the NIC that it prefers.
   policy.preferred[activation] = "eth7";
   CHECK_EQ(
@@ -113,31 +113,31 @@ TEST(roles_hold_connections_in_excess_in_reserve) {
 
 TEST(roles_datagrams_relieve_their_route_only) {
   RoleInput input = connectionsOn(2);
-  input.datagrams = {true};
+  input.routePaths = {true};
   const Roles roles = assignRoles(input, {});
   CHECK_EQ(roles.connections, Classes({0, kAll, 0, kAll}));
-  CHECK_EQ(roles.datagrams, Classes({kAll}));
+  CHECK_EQ(roles.routePaths, Classes({kAll}));
 
   RolePolicy standby;
   standby.standby = true;
-  input.datagrams = {false, true};
+  input.routePaths = {false, true};
   const Roles second = assignRoles(input, standby);
   CHECK_EQ(second.connections, Classes({kAll, 0, kAll, 0}));
-  CHECK_EQ(second.datagrams, Classes({0, 0}));
+  CHECK_EQ(second.routePaths, Classes({0, 0}));
   setGood(input, 0, false);
   const Roles taken = assignRoles(input, standby);
   CHECK_EQ(taken.connections, Classes({0, 0, 0, 0}));
-  CHECK_EQ(taken.datagrams, Classes({0, kAll}));
+  CHECK_EQ(taken.routePaths, Classes({0, kAll}));
 }
 
 TEST(roles_shared_memory_relieves_everything) {
   RoleInput input = connectionsOn(2);
-  input.datagrams = {true, true};
+  input.routePaths = {true, true};
   input.sharedMemory = true;
   const Roles roles = assignRoles(input, {});
   CHECK_EQ(roles.sharedMemory, kAll);
   CHECK_EQ(roles.connections, Classes({0, 0, 0, 0}));
-  CHECK_EQ(roles.datagrams, Classes({0, 0}));
+  CHECK_EQ(roles.routePaths, Classes({0, 0}));
 }
 
 TEST(roles_let_all_carry_when_nothing_works) {
@@ -180,7 +180,7 @@ class Reference {
 
  private:
   bool datagramsOn(size_t route) const {
-    return route < input_.datagrams.size() && input_.datagrams[route];
+    return route < input_.routePaths.size() && input_.routePaths[route];
   }
   bool routeWorks(size_t route) const {
     bool works = datagramsOn(route);
@@ -249,7 +249,7 @@ RoleInput randomInput(Prng& prng) {
   }
   const double usable = prng.chance(0.5) ? 0 : prng.uniform();
   for (uint64_t count = prng.below(input.routes + 1); count > 0; --count) {
-    input.datagrams.push_back(prng.chance(usable));
+    input.routePaths.push_back(prng.chance(usable));
   }
   return input;
 }
@@ -279,13 +279,13 @@ TEST(roles_are_those_of_the_reference) {
     const Reference reference(input, policy);
     CHECK_EQ(roles.sharedMemory, input.sharedMemory ? kAll : 0);
     CHECK_EQ(roles.connections.size(), input.connections.size());
-    CHECK_EQ(roles.datagrams.size(), input.datagrams.size());
+    CHECK_EQ(roles.routePaths.size(), input.routePaths.size());
     for (size_t i = 0; i < input.connections.size(); ++i) {
       CHECK_EQ(
           roles.connections[i], reference.ofConnection(input.connections[i]));
     }
-    for (size_t r = 0; r < input.datagrams.size(); ++r) {
-      CHECK_EQ(roles.datagrams[r], reference.ofDatagrams(r));
+    for (size_t r = 0; r < input.routePaths.size(); ++r) {
+      CHECK_EQ(roles.routePaths[r], reference.ofDatagrams(r));
     }
   });
 }
@@ -305,10 +305,10 @@ TEST(roles_leave_no_class_without_a_path) {
       byGood |= c.good ? roles.connections[i] : 0;
       anyGood = anyGood || (c.good && c.wanted);
     }
-    for (size_t r = 0; r < input.datagrams.size(); ++r) {
-      carried |= roles.datagrams[r];
-      byGood |= roles.datagrams[r];
-      anyGood = anyGood || input.datagrams[r];
+    for (size_t r = 0; r < input.routePaths.size(); ++r) {
+      carried |= roles.routePaths[r];
+      byGood |= roles.routePaths[r];
+      anyGood = anyGood || input.routePaths[r];
     }
     CHECK_EQ(carried, input.connections.empty() && !anyGood ? 0 : kAll);
     CHECK(!anyGood || byGood == kAll);
