@@ -11,11 +11,7 @@
 namespace resilient {
 namespace {
 
-constexpr Nanos kAnswerWithin = std::chrono::seconds(5);
-constexpr Nanos kOfferAgain = std::chrono::seconds(1);
-constexpr int kMaxDoublings = 6;
-// A path that has worked for less counts as a failure.
-constexpr Nanos kWorthTrying = std::chrono::seconds(10);
+constexpr Nanos kAnswerTakes = std::chrono::seconds(5);
 
 uint64_t beginOf(const std::string& nonce) {
   uint64_t begin = 0;
@@ -33,80 +29,32 @@ std::string freshNonce() {
 
 // --- offering
 
-void DatagramConnector::offer() {
-  // Only now the routes are known.
-  for (const DatagramOffer& early : link_.address()
-           ? std::exchange(early_, {})
-           : std::vector<DatagramOffer>()) {
+bool DatagramConnector::wanted() const {
+  return link_.host().datagramsTo(link_.address()->site);
+}
+
+void DatagramConnector::readEarlyOffers() {
+  for (const DatagramOffer& early : std::exchange(early_, {})) {
     onOffer(early);
   }
-  if (link_.state() != Link::State::kUp || !link_.address() ||
-      !link_.preferredInitiator() || link_.sameHost() ||
-      !link_.host().datagramsTo(link_.address()->site)) {
-    return;
-  }
-  routes_.resize(std::max(routes_.size(), connections_.routes()));
-  for (size_t route = 0; route < connections_.routes(); ++route) {
-    if (routes_[route].timer == 0) {
-      offer(route);
-    }
-  }
 }
 
-// Without a connection on the route nothing happens: onConnection() of the link
-// offers again.
-void DatagramConnector::offer(size_t route) {
-  Route& r = routes_[route];
-  if (!link_.usable() || link_.leaving() || r.path != nullptr) {
-    return;
-  }
-  const auto connection = connections_.anyOf(route);
-  if (!connection) {
-    return;
-  }
-  DatagramSocket socket;
-  const Status status = open(*connection, socket);
+Status DatagramConnector::sendOffer(size_t route, size_t connection) {
+  Offered offered;
+  const Status status = open(connection, offered.socket);
   if (!status.ok()) {
-    offerLater(route, status.message());
-    return;
+    return status;
   }
-  r.connection = *connection;
-  r.nonce = freshNonce();
+  offered.connection = connection;
+  offered.nonce = freshNonce();
   DatagramOffer offer;
-  offer.connection = static_cast<uint16_t>(*connection);
-  offer.port = socket.port();
+  offer.connection = static_cast<uint16_t>(connection);
+  offer.port = offered.socket.port();
   offer.key = std::bit_cast<uint64_t>(keyIdOf(link_.secret()));
-  offer.nonce = r.nonce;
-  r.offered = std::move(socket);
+  offer.nonce = offered.nonce;
+  offered_[route] = std::move(offered);
   link_.channel().sendControl(encode(offer));
-  link_.changed();
-  r.timer = link_.loop().after(kAnswerWithin, [this, route] {
-    routes_[route].timer = 0;
-    offerLater(route, "the offer was not answered");
-  });
-}
-
-// Further apart with each failure.
-void DatagramConnector::offerLater(size_t route, const std::string& why) {
-  Route& r = routes_[route];
-  r.offered.reset();
-  if (r.lastError != why) {
-    r.lastError = why;
-    link_.say(
-        LogLevel::kWarning,
-        "no datagrams with " + link_.describe() +
-            " for now, connections do: " + why);
-  }
-  link_.loop().cancel(r.timer);
-  r.timer = 0;
-  if (!link_.usable() || !link_.preferredInitiator()) {
-    return;
-  }
-  const int doublings = std::min(r.failures++, kMaxDoublings);
-  r.timer = link_.loop().after(kOfferAgain * (1 << doublings), [this, route] {
-    routes_[route].timer = 0;
-    offer(route);
-  });
+  return Status();
 }
 
 // A socket from the same interface as the connection.
@@ -150,50 +98,44 @@ void DatagramConnector::onOffer(const DatagramOffer& offer) {
     return;
   }
   const size_t route = connections_.failover().routeOf(offer.connection);
-  routes_.resize(std::max(routes_.size(), connections_.routes()));
+  learnRoutes();
   if (offer.answer) {
-    onAnswer(offer, routes_[route], route);
+    onAnswer(offer, route);
   } else {
-    answer(offer, routes_[route], route);
+    answer(offer, route);
   }
 }
 
-void DatagramConnector::onAnswer(
-    const DatagramOffer& answer,
-    Route& r,
-    size_t route) {
+void DatagramConnector::onAnswer(const DatagramOffer& answer, size_t route) {
   const size_t connection = answer.connection;
-  if (!r.offered || r.connection != connection ||
-      answer.key != beginOf(r.nonce)) {
+  const auto found = offered_.find(route);
+  if (found == offered_.end() || found->second.connection != connection ||
+      answer.key != beginOf(found->second.nonce)) {
     return; // too late: of an earlier offer
   }
-  link_.loop().cancel(r.timer);
-  r.timer = 0;
+  Offered offered = std::move(found->second);
+  offered_.erase(found);
+  answered(route);
   if (answer.port == 0 || connections_.path(connection) == nullptr) {
     offerLater(route, "the far end cannot take them; its log says why");
     return;
   }
-  DatagramSocket socket = std::move(*r.offered);
-  r.offered.reset();
-  if (const Status status = connect(connection, answer.port, socket);
+  if (const Status status = connect(connection, answer.port, offered.socket);
       !status.ok()) {
     offerLater(route, status.message());
     return;
   }
   makePath(
       route,
-      std::move(socket),
-      {link_.secret(), r.nonce, answer.nonce, /*initiator=*/true});
+      std::move(offered.socket),
+      {link_.secret(), offered.nonce, answer.nonce, /*initiator=*/true});
 }
 
 // An offer for a route with a path means that the peer has closed its end. An
 // answer is always sent, so the peer need not wait for its timer.
-void DatagramConnector::answer(
-    const DatagramOffer& offer,
-    Route& r,
-    size_t route) {
-  if (r.path != nullptr) { // the far end has given it up
-    r.path->close(Status(StatusCode::kNetwork, "the far end begins anew"));
+void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
+  if (path(route) != nullptr) { // the far end has given it up
+    path(route)->close(Status(StatusCode::kNetwork, "the far end begins anew"));
   }
   const size_t connection = offer.connection;
   DatagramOffer answer;
@@ -217,7 +159,6 @@ void DatagramConnector::answer(
   }
   if (status.ok()) {
     answer.port = socket.port();
-    r.connection = connection;
     makePath(
         route,
         std::move(socket),
@@ -237,7 +178,6 @@ void DatagramConnector::makePath(
     size_t route,
     DatagramSocket socket,
     const Keys& keys) {
-  Route& r = routes_[route];
   const auto key = [&](bool ofInitiator) {
     return deriveSealKey(
         keys.secret, keys.initiatorNonce, keys.answererNonce, ofInitiator);
@@ -255,104 +195,20 @@ void DatagramConnector::makePath(
       link_.address() ? link_.address()->site : std::string();
   config.schemes = link_.host().recoveryTo(site);
   if (!keys.initiator) { // the answer is still on its way
-    config.proveWithin += kAnswerWithin;
+    config.proveWithin += kAnswerTakes;
   }
   config.knownBytesPerS = connections_.capacityBytesPerS(route);
   if (link_.rateLimit() != nullptr) {
     config.maxBytesPerS = link_.rateLimit()->bytesPerS();
   }
   socket.setDscp(link_.host().dscpOf(site));
-  auto path = std::make_unique<DatagramPath>(
+  add(std::make_unique<DatagramPath>(
       link_.loop(),
       link_.channel(),
       link_.host().nextPathId(),
       std::move(socket),
       std::move(config),
-      link_.pathOwner());
-  r.path = path.get();
-  path->faultsChanged(link_.faultsConcern());
-  link_.addPath(std::move(path));
-}
-
-// usable() also changes with fault rules, so the state of the channel tells
-// whether this call is about silence.
-void DatagramConnector::onPathUse(Path& path) {
-  auto& p = static_cast<DatagramPath&>(path);
-  Route& r = routes_[p.route()];
-  const std::string where = "datagrams with " + link_.describe() + ": " +
-      p.localAddress() + " -> " + p.remoteAddress();
-  Channel& channel = link_.channel();
-  const bool wasSilent = channel.isSuspect(p.id());
-  if (p.silent() && !wasSilent) {
-    link_.say(
-        LogLevel::kWarning,
-        where + " were last heard " +
-            durationText(link_.loop().now() - p.heardAt()) +
-            " ago: connections take over");
-  } else if (!p.silent() && wasSilent) {
-    link_.say(LogLevel::kInfo, where + " are heard again");
-  } else if (r.upAt == TimePoint()) { // it has just shown that it works
-    r.upAt = link_.loop().now();
-    r.lastError.clear();
-    link_.say(LogLevel::kInfo, where);
-  }
-  channel.setSuspect(p.id(), p.silent());
-}
-
-void DatagramConnector::onPathClosed(Path& path, const Status& why) {
-  const size_t route = static_cast<DatagramPath&>(path).route();
-  Route& r = routes_[route];
-  path.fill(r.past);
-  DatagramStats& past = *r.past.datagrams; // without what is no sum
-  past.packetBytes = 0;
-  past.lossRate = past.paceBytesPerS = 0;
-  past.burstPackets = 1;
-  r.path = nullptr;
-  if (r.upAt != TimePoint() && link_.loop().now() - r.upAt > kWorthTrying) {
-    r.failures = 0;
-  }
-  r.upAt = TimePoint();
-  if (link_.usable()) {
-    offerLater(route, why.message());
-  }
-}
-
-void DatagramConnector::close() {
-  for (Route& r : routes_) {
-    link_.loop().cancel(r.timer);
-    r.timer = 0;
-    r.offered.reset();
-  }
-}
-
-void DatagramConnector::fillStats(PeerStats& stats) const {
-  for (size_t route = 0; route < routes_.size(); ++route) {
-    const Route& r = routes_[route];
-    PathStats p;
-    // Only sums continue over closed paths.
-    p.bytesSent = r.past.bytesSent;
-    p.bytesReceived = r.past.bytesReceived;
-    p.chunksSent = r.past.chunksSent;
-    p.chunksRetransmitted = r.past.chunksRetransmitted;
-    p.timesSuspect = r.past.timesSuspect;
-    p.datagrams = r.past.datagrams ? r.past.datagrams : DatagramStats();
-    p.kind = PathKind::kDatagram;
-    p.index = static_cast<int>(route);
-    p.nic = connections_.nicOf(route);
-    p.remoteNic = connections_.remoteNicOf(route);
-    p.lastError = r.lastError;
-    if (r.path == nullptr) {
-      p.state = "down";
-    } else {
-      const bool inReserve = link_.channel().classes(r.path->id()) == 0;
-      p.state = !r.path->proven()          ? "proving"
-          : r.path->silent()               ? "suspect"
-          : !r.path->usable() || inReserve ? "reserve"
-                                           : "up";
-      r.path->fill(p);
-    }
-    stats.paths.push_back(std::move(p));
-  }
+      link_.pathOwner()));
 }
 
 } // namespace resilient

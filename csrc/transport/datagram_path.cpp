@@ -54,7 +54,7 @@ DatagramPath::DatagramPath(
     DatagramSocket socket,
     DatagramPathConfig config,
     PathOwner& owner)
-    : Path(PathKind::kDatagram, id, channel, owner),
+    : RoutePath(PathKind::kDatagram, id, channel, owner),
       loop_(loop),
       socket_(std::move(socket)),
       config_(std::move(config)),

@@ -14,7 +14,7 @@
 #include "transport/datagram_socket.h"
 #include "transport/event_loop.h"
 #include "transport/packet_seal.h"
-#include "transport/path.h"
+#include "transport/route_path.h"
 
 namespace resilient {
 
@@ -50,7 +50,7 @@ struct DatagramPathConfig {
 // Errors are kept in failure_ and acted on in service(). Packets are decoded
 // from within DatagramSocket::receive() and PacketReceiver: if the path closed
 // there, the rest of the packets would act on a closed path.
-class DatagramPath final : public Path, public Handler {
+class DatagramPath final : public RoutePath, public Handler {
  public:
   DatagramPath(
       EventLoop& loop,
@@ -61,15 +61,19 @@ class DatagramPath final : public Path, public Handler {
       PathOwner& owner);
   ~DatagramPath() override;
 
-  size_t route() const {
+  // RoutePath
+  size_t route() const override {
     return config_.route;
   }
   // A probe has come back, so it can carry frames.
-  bool proven() const {
+  bool proven() const override {
     return sender_ != nullptr;
   }
-  bool silent() const {
+  bool silent() const override {
     return silent_;
+  }
+  std::string where() const override {
+    return localAddress() + " -> " + remoteAddress();
   }
 
   // Path

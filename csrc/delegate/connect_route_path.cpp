@@ -1,0 +1,185 @@
+#include "delegate/connect_route_path.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "delegate/connect_tcp.h"
+
+namespace resilient {
+namespace {
+
+constexpr Nanos kAnswerWithin = std::chrono::seconds(5);
+constexpr Nanos kOfferAgain = std::chrono::seconds(1);
+constexpr int kMaxDoublings = 6;
+// A path that has worked for less counts as a failure.
+constexpr Nanos kWorthTrying = std::chrono::seconds(10);
+
+} // namespace
+
+// --- offering
+
+void RoutePathConnector::learnRoutes() {
+  routes_.resize(std::max(routes_.size(), connections_.routes()));
+}
+
+void RoutePathConnector::offer() {
+  // Only now the routes are known.
+  if (link_.address()) {
+    readEarlyOffers();
+  }
+  if (link_.state() != Link::State::kUp || !link_.address() ||
+      !link_.preferredInitiator() || link_.sameHost() || !wanted()) {
+    return;
+  }
+  learnRoutes();
+  for (size_t route = 0; route < connections_.routes(); ++route) {
+    if (routes_[route].timer == 0) {
+      offer(route);
+    }
+  }
+}
+
+// Without a connection on the route nothing happens: onConnection() of the link
+// offers again.
+void RoutePathConnector::offer(size_t route) {
+  Route& r = routes_[route];
+  if (!link_.usable() || link_.leaving() || r.path != nullptr) {
+    return;
+  }
+  const auto connection = connections_.anyOf(route);
+  if (!connection) {
+    return;
+  }
+  if (const Status status = sendOffer(route, *connection); !status.ok()) {
+    offerLater(route, status.message());
+    return;
+  }
+  link_.changed();
+  r.timer = link_.loop().after(kAnswerWithin, [this, route] {
+    routes_[route].timer = 0;
+    offerLater(route, "the offer was not answered");
+  });
+}
+
+void RoutePathConnector::answered(size_t route) {
+  link_.loop().cancel(routes_[route].timer);
+  routes_[route].timer = 0;
+}
+
+// Further apart with each failure.
+void RoutePathConnector::offerLater(size_t route, const std::string& why) {
+  Route& r = routes_[route];
+  forgetOffer(route);
+  if (r.lastError != why) {
+    r.lastError = why;
+    link_.say(
+        LogLevel::kWarning,
+        "no " + name_ + " with " + link_.describe() +
+            " for now, connections do: " + why);
+  }
+  link_.loop().cancel(r.timer);
+  r.timer = 0;
+  if (!link_.usable() || !link_.preferredInitiator()) {
+    return;
+  }
+  const int doublings = std::min(r.failures++, kMaxDoublings);
+  r.timer = link_.loop().after(kOfferAgain * (1 << doublings), [this, route] {
+    routes_[route].timer = 0;
+    offer(route);
+  });
+}
+
+// --- paths
+
+void RoutePathConnector::add(std::unique_ptr<RoutePath> path) {
+  routes_[path->route()].path = path.get();
+  path->faultsChanged(link_.faultsConcern());
+  link_.addPath(std::move(path));
+}
+
+// usable() also changes with fault rules, so the state of the channel tells
+// whether this call is about silence.
+void RoutePathConnector::onPathUse(Path& path) {
+  auto& p = static_cast<RoutePath&>(path);
+  Route& r = routes_[p.route()];
+  const std::string where =
+      name_ + " with " + link_.describe() + ": " + p.where();
+  Channel& channel = link_.channel();
+  const bool wasSilent = channel.isSuspect(p.id());
+  if (p.silent() && !wasSilent) {
+    link_.say(
+        LogLevel::kWarning,
+        where + " was last heard " +
+            durationText(link_.loop().now() - p.heardAt()) +
+            " ago: connections take over");
+  } else if (!p.silent() && wasSilent) {
+    link_.say(LogLevel::kInfo, where + " is heard again");
+  } else if (r.upAt == TimePoint()) { // it has just shown that it works
+    r.upAt = link_.loop().now();
+    r.lastError.clear();
+    link_.say(LogLevel::kInfo, where);
+  }
+  channel.setSuspect(p.id(), p.silent());
+}
+
+void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
+  const size_t route = static_cast<RoutePath&>(path).route();
+  Route& r = routes_[route];
+  path.fill(r.past);
+  if (r.past.datagrams) { // without what is no sum
+    DatagramStats& past = *r.past.datagrams;
+    past.packetBytes = 0;
+    past.lossRate = past.paceBytesPerS = 0;
+    past.burstPackets = 1;
+  }
+  r.path = nullptr;
+  if (r.upAt != TimePoint() && link_.loop().now() - r.upAt > kWorthTrying) {
+    r.failures = 0;
+  }
+  r.upAt = TimePoint();
+  if (link_.usable()) {
+    offerLater(route, why.message());
+  }
+}
+
+void RoutePathConnector::close() {
+  for (size_t route = 0; route < routes_.size(); ++route) {
+    answered(route);
+    forgetOffer(route);
+  }
+}
+
+void RoutePathConnector::fillStats(PeerStats& stats) const {
+  for (size_t route = 0; route < routes_.size(); ++route) {
+    const Route& r = routes_[route];
+    PathStats p;
+    // Only sums continue over closed paths.
+    p.bytesSent = r.past.bytesSent;
+    p.bytesReceived = r.past.bytesReceived;
+    p.chunksSent = r.past.chunksSent;
+    p.chunksRetransmitted = r.past.chunksRetransmitted;
+    p.timesSuspect = r.past.timesSuspect;
+    p.datagrams = r.past.datagrams;
+    if (kind_ == PathKind::kDatagram && !p.datagrams) {
+      p.datagrams = DatagramStats();
+    }
+    p.kind = kind_;
+    p.index = static_cast<int>(route);
+    p.nic = connections_.nicOf(route);
+    p.remoteNic = connections_.remoteNicOf(route);
+    p.lastError = r.lastError;
+    if (r.path == nullptr) {
+      p.state = "down";
+    } else {
+      const bool inReserve = link_.channel().classes(r.path->id()) == 0;
+      p.state = !r.path->proven()          ? "proving"
+          : r.path->silent()               ? "suspect"
+          : !r.path->usable() || inReserve ? "reserve"
+                                           : "up";
+      r.path->fill(p);
+    }
+    stats.paths.push_back(std::move(p));
+  }
+}
+
+} // namespace resilient

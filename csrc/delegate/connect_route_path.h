@@ -1,0 +1,96 @@
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "delegate/connector.h"
+#include "transport/route_path.h"
+
+namespace resilient {
+
+class TcpConnector;
+
+// Paths of one kind to a peer on another host, one for each route beside its
+// connections. The preferred process of the two offers it over a connection of
+// the route, and the other one answers. What an offer says is for the derived
+// classes.
+//
+// A path that is closed is offered again, at first after a second and later
+// after up to 64 s; ten seconds of use reset the pause. Only the offering side
+// retries. Meanwhile the connections carry everything, so a failure here costs
+// no message.
+class RoutePathConnector : public Connector {
+ public:
+  // The path of the route carries, so its connections are in reserve.
+  bool carries(size_t route) const {
+    return route < routes_.size() && routes_[route].path != nullptr &&
+        routes_[route].path->usable();
+  }
+  size_t routes() const {
+    return routes_.size();
+  }
+
+  // Connector
+  void offer() override;
+  void onPathClosed(Path& path, const Status& why) override;
+  void onPathUse(Path& path) override;
+  uint8_t classes(const Path& path, const Roles& roles) const override {
+    const size_t route = static_cast<const RoutePath&>(path).route();
+    return route < roles.routePaths.size() ? roles.routePaths[route]
+                                           : uint8_t{0};
+  }
+  void close() override;
+  void fillStats(PeerStats& stats) const override;
+
+ protected:
+  // `name`: of the kind, for messages.
+  RoutePathConnector(
+      Link& link,
+      TcpConnector& connections,
+      PathKind kind,
+      const char* name)
+      : Connector(link), connections_(connections), kind_(kind), name_(name) {}
+
+  // Whether such paths to this peer are wanted at all.
+  virtual bool wanted() const = 0;
+  // Sends an offer over this connection. If that fails, it is tried later.
+  virtual Status sendOffer(size_t route, size_t connection) = 0;
+  // Drops what belongs to an offer that is over.
+  virtual void forgetOffer(size_t route) = 0;
+  // Offers that came before the peer's address did.
+  virtual void readEarlyOffers() = 0;
+
+  // The open offer has its answer.
+  void answered(size_t route);
+  // No path came of an offer or an answer, or it is over.
+  void offerLater(size_t route, const std::string& why);
+  // Makes room for the routes that are known now.
+  void learnRoutes();
+  RoutePath* path(size_t route) const {
+    return routes_[route].path;
+  }
+  void add(std::unique_ptr<RoutePath> path);
+
+  TcpConnector& connections_;
+
+ private:
+  struct Route {
+    RoutePath* path = nullptr; // the link's
+    TimerId timer = 0; // the offer gets no answer, or the next one is due
+    int failures = 0; // in a row
+    TimePoint upAt{}; // proven then
+    PathStats past; // of paths that are closed
+    std::string lastError;
+  };
+
+  void offer(size_t route);
+
+  const PathKind kind_;
+  const std::string name_;
+  std::vector<Route> routes_;
+};
+
+} // namespace resilient
