@@ -8,6 +8,8 @@ const char* nameOf(PathKind kind) {
       return "tcp";
     case PathKind::kShared:
       return "shm";
+    case PathKind::kVerbs:
+      return "rdma";
     case PathKind::kDatagram:
       return "udp";
   }

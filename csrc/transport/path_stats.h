@@ -9,9 +9,9 @@
 
 namespace resilient {
 
-enum class PathKind : uint8_t { kTcp, kShared, kDatagram };
+enum class PathKind : uint8_t { kTcp, kShared, kDatagram, kVerbs };
 
-// "tcp", "shm" or "udp".
+// "tcp", "shm", "udp" or "rdma".
 const char* nameOf(PathKind kind);
 
 // The packets of a datagram path, since it was made.
@@ -33,7 +33,7 @@ struct DatagramStats {
 // One path to a peer for stats(); docs/operations.md describes the fields.
 struct PathStats {
   PathKind kind = PathKind::kTcp;
-  // The connection index, or the route of a datagram path.
+  // The connection index, or the route of a datagram or RDMA path.
   int index = 0;
   // A state of failover/path_state.h, "reserve" (it works, and is not needed),
   // "connecting", or "unused".

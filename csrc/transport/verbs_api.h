@@ -41,6 +41,7 @@ struct VerbsAddress {
   // packets of a former life must not be taken for those of this one.
   uint32_t firstPacket = 0;
   uint32_t mtuBytes = 0;
+  uint16_t lid = 0; // InfiniBand: the address of the port in its subnet
 };
 
 struct VerbsCompletion {
@@ -128,5 +129,13 @@ class VerbsApi {
 // The library that is installed with this package, or null; `why` tells then
 // what is missing. Any thread; the answer of the first call stands.
 VerbsApi* systemVerbs(std::string& why);
+
+// The library exports one function, VerbsOpen, under this name. It returns null
+// for another version than its own.
+constexpr const char* kVerbsOpenName = "resilient_verbs_open";
+using VerbsOpen = VerbsApi*(uint32_t version);
+// Raise it with every change of this file. With classes of another layout, calls
+// into the library would overwrite memory.
+constexpr uint32_t kVerbsApiVersion = 1;
 
 } // namespace resilient

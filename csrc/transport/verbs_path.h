@@ -1,0 +1,197 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "channel/channel.h"
+#include "transport/event_loop.h"
+#include "transport/frame_reader.h"
+#include "transport/route_path.h"
+#include "transport/verbs_api.h"
+
+namespace resilient {
+
+// One end of a queue pair, with the memory that it sends from and receives to.
+// The device accesses no other memory, so whatever it still does after a
+// failure harms nobody: a packet that is late lands here.
+//
+// Thread: one at a time: the loop, or a thread that connects or ends it.
+class VerbsEnd {
+ public:
+  // A slot holds one send or receive: 64 KiB fill a packet of any size many
+  // times, and the sender fills the next while one is on its way. 32 of them
+  // carry 2 MiB, 10 Gbit/s for 1.6 ms.
+  static constexpr size_t kSlotBytes = 64u << 10;
+  static constexpr uint32_t kSlots = 32;
+
+  // Opens the device, and posts all receives. Throws nothing; `end` is set if
+  // the status is ok.
+  static Status
+  make(VerbsApi& api, const VerbsPort& port, std::unique_ptr<VerbsEnd>& end);
+  // Fences the queue pair first. May block if the device does not answer.
+  ~VerbsEnd();
+  VerbsEnd(const VerbsEnd&) = delete;
+  VerbsEnd& operator=(const VerbsEnd&) = delete;
+
+  VerbsQueuePair& queuePair() {
+    return *queuePair_;
+  }
+  const VerbsPort& port() const {
+    return port_;
+  }
+  std::byte* sendSlot(uint32_t slot) {
+    return memory_.get() + size_t(slot) * kSlotBytes;
+  }
+  std::byte* receiveSlot(uint32_t slot) {
+    return sendSlot(kSlots + slot);
+  }
+  // The first bytes of a slot.
+  Status send(uint32_t slot, size_t bytes);
+  Status receive(uint32_t slot);
+
+  // The request numbers of receives begin here, those of sends with 0.
+  static constexpr uint64_t kReceives = kSlots;
+
+ private:
+  VerbsEnd() = default;
+
+  struct Free {
+    void operator()(std::byte* memory) const;
+  };
+  // Destroyed from the last to the first.
+  VerbsPort port_;
+  std::unique_ptr<std::byte, Free> memory_;
+  std::shared_ptr<VerbsDevice> device_;
+  std::unique_ptr<VerbsMemory> registered_;
+  std::unique_ptr<VerbsQueuePair> queuePair_;
+};
+
+struct VerbsPathConfig {
+  size_t route = 0; // on which it is, for the owner
+  bool initiator = false; // the end that offered it
+  // A send without a completion for this long makes the path silent. The NIC
+  // of the far end answers, however busy its process is.
+  Nanos silentAfter = std::chrono::milliseconds(40);
+  // It is closed if it has not shown within this time that it works.
+  Nanos proveWithin = std::chrono::seconds(3);
+  std::string remoteDevice; // for messages
+};
+
+// An RDMA queue pair as a path of a channel. The frames are a stream of bytes,
+// as on a connection; each send carries up to a slot of it, and the reader
+// copies it out of the slot of a receive.
+//
+// How it works. A sender never sends more than the far end has posted receives
+// for: each send says how many receives have been posted since the beginning.
+// One of them is kept for a send that says nothing else, so the two ends cannot
+// wait for each other. A completion frees the slot that was sent from, and
+// shows that the NIC of the far end answers. It acknowledges nothing: a frame
+// counts when the far end has read it, as on every path.
+//
+// Paper: SHIFT §3.2, C#2, and §4.3: the receiver's count decides what is sent
+// again after a failure; no completion does.
+//
+// Thread: loop thread. Lifetime: owned by its PeerLink.
+class VerbsPath final : public RoutePath, public Handler {
+ public:
+  // `end` is connected.
+  VerbsPath(
+      EventLoop& loop,
+      Channel& channel,
+      PathId id,
+      std::unique_ptr<VerbsEnd> end,
+      VerbsPathConfig config,
+      PathOwner& owner);
+  ~VerbsPath() override;
+
+  // RoutePath
+  size_t route() const override {
+    return config_.route;
+  }
+  bool proven() const override {
+    return proven_;
+  }
+  bool silent() const override {
+    return silent_;
+  }
+  std::string where() const override;
+
+  // Path
+  // Proven, not silent, and no fault rule concerns the peer.
+  bool usable() const override {
+    return !closed_ && proven_ && !silent_ && !avoided_;
+  }
+  bool hasRoom() const override;
+  size_t takeFrame(bool chunks = true) override;
+  // Copies what it has taken: nothing of a frame is borrowed afterwards.
+  bool flush() override;
+  void close(const Status& why) override;
+  TimePoint heardAt() const override {
+    return heardAt_;
+  }
+  void faultsChanged(bool concerned) override;
+
+  void onEvents(uint32_t events) override;
+
+ private:
+  // Frames that are taken ahead of flush().
+  static constexpr size_t kBatchBytes = 1u << 20;
+  // The share of a turn; the rest follows in the next one.
+  static constexpr size_t kCompletionsPerTurn = 64;
+
+  // At the beginning of each slot.
+  struct SlotHeader {
+    uint32_t posted = 0; // receives, since the beginning, modulo 2^32
+    uint32_t zero = 0; // room for flags
+  };
+
+  bool mayPost(uint32_t reserve) const;
+  void openSlot();
+  Status postSlot();
+  void put(const std::byte* data, size_t bytes);
+  void writeOut();
+  void tellPosted();
+  void onCompletion(const VerbsCompletion& completion);
+  Status onReceived(uint32_t slot, size_t bytes);
+  void prove();
+  void look();
+  void armTimer();
+  void onTimer();
+  void setUse(bool& flag, bool value);
+  void end();
+
+  EventLoop& loop_;
+  std::unique_ptr<VerbsEnd> end_; // null once it is over
+  const VerbsPathConfig config_;
+  const std::string device_;
+  FrameReader reader_;
+  bool proven_ = false;
+  bool silent_ = false;
+  bool avoided_ = false;
+  TimePoint startedAt_, heardAt_;
+
+  std::vector<uint32_t> freeSlots_;
+  int slot_ = -1; // being filled, or none
+  size_t slotBytes_ = 0; // of it, with its header
+  size_t frontWritten_ = 0; // bytes of the first unwritten frame
+  size_t unwrittenBytes_ = 0;
+  bool full_ = false; // frames wait for a slot or a receive of the far end
+
+  uint32_t sent_ = 0; // sends posted
+  uint32_t peerPosted_ = VerbsEnd::kSlots; // receives of the far end
+  uint32_t posted_ = VerbsEnd::kSlots; // ours
+  uint32_t told_ = VerbsEnd::kSlots; // of these, told to the far end
+  uint32_t pending_ = 0; // sends without a completion
+  TimePoint pendingSince_{}; // the last progress of these
+
+  std::vector<VerbsCompletion> completions_;
+  TimerId timer_ = 0;
+  // For calls that are posted to the loop and may come too late.
+  std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
+};
+
+} // namespace resilient
