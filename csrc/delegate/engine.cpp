@@ -922,6 +922,25 @@ void Engine::closeDescriptorsInChild() {
   loop_.closeInForkedChild();
 }
 
+// Without devices there is nothing to offer. That is usual, so it is said for
+// debugging only.
+VerbsApi* Engine::verbs() {
+  if (!verbs_) {
+    verbs_ = nullptr;
+    std::string why;
+    std::vector<VerbsPort> ports;
+    VerbsApi* const api = options_.rdma == "off" ? nullptr : systemVerbs(why);
+    if (api != nullptr && api->ports(ports).ok() && !ports.empty()) {
+      verbs_ = api;
+    } else if (options_.rdma != "off") {
+      logMessage(
+          LogLevel::kDebug,
+          "no RDMA: " + (why.empty() ? "this host has no device" : why));
+    }
+  }
+  return *verbs_;
+}
+
 // --- turns
 
 void Engine::markDirty(PeerLink& link) {
@@ -1063,6 +1082,10 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
             decodeDatagramOffer(payload), [&](const DatagramOffer& offer) {
               link.datagrams().onOffer(offer);
             });
+      case ControlKind::kVerbsOffer:
+        return with(decodeVerbsOffer(payload), [&](const VerbsOffer& offer) {
+          link.verbs().onOffer(offer);
+        });
     }
     return false;
   };

@@ -185,6 +185,7 @@ class Engine final : public MailboxListener, public LinkHost {
   bool datagramsTo(const std::string& site) const override {
     return datagramSites_.beyond(self_.site, site).value_or(0) != 0;
   }
+  VerbsApi* verbs() override;
   RecoverySchemes recoveryTo(const std::string& site) const override {
     return recovery_.of(site);
   }
@@ -296,6 +297,7 @@ class Engine final : public MailboxListener, public LinkHost {
   bool saidNoSharedMemory_ = false;
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;
+  std::optional<VerbsApi*> verbs_; // once it has been looked for
   bool checkedSites_ = false;
   RecoveryTable recovery_;
   std::string congestionControl_;

@@ -18,6 +18,7 @@
 #include "transport/event_loop.h"
 #include "transport/shared_rendezvous.h"
 #include "transport/socket.h"
+#include "transport/verbs_api.h"
 #include "wire/hello.h"
 
 namespace resilient {
@@ -52,6 +53,8 @@ class LinkHost {
   // Whether to offer datagrams to hosts there, and how they recover losses.
   virtual bool datagramsTo(const std::string& site) const = 0;
   virtual RecoverySchemes recoveryTo(const std::string& site) const = 0;
+  // RDMA, or null if this process uses none.
+  virtual VerbsApi* verbs() = 0;
   // The cap on everything that goes there, shared by all links; null: none.
   virtual RateLimit* rateLimit(const std::string& site) = 0;
   // A link that has not got its turn there is pumped when it has.

@@ -41,6 +41,7 @@ PeerLink::PeerLink(LinkHost& host, const Uid& uid, uint32_t channelId)
       tcp_(*this),
       shared_(*this),
       datagrams_(*this, tcp_),
+      verbs_(*this, tcp_),
       paths_(channel_) {}
 
 PeerLink::~PeerLink() {
@@ -83,6 +84,7 @@ void PeerLink::setAddress(
   tcp_.failover().connectAll(loop().now());
   shared_.offer();
   datagrams_.offer();
+  verbs_.offer();
 }
 
 void PeerLink::onPeerAddresses(const std::string& text) {
@@ -148,6 +150,8 @@ Connector& PeerLink::connectorOf(const Path& path) {
       return shared_;
     case PathKind::kDatagram:
       return datagrams_;
+    case PathKind::kVerbs:
+      return verbs_;
     case PathKind::kTcp:
       break;
   }
@@ -194,8 +198,10 @@ void PeerLink::changed() {
 void PeerLink::useChanged() {
   Failover& failover = tcp_.failover();
   failover.setSharedMemory(shared_.sharing());
-  for (size_t route = 0; route < datagrams_.routes(); ++route) {
-    failover.setRoutePath(route, datagrams_.carries(route));
+  const size_t routes = std::max(datagrams_.routes(), verbs_.routes());
+  for (size_t route = 0; route < routes; ++route) {
+    failover.setRoutePath(
+        route, datagrams_.carries(route) || verbs_.carries(route));
   }
   failover.assignRoles(loop().now());
   changed();
@@ -226,6 +232,7 @@ void PeerLink::onConnection() {
   }
   shared_.offer();
   datagrams_.offer();
+  verbs_.offer();
   changed();
 }
 
@@ -278,6 +285,7 @@ void PeerLink::close(State state, StatusCode code, const std::string& how) {
   tcp_.close();
   shared_.close();
   datagrams_.close();
+  verbs_.close();
   while (!paths_.empty()) {
     // Removed by onPathClosed(). A goodbye must still arrive.
     if (state == State::kLeft) {
@@ -393,6 +401,7 @@ void PeerLink::fillStats(PeerStats& stats) const {
   }
   shared_.fillStats(stats);
   datagrams_.fillStats(stats);
+  verbs_.fillStats(stats);
   tcp_.fillStats(stats);
 }
 

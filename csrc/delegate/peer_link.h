@@ -11,6 +11,7 @@
 #include "delegate/connect_datagram.h"
 #include "delegate/connect_shared.h"
 #include "delegate/connect_tcp.h"
+#include "delegate/connect_verbs.h"
 #include "delegate/connector.h"
 #include "delegate/group.h"
 #include "delegate/path_set.h"
@@ -42,6 +43,9 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   }
   DatagramConnector& datagrams() {
     return datagrams_;
+  }
+  VerbsConnector& verbs() {
+    return verbs_;
   }
   // The message lacks the subject, which is this peer: each group has a name
   // of its own for it.
@@ -134,6 +138,7 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   TcpConnector tcp_;
   SharedConnector shared_;
   DatagramConnector datagrams_;
+  VerbsConnector verbs_;
   PathSet paths_; // destroyed first: connectors hold parts of them
 };
 

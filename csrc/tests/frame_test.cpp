@@ -396,6 +396,59 @@ TEST(frame_datagram_offer_survives_the_wire) {
   CHECK(!decodeDatagramOffer(encode(offer)).has_value());
 }
 
+TEST(frame_verbs_offer_survives_the_wire) {
+  VerbsOffer offer;
+  offer.connection = 0x0102;
+  offer.number = 0x0807060504030201;
+  for (size_t i = 0; i < offer.gid.size(); ++i) {
+    offer.gid[i] = static_cast<std::byte>(0x10 + i);
+  }
+  offer.queuePair = 0x112233;
+  offer.firstPacket = 0x445566;
+  offer.mtuBytes = 4096;
+  offer.lid = 0x0a0b;
+  offer.text = "mlx5_0";
+  const auto payload = encode(offer);
+  std::string bytes;
+  for (const std::byte b : payload) {
+    bytes += static_cast<char>(b);
+  }
+  CHECK_EQ(
+      bytes,
+      std::string("\x08\x02\x01\0\x01\x02\x03\x04\x05\x06\x07\x08", 12) +
+          "\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f" +
+          std::string("\x33\x22\x11\0\x66\x55\x44\0\0\x10\0\0", 12) +
+          std::string("\x0b\x0a\x06\0\0\0", 6) + offer.text);
+  const auto back = decodeVerbsOffer(payload);
+  CHECK(back.has_value());
+  CHECK_EQ(back->connection, offer.connection);
+  CHECK(!back->answer);
+  CHECK_EQ(back->number, offer.number);
+  CHECK(back->gid == offer.gid);
+  CHECK_EQ(back->queuePair, offer.queuePair);
+  CHECK_EQ(back->firstPacket, offer.firstPacket);
+  CHECK_EQ(back->mtuBytes, offer.mtuBytes);
+  CHECK_EQ(back->lid, offer.lid);
+  CHECK_EQ(back->text, offer.text);
+  for (size_t n = 0; n < payload.size(); ++n) {
+    CHECK(!decodeVerbsOffer(std::span(payload).first(n)).has_value());
+  }
+  auto bad = payload;
+  bad.push_back(std::byte(0));
+  CHECK(!decodeVerbsOffer(bad).has_value());
+  bad = payload;
+  bad[3] = std::byte(2); // neither an offer nor an answer
+  CHECK(!decodeVerbsOffer(bad).has_value());
+  for (const uint32_t number : {0u, 0x1000000u}) {
+    VerbsOffer wrong = offer;
+    wrong.queuePair = number;
+    CHECK(!decodeVerbsOffer(encode(wrong)).has_value());
+  }
+  offer.queuePair = 0; // no
+  offer.answer = true;
+  CHECK(decodeVerbsOffer(encode(offer)).has_value());
+}
+
 TEST(frame_reason_survives_the_wire) {
   const auto payload = encodeReason(StatusCode::kTimeout, "too slow");
   CHECK_EQ(payload.size(), 9u);

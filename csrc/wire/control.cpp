@@ -204,10 +204,29 @@ std::vector<std::byte> encode(const DatagramOffer& offer) {
       .take();
 }
 
+std::vector<std::byte> encode(const VerbsOffer& offer) {
+  uint64_t high = 0;
+  uint64_t low = 0;
+  std::memcpy(&high, offer.gid.data(), 8);
+  std::memcpy(&low, offer.gid.data() + 8, 8);
+  return Writer(ControlKind::kVerbsOffer)
+      .put(offer.connection)
+      .put(static_cast<uint8_t>(offer.answer))
+      .put(offer.number)
+      .put(high)
+      .put(low)
+      .put(offer.queuePair)
+      .put(offer.firstPacket)
+      .put(offer.mtuBytes)
+      .put(offer.lid)
+      .put(offer.text)
+      .take();
+}
+
 // The upper bound is the last kind: move it with a new one.
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
   if (payload.empty() || payload[0] < std::byte(1) ||
-      payload[0] > static_cast<std::byte>(ControlKind::kDatagramOffer)) {
+      payload[0] > static_cast<std::byte>(ControlKind::kVerbsOffer)) {
     return std::nullopt;
   }
   return static_cast<ControlKind>(payload[0]);
@@ -313,6 +332,34 @@ std::optional<DatagramOffer> decodeDatagramOffer(
   offer.answer = answer != 0;
   const bool sound =
       answer <= 1 && offer.nonce.size() == DatagramOffer::kNonceBytes;
+  return in.complete() && sound ? std::optional(offer) : std::nullopt;
+}
+
+std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kVerbsOffer)) {
+    return std::nullopt;
+  }
+  constexpr uint32_t kNumberMax = 0xffffff;
+  VerbsOffer offer;
+  uint8_t answer = 0;
+  uint64_t high = 0;
+  uint64_t low = 0;
+  Reader in(payload);
+  in.get(offer.connection);
+  in.get(answer);
+  in.get(offer.number);
+  in.get(high);
+  in.get(low);
+  in.get(offer.queuePair);
+  in.get(offer.firstPacket);
+  in.get(offer.mtuBytes);
+  in.get(offer.lid);
+  in.getText(offer.text);
+  std::memcpy(offer.gid.data(), &high, 8);
+  std::memcpy(offer.gid.data() + 8, &low, 8);
+  offer.answer = answer != 0;
+  const bool sound = answer <= 1 && offer.queuePair <= kNumberMax &&
+      offer.firstPacket <= kNumberMax && (offer.queuePair != 0 || offer.answer);
   return in.complete() && sound ? std::optional(offer) : std::nullopt;
 }
 

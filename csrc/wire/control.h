@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -56,6 +57,7 @@ enum class ControlKind : uint8_t {
   kSharedOffer = 5,
   kAddresses = 6,
   kDatagramOffer = 7,
+  kVerbsOffer = 8,
 };
 
 // "This collective has failed here". The other ranks then need not wait for
@@ -134,6 +136,20 @@ struct DatagramOffer {
   static constexpr size_t kNonceBytes = 16;
 };
 
+// "Connect an RDMA queue pair of yours, in addition to the connection of this
+// index, with this one of mine", and the answer. See delegate/connect_verbs.h.
+struct VerbsOffer {
+  uint16_t connection = 0; // index
+  bool answer = false;
+  uint64_t number = 0; // random; the answer repeats it
+  std::array<std::byte, 16> gid{}; // the address of the device
+  uint32_t queuePair = 0; // 24 bits; 0 in an answer: no
+  uint32_t firstPacket = 0; // 24 bits
+  uint32_t mtuBytes = 0;
+  uint16_t lid = 0; // InfiniBand's
+  std::string text; // the name of the device, or why not
+};
+
 // "This is where we are now": a NIC has another address than the store says.
 // The receiver parses it like a text from the store, and accepts it only with
 // the peer's own uid and the same number of addresses.
@@ -150,6 +166,7 @@ std::vector<std::byte> encode(const PathsLost& lost);
 std::vector<std::byte> encode(const SharedOffer& offer);
 std::vector<std::byte> encode(const Addresses& addresses);
 std::vector<std::byte> encode(const DatagramOffer& offer);
+std::vector<std::byte> encode(const VerbsOffer& offer);
 
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload);
 // Nothing if the bytes are not exactly one message of that kind.
@@ -165,5 +182,7 @@ std::optional<SharedOffer> decodeSharedOffer(
 std::optional<Addresses> decodeAddresses(std::span<const std::byte> payload);
 std::optional<DatagramOffer> decodeDatagramOffer(
     std::span<const std::byte> payload);
+// Only numbers that a queue pair can have.
+std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload);
 
 } // namespace resilient

@@ -32,7 +32,7 @@ __all__ = [
     "stats",
 ]
 
-PathKind = Literal["tcp", "shm", "udp"]
+PathKind = Literal["tcp", "shm", "udp", "rdma"]
 PathState = Literal[
     "up", "reserve", "suspect", "stalled", "proving", "connecting", "down", "unused"
 ]
@@ -118,8 +118,8 @@ class PathStats(Record):
     """One path to a peer.
 
     Attributes:
-        kind: "tcp" (a connection), "shm" (memory shared with a rank of the same host) or "udp"
-            (datagrams).
+        kind: "tcp" (a connection), "shm" (memory shared with a rank of the same host), "udp"
+            (datagrams) or "rdma".
         index: its number among the peer's paths of this kind, from 0.
         state: "up"; "reserve" (works, not needed now); "suspect" (silent, other paths have taken
             over); "stalled" (silent, and no other path is left); "proving" (back, on probation);

@@ -1,0 +1,263 @@
+#include "delegate/connect_verbs.h"
+
+#include <netinet/in.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+#include <utility>
+
+#include "base/random.h"
+#include "delegate/connect_tcp.h"
+
+namespace resilient {
+namespace {
+
+// Connecting takes milliseconds, or a second without an answer.
+constexpr Nanos kLookAgain = std::chrono::milliseconds(2);
+
+// The form in which a device lists the IP address of its NIC.
+VerbsPort::Gid gidOf(const SocketAddress& address) {
+  VerbsPort::Gid gid{};
+  if (address.family() == AF_INET) {
+    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address.raw());
+    gid[10] = gid[11] = std::byte(0xff);
+    std::memcpy(&gid[12], &v4->sin_addr, 4);
+  } else {
+    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(address.raw());
+    std::memcpy(gid.data(), &v6->sin6_addr, gid.size());
+  }
+  return gid;
+}
+
+VerbsOffer offerOf(size_t connection, uint64_t number, VerbsEnd& end) {
+  const VerbsAddress address = end.queuePair().address();
+  VerbsOffer offer;
+  offer.connection = static_cast<uint16_t>(connection);
+  offer.number = number;
+  offer.gid = address.gid;
+  offer.queuePair = address.queuePair;
+  offer.firstPacket = address.firstPacket;
+  offer.mtuBytes = address.mtuBytes;
+  offer.lid = address.lid;
+  offer.text = end.port().device;
+  return offer;
+}
+
+} // namespace
+
+// Shared by the connector and the thread.
+struct VerbsConnector::Connecting {
+  std::unique_ptr<VerbsEnd> end;
+  VerbsAddress remote;
+  bool initiator = false;
+  VerbsOffer reply; // of the end that answers
+  Status status;
+  std::atomic<bool> done{false}; // the thread touches nothing any more
+};
+
+// --- offering
+
+bool VerbsConnector::wanted() const {
+  // RoCE needs a network that loses next to nothing: between sites there is
+  // none.
+  return link_.host().verbs() != nullptr &&
+      link_.address()->site == link_.host().self().site;
+}
+
+void VerbsConnector::readEarlyOffers() {
+  for (const VerbsOffer& early : std::exchange(early_, {})) {
+    onOffer(early);
+  }
+}
+
+// An end on the device that has the address of the connection.
+Status VerbsConnector::makeEnd(
+    size_t connection,
+    std::unique_ptr<VerbsEnd>& end) const {
+  VerbsApi* const api = link_.host().verbs();
+  const TcpPath* const path = connections_.path(connection);
+  if (api == nullptr || path == nullptr) {
+    return Status(
+        StatusCode::kNetwork,
+        api == nullptr ? "this process uses no RDMA"
+                       : "its connection is down");
+  }
+  std::vector<VerbsPort> ports;
+  Status status = api->ports(ports);
+  const SocketAddress local = path->localSocket();
+  const auto port = std::ranges::find(ports, gidOf(local), &VerbsPort::gid);
+  if (status.ok() && port == ports.end()) {
+    status = Status(
+        StatusCode::kNetwork, "no RDMA device has the address " + local.ip());
+  } else if (status.ok() && !port->active) {
+    status = Status(
+        StatusCode::kNetwork, "the port of " + port->device + " is down");
+  }
+  return status.ok() ? VerbsEnd::make(*api, *port, end) : status;
+}
+
+Status VerbsConnector::sendOffer(size_t route, size_t connection) {
+  Attempt attempt;
+  const Status status = makeEnd(connection, attempt.end);
+  if (!status.ok()) {
+    return status;
+  }
+  attempt.connection = connection;
+  fillRandom(&attempt.number, sizeof(attempt.number));
+  link_.channel().sendControl(
+      encode(offerOf(connection, attempt.number, *attempt.end)));
+  attempts_[route] = std::move(attempt);
+  return Status();
+}
+
+void VerbsConnector::forgetOffer(size_t route) {
+  if (const auto found = attempts_.find(route); found != attempts_.end()) {
+    link_.loop().cancel(found->second.timer);
+    attempts_.erase(found);
+  }
+}
+
+void VerbsConnector::close() {
+  RoutePathConnector::close();
+  while (!attempts_.empty()) {
+    forgetOffer(attempts_.begin()->first);
+  }
+}
+
+// --- what the peer says
+
+void VerbsConnector::onOffer(const VerbsOffer& offer) {
+  if (!link_.usable() || link_.leaving() ||
+      offer.connection >= connections_.failover().connections()) {
+    return;
+  }
+  if (!link_.address()) {
+    std::erase_if(early_, [&](const VerbsOffer& o) {
+      return o.connection == offer.connection;
+    });
+    early_.push_back(offer);
+    return;
+  }
+  const size_t route = connections_.failover().routeOf(offer.connection);
+  learnRoutes();
+  if (offer.answer) {
+    onAnswer(offer, route);
+  } else {
+    answer(offer, route);
+  }
+}
+
+void VerbsConnector::onAnswer(const VerbsOffer& answer, size_t route) {
+  const auto found = attempts_.find(route);
+  if (found == attempts_.end() || found->second.number != answer.number ||
+      found->second.end == nullptr) {
+    return; // too late: of an earlier offer
+  }
+  if (answer.queuePair == 0) {
+    answered(route);
+    offerLater(route, "the far end: " + answer.text);
+    return;
+  }
+  connect(route, answer, /*initiator=*/true);
+}
+
+// An offer for a route with a path means that the peer has closed its end.
+void VerbsConnector::answer(const VerbsOffer& offer, size_t route) {
+  if (path(route) != nullptr) {
+    path(route)->close(Status(StatusCode::kNetwork, "the far end begins anew"));
+  }
+  forgetOffer(route);
+  Attempt attempt;
+  attempt.connection = offer.connection;
+  attempt.number = offer.number;
+  if (const Status status = makeEnd(offer.connection, attempt.end);
+      !status.ok()) {
+    refuse(offer, status.message());
+    return;
+  }
+  attempts_[route] = std::move(attempt);
+  connect(route, offer, /*initiator=*/false);
+}
+
+void VerbsConnector::refuse(const VerbsOffer& offer, const std::string& why) {
+  VerbsOffer no;
+  no.connection = offer.connection;
+  no.answer = true;
+  no.number = offer.number;
+  no.text = why;
+  link_.channel().sendControl(encode(no));
+  link_.changed();
+}
+
+// --- connecting
+
+void VerbsConnector::connect(
+    size_t route,
+    const VerbsOffer& remote,
+    bool initiator) {
+  Attempt& attempt = attempts_.at(route);
+  auto connecting = std::make_shared<Connecting>();
+  connecting->initiator = initiator;
+  connecting->reply = offerOf(attempt.connection, attempt.number, *attempt.end);
+  connecting->reply.answer = true;
+  connecting->end = std::move(attempt.end);
+  connecting->remote = {
+      remote.gid,
+      remote.queuePair,
+      remote.firstPacket,
+      remote.mtuBytes,
+      remote.lid};
+  attempt.remoteDevice = remote.text;
+  std::thread([connecting] {
+    connecting->status =
+        connecting->end->queuePair().connect(connecting->remote);
+    connecting->done.store(true);
+  }).detach();
+  lookAtConnecting(route, connecting);
+}
+
+void VerbsConnector::lookAtConnecting(
+    size_t route,
+    const std::shared_ptr<Connecting>& connecting) {
+  attempts_.at(route).timer =
+      link_.loop().after(kLookAgain, [this, route, connecting] {
+        if (connecting->done.load()) {
+          connected(route, *connecting);
+        } else {
+          lookAtConnecting(route, connecting);
+        }
+      });
+}
+
+void VerbsConnector::connected(size_t route, Connecting& connecting) {
+  answered(route);
+  Attempt attempt = std::move(attempts_.at(route));
+  attempts_.erase(route);
+  if (!connecting.status.ok()) {
+    if (!connecting.initiator) {
+      refuse(connecting.reply, connecting.status.message());
+    }
+    offerLater(route, connecting.status.message());
+    return;
+  }
+  VerbsPathConfig config;
+  config.route = route;
+  config.initiator = connecting.initiator;
+  config.silentAfter = fromSeconds(link_.host().options().suspect_after_s);
+  config.remoteDevice = attempt.remoteDevice;
+  add(std::make_unique<VerbsPath>(
+      link_.loop(),
+      link_.channel(),
+      link_.host().nextPathId(),
+      std::move(connecting.end),
+      std::move(config),
+      link_.pathOwner()));
+  if (!connecting.initiator) {
+    link_.channel().sendControl(encode(connecting.reply));
+    link_.changed();
+  }
+}
+
+} // namespace resilient
