@@ -50,6 +50,9 @@ class DatagramConnector final : public RoutePathConnector {
 
   // RoutePathConnector
   bool wanted() const override;
+  bool possible(size_t) const override {
+    return true;
+  }
   Status sendOffer(size_t route, size_t connection) override;
   void forgetOffer(size_t route) override {
     offered_.erase(route);

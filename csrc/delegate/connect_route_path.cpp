@@ -47,7 +47,7 @@ void RoutePathConnector::offer(size_t route) {
     return;
   }
   const auto connection = connections_.anyOf(route);
-  if (!connection) {
+  if (!connection || !possible(*connection)) {
     return;
   }
   if (const Status status = sendOffer(route, *connection); !status.ok()) {

@@ -56,6 +56,9 @@ class RoutePathConnector : public Connector {
 
   // Whether such paths to this peer are wanted at all.
   virtual bool wanted() const = 0;
+  // Whether this end can have one beside the connection. If not, there is
+  // nothing to say about it.
+  virtual bool possible(size_t connection) const = 0;
   // Sends an offer over this connection. If that fails, it is tried later.
   virtual Status sendOffer(size_t route, size_t connection) = 0;
   // Drops what belongs to an offer that is over.

@@ -72,30 +72,35 @@ void VerbsConnector::readEarlyOffers() {
   }
 }
 
-// An end on the device that has the address of the connection.
+std::optional<VerbsPort> VerbsConnector::portOf(size_t connection) const {
+  VerbsApi* const api = link_.host().verbs();
+  const TcpPath* const path = connections_.path(connection);
+  std::vector<VerbsPort> ports;
+  if (api == nullptr || path == nullptr || !api->ports(ports).ok()) {
+    return std::nullopt;
+  }
+  const auto port =
+      std::ranges::find(ports, gidOf(path->localSocket()), &VerbsPort::gid);
+  return port == ports.end() ? std::nullopt : std::optional(*port);
+}
+
 Status VerbsConnector::makeEnd(
     size_t connection,
     std::unique_ptr<VerbsEnd>& end) const {
   VerbsApi* const api = link_.host().verbs();
-  const TcpPath* const path = connections_.path(connection);
-  if (api == nullptr || path == nullptr) {
-    return Status(
-        StatusCode::kNetwork,
-        api == nullptr ? "this process uses no RDMA"
-                       : "its connection is down");
+  if (api == nullptr) {
+    return Status(StatusCode::kNetwork, "this process uses no RDMA");
   }
-  std::vector<VerbsPort> ports;
-  Status status = api->ports(ports);
-  const SocketAddress local = path->localSocket();
-  const auto port = std::ranges::find(ports, gidOf(local), &VerbsPort::gid);
-  if (status.ok() && port == ports.end()) {
-    status = Status(
-        StatusCode::kNetwork, "no RDMA device has the address " + local.ip());
-  } else if (status.ok() && !port->active) {
-    status = Status(
+  const std::optional<VerbsPort> port = portOf(connection);
+  if (!port) {
+    return Status(
+        StatusCode::kNetwork, "no RDMA device has the address of this route");
+  }
+  if (!port->active) {
+    return Status(
         StatusCode::kNetwork, "the port of " + port->device + " is down");
   }
-  return status.ok() ? VerbsEnd::make(*api, *port, end) : status;
+  return VerbsEnd::make(*api, *port, end);
 }
 
 Status VerbsConnector::sendOffer(size_t route, size_t connection) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,9 @@ class VerbsConnector final : public RoutePathConnector {
 
   // RoutePathConnector
   bool wanted() const override;
+  bool possible(size_t connection) const override {
+    return portOf(connection).has_value();
+  }
   Status sendOffer(size_t route, size_t connection) override;
   void forgetOffer(size_t route) override;
   void readEarlyOffers() override;
@@ -59,6 +63,8 @@ class VerbsConnector final : public RoutePathConnector {
   void onAnswer(const VerbsOffer& answer, size_t route);
   void answer(const VerbsOffer& offer, size_t route);
   void refuse(const VerbsOffer& offer, const std::string& why);
+  // The one on the NIC of the connection.
+  std::optional<VerbsPort> portOf(size_t connection) const;
   Status makeEnd(size_t connection, std::unique_ptr<VerbsEnd>& end) const;
   void connect(size_t route, const VerbsOffer& remote, bool initiator);
   void lookAtConnecting(
