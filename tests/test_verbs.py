@@ -1,0 +1,105 @@
+"""RDMA beside the connections: real verbs between guests of the verbs lab, and what faults do.
+
+Soft-RoCE is slow; nothing here measures it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from torch_resilient.testing import LabJob, VerbsLab, verbs_unavailable
+from torch_resilient.testing.job import Row
+
+pytestmark = [pytest.mark.lab, pytest.mark.verbs]
+
+PROGRAM = Path(__file__).with_name("verbs_program.py")
+# Far more than anything takes: the machine may be busy.
+LIMIT_S = 90
+PORTS = itertools.count(29500)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[VerbsLab]:
+    """Two guests that have imported torch."""
+    if (reason := verbs_unavailable()) is not None:
+        if os.environ.get("RESILIENT_TEST_LAB") == "required":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with VerbsLab(preload=["torch"]) as made:
+        for guest in made.guests.values():
+            guest.wait_for_preload()
+        yield made
+
+
+@pytest.fixture
+def job(lab: VerbsLab) -> Iterator[LabJob]:
+    """Two ranks that exchange messages over the data networks, both with RDMA."""
+    environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+    guests = list(lab.guests.values())
+    command = [sys.executable, str(PROGRAM)]
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as made:
+        made.until(on_both(2), "RDMA carries on both networks", LIMIT_S)
+        yield made
+    for network in lab.networks.values():
+        network.up()
+
+
+def on_both(count: int) -> Callable[[Row], bool]:
+    """True once the last rounds of both ranks had so many RDMA paths up."""
+    last: dict[int, int] = {}
+
+    def met(row: Row) -> bool:
+        if row.get("kind") == "round":
+            last[row["rank"]] = row["up"]
+        return len(last) == 2 and set(last.values()) == {count}
+
+    return met
+
+
+def rounds_pass(job: LabJob, count: int = 5) -> Row:
+    """The job goes on; returns the last row."""
+    for _ in range(2 * count):
+        row = job.row("round", LIMIT_S)
+    return row
+
+
+def end_well(job: LabJob) -> None:
+    """Every round of both ranks had the right bytes."""
+    job.tell("end")
+    rows = [job.row("result", LIMIT_S) for _ in range(2)]
+    assert job.wait(LIMIT_S) == [0, 0], job.words(0) + job.words(1)
+    assert all(row["wrong"] == 0 for row in rows), rows
+
+
+def test_rdma_carries_without_being_told(job: LabJob) -> None:
+    before = rounds_pass(job, 1)["bytes"]
+    after = rounds_pass(job)["bytes"]
+    # Every round sends 800 KB each way, and only RDMA paths carry.
+    assert after - before >= 4 * 800_000
+    end_well(job)
+
+
+@pytest.mark.parametrize("kind", ["blackhole", "admin"])
+def test_one_network_of_two_fails_and_comes_back(lab: VerbsLab, job: LabJob, kind: str) -> None:
+    network = lab.networks["eth0"]
+    network.down(kind)
+    job.until(on_both(1), "one network is left", LIMIT_S)
+    rounds_pass(job)
+    network.up()
+    job.until(on_both(2), "both carry again", LIMIT_S)
+    rounds_pass(job)
+    end_well(job)
+
+
+def test_connections_carry_where_one_end_uses_no_rdma(lab: VerbsLab) -> None:
+    command = [sys.executable, str(PROGRAM), "--off-at=1"]
+    guests = list(lab.guests.values())
+    with LabJob(command, guests, lab.control, port=next(PORTS)) as job:
+        assert rounds_pass(job)["bytes"] == 0
+        end_well(job)
