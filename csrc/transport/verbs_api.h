@@ -134,8 +134,8 @@ VerbsApi* systemVerbs(std::string& why);
 // for another version than its own.
 constexpr const char* kVerbsOpenName = "resilient_verbs_open";
 using VerbsOpen = VerbsApi*(uint32_t version);
-// Raise it with every change of this file. With classes of another layout, calls
-// into the library would overwrite memory.
+// Raise it with every change of this file. With classes of another layout,
+// calls into the library would overwrite memory.
 constexpr uint32_t kVerbsApiVersion = 1;
 
 } // namespace resilient

@@ -1,0 +1,38 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+
+#include "base/status.h"
+#include "transport/verbs_api.h"
+#include "verbs/handles.h"
+
+namespace resilient {
+
+// Memory that is registered with one device.
+class RegisteredMemory final : public VerbsMemory {
+ public:
+  // Local access only: the far end can neither read nor write it by itself.
+  static Status make(
+      const std::shared_ptr<OpenDevice>& device,
+      std::span<std::byte> bytes,
+      std::unique_ptr<VerbsMemory>& memory);
+
+  // Whether the bytes belong to this memory, and this to the domain.
+  bool covers(std::span<const std::byte> bytes, const ibv_pd* domain) const;
+  uint32_t key() const {
+    return region_->lkey;
+  }
+
+ private:
+  RegisteredMemory(std::shared_ptr<OpenDevice> device, RegionHandle region)
+      : device_(std::move(device)), region_(std::move(region)) {}
+
+  std::shared_ptr<OpenDevice> device_;
+  RegionHandle region_;
+};
+
+} // namespace resilient

@@ -1,0 +1,180 @@
+#include <infiniband/verbs.h>
+
+#include <cerrno>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/verbs_api.h"
+#include "verbs/handles.h"
+#include "verbs/ports.h"
+#include "verbs/queue_pair.h"
+#include "verbs/registered_memory.h"
+
+// The verbs of transport/verbs_api.h by libibverbs, in a library of their own
+// (torch_resilient/_verbs*.so), which transport/verbs_system.cpp opens.
+
+namespace resilient {
+namespace {
+
+class DeviceList {
+ public:
+  Status read() {
+    list_.reset(ibv_get_device_list(&count_));
+    // A kernel without RDMA (ENOSYS) has no devices.
+    if (list_ == nullptr && errno != ENOSYS) {
+      return errnoStatus(StatusCode::kNetwork, "list RDMA devices", errno);
+    }
+    return {};
+  }
+  ibv_device** begin() const {
+    return list_.get();
+  }
+  ibv_device** end() const {
+    return list_ == nullptr ? nullptr : list_.get() + count_;
+  }
+
+ private:
+  std::unique_ptr<ibv_device*, VerbsDeleter<ibv_free_device_list>> list_;
+  int count_ = 0;
+};
+
+Status openContext(ibv_device* device, ContextHandle& context) {
+  context.reset(ibv_open_device(device));
+  if (context != nullptr) {
+    return {};
+  }
+  const Status status = verbsStatus(device->name, "open it", errno);
+  return Status(
+      status.code(),
+      status.message() +
+          "; the process needs read and write access to /dev/infiniband");
+}
+
+class RealDevice final : public VerbsDevice {
+ public:
+  explicit RealDevice(std::shared_ptr<OpenDevice> device)
+      : device_(std::move(device)) {}
+
+  Status registerMemory(
+      std::span<std::byte> bytes,
+      std::unique_ptr<VerbsMemory>& memory) override {
+    return RegisteredMemory::make(device_, bytes, memory);
+  }
+  Status makeQueuePair(
+      const VerbsPort& port,
+      uint32_t depth,
+      std::unique_ptr<VerbsQueuePair>& queuePair) override {
+    return resilient::makeQueuePair(device_, port, depth, queuePair);
+  }
+
+ private:
+  const std::shared_ptr<OpenDevice> device_;
+};
+
+// Thread: any.
+class RealVerbs final : public VerbsApi {
+ public:
+  RealVerbs() {
+    // Before Linux 5.12, a forked child would take pages over that a device
+    // writes to. Newer kernels need nothing, and this call does nothing there.
+    ibv_fork_init();
+  }
+
+  Status ports(std::vector<VerbsPort>& ports) override;
+  Status open(const std::string& name, std::shared_ptr<VerbsDevice>& device)
+      override;
+
+ private:
+  static Status openNew(
+      const std::string& name,
+      std::shared_ptr<VerbsDevice>& device);
+
+  std::mutex mutex_;
+  std::map<std::string, std::weak_ptr<VerbsDevice>> open_; // under mutex_
+};
+
+// A device that cannot be opened or read is left out, unless all are like that.
+Status RealVerbs::ports(std::vector<VerbsPort>& ports) {
+  DeviceList devices;
+  if (Status status = devices.read(); !status.ok()) {
+    return status;
+  }
+  Status failure;
+  bool isAnyReadable = false;
+  for (ibv_device* device : devices) {
+    ContextHandle context;
+    std::vector<DevicePort> found;
+    Status status = openContext(device, context);
+    if (status.ok()) {
+      status = listPorts(*context, found);
+    }
+    for (const DevicePort& each : found) {
+      ports.push_back(each.port);
+    }
+    isAnyReadable = isAnyReadable || status.ok();
+    if (failure.ok()) {
+      failure = status;
+    }
+  }
+  return isAnyReadable ? Status() : failure;
+}
+
+Status RealVerbs::open(
+    const std::string& name,
+    std::shared_ptr<VerbsDevice>& device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  device = open_[name].lock();
+  if (device != nullptr) {
+    return {};
+  }
+  Status status = openNew(name, device);
+  open_[name] = device;
+  return status;
+}
+
+Status RealVerbs::openNew(
+    const std::string& name,
+    std::shared_ptr<VerbsDevice>& device) {
+  DeviceList devices;
+  if (Status status = devices.read(); !status.ok()) {
+    return status;
+  }
+  for (ibv_device* each : devices) {
+    if (name != each->name) {
+      continue;
+    }
+    auto made = std::make_shared<OpenDevice>();
+    made->name = name;
+    if (Status status = openContext(each, made->context); !status.ok()) {
+      return status;
+    }
+    if (const int r = ibv_query_device(made->context.get(), &made->limits);
+        r != 0) {
+      return verbsStatus(name, "read its properties", verbsError(r));
+    }
+    made->domain.reset(ibv_alloc_pd(made->context.get()));
+    if (made->domain == nullptr) {
+      return verbsStatus(name, "make a protection domain", errno);
+    }
+    device = std::make_shared<RealDevice>(std::move(made));
+    return {};
+  }
+  return verbsStatus(name, "open it", ENODEV);
+}
+
+} // namespace
+} // namespace resilient
+
+extern "C" __attribute__((visibility("default"))) resilient::VerbsApi*
+resilient_verbs_open(uint32_t version) {
+  if (version != resilient::kVerbsApiVersion) {
+    return nullptr;
+  }
+  // Never destroyed: other threads may use it until the process has ended.
+  static auto* const api = new resilient::RealVerbs;
+  return api;
+}
