@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,7 @@ except ImportError as error:
     sys.exit(setup_support.without_torch(error, str(setuptools.__file__)))
 try:
     CUDA_WANTED = setup_support.cuda_wanted(os.environ.get("TORCH_RESILIENT_CUDA", ""))
+    VERBS_WANTED = setup_support.verbs_wanted(os.environ.get("TORCH_RESILIENT_VERBS", ""))
 except ValueError as error:
     sys.exit(str(error))
 
@@ -44,6 +46,8 @@ TORCH_VERSION = {version!r}
 WITHOUT_CUDA = {without_cuda!r}
 '''
 CUDA_MODULE = "torch_resilient._cuda"
+# Not a Python module: csrc/transport/verbs_system.cpp opens it.
+VERBS_LIBRARY = "torch_resilient._verbs"
 
 
 def sources(*patterns: str) -> list[str]:
@@ -53,11 +57,12 @@ def sources(*patterns: str) -> list[str]:
 
 
 def extensions() -> list[Extension]:
-    """The modules. BuildForTorch compiles the kernels of _cuda, or drops it."""
+    """The modules. BuildForTorch compiles the kernels of _cuda, or drops it, and _verbs as well."""
     plain_flags = ["-std=c++20", "-O2", "-Wall", "-g0", "-fvisibility=hidden"]
     flags = [*plain_flags, f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"']
     headers = sources("**/*.h", "**/*.def")
-    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/", "csrc/lab/", "csrc/loss/bindings.cpp")
+    apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/", "csrc/lab/", "csrc/verbs/")
+    apart += ("csrc/loss/bindings.cpp",)
     core = [path for path in sources("**/*.cpp") if not path.startswith(apart)]
     if not any(path.startswith("csrc/backend/") for path in core):
         sys.exit(f"{ROOT}/csrc/backend holds no source file: this copy of the source is incomplete")
@@ -108,6 +113,17 @@ def extensions() -> list[Extension]:
             include_dirs=[*include, str(Path(torch.__file__).parent / "include")],
             depends=headers,
             language="c++",
+            extra_compile_args={"cxx": plain_flags},
+        ),
+        Extension(
+            VERBS_LIBRARY,
+            sources(
+                "verbs/*.cpp", *(f"base/{name}.cpp" for name in ("random", "status", "syscall"))
+            ),
+            include_dirs=include,
+            depends=headers,
+            language="c++",
+            libraries=["ibverbs"],
             extra_compile_args={"cxx": plain_flags},
         ),
     ]
@@ -188,14 +204,15 @@ class BuildForTorch(BuildExtension):
             print(warning, file=sys.stderr)
         super().run()
         package = Path(self.get_ext_fullpath("torch_resilient._C")).parent
-        if self.without_cuda:  # an earlier build may have left some
-            name = Path(self.get_ext_filename(CUDA_MODULE)).name
-            (package / name).unlink(missing_ok=True)
+        built = {each.name for each in self.extensions}
+        for dropped in {CUDA_MODULE, VERBS_LIBRARY} - built:  # an earlier build may have left it
+            (package / Path(self.get_ext_filename(dropped)).name).unlink(missing_ok=True)
         text = BUILD_INFO.format(version=str(torch.__version__), without_cuda=self.without_cuda)
         (package / "_build_info.py").write_text(text, encoding="utf-8")
 
     def build_extensions(self) -> None:
         self.prepare_cuda()
+        self.prepare_verbs()
         super().build_extensions()
 
     def build_extension(self, ext: Extension) -> None:
@@ -206,9 +223,13 @@ class BuildForTorch(BuildExtension):
         try:
             super().build_extension(ext)
         except (CompileError, LinkError, RuntimeError):  # torch raises RuntimeError for ninja
-            if ext.name != CUDA_MODULE:
+            reason = "the C++ compiler failed on them; its output is above"
+            if ext.name == CUDA_MODULE:
+                self.drop_cuda(reason)
+            elif ext.name == VERBS_LIBRARY:
+                self.drop_verbs(reason)
+            else:
                 raise
-            self.drop_cuda("the C++ compiler failed on them; its output is above")
         finally:
             self.build_temp = common
 
@@ -225,12 +246,32 @@ class BuildForTorch(BuildExtension):
     def drop_cuda(self, reason: str) -> None:
         """Skips the CUDA kernels and prints the reason in one line; exits if they are required."""
         self.without_cuda = reason
-        self.extensions = [each for each in self.extensions if each.name != CUDA_MODULE]
+        self.leave_out(CUDA_MODULE)
         text = f"torch_resilient has no CUDA kernels: {reason}"
         if CUDA_WANTED:
             sys.exit(f"{text}; TORCH_RESILIENT_CUDA=1 requires them")
         if torch.version.cuda is not None:
             print(text, file=sys.stderr)
+
+    def prepare_verbs(self) -> None:
+        """Drops the RDMA verbs if they are not wanted or the header of libibverbs is missing."""
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        options = shlex.split(f"{os.environ.get('CPPFLAGS', '')} {os.environ.get('CXXFLAGS', '')}")
+        if VERBS_WANTED is False:
+            self.drop_verbs("TORCH_RESILIENT_VERBS=0")
+        elif not setup_support.has_header([*compiler, *options], "infiniband/verbs.h"):
+            self.drop_verbs("there is no infiniband/verbs.h (Debian: libibverbs-dev)")
+
+    def drop_verbs(self, reason: str) -> None:
+        """Leaves the RDMA verbs out and prints the reason in one line; exits if required."""
+        self.leave_out(VERBS_LIBRARY)
+        text = f"torch_resilient has no RDMA verbs: {reason}"
+        if VERBS_WANTED:
+            sys.exit(f"{text}; TORCH_RESILIENT_VERBS=1 requires them")
+        print(text, file=sys.stderr)
+
+    def leave_out(self, name: str) -> None:
+        self.extensions = [each for each in self.extensions if each.name != name]
 
 
 class BuildWithTables(build_py):

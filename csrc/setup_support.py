@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,17 +92,43 @@ def untested_torch(version: str) -> str | None:
     return f"torch_resilient supports torch {versions} and has not been tested with {version}"
 
 
-def cuda_wanted(value: str) -> bool | None:
-    """Whether `value` of TORCH_RESILIENT_CUDA requires or forbids the kernels; None: neither.
+def wanted(variable: str, value: str, what: str) -> bool | None:
+    """Whether `value` of an environment variable requires or forbids a part; None: neither.
 
     Raises ValueError for anything but 1, 0 and nothing.
     """
     if value not in ("", "0", "1"):
         raise ValueError(
-            f'TORCH_RESILIENT_CUDA="{value}": expected 1 (the CUDA kernels are required), 0 '
+            f'{variable}="{value}": expected 1 ({what} are required), 0 '
             "(do not build them) or nothing (build them where possible)"
         )
     return None if value == "" else value == "1"
+
+
+def cuda_wanted(value: str) -> bool | None:
+    """`wanted` for the value of TORCH_RESILIENT_CUDA."""
+    return wanted("TORCH_RESILIENT_CUDA", value, "the CUDA kernels")
+
+
+def verbs_wanted(value: str) -> bool | None:
+    """`wanted` for the value of TORCH_RESILIENT_VERBS."""
+    return wanted("TORCH_RESILIENT_VERBS", value, "RDMA verbs")
+
+
+def has_header(compiler: Sequence[str], header: str) -> bool:
+    """Whether the C++ compiler, a command with its options, finds the header."""
+    try:
+        done = subprocess.run(
+            [*compiler, "-E", "-x", "c++", "-"],
+            input=f"#include <{header}>\n",
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return False  # compiling the other modules will say more
+    return done.returncode == 0
 
 
 def check_nvcc(version_output: str, torch_cuda: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -95,6 +97,17 @@ build.prepare_cuda = lambda: None
 for extension in build.extensions:
     build.build_extension(extension)
 print(json.dumps([build.without_cuda, [each.name for each in build.extensions]]))
+"""
+# Decides on the RDMA verbs with the C++ compiler $CXX. Prints which modules would be built.
+PREPARE_VERBS = """
+import json
+import setuptools
+from distutils.core import run_setup
+
+build = run_setup("setup.py", stop_after="config").get_command_obj("build_ext")
+build.ensure_finalized()
+build.prepare_verbs()
+print(json.dumps([each.name for each in build.extensions]))
 """
 NVCC = """#!/bin/sh
 echo "$*" >>"$0.log"
@@ -214,6 +227,83 @@ def test_cuda_can_be_required_or_turned_off() -> None:
     done = attempt("setup.py", "--version", TORCH_RESILIENT_CUDA="yes")
     assert done.returncode == 1
     assert done.stderr.startswith('TORCH_RESILIENT_CUDA="yes": expected 1 (')
+
+
+def prepare_verbs(folder: Path, found: bool, wanted: str) -> subprocess.CompletedProcess[str]:
+    """Decides on the RDMA verbs with a compiler that finds the header, or does not."""
+    compiler = folder / "compiler"
+    compiler.write_text(f"#!/bin/sh\ngrep -q infiniband/verbs.h && exit {int(not found)}\n")
+    compiler.chmod(0o755)
+    return attempt("-c", PREPARE_VERBS, CXX=str(compiler), TORCH_RESILIENT_VERBS=wanted)
+
+
+@pytest.mark.parametrize("wanted", ["", "1"])
+def test_verbs_are_built_where_their_header_is(tmp_path: Path, wanted: str) -> None:
+    done = prepare_verbs(tmp_path, True, wanted)
+    assert done.returncode == 0, done.stderr
+    assert "torch_resilient._verbs" in json.loads(done.stdout)
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "reason"),
+    [
+        (False, "", "there is no infiniband/verbs.h (Debian: libibverbs-dev)"),
+        (True, "0", "TORCH_RESILIENT_VERBS=0"),
+    ],
+)
+def test_verbs_that_are_left_out_do_not_stop_an_installation(
+    tmp_path: Path, found: bool, wanted: str, reason: str
+) -> None:
+    done = prepare_verbs(tmp_path, found, wanted)
+    assert done.returncode == 0, done.stderr
+    modules = json.loads(done.stdout)
+    assert "torch_resilient._verbs" not in modules
+    assert "torch_resilient._C" in modules
+    assert done.stderr == f"torch_resilient has no RDMA verbs: {reason}\n"
+
+
+def test_verbs_can_be_required(tmp_path: Path) -> None:
+    assert [support.verbs_wanted(value) for value in ("", "0", "1")] == [None, False, True]
+    done = attempt("setup.py", "--version", TORCH_RESILIENT_VERBS="yes")
+    assert done.returncode == 1
+    assert done.stderr.startswith('TORCH_RESILIENT_VERBS="yes": expected 1 (RDMA verbs are ')
+    done = prepare_verbs(tmp_path, False, "1")
+    assert done.returncode == 1
+    (said,) = done.stderr.splitlines()
+    assert said.startswith("torch_resilient has no RDMA verbs: there is no infiniband/verbs.h")
+    assert said.endswith("; TORCH_RESILIENT_VERBS=1 requires them")
+
+
+def test_a_header_is_looked_for_by_the_compiler() -> None:
+    assert support.has_header(["c++"], "vector")
+    assert not support.has_header(["c++"], "no/such/header.h")
+    assert not support.has_header(["/no/such/compiler"], "vector")
+
+
+def test_a_failing_compiler_costs_an_installation_the_verbs_alone() -> None:
+    done = attempt("-c", COMPILER_FAILS, "torch_resilient._verbs")
+    assert done.returncode == 0, done.stderr
+    modules = json.loads(done.stdout)[1]
+    assert "torch_resilient._verbs" not in modules
+    assert "torch_resilient._C" in modules
+    reason = "the C++ compiler failed on them; its output is above"
+    assert done.stderr == f"torch_resilient has no RDMA verbs: {reason}\n"
+    required = attempt("-c", COMPILER_FAILS, "torch_resilient._verbs", TORCH_RESILIENT_VERBS="1")
+    assert required.returncode == 1
+
+
+def test_the_verbs_library_serves_only_its_own_build() -> None:
+    found = list((ROOT / "torch_resilient").glob("_verbs.*.so"))
+    if not found:
+        pytest.skip("the package was built without RDMA verbs")
+    opened = ctypes.CDLL(str(found[0])).resilient_verbs_open
+    opened.restype = ctypes.c_void_p
+    header = (ROOT / "csrc" / "transport" / "verbs_api.h").read_text(encoding="utf-8")
+    version = re.search(r"kVerbsApiVersion = (\d+);", header)
+    assert version is not None
+    assert opened(int(version[1])) is not None
+    assert opened(int(version[1]) + 1) is None
 
 
 def test_architectures_are_the_first_of_each_generation_and_ptx_of_the_newest() -> None:

@@ -137,6 +137,11 @@ twentieth of a core and some MB a minute.
 
 Read when the package is built. With 1 the build fails if it cannot compile the CUDA kernels; 0
 skips them.
+
+`TORCH_RESILIENT_VERBS`: default empty; 1 or 0
+
+Read when the package is built. With 1 the build fails if it cannot compile the RDMA verbs, which
+need the header of libibverbs; 0 skips them.
 """
 
 

@@ -22,11 +22,12 @@ namespace {
 constexpr std::string_view kPrefix = "TORCH_RESILIENT_";
 
 // By pipelining/recording.py and _observe/ of torch_resilient, and setup.py.
-constexpr std::array<std::string_view, 4> kReadByPython = {
+constexpr std::array<std::string_view, 5> kReadByPython = {
     "TORCH_RESILIENT_TIMELINE",
     "TORCH_RESILIENT_METRICS",
     "TORCH_RESILIENT_RECORD_DIR",
-    "TORCH_RESILIENT_CUDA"};
+    "TORCH_RESILIENT_CUDA",
+    "TORCH_RESILIENT_VERBS"};
 
 [[noreturn]] void invalid(const std::string& message) {
   throw StatusError(Status(StatusCode::kInvalidArgument, message));

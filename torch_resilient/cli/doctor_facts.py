@@ -229,6 +229,7 @@ def _look_at_build(facts: Facts) -> None:
         *(row["variable"] for row in native.option_table()),
         *(module.VARIABLE for module in (endpoint, recorder, recording)),
         "TORCH_RESILIENT_CUDA",  # setup.py
+        "TORCH_RESILIENT_VERBS",
     ]
     with contextlib.suppress(ValueError):  # the trial reports it
         options = native.Options()
