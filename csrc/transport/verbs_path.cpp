@@ -38,6 +38,9 @@ Status VerbsEnd::make(
     return Status(StatusCode::kInternal, "no memory for an RDMA connection");
   }
   made->memory_.reset(static_cast<std::byte*>(memory));
+  // A child has no use for it. Kernels before 5.12 would give the pages that
+  // the device knows to whichever process writes first after a fork.
+  (void)::madvise(memory, kMemoryBytes, MADV_DONTFORK);
   Status status = api.open(port.device, made->device_);
   if (status.ok()) {
     status = made->device_->registerMemory(
