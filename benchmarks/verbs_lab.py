@@ -132,7 +132,7 @@ class Probe:
         self.job.until(lambda row: row.get("completed", 0) > first + 20, "progress", LIMIT_S)
 
     def watch(self, fault: Callable[[], object], limit_s: float, wants_event: bool) -> Row:
-        """What the ends notice of a fault: the failure at the sender, the event at either."""
+        """The signs of a fault at both ends: the failure at the sender, the event at either."""
         seen: Row = {"after_s": None, "status": None, "event_s": None, "event_rank": None}
         start = time.monotonic()
         fault()

@@ -249,7 +249,7 @@ def _aliased(rank: int) -> float:
     """The result lies where an input does: it is written after all of the input was read."""
     controls = strict_device.start(copy_s=0.005)
     whole = numbers(2 * LARGE).to(DEVICE)
-    # What the second rank sends goes to its own input, half a tensor away.
+    # The result goes to a place that overlaps both inputs.
     inputs = [whole[:LARGE], whole[LARGE:]]
     dist.all_to_all(
         [whole[LARGE // 2 : LARGE // 2 + LARGE], torch.zeros_like(whole[:LARGE])], inputs

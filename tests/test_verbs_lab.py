@@ -81,7 +81,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def output(guest: Guest, *command: str) -> str:
-    """What a command prints; it must succeed."""
+    """The output of a command, which must succeed."""
     done = guest.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return str(done.stdout)
@@ -555,9 +555,9 @@ def processes_in(inodes: set[int]) -> set[int]:
 
 
 def traces() -> dict[str, set[str]]:
-    """What a lab could leave on the machine."""
+    """The things that a lab could leave on the machine."""
     return {
-        # Of User Mode Linux. Other programs use the directory as well.
+        # User Mode Linux makes these. Other programs use the directory as well.
         "shared memory": {name for name in os.listdir("/dev/shm") if name.startswith("vm_file")},
         "interfaces": set(os.listdir("/sys/class/net")),
         "mounts": set(Path("/proc/self/mounts").read_text().splitlines()),

@@ -12,7 +12,7 @@ std::atomic<uint64_t> groups{0};
 // Counts the collectives of all groups. 0 is no stamp.
 std::atomic<uint64_t> stamps{1};
 
-// Where the callbacks that run on this thread belong; null in other code.
+// The place of the callbacks that run on this thread; null in other code.
 thread_local CallPlace* current = nullptr;
 thread_local CallPlace bucket; // of OrderedHook::begin()
 

@@ -56,7 +56,7 @@ class OrderedHook {
   Calls calls_; // the last one on each group
 };
 
-// Where an operation was called, for the callbacks of its future.
+// The place of an operation's call, for the callbacks of its future.
 struct CallPlace {
   // Of the root: counts the collectives of all groups in this process. 0: not
   // known, and nothing is checked.

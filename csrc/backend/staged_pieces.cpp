@@ -15,7 +15,7 @@ std::vector<size_t> StagedPieces::pieceEnds(size_t bytes) {
   size_t end = 0;
   while (end < bytes) {
     const size_t next = std::clamp(end, kMinPieceBytes, kMaxPieceBytes);
-    // What is left over would be a piece too small.
+    // The rest would be too small for a piece.
     end = bytes - end < next + kMinPieceBytes ? bytes : end + next;
     ends.push_back(end);
   }

@@ -34,7 +34,7 @@ class StagedPieces final : public StagedMemory {
   // as large as all before it.
   static constexpr size_t kMaxPieceBytes = 16u << 20;
 
-  // Where the pieces of a buffer end, in bytes. All but the last end at a
+  // The ends of the pieces of a buffer, in bytes. All but the last end at a
   // multiple of kMinPieceBytes.
   static std::vector<size_t> pieceEnds(size_t bytes);
 
@@ -42,7 +42,7 @@ class StagedPieces final : public StagedMemory {
 
   // Returns the number of the buffer. Memory of buffers does not overlap.
   size_t add(const void* data, size_t bytes, bool input, bool result);
-  // What the inputs wait for.
+  // The streams that the inputs wait for.
   void setStreams(std::string streams) {
     streams_ = std::move(streams);
   }

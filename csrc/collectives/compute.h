@@ -12,8 +12,8 @@ namespace resilient {
 
 // Local work of the algorithms, in slices: the loop thread carries the traffic
 // of the whole process, so whoever computes for long hands it back in between.
-// What it reads may still be on its way from a device: each slice waits for its
-// own part.
+// Inputs may still be on their way from a device: each slice waits for its own
+// part.
 
 // Counts what has been computed since the thread was last handed back.
 // Tasks that run at the same time may share one.

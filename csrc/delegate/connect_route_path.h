@@ -15,8 +15,8 @@ class TcpConnector;
 
 // Paths of one kind to a peer on another host, one for each route beside its
 // connections. The preferred process of the two offers it over a connection of
-// the route, and the other one answers. What an offer says is for the derived
-// classes.
+// the route, and the other one answers. The derived classes know the
+// content of an offer.
 //
 // A path that is closed is offered again, at first after a second and later
 // after up to 64 s; ten seconds of use reset the pause. Only the offering side

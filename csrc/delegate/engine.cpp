@@ -922,8 +922,7 @@ void Engine::closeDescriptorsInChild() {
   loop_.closeInForkedChild();
 }
 
-// Without devices there is nothing to offer. That is usual, so it is said for
-// debugging only.
+// Most hosts have no device, so the log says it at level debug only.
 VerbsApi* Engine::verbs() {
   if (!verbs_) {
     verbs_ = nullptr;

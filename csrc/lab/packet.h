@@ -25,7 +25,7 @@ struct OffloadHeader {
 inline constexpr size_t kOffloadBytes = 10;
 static_assert(sizeof(OffloadHeader) == kOffloadBytes);
 
-// What stands between the OffloadHeader and IP.
+// The bytes between the OffloadHeader and IP.
 enum class Link : uint8_t { kNone, kEthernet };
 inline constexpr size_t kEthernetBytes = 14;
 inline constexpr size_t kMacBytes = 6;

@@ -24,8 +24,8 @@ class StagedMemory {
   virtual size_t available(const void* data, size_t bytes) const = 0;
   // Not ok: a copy has failed, and no more bytes will come.
   virtual Status failure() const = 0;
-  // What the copies of inputs wait for, for messages; empty if all bytes are
-  // there.
+  // The streams that the copies of inputs wait for, for messages; empty if all
+  // bytes are there.
   virtual std::string waitsFor() const = 0;
   // From now on `changed` is called, by any thread, after more bytes have come
   // or a copy has failed. An empty function ends that; no call is under way

@@ -65,7 +65,7 @@ class LoopbackNetwork {
     std::vector<uint64_t> bytesSent, messagesSent; // by rank
     std::vector<std::vector<uint64_t>> bytesTo, messagesTo; // by rank, peer
     int64_t yields = 0;
-    // Of the results in Options::staged, what was final before the end.
+    // The part of the results in Options::staged that was final before the end.
     uint64_t finalBytes = 0;
   };
 

@@ -171,7 +171,7 @@ class QueuePair final : public VerbsQueuePair {
       (void)!::write(wake_.get(), &one, sizeof(one));
     }
   }
-  // What can arrive does, in order; then what can be answered is.
+  // Delivers all that can arrive, in order, then answers all that can be.
   void deliver() {
     const auto found = world_->queuePairs.find(remote_);
     QueuePair* const far =

@@ -97,7 +97,7 @@ struct Lone {
     });
     user.until("it is proven", [this] { return user.path().usable(); });
   }
-  // What a far end says: so many receives posted, and then these bytes.
+  // The far end says: so many receives posted, and then these bytes.
   void say(uint32_t posted, uint32_t zero = 0, size_t bytes = 8) {
     std::byte* const slot = far->sendSlot(0);
     std::memcpy(slot, &posted, 4);

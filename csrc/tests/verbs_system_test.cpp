@@ -13,7 +13,8 @@
 namespace resilient {
 namespace {
 
-// What the Makefile has built beside this program if libibverbs-dev is here.
+// The Makefile builds this library beside this program if libibverbs-dev is
+// here.
 std::string ownLibrary() {
   return verbsLibraryBeside(
       std::filesystem::read_symlink("/proc/self/exe").string());

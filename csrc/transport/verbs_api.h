@@ -33,7 +33,7 @@ struct VerbsPort {
   bool active = false;
 };
 
-// What the far end of a queue pair must know.
+// The part of a queue pair that the far end must know.
 struct VerbsAddress {
   VerbsPort::Gid gid{};
   uint32_t queuePair = 0; // 24 bits

@@ -349,8 +349,8 @@ void VerbsPath::onCompletion(const VerbsCompletion& completion) {
   }
 }
 
-// What the far end says of itself is checked: it cannot have seen more sends
-// than there were.
+// The word of the far end is checked: it cannot have seen more sends than
+// there were.
 Status VerbsPath::onReceived(uint32_t slot, size_t bytes) {
   SlotHeader header;
   if (bytes < sizeof(header) || bytes > VerbsEnd::kSlotBytes) {

@@ -22,7 +22,7 @@ from .checks import Rank
 SIZES = tuple(1 << power for power in (12, 14, 16, 18, 20, 22, 24, 26, 28))
 # Enough to see that the table comes: other devices than GPUs are slow.
 _SMALL_SIZES = (*SIZES[:3], 16 << 20)
-# Of the strict device: faster than the network between two processes, as a GPU's copies are.
+# The strict device's: faster than the network between two processes, as a GPU's copies are.
 _STRICT_BYTES_PER_S = 2e9
 
 

@@ -60,7 +60,7 @@ class Slots:
 
 
 class Residency:
-    """Where the activations of each microbatch are during one iteration. Pure.
+    """The place of the activations of each microbatch during one iteration. Pure.
 
     Call before() and after() around each operation. F, B and W each go through the microbatches in
     turn.
@@ -194,7 +194,7 @@ class HostOffload:
 
     @contextlib.contextmanager
     def around(self, kind: str, microbatch: int) -> Iterator[None]:
-        """The context of an operation. What F saves is moved if there is no room for it.
+        """The context of an operation. The activations that F saves are moved if there is no room.
 
         Copies back for the next operations are queued before this one computes.
         """
@@ -228,7 +228,7 @@ class HostOffload:
                 or tensor.untyped_storage().data_ptr() in stay
             ):
                 return tensor
-            # What was expanded is one element many times.
+            # An expanded view has one element many times.
             sizes = zip(tensor.shape, tensor.stride(), strict=True)
             once = tensor[tuple(slice(1) if step == 0 else slice(None) for _, step in sizes)]
             if once.nbytes < _MIN_BYTES:

@@ -55,7 +55,7 @@ def mac_address(index: int) -> str:
 
 @dataclass(frozen=True)
 class GuestSettings:
-    """What the guests of a lab have in common."""
+    """The settings that the guests of a lab have in common."""
 
     kernel: Path
     preload: tuple[str, ...]

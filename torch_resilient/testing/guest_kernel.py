@@ -55,7 +55,7 @@ class CannotBuildError(RuntimeError):
 
 
 def folder() -> Path:
-    """Where the kernel is built: in `build` of a source tree, else in the user's cache."""
+    """The folder of the kernel: in `build` of a source tree, else in the user's cache."""
     if (_ROOT / "setup.py").exists():
         return _ROOT / "build" / "verbs-lab"
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")

@@ -21,7 +21,7 @@ constexpr int kBucket = -2; // for a hook in in_order()
 struct Operation {
   int group = 0; // or kMessage, kBucket
   int id = 0;
-  // What its callbacks begin, or the hook.
+  // The collectives of its callbacks, or of the hook.
   std::vector<Operation> followers;
 };
 

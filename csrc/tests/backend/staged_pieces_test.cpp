@@ -65,8 +65,8 @@ TEST(staged_pieces_tell_what_can_be_read) {
   CHECK_EQ(told, 3);
 }
 
-// Whatever is named in whatever order, each byte is taken once, after it was
-// named or at the end, and runs hold whole elements.
+// Each byte is taken once, after it was named or at the end, in any order, and
+// runs hold whole elements.
 TEST(staged_pieces_give_each_result_once) {
   test::forSeeds(100, [](uint64_t seed) {
     Prng random(seed);

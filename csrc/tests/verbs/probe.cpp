@@ -1,4 +1,5 @@
-// What a queue pair notices of faults: a program for the guests of a verbs lab.
+// Shows how a queue pair notices faults: a program for the guests of a verbs
+// lab.
 //
 //   RANK=0 MASTER_ADDR=... MASTER_PORT=... verbs_probe DEVICE [name=value...]
 //   RANK=1 ...
@@ -62,7 +63,7 @@ struct Options {
   }
 };
 
-// What one end tells the other; both run on one machine.
+// The message of one end to the other; both run on one machine.
 struct Endpoint {
   ibv_gid gid;
   uint64_t address;
