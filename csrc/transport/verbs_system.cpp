@@ -18,7 +18,7 @@ std::string ownFile() {
       info.dli_fname == nullptr) {
     return "";
   }
-  const std::string name = info.dli_fname;
+  std::string name = info.dli_fname;
   if (name.find('/') != std::string::npos) {
     return name;
   }

@@ -236,12 +236,11 @@ Status QueuePair::readyToReceive(
       attributes.ah_attr.grh.dgid.raw, remote.gid.data(), remote.gid.size());
   attributes.ah_attr.grh.sgid_index = static_cast<uint8_t>(own.port.gidIndex);
   attributes.ah_attr.grh.hop_limit = kHopLimit;
-  Status status = modify(
+  return modify(
       attempt,
       attributes,
       IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN |
           IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
-  return status;
 }
 
 Status QueuePair::readyToSend(const std::string& attempt) {
@@ -282,7 +281,7 @@ Status QueuePair::postStatus(const char* attempt, int result) const {
     return {};
   }
   const int error = verbsError(result);
-  const Status status = verbsStatus(device_->name, attempt, error);
+  Status status = verbsStatus(device_->name, attempt, error);
   if (error != ENOMEM) {
     return status;
   }

@@ -34,11 +34,10 @@ Status RegisteredMemory::make(
         StatusCode::kInvalidArgument,
         device->name + ": " + attempt + ": there is nothing to register");
   }
-  RegionHandle region(ibv_reg_mr(
-      device->domain.get(),
-      bytes.data(),
-      bytes.size(),
-      IBV_ACCESS_LOCAL_WRITE));
+  // A number, since ibv_reg_mr() combines it with another enumeration.
+  constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE;
+  RegionHandle region(
+      ibv_reg_mr(device->domain.get(), bytes.data(), bytes.size(), kAccess));
   if (region == nullptr) {
     const int error = errno;
     const Status status = verbsStatus(device->name, attempt, error);

@@ -170,7 +170,7 @@ Status RealVerbs::openNew(
 } // namespace resilient
 
 extern "C" __attribute__((visibility("default"))) resilient::VerbsApi*
-resilient_verbs_open(uint32_t version) {
+resilient_verbs_open(uint32_t version) { // NOLINT: a name of C
   if (version != resilient::kVerbsApiVersion) {
     return nullptr;
   }
