@@ -41,7 +41,7 @@ void DatagramConnector::readEarlyOffers() {
 
 Status DatagramConnector::sendOffer(size_t route, size_t connection) {
   Offered offered;
-  const Status status = open(connection, offered.socket);
+  Status status = open(connection, offered.socket);
   if (!status.ok()) {
     return status;
   }

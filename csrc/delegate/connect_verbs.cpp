@@ -105,7 +105,7 @@ Status VerbsConnector::makeEnd(
 
 Status VerbsConnector::sendOffer(size_t route, size_t connection) {
   Attempt attempt;
-  const Status status = makeEnd(connection, attempt.end);
+  Status status = makeEnd(connection, attempt.end);
   if (!status.ok()) {
     return status;
   }
