@@ -73,12 +73,11 @@ void VerbsConnector::readEarlyOffers() {
 }
 
 std::optional<VerbsPort> VerbsConnector::portOf(size_t connection) const {
-  VerbsApi* const api = link_.host().verbs();
   const TcpPath* const path = connections_.path(connection);
-  std::vector<VerbsPort> ports;
-  if (api == nullptr || path == nullptr || !api->ports(ports).ok()) {
+  if (path == nullptr) {
     return std::nullopt;
   }
+  const std::vector<VerbsPort>& ports = link_.host().verbsPorts();
   const auto port =
       std::ranges::find(ports, gidOf(path->localSocket()), &VerbsPort::gid);
   return port == ports.end() ? std::nullopt : std::optional(*port);

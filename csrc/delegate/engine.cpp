@@ -940,6 +940,19 @@ VerbsApi* Engine::verbs() {
   return *verbs_;
 }
 
+// Many links ask when a job starts, for each route. The answer may be a little
+// old: a port that has gone down since makes an attempt fail.
+const std::vector<VerbsPort>& Engine::verbsPorts() {
+  constexpr Nanos kFresh = std::chrono::milliseconds(500);
+  if (verbs() != nullptr &&
+      (verbsPorts_.empty() || loop_.now() - verbsPortsAt_ > kFresh)) {
+    verbsPorts_.clear();
+    (void)verbs()->ports(verbsPorts_);
+    verbsPortsAt_ = loop_.now();
+  }
+  return verbsPorts_;
+}
+
 // --- turns
 
 void Engine::markDirty(PeerLink& link) {

@@ -186,6 +186,7 @@ class Engine final : public MailboxListener, public LinkHost {
     return datagramSites_.beyond(self_.site, site).value_or(0) != 0;
   }
   VerbsApi* verbs() override;
+  const std::vector<VerbsPort>& verbsPorts() override;
   RecoverySchemes recoveryTo(const std::string& site) const override {
     return recovery_.of(site);
   }
@@ -298,6 +299,8 @@ class Engine final : public MailboxListener, public LinkHost {
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;
   std::optional<VerbsApi*> verbs_; // once it has been looked for
+  std::vector<VerbsPort> verbsPorts_;
+  TimePoint verbsPortsAt_{}; // the time of that list
   bool checkedSites_ = false;
   RecoveryTable recovery_;
   std::string congestionControl_;

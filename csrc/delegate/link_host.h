@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/options.h"
 #include "base/traffic_class.h"
@@ -55,6 +56,8 @@ class LinkHost {
   virtual RecoverySchemes recoveryTo(const std::string& site) const = 0;
   // RDMA, or null if this process uses none.
   virtual VerbsApi* verbs() = 0;
+  // The ports of its devices, as they were a moment ago.
+  virtual const std::vector<VerbsPort>& verbsPorts() = 0;
   // The cap on everything that goes there, shared by all links; null: none.
   virtual RateLimit* rateLimit(const std::string& site) = 0;
   // A link that has not got its turn there is pumped when it has.
