@@ -572,8 +572,13 @@ def called_too_late(rank: int) -> str:
     store = make_store("test")
     if rank == 2:
         store.wait(["failed/0", "failed/1"])
+        # These come behind the news of the failure, which ends the operation at its beginning.
+        for other in (0, 1):
+            dist.recv(torch.zeros(1), other)
     error = error_of(lambda: dist.all_reduce(torch.ones(4000)))
     store.set(f"failed/{rank}", "")
+    if rank != 2:
+        dist.send(torch.ones(1), 2)
     return error
 
 

@@ -34,9 +34,11 @@ def ranks_change(rank: int) -> dict[str, Any]:
 
     log = Path(scratch(), f"log {rank}")
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    groups = {"first": join("first", rank), "second": join("second", (rank + 1) % 3)}
-    for group in groups.values():
-        group.allreduce([torch.ones(3)]).wait()
+    groups = {}
+    # One after the other: messages name a process by the group that was found last.
+    for name, number in (("first", rank), ("second", (rank + 1) % 3)):
+        groups[name] = join(name, number)
+        groups[name].allreduce([torch.ones(3)]).wait()
     store = make_store("test")
     store.set(f"ready {rank}", str(os.getpid()))
     for other in range(3):

@@ -52,6 +52,7 @@ class Options:
     wan: str
     wan_recovery: str
     wan_parity: str
+    rdma: str
     nic_policy: str
     nic_classes: str
     chunk_bytes: _Bytes
@@ -97,6 +98,7 @@ class Options:
         wan: str = ...,
         wan_recovery: str = ...,
         wan_parity: str = ...,
+        rdma: str = ...,
         nic_policy: str = ...,
         nic_classes: str = ...,
         chunk_bytes: int | str = ...,
