@@ -469,9 +469,12 @@ void Simulation::chunkArrived(size_t index, uint64_t offset, uint64_t bytes) {
         "a chunk arrived for receive " + std::to_string(index) + " that ended");
     return;
   }
-  r.op->seen.resize(r.bytes);
-  std::memcpy(r.op->seen.data() + offset, r.buffer.data.get() + offset, bytes);
-  r.op->arrivedBytes += bytes;
+  if (bytes != 0) { // else there may be no buffer
+    r.op->seen.resize(r.bytes);
+    std::memcpy(
+        r.op->seen.data() + offset, r.buffer.data.get() + offset, bytes);
+    r.op->arrivedBytes += bytes;
+  }
 }
 
 void Simulation::receiveFinished(size_t index, const Status& status) {
