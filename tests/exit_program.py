@@ -135,15 +135,20 @@ def end_with_waiting_thread(job: dict[str, Any]) -> None:
 
 
 def end_with_threads_that_go_on(job: dict[str, Any]) -> None:
-    """Daemon threads receive in a loop, whatever fails, when the interpreter ends."""
+    """Daemon threads compute and receive in a loop, whatever fails, when the interpreter ends."""
+    values = torch.ones(10_000)
 
     def receive() -> None:
         while True:
             with contextlib.suppress(RuntimeError):
                 dist.recv(torch.empty(10), peer_of(job), tag=5)
 
-    for _ in range(8):
-        threading.Thread(target=receive, daemon=True).start()
+    def compute() -> None:
+        while True:
+            values.sum()  # takes the GIL back over and over
+
+    for loop in (receive, receive, receive, receive, compute):
+        threading.Thread(target=loop, daemon=True).start()
     while torch_resilient.stats().operations_pending == 0:
         time.sleep(0.001)
 

@@ -1,30 +1,45 @@
 #include "backend/process_end.h"
 
+#include <Python.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <chrono>
-#include <thread>
+#include <cstdlib>
+#include <exception>
 
 namespace resilient {
 
 namespace {
 
-// The interpreter needs some 100 ms to end, more on a loaded machine. A longer
-// pause only delays a thread that joins such a one.
-constexpr auto kPause = std::chrono::seconds(5);
+std::terminate_handler previous = nullptr;
 
-std::atomic<bool> ending{false};
+bool interpreterFinalizes() {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
+// Unwinding by pthread_exit() is not an exception. One that is handled here is a
+// mistake in the program, which keeps its message.
+[[noreturn]] void terminateOrSleep() {
+  if (interpreterFinalizes() && gettid() != getpid() &&
+      std::current_exception() == nullptr) {
+    for (;;) {
+      pause();
+    }
+  }
+  if (previous != nullptr) {
+    previous();
+  }
+  std::abort();
+}
 
 } // namespace
 
-void processEnds() {
-  ending.store(true);
-}
-
-void letProcessEnd() {
-  if (ending.load(std::memory_order_relaxed) && gettid() != getpid()) {
-    std::this_thread::sleep_for(kPause);
+void sleepInsteadOfUnwinding() {
+  if (std::get_terminate() != terminateOrSleep) {
+    previous = std::set_terminate(terminateOrSleep);
   }
 }
 

@@ -6,7 +6,6 @@
 #include "backend/checks.h"
 #include "backend/errors.h"
 #include "backend/fork_check.h"
-#include "backend/process_end.h"
 #include "backend/store_adapter.h"
 #include "backend/traffic_choice.h"
 #include "delegate/diagnosis.h"
@@ -114,7 +113,6 @@ ProcessGroupResilient::~ProcessGroupResilient() {
 }
 
 void ProcessGroupResilient::checkUsable(const char* operation) const {
-  letProcessEnd();
   if (forkGeneration_ != forkGeneration()) {
     C10_THROW_ERROR(
         DistBackendError,

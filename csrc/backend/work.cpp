@@ -11,7 +11,6 @@
 
 #include "backend/errors.h"
 #include "backend/future_threads.h"
-#include "backend/process_end.h"
 #include "backend/staging_thread.h"
 #include "delegate/engine_control.h"
 
@@ -129,7 +128,6 @@ bool WorkResilient::wait(std::chrono::milliseconds timeout) {
   }
   const std::exception_ptr error = exception_;
   lock.unlock();
-  letProcessEnd();
   orderCurrentStreams();
   if (error) {
     std::rethrow_exception(error);
@@ -214,7 +212,6 @@ std::optional<size_t> WorkResilient::waitAny(
     }
   }
   forget();
-  letProcessEnd();
   return ended();
 }
 
