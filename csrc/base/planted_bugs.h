@@ -19,6 +19,10 @@ struct PlantedBugs {
   bool matchByArrival = false; // instead of by number
   bool keepDestination = false; // a finished message is still written to
   bool sendEarly = false; // bytes that are not there yet
+  bool copyToPinned = false; // though it is still being read from the far end
+  bool deliverPinned = false; // the receive ends while it is
+  bool endPinsEarly = false; // when the path is removed
+  bool copyReferred = false; // ends the send; the far end reads what comes next
 
   // failover
   bool noProbation = false; // a connection that comes back carries at once

@@ -65,6 +65,12 @@ void Channel::removePath(PathId path, TimePoint now) {
   }
   PathState lost = std::move(it->second);
   paths_.erase(it);
+  if (!lost.pins.empty()) {
+    endingPins_[path] = std::move(lost.pins);
+    if (RESILIENT_PLANTED(endPinsEarly)) {
+      endPins(path);
+    }
+  }
   // Newest first: the oldest then ends up at the front of every queue.
   for (auto f = lost.inFlight.rbegin(); f != lost.inFlight.rend(); ++f) {
     takeBack(*f, /*pathIsGone=*/true);

@@ -90,6 +90,9 @@ struct OutFrame {
   TrafficClass trafficClass = TrafficClass::kActivation;
   DType dtype = DType::kUInt8;
   Tolerance tolerance;
+  // The far end knows where the payload will lie, and the owner of the payload
+  // waits until it does: a path may leave it to the far end to read it.
+  bool mayRefer = false;
   // The payload, if its message gave the buffer back before the frame was
   // written: see detachFrames().
   std::unique_ptr<std::byte[]> owned;
@@ -248,6 +251,10 @@ class Channel {
   // an acknowledgement of it is a protocol error. A message whose last byte
   // this was may be copied here, which ends its send.
   void popWritten(PathId path); // the front has been written whole
+  // The front has been written whole, but only a reference to its payload: the
+  // far end reads that, at any time until the message ends. If it ends in any
+  // other way than well, its owner must see to it that nobody can read it.
+  void popReferred(PathId path);
   // For a path whose transport itself reports how far the peer is: delivered()
   // gives the number of reliable frames since the beginning. Neither end then
   // sends acknowledgements over it. Both must call this before the first frame.
@@ -282,6 +289,20 @@ class Channel {
       PathId path,
       TimePoint now,
       std::span<const ByteRange> zeroFilled = {});
+  // A frame of a path that reads payloads from the memory of the far end, and
+  // is about to read this one. Returns its place in the memory of its receive,
+  // which is pinned until unpin(): no other path writes there, and the receive
+  // does not end well before. (If it fails or is cancelled, its owner must see
+  // to it that nobody can write there.) Null: there is no such place, or it is
+  // in use; the path reads the payload to memory of its own.
+  //
+  // Once it has been read, the path calls onHeader() and onPayload() as for any
+  // frame, in the order of the frames, and then unpin() if it was pinned.
+  std::byte* pin(PathId path, const FrameHeader& header);
+  void unpin(PathId path); // the oldest
+  // removePath() leaves the pins of the path: what it has begun to read may
+  // still arrive. The owner of the path calls this when nothing does any more.
+  void endPins(PathId path);
   // The next pull() sends it, also over a path that is suspect or on probation.
   // Calls before that pull() send one ping together. The answer moves
   // answeredUpTo().
@@ -357,6 +378,11 @@ class Channel {
   struct Control;
   struct InFlight;
   struct PathState;
+  // A chunk that a path reads straight to its place.
+  struct Pin {
+    uint64_t message = 0;
+    uint32_t chunk = 0;
+  };
 
   PathState& state(PathId path);
   const PathState& state(PathId path) const;
@@ -420,6 +446,7 @@ class Channel {
   void flushGrants();
   void announce(InMessage& message);
   void forget(InMessage& message);
+  void release(const Pin& pin);
   Status findOrCreate(const FrameHeader& header, InMessage*& message);
 
   const uint32_t id_;
@@ -479,6 +506,9 @@ class Channel {
   bool grantsUrgent_ = false;
 
   FrameHeader lastCollective_;
+
+  // Of paths that have been removed.
+  std::map<PathId, std::deque<Pin>> endingPins_;
 
   // A map: references to a state must survive when other paths are added.
   std::map<PathId, PathState> paths_;

@@ -88,7 +88,16 @@ Status Channel::onData(PathState& p, const FrameHeader& header) {
       return Status(); // the mailbox refused it
     }
   }
-  if (m.op == nullptr && header.payloadBytes != 0) {
+  const bool pinned = m.isPinned(chunk);
+  const bool itself = pinned && !p.pins.empty() &&
+      p.pins.front().message == header.message && p.pins.front().chunk == chunk;
+  if (pinned && !itself) {
+    // Beyond the credit: no more than the paths have begun to read.
+    auto& block = m.blocks[chunk];
+    if (!block) {
+      block = std::make_unique_for_overwrite<std::byte[]>(header.payloadBytes);
+    }
+  } else if (m.op == nullptr && header.payloadBytes != 0) {
     auto& block = m.blocks[chunk];
     if (!block) {
       const uint64_t cost = header.payloadBytes + kChunkOverheadBytes;
@@ -177,7 +186,7 @@ std::byte* Channel::destination(PathId path) {
   if (p.message == nullptr || p.message->has(h.chunkIndex())) {
     return nullptr;
   }
-  if (p.message->op != nullptr) {
+  if (p.message->op != nullptr && !p.message->isPinned(h.chunkIndex())) {
     return p.message->op->data + h.offset;
   }
   const auto block = p.message->blocks.find(h.chunkIndex());
@@ -273,7 +282,12 @@ Status Channel::onChunk(
   }
   m->mark(h.chunkIndex(), h.payloadBytes);
   counters_.bytesReceived += h.payloadBytes;
-  if (m->op != nullptr) {
+  const bool itself = !p.pins.empty() && p.pins.front().message == h.message &&
+      p.pins.front().chunk == h.chunkIndex();
+  if (itself) {
+    m->blocks.erase(h.chunkIndex()); // another path has begun to bring it
+  }
+  if (m->op != nullptr && (itself || !m->isPinned(h.chunkIndex()))) {
     m->op->arrived(h.offset, h.payloadBytes);
   }
   if (m->whole()) {
@@ -281,6 +295,72 @@ Status Channel::onChunk(
   }
   deliverIfWhole(*m);
   return Status();
+}
+
+// Not where another path is putting the chunk already: that would have no block
+// to come back from.
+std::byte* Channel::pin(PathId path, const FrameHeader& header) {
+  const auto found = in_.find(header.message);
+  if (header.type != FrameType::kData || found == in_.end()) {
+    return nullptr;
+  }
+  InMessage& m = *found->second;
+  const uint32_t chunk = header.chunkIndex();
+  if (m.op == nullptr || m.header.totalBytes != header.totalBytes ||
+      m.header.chunkBytes != header.chunkBytes || header.payloadBytes == 0 ||
+      m.has(chunk) || m.isPinned(chunk)) {
+    return nullptr;
+  }
+  for (const auto& [id, p] : paths_) {
+    if (p.message == &m && p.header.chunkIndex() == chunk) {
+      return nullptr;
+    }
+  }
+  m.pinned.push_back(chunk);
+  state(path).pins.push_back({header.message, chunk});
+  return m.op->data + header.offset;
+}
+
+void Channel::unpin(PathId path) {
+  PathState& p = state(path);
+  const Pin pin = p.pins.front();
+  p.pins.pop_front();
+  release(pin);
+}
+
+void Channel::endPins(PathId path) {
+  const auto found = endingPins_.find(path);
+  if (found == endingPins_.end()) {
+    return;
+  }
+  const std::deque<Pin> pins = std::move(found->second);
+  endingPins_.erase(found);
+  for (const Pin& pin : pins) {
+    release(pin);
+  }
+}
+
+// A copy that another path has brought, or is bringing, takes the place. It
+// goes on there. Without a copy, the chunk has been read or is still missing.
+void Channel::release(const Pin& pin) {
+  const auto found = in_.find(pin.message);
+  if (found == in_.end()) {
+    return; // it ended badly
+  }
+  InMessage& m = *found->second;
+  std::erase(m.pinned, pin.chunk);
+  const auto block = m.blocks.find(pin.chunk);
+  if (m.op != nullptr && block != m.blocks.end()) {
+    const uint64_t offset = uint64_t(pin.chunk) * m.header.chunkBytes;
+    const uint64_t bytes =
+        std::min<uint64_t>(m.header.totalBytes - offset, m.header.chunkBytes);
+    std::memcpy(m.op->data + offset, block->second.get(), bytes);
+    m.blocks.erase(block);
+    if (m.has(pin.chunk)) {
+      m.op->arrived(offset, bytes);
+    }
+  }
+  deliverIfWhole(m);
 }
 
 // kControl and kBye reach the host exactly once, whichever paths repeat them.
@@ -356,7 +436,8 @@ void Channel::matched(InMessage& m) {
 // Ends the receive if the message is whole and matched; `m` is gone then. The
 // owner is called later, from the completion queue.
 void Channel::deliverIfWhole(InMessage& m) {
-  if (m.op == nullptr || !m.whole()) {
+  if (m.op == nullptr || !m.whole() ||
+      (!m.pinned.empty() && !RESILIENT_PLANTED(deliverPinned))) {
     return;
   }
   RecvOp* op = m.op;

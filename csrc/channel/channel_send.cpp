@@ -98,6 +98,7 @@ void Channel::sourceGrew(SendOp* op, uint64_t availableBytes, TimePoint now) {
 bool Channel::stage(OutMessage& m) {
   const uint64_t bytes = m.header.totalBytes;
   if (m.op == nullptr || !m.availableWhole() || bytes > kMaxStagedBytes ||
+      (m.referred && !RESILIENT_PLANTED(copyReferred)) ||
       staging_.used + bytes > staging_.limit) {
     return false;
   }
@@ -128,6 +129,16 @@ void Channel::popWritten(PathId path) {
       !stage(*found->second)) {
     ping(path); // no memory for a copy: the answer acknowledges
   }
+}
+
+void Channel::popReferred(PathId path) {
+  PathState& p = state(path);
+  const OutFrame& f = p.unwritten.front();
+  if (const auto found = out_.find(f.message); found != out_.end()) {
+    found->second->referred = true;
+  }
+  p.written += f.reliable;
+  p.unwritten.pop_front();
 }
 
 // Frames that have not been written follow the message to its copy.
@@ -652,6 +663,8 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
     f.tolerance = m->op->tolerance;
   }
   f.payload = h.payloadBytes == 0 ? nullptr : m->data + h.offset;
+  f.mayRefer = m->granted && m->op != nullptr &&
+      !m->copiedWhenWritten(p.selfAcknowledging);
   InFlight& flight = p.inFlight.emplace_back();
   flight.message = m->number();
   flight.chunk = chunk;

@@ -110,6 +110,9 @@ struct Channel::OutMessage {
   bool pointToPoint = false;
   // The receiver says what was missing, before the send ends.
   bool tolerant = false;
+  // The far end may read the owner's buffer until the message ends: so a copy
+  // cannot end it earlier.
+  bool referred = false;
   std::map<uint64_t, uint64_t> zeroFilled; // bytes by offset
   NumberSet acknowledgedChunks;
   // The part of chargedBytes_ that it holds; 0 once it is granted.
@@ -124,7 +127,8 @@ struct Channel::OutMessage {
     return nextChunk == chunks && retransmits.empty();
   }
   bool copiedWhenWritten(bool shared) const {
-    return op != nullptr && pointToPoint && !tolerant && chunks == 1 &&
+    return op != nullptr && pointToPoint && !tolerant && !referred &&
+        chunks == 1 &&
         header.totalBytes <= (shared ? kCopySharedBytes : kCopyWrittenBytes);
   }
   // An upper estimate: a repeated chunk counts as a full one.
@@ -203,6 +207,7 @@ struct Channel::PathState {
   // forget() resets this when the message ends: no path may write to its memory
   // afterwards.
   InMessage* message = nullptr; // its message, if it is a wanted chunk
+  std::deque<Pin> pins; // in the order of the frames
   std::vector<std::byte> control;
 
   bool selfAcknowledging = false;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -24,7 +25,13 @@ struct RecvOp;
 // a known chunk is dropped, and a message is read only when it is whole: so
 // anything may be sent again.
 //
-// Invariant: op != nullptr implies blocks holds only chunks still being read.
+// A path that reads straight from the far end's memory pins the place of the
+// chunk. What it reads lands there at any time, even after another path has
+// brought the chunk, and the far end may have changed its memory by then. So
+// the other copy waits in a block, and takes its place when the pin has ended.
+//
+// Invariant: op != nullptr implies blocks holds only chunks still being read,
+// or pinned.
 struct InMessage {
   InMessage(Channel& c, const FrameHeader& h) : channel(c), header(h) {}
 
@@ -49,6 +56,7 @@ struct InMessage {
   // Each has the size of its chunk's payload. Reading may still be under way.
   std::map<uint32_t, std::unique_ptr<std::byte[]>> blocks; // by chunk
   NumberSet have; // chunks; a few ranges, about one per path
+  std::vector<uint32_t> pinned; // chunks, each once
   std::vector<ByteRange> zeroFilled; // in the order of arrival
 
   uint32_t chunkCount() const {
@@ -62,6 +70,10 @@ struct InMessage {
   }
   bool has(uint32_t chunk) const {
     return have.contains(chunk) && !RESILIENT_PLANTED(noDuplicateCheck);
+  }
+  bool isPinned(uint32_t chunk) const {
+    return std::ranges::find(pinned, chunk) != pinned.end() &&
+        !RESILIENT_PLANTED(copyToPinned);
   }
   void mark(uint32_t chunk, uint32_t bytes) {
     have.insert(chunk);

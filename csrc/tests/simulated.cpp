@@ -257,6 +257,16 @@ void SimulatedNetwork::closeEnd(PathRef ref, int side) {
   Channel& c = channel(e.process, e.peer);
   std::erase(openPaths_[c.id()], ref);
   c.removePath(e.id, now_);
+  if (paths_[ref]->link.reads) {
+    // Until the device has let go, packets land, and are asked for.
+    const auto fence = Nanos(static_cast<int64_t>(prng_.below(30'000'000)));
+    at(now_ + fence, [this, ref, side] {
+      End& end = paths_[ref]->ends[side];
+      end.fenced = true;
+      note(14, ref, static_cast<uint64_t>(side), "fenced, path and side");
+      channel(end.process, end.peer).endPins(end.id);
+    });
+  }
 }
 
 // The writing half of a transport. Frames are written in pieces of any size;
@@ -284,6 +294,10 @@ void SimulatedNetwork::write(PathRef ref, int side) {
     // Some transports take several frames before they write the first.
     if (prng_.chance(0.2)) {
       c.pull(e.id, now_);
+    }
+    if (path.link.reads && s.writtenOfFrame == 0 && refer(ref, side, piece)) {
+      room -= std::min<uint64_t>(room, kReferenceBytes);
+      continue;
     }
     const OutFrame& f = c.unwritten(e.id).front();
     const size_t whole = kFrameHeaderBytes + f.payloadBytes;
@@ -466,10 +480,18 @@ void SimulatedNetwork::deliver(PathRef ref, int side) {
     s.inFlightBytes -= n; // a broken path acknowledges nothing any more
   }
   const uint64_t framesBefore = s.framesRead;
-  if (reader.open && !read(path, reader, s, data.data(), arriving)) {
-    path.broken = true;
-    closeEnd(ref, 0);
-    closeEnd(ref, 1);
+  bool sound = true;
+  if (path.link.reads) {
+    s.held.insert(
+        s.held.end(),
+        data.begin(),
+        data.begin() + static_cast<ptrdiff_t>(arriving));
+    sound = readHeld(ref, side);
+  } else if (reader.open) {
+    sound = read(path, reader, s, data.data(), arriving);
+  }
+  if (!sound) {
+    breakNow(ref);
   }
   if (path.link.selfAcknowledging && s.framesRead != framesBefore) {
     planAcknowledgement(ref, side);
@@ -493,6 +515,13 @@ void SimulatedNetwork::planAcknowledgement(PathRef ref, int side) {
       channel(writer.process, writer.peer).delivered(writer.id, frames, now_);
     }
   });
+}
+
+// The peer broke the rules, or a device was refused.
+void SimulatedNetwork::breakNow(PathRef ref) {
+  paths_[ref]->broken = true;
+  closeEnd(ref, 0);
+  closeEnd(ref, 1);
 }
 
 // The reading half of a transport; false on malformed bytes.

@@ -33,7 +33,14 @@ struct SimulatedLink {
   // As a path of datagrams does: frames come whole and in any order, the writer
   // learns of each, and of messages that tolerate it parts are missing.
   bool datagrams = false;
+  // As RDMA does: a payload may stay where it is, and the reader fetches it
+  // from there, packet by packet.
+  bool reads = false;
 };
+
+// A header, and where the payload is.
+inline constexpr size_t kReferenceBytes =
+    kFrameHeaderBytes + sizeof(const std::byte*);
 
 // A network of processes in virtual time: real channels and mailboxes, joined
 // by simulated paths that are slow, tear frames anywhere or change their order,
@@ -105,6 +112,12 @@ class SimulatedNetwork : private ChannelHost {
   // All paths between two processes that are not broken.
   std::vector<PathRef> pathsBetween(size_t a, size_t b) const;
 
+  // --- memory that paths which read may access
+  void registerMemory(const std::byte* data, uint64_t bytes);
+  bool registered(const std::byte* data, uint64_t bytes) const;
+  // After a while, no path accesses it any more, and `done` is called.
+  void revoke(const std::byte* data, std::function<void()> done);
+
   // --- time
   TimePoint now() const {
     return now_;
@@ -137,6 +150,16 @@ class SimulatedNetwork : private ChannelHost {
     std::vector<std::unique_ptr<Channel>> channels; // by peer; own: null
   };
 
+  // A payload that the reader fetches.
+  struct Read {
+    FrameHeader header;
+    const std::byte* from = nullptr;
+    std::byte* to = nullptr; // its pinned place, or in `own`
+    bool pinned = false;
+    std::vector<std::byte> own;
+    uint64_t asked = 0, landed = 0; // bytes
+  };
+
   // One direction of a path: its writer, the bytes on the way, its reader.
   struct Stream {
     // writer
@@ -162,6 +185,11 @@ class SimulatedNetwork : private ChannelHost {
     std::deque<Sent> sent; // from number sentBegin on
     uint64_t sentBegin = 0;
     uint64_t framesDone = 0; // reliable ones, up to the first that is not
+    // of reads: what the reader has begun, and the bytes behind
+    std::deque<std::shared_ptr<Read>> reads;
+    std::vector<std::byte> held;
+    size_t frameLeft = 0; // of the frame that is being read
+    TimePoint lastLanding{};
   };
 
   // A frame on its way over a path of datagrams.
@@ -177,6 +205,7 @@ class SimulatedNetwork : private ChannelHost {
     size_t peer = 0;
     PathId id = 0;
     bool open = false; // the channel knows the path
+    bool fenced = false; // its device accesses no memory any more
     Stream stream; // written by this end
   };
 
@@ -216,12 +245,24 @@ class SimulatedNetwork : private ChannelHost {
       const std::byte* data,
       size_t bytes);
   void closeEnd(PathRef path, int side);
+  bool refer(PathRef path, int side, std::vector<std::byte>& piece);
+  bool readHeld(PathRef path, int side);
+  void startRead(PathRef path, int side, const std::byte* data);
+  void answerRead(PathRef path, int side, const std::shared_ptr<Read>& what);
+  void land(
+      PathRef path,
+      int side,
+      const std::shared_ptr<Read>& what,
+      std::vector<std::byte> packet);
+  bool finishReads(PathRef path, int side);
+  void breakNow(PathRef path);
 
   Listener& listener_;
   Prng prng_;
   std::vector<std::unique_ptr<Process>> processes_;
   std::vector<std::unique_ptr<Path>> paths_;
   PathId lastPathId_ = 0;
+  std::map<const std::byte*, uint64_t> memory_; // registered: bytes
   TimePoint now_{std::chrono::seconds(1)};
   std::priority_queue<Event> queue_;
   uint64_t events_ = 0;

@@ -21,6 +21,10 @@ SimulatedLink Simulation::randomLink() {
   l.windowBytes = oneOf<uint64_t>({100, 500, 3000, 60'000});
   l.selfAcknowledging = below(4) == 0;
   l.datagrams = below(4) == 0;
+  if (below(3) == 0) {
+    l.reads = true;
+    l.selfAcknowledging = l.datagrams = false;
+  }
   return l;
 }
 
@@ -224,6 +228,7 @@ void Simulation::send(
   m.op = std::make_unique<Send>(*this, index);
   m.buffer.data = std::make_unique<std::byte[]>(m.bytes);
   m.buffer.bytes = m.bytes;
+  registerSome(m.buffer);
   Send& op = *m.op;
   op.key = MessageKey{group, stream, order};
   op.pointToPoint = !collective;
@@ -334,6 +339,7 @@ void Simulation::receive(
   r.op = std::make_unique<Recv>(*this, index);
   r.buffer.data = std::make_unique<std::byte[]>(bytes);
   r.buffer.bytes = bytes;
+  registerSome(r.buffer);
   Recv& op = *r.op;
   op.key = MessageKey{group, stream, order};
   op.ordered = !collective;
@@ -398,10 +404,37 @@ void Simulation::receiveNext(const StreamId& id, bool any, bool mayMismatch) {
       OpSignature());
 }
 
-// The owner does with its memory what it likes: at once, and roughly.
+void Simulation::registerSome(Buffer& buffer) {
+  if (below(4) != 0) {
+    buffer.registered = true;
+    net_.registerMemory(buffer.data.get(), buffer.bytes);
+  }
+}
+
+// The memory of an operation that did not end well: devices may still read it,
+// or write to it, so it is revoked first. A mistake in this test would be the
+// owner's.
+void Simulation::takeBack(Buffer& buffer) {
+  if (!buffer.registered) {
+    giveBack(buffer);
+    return;
+  }
+  const auto kept = std::make_shared<Buffer>(std::move(buffer));
+  kept->registered = false;
+  net_.revoke(kept->data.get(), [this, kept] { giveBack(*kept); });
+}
+
+// The owner does with its memory what it likes: at once, and roughly. Memory of
+// devices stays registered for a while, since nothing waits for that.
 void Simulation::giveBack(Buffer& buffer) {
+  if (buffer.bytes == 0) {
+    return;
+  }
   std::memset(buffer.data.get(), static_cast<int>(kGarbage), buffer.bytes);
-  if (below(2) == 0) {
+  if (buffer.registered) {
+    net_.revoke(buffer.data.get(), [] {});
+  }
+  if (buffer.registered || below(2) == 0) {
     graveyard_.push_back(std::move(buffer)); // checked at the end
   } else {
     buffer.data.reset(); // address sanitizer watches it
@@ -418,7 +451,7 @@ void Simulation::cancelSend(size_t index) {
   m.outcome = Outcome::kCancelled;
   ++result_.cancelled;
   m.op.reset();
-  giveBack(m.buffer);
+  takeBack(m.buffer);
 }
 
 void Simulation::cancelReceive(size_t index) {
@@ -434,7 +467,7 @@ void Simulation::cancelReceive(size_t index) {
   r.outcome = Outcome::kCancelled;
   ++result_.cancelled;
   r.op.reset();
-  giveBack(r.buffer);
+  takeBack(r.buffer);
 }
 
 void Simulation::sendFinished(size_t index, const Status& status) {
@@ -455,7 +488,11 @@ void Simulation::sendFinished(size_t index, const Status& status) {
   if (below(2) == 0) {
     gone = std::move(m.op); // its memory is its owner's again
   }
-  giveBack(m.buffer);
+  if (status.ok()) {
+    giveBack(m.buffer);
+  } else {
+    takeBack(m.buffer);
+  }
   auto c = collectiveOfSend_.find(index);
   if (c != collectiveOfSend_.end()) {
     partProgress(c->second, m.src, status);
@@ -505,7 +542,11 @@ void Simulation::receiveFinished(size_t index, const Status& status) {
   if (below(2) == 0) {
     gone = std::move(r.op);
   }
-  giveBack(r.buffer);
+  if (status.ok()) {
+    giveBack(r.buffer);
+  } else {
+    takeBack(r.buffer);
+  }
   auto c = collectiveOfReceive_.find(index);
   if (c != collectiveOfReceive_.end()) {
     partProgress(c->second, r.dst, status);

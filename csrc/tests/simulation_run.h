@@ -70,6 +70,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   struct Buffer {
     std::unique_ptr<std::byte[]> data;
     uint64_t bytes = 0;
+    bool registered = false; // paths may access it
   };
 
   struct Send;
@@ -248,6 +249,8 @@ class Simulation final : public SimulatedNetwork::Listener {
   void sendFinished(size_t index, const Status& status);
   void chunkArrived(size_t index, uint64_t offset, uint64_t bytes);
   void receiveFinished(size_t index, const Status& status);
+  void registerSome(Buffer& buffer);
+  void takeBack(Buffer& buffer);
   void giveBack(Buffer& buffer);
 
   void startPart(size_t c, size_t process);

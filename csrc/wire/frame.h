@@ -45,6 +45,8 @@ inline constexpr uint16_t kFlagOffer = 1; // no payload: a description only
 inline constexpr uint16_t kFlagAckNow = 2; // the sender waits for this ack
 // Parts of it may be missing; once it is whole, kResidual tells which were.
 inline constexpr uint16_t kFlagTolerant = 4;
+// On RDMA paths: no payload follows, but where the far end may read it.
+inline constexpr uint16_t kFlagReference = 8;
 
 // Upper bounds for what a header may claim. A peer that exceeds one is faulty,
 // and its connection is closed. The limit on chunks bounds how long urgent data
