@@ -64,6 +64,7 @@ def path_stats(**values: Any) -> PathStats:
         capacity_bytes_per_s=2e6,
         last_error="",
         datagrams=None,
+        rdma=None,
     )
     return replace(up, **values)
 

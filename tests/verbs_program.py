@@ -17,8 +17,10 @@ import torch.distributed as dist
 
 import torch_resilient
 
-# More than a slot of a queue pair, and no multiple of one.
+# More than a slot of a queue pair, and no multiple of one; and enough to be read from one tensor to
+# the other.
 ELEMENTS = 100_003
+LARGE = 500_003
 PAUSE_S = 0.01
 
 
@@ -29,16 +31,20 @@ def told_to_end() -> bool:
 
 def one_round(number: int, rank: int) -> int:
     """Messages in both directions and a collective; returns how many came out wrong."""
-    sent = torch.arange(ELEMENTS, dtype=torch.int64) * (number + 1) + rank
-    received = torch.zeros_like(sent)
-    works = [dist.isend(sent, 1 - rank), dist.irecv(received, 1 - rank)]
-    for work in works:
-        assert work is not None
-        work.wait()
+    wrong = 0
+    for elements in (ELEMENTS, LARGE):
+        sent = torch.arange(elements, dtype=torch.int64) * (number + 1) + rank
+        received = torch.zeros_like(sent)
+        works = [dist.irecv(received, 1 - rank), dist.isend(sent, 1 - rank)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        sent.fill_(-1)  # its owner's again
+        expected = torch.arange(elements, dtype=torch.int64) * (number + 1) + 1 - rank
+        wrong += not torch.equal(received, expected)
     total = torch.full((1000,), float(number + rank))
     dist.all_reduce(total)
-    expected = torch.arange(ELEMENTS, dtype=torch.int64) * (number + 1) + 1 - rank
-    return int(not torch.equal(received, expected)) + int(not (total == 2 * number + 1).all())
+    return wrong + int(not (total == 2 * number + 1).all())
 
 
 def main() -> None:
@@ -61,6 +67,7 @@ def main() -> None:
             "round_s": time.monotonic() - begin_s,
             "up": sum(p.state == "up" for p in paths),
             "bytes": sum(p.bytes_sent for p in paths),
+            "placed": sum(p.rdma.bytes_placed for p in paths if p.rdma),
         }
         print(json.dumps(row), flush=True)
         number += 1

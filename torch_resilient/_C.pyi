@@ -53,6 +53,8 @@ class Options:
     wan_recovery: str
     wan_parity: str
     rdma: str
+    rdma_zero_copy_from_bytes: _Bytes
+    rdma_registered_bytes: _Bytes
     nic_policy: str
     nic_classes: str
     chunk_bytes: _Bytes
@@ -99,6 +101,8 @@ class Options:
         wan_recovery: str = ...,
         wan_parity: str = ...,
         rdma: str = ...,
+        rdma_zero_copy_from_bytes: _Bytes = ...,
+        rdma_registered_bytes: _Bytes = ...,
         nic_policy: str = ...,
         nic_classes: str = ...,
         chunk_bytes: int | str = ...,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         ListenerStats,
         PathStats,
         PeerStats,
+        RdmaStats,
         stats,
     )
     from torch_resilient._reports.topology import Topology, group_by_round_trip, topology
@@ -34,6 +35,7 @@ __all__ = [
     "Options",
     "PathStats",
     "PeerStats",
+    "RdmaStats",
     "Topology",
     "__version__",
     "dump",
@@ -57,6 +59,7 @@ _LAZY = {
     "Options": "",
     "PathStats": "_reports.stats",
     "PeerStats": "_reports.stats",
+    "RdmaStats": "_reports.stats",
     "Topology": "_reports.topology",
     "dump": "",
     "group_by_round_trip": "_reports.topology",

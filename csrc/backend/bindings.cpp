@@ -274,6 +274,21 @@ py::dict toPython(const DatagramStats& s) {
   return d;
 }
 
+py::dict toPython(const VerbsStats& s) {
+  py::dict d;
+  d["device"] = s.device;
+  d["remote_device"] = s.remoteDevice;
+  d["queue_pair"] = s.queuePair;
+  d["mtu_bytes"] = s.mtuBytes;
+  d["sends"] = s.sends;
+  d["receives"] = s.receives;
+  d["reads"] = s.reads;
+  d["failed"] = s.failed;
+  d["bytes_read"] = s.bytesRead;
+  d["bytes_placed"] = s.bytesPlaced;
+  return d;
+}
+
 py::dict toPython(const PathStats& s) {
   py::dict d;
   d["kind"] = nameOf(s.kind);
@@ -298,6 +313,7 @@ py::dict toPython(const PathStats& s) {
   d["last_error"] = s.lastError;
   d["datagrams"] =
       s.datagrams ? py::object(toPython(*s.datagrams)) : py::object(py::none());
+  d["rdma"] = s.verbs ? py::object(toPython(*s.verbs)) : py::object(py::none());
   return d;
 }
 

@@ -205,6 +205,18 @@ uint64_t HostTensors::bytes() const {
   return sum;
 }
 
+std::vector<std::span<std::byte>> HostTensors::memory() const {
+  constexpr size_t kNotSmall = 64u << 10;
+  std::vector<std::span<std::byte>> all;
+  for (const Slot& slot : slots_) {
+    if (slot.host.nbytes() >= kNotSmall) {
+      auto* const data = const_cast<void*>(slot.host.const_data_ptr());
+      all.emplace_back(static_cast<std::byte*>(data), slot.host.nbytes());
+    }
+  }
+  return all;
+}
+
 // Results leave in pieces only if the order in which they are written does not
 // matter, and if a range of bytes of the buffer is one of the tensor.
 void HostTensors::choosePieces() {

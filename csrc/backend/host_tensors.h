@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -65,6 +66,9 @@ class HostTensors {
   // The bytes that the operation reads and writes.
   // An operand that is both counts twice.
   uint64_t bytes() const;
+
+  // The memory that add() has given out, of tensors that are not small.
+  std::vector<std::span<std::byte>> memory() const;
 
   // Anything else that must live as long.
   void keep(std::shared_ptr<void> thing) {

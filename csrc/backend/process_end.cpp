@@ -20,8 +20,8 @@ bool interpreterFinalizes() {
 #endif
 }
 
-// Unwinding by pthread_exit() is not an exception. One that is handled here is a
-// mistake in the program, which keeps its message.
+// Unwinding by pthread_exit() is not an exception. One that is handled here is
+// a mistake in the program, which keeps its message.
 [[noreturn]] void terminateOrSleep() {
   if (interpreterFinalizes() && gettid() != getpid() &&
       std::current_exception() == nullptr) {

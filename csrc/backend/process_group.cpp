@@ -391,6 +391,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec.timeout = timeoutOr(opts.timeout);
   spec.body = std::move(body);
   spec.memory = WorkResilient::stagedMemory(work);
+  spec.tensors = work->tensors().memory();
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   const TimePoint called = std::chrono::steady_clock::now();
   std::optional<CallOrder::Call> call(std::in_place, *order_, work->title());

@@ -5,8 +5,11 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <map>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -289,16 +292,26 @@ class Channel {
       PathId path,
       TimePoint now,
       std::span<const ByteRange> zeroFilled = {});
-  // A frame of a path that reads payloads from the memory of the far end, and
-  // is about to read this one. Returns its place in the memory of its receive,
-  // which is pinned until unpin(): no other path writes there, and the receive
-  // does not end well before. (If it fails or is cancelled, its owner must see
-  // to it that nobody can write there.) Null: there is no such place, or it is
-  // in use; the path reads the payload to memory of its own.
+  // For a path that reads payloads from the memory of the far end, and has got
+  // the header of this one. If it is wanted, and has a place in the memory of
+  // its receive that `mayRead`, that place is pinned until unpin(): no other
+  // path writes there, and the receive does not end well before. (If it fails
+  // or is cancelled, its owner must see to it that nobody can write there.)
   //
   // Once it has been read, the path calls onHeader() and onPayload() as for any
   // frame, in the order of the frames, and then unpin() if it was pinned.
-  std::byte* pin(PathId path, const FrameHeader& header);
+  struct Place {
+    // False: nobody needs it, and the far end may have taken its memory back.
+    // The path reads nothing.
+    bool wanted = false;
+    // Null: the path reads the payload to memory of its own.
+    std::byte* pinned = nullptr;
+  };
+  // Nothing: the peer has not announced the message, which is an error of it.
+  std::optional<Place> pin(
+      PathId path,
+      const FrameHeader& header,
+      const std::function<bool(std::span<std::byte>)>& mayRead);
   void unpin(PathId path); // the oldest
   // removePath() leaves the pins of the path: what it has begun to read may
   // still arrive. The owner of the path calls this when nothing does any more.

@@ -299,26 +299,38 @@ Status Channel::onChunk(
 
 // Not where another path is putting the chunk already: that would have no block
 // to come back from.
-std::byte* Channel::pin(PathId path, const FrameHeader& header) {
+std::optional<Channel::Place> Channel::pin(
+    PathId path,
+    const FrameHeader& header,
+    const std::function<bool(std::span<std::byte>)>& mayRead) {
+  if (done_.contains(header.message) || !failure_.ok()) {
+    return Place{};
+  }
   const auto found = in_.find(header.message);
-  if (header.type != FrameType::kData || found == in_.end()) {
-    return nullptr;
+  if (found == in_.end()) {
+    return std::nullopt;
   }
   InMessage& m = *found->second;
   const uint32_t chunk = header.chunkIndex();
+  if (m.cancelled || m.has(chunk)) {
+    return Place{};
+  }
   if (m.op == nullptr || m.header.totalBytes != header.totalBytes ||
-      m.header.chunkBytes != header.chunkBytes || header.payloadBytes == 0 ||
-      m.has(chunk) || m.isPinned(chunk)) {
-    return nullptr;
+      m.header.chunkBytes != header.chunkBytes || m.isPinned(chunk)) {
+    return Place{.wanted = true};
   }
   for (const auto& [id, p] : paths_) {
     if (p.message == &m && p.header.chunkIndex() == chunk) {
-      return nullptr;
+      return Place{.wanted = true};
     }
+  }
+  std::byte* const place = m.op->data + header.offset;
+  if (!mayRead({place, header.payloadBytes})) {
+    return Place{.wanted = true};
   }
   m.pinned.push_back(chunk);
   state(path).pins.push_back({header.message, chunk});
-  return m.op->data + header.offset;
+  return Place{.wanted = true, .pinned = place};
 }
 
 void Channel::unpin(PathId path) {

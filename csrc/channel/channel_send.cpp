@@ -32,6 +32,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   OutMessage& m = *owned;
   m.op = op;
   m.pointToPoint = op->pointToPoint;
+  m.awaitsReceive = op->awaitReceive && op->bytes != 0;
   m.postedAt = now;
   FrameHeader& h = m.header;
   h.type = FrameType::kData;
@@ -318,7 +319,7 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
     return true;
   }
   const uint64_t need = bytes + kChunkOverheadBytes;
-  if (chargedBytes_ + need > config_.peerEagerBytes) {
+  if (m.awaitsReceive || chargedBytes_ + need > config_.peerEagerBytes) {
     return false;
   }
   chargedBytes_ += need;
@@ -463,8 +464,9 @@ Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
     OutMessage& m = *out_.at(ready_[cls][i]);
     backlog += m.unsentBytes();
     const bool credit = m.granted ||
-        chargedBytes_ + m.header.chunkBytes + kChunkOverheadBytes <=
-            config_.peerEagerBytes;
+        (!m.awaitsReceive &&
+         chargedBytes_ + m.header.chunkBytes + kChunkOverheadBytes <=
+             config_.peerEagerBytes);
     if (m.hasUnsent() && credit && order.inTime(backlog)) {
       return &m;
     }

@@ -110,6 +110,7 @@ struct Channel::OutMessage {
   bool pointToPoint = false;
   // The receiver says what was missing, before the send ends.
   bool tolerant = false;
+  bool awaitsReceive = false;
   // The far end may read the owner's buffer until the message ends: so a copy
   // cannot end it earlier.
   bool referred = false;

@@ -65,6 +65,9 @@ struct SendOp : Operation {
   // The first bytes of `data` that may be read, if not all are there yet. The
   // owner tells of more by Channel::sourceGrew().
   uint64_t availableBytes = UINT64_MAX;
+  // Nothing of it is sent before the far end has a receive for it, which can
+  // then read it from where it lies (OutFrame::mayRefer). Costs a round trip.
+  bool awaitReceive = false;
   // Unless it is exact, the send ends when the receiver has said what it had
   // to fill with zeros, and that stands in zeroFilled: ascending, disjoint.
   Tolerance tolerance;

@@ -166,6 +166,9 @@ void CollectiveRun::startSend(
   op.sourceRank = rank();
   op.data = static_cast<const std::byte*>(data);
   op.bytes = bytes;
+  if (loan_ != 0) {
+    item.send->setLent();
+  }
   if (spec_.memory) {
     item.send->lookAt(*spec_.memory);
   }

@@ -8,6 +8,7 @@
 #include "delegate/group_impl.h"
 #include "delegate/memory_watch.h"
 #include "delegate/record.h"
+#include "transport/verbs_loans.h"
 
 namespace resilient {
 
@@ -57,6 +58,13 @@ class CollectiveRun final : public Communicator {
   }
   uint64_t recordId() const {
     return recordId_;
+  }
+  // Its memory, lent to RDMA devices.
+  void setLoan(VerbsLoans::Loan loan) {
+    loan_ = loan;
+  }
+  VerbsLoans::Loan loan() const {
+    return loan_;
   }
   TimePoint startedAt() const {
     return startedAt_;
@@ -115,6 +123,7 @@ class CollectiveRun final : public Communicator {
   const uint64_t sequence_;
   CollectiveSpec spec_;
   const uint64_t recordId_;
+  VerbsLoans::Loan loan_ = 0;
   Task task_;
   TimePoint startedAt_{};
   TimePoint checkAt_ = kNever;

@@ -132,6 +132,12 @@ void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
     past.lossRate = past.paceBytesPerS = 0;
     past.burstPackets = 1;
   }
+  if (r.past.verbs) {
+    VerbsStats& past = *r.past.verbs;
+    past.device = past.remoteDevice = "";
+    past.queuePair = 0;
+    past.mtuBytes = 0;
+  }
   r.path = nullptr;
   if (r.upAt != TimePoint() && link_.loop().now() - r.upAt > kWorthTrying) {
     r.failures = 0;
@@ -162,6 +168,10 @@ void RoutePathConnector::fillStats(PeerStats& stats) const {
     p.datagrams = r.past.datagrams;
     if (kind_ == PathKind::kDatagram && !p.datagrams) {
       p.datagrams = DatagramStats();
+    }
+    p.verbs = r.past.verbs;
+    if (kind_ == PathKind::kVerbs && !p.verbs) {
+      p.verbs = VerbsStats();
     }
     p.kind = kind_;
     p.index = static_cast<int>(route);

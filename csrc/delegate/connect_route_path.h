@@ -32,6 +32,14 @@ class RoutePathConnector : public Connector {
   size_t routes() const {
     return routes_.size();
   }
+  bool carriesAny() const {
+    for (size_t route = 0; route < routes_.size(); ++route) {
+      if (carries(route)) {
+        return true;
+      }
+    }
+    return false;
+  }
 
   // Connector
   void offer() override;

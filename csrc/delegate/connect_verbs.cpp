@@ -41,6 +41,7 @@ VerbsOffer offerOf(size_t connection, uint64_t number, VerbsEnd& end) {
   offer.firstPacket = address.firstPacket;
   offer.mtuBytes = address.mtuBytes;
   offer.lid = address.lid;
+  offer.reads = address.reads;
   offer.text = end.port().device;
   return offer;
 }
@@ -154,6 +155,12 @@ void VerbsConnector::onOffer(const VerbsOffer& offer) {
 }
 
 void VerbsConnector::onAnswer(const VerbsOffer& answer, size_t route) {
+  if (answer.queuePair == 0 && path(route) != nullptr &&
+      made_[route].number == answer.number) {
+    path(route)->close(
+        Status(StatusCode::kNetwork, "the far end: " + answer.text));
+    return;
+  }
   const auto found = attempts_.find(route);
   if (found == attempts_.end() || found->second.number != answer.number ||
       found->second.end == nullptr) {
@@ -185,6 +192,17 @@ void VerbsConnector::answer(const VerbsOffer& offer, size_t route) {
   connect(route, offer, /*initiator=*/false);
 }
 
+void VerbsConnector::onPathClosed(Path& path, const Status& why) {
+  const size_t route = static_cast<RoutePath&>(path).route();
+  VerbsOffer over;
+  over.connection = static_cast<uint16_t>(made_[route].connection);
+  over.number = made_[route].number;
+  RoutePathConnector::onPathClosed(path, why);
+  if (link_.usable()) {
+    refuse(over, why.message());
+  }
+}
+
 void VerbsConnector::refuse(const VerbsOffer& offer, const std::string& why) {
   VerbsOffer no;
   no.connection = offer.connection;
@@ -212,7 +230,8 @@ void VerbsConnector::connect(
       remote.queuePair,
       remote.firstPacket,
       remote.mtuBytes,
-      remote.lid};
+      remote.lid,
+      remote.reads};
   attempt.remoteDevice = remote.text;
   std::thread([connecting] {
     connecting->status =
@@ -248,9 +267,15 @@ void VerbsConnector::connected(size_t route, Connecting& connecting) {
   }
   VerbsPathConfig config;
   config.route = route;
+  made_[route] = {attempt.connection, attempt.number};
   config.initiator = connecting.initiator;
   config.silentAfter = fromSeconds(link_.host().options().suspect_after_s);
   config.remoteDevice = attempt.remoteDevice;
+  config.loans = link_.host().loans();
+  config.remoteReads = connecting.remote.reads;
+  config.mtuBytes = std::min(
+      connecting.end->queuePair().address().mtuBytes,
+      connecting.remote.mtuBytes);
   add(std::make_unique<VerbsPath>(
       link_.loop(),
       link_.channel(),

@@ -22,6 +22,10 @@ namespace resilient {
 // and sends first: at that moment the far end can receive. Connecting may take
 // a second, so a thread does it, and a timer looks whether it has ended.
 //
+// An end that closes its path says so, with a no of the same number. The other
+// end may wait for nothing on that path but the far end's reads, and would not
+// notice.
+//
 // Paper: SHIFT §4.2: connections on all NICs are made beforehand. Here each
 // route has a queue pair of its own, so there is nothing to set up at a
 // failure.
@@ -37,6 +41,7 @@ class VerbsConnector final : public RoutePathConnector {
   void onOffer(const VerbsOffer& offer);
 
   // Connector
+  void onPathClosed(Path& path, const Status& why) override;
   void close() override;
 
  private:
@@ -73,6 +78,12 @@ class VerbsConnector final : public RoutePathConnector {
   void connected(size_t route, Connecting& connecting);
 
   std::map<size_t, Attempt> attempts_; // by route
+  // What has become a path, by route: as the offer said it.
+  struct Made {
+    size_t connection = 0;
+    uint64_t number = 0;
+  };
+  std::map<size_t, Made> made_;
   std::vector<VerbsOffer> early_; // before the peer's address came
 };
 

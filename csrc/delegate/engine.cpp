@@ -75,6 +75,9 @@ constexpr size_t kMoreUnknown = 16;
 // program needs some itself.
 constexpr size_t kDescriptorShare = 4;
 
+// How long the end of the engine waits for RDMA devices to let go of memory.
+constexpr Nanos kLetGo = std::chrono::seconds(1);
+
 size_t maxPending(const EngineOptions& options) {
   const auto asked = static_cast<size_t>(options.max_pending_handshakes);
   rlimit files{};
@@ -882,11 +885,18 @@ void Engine::stop(Nanos linger) {
     sharedRendezvous_.reset();
     signalDump_.reset();
   });
+  // Operations that have failed wait for their memory.
+  if (!waitUntil(std::chrono::steady_clock::now() + kLetGo, [this] {
+        return !loans_ || loans_->settled();
+      })) {
+    callInLoop([this] { loans_->giveUp(); });
+  }
   loop_.stop();
   thread_.join();
   loop_.afterEnd([this] {
     graveyard_.clear();
     links_.clear();
+    loans_.reset();
     unknown_.reset();
   });
   // Not destroyed: a group may still call it. But what it seeks holds us.
@@ -931,6 +941,12 @@ VerbsApi* Engine::verbs() {
     VerbsApi* const api = options_.rdma == "off" ? nullptr : systemVerbs(why);
     if (api != nullptr && api->ports(ports).ok() && !ports.empty()) {
       verbs_ = api;
+      if (options_.rdma_registered_bytes != 0) {
+        VerbsLoans::Limits limits;
+        limits.fromBytes = options_.rdma_zero_copy_from_bytes;
+        limits.totalBytes = options_.rdma_registered_bytes;
+        loans_ = std::make_unique<VerbsLoans>(loop_, limits);
+      }
     } else if (options_.rdma != "off") {
       logMessage(
           LogLevel::kDebug,

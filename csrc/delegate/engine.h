@@ -187,6 +187,9 @@ class Engine final : public MailboxListener, public LinkHost {
   }
   VerbsApi* verbs() override;
   const std::vector<VerbsPort>& verbsPorts() override;
+  VerbsLoans* loans() override {
+    return loans_.get();
+  }
   RecoverySchemes recoveryTo(const std::string& site) const override {
     return recovery_.of(site);
   }
@@ -299,6 +302,7 @@ class Engine final : public MailboxListener, public LinkHost {
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;
   std::optional<VerbsApi*> verbs_; // once it has been looked for
+  std::unique_ptr<VerbsLoans> loans_; // with verbs_, if memory may be lent
   std::vector<VerbsPort> verbsPorts_;
   TimePoint verbsPortsAt_{}; // the time of that list
   bool checkedSites_ = false;

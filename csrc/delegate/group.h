@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,8 @@ struct CollectiveSpec {
   std::function<Task(Communicator&)> body;
   // Null if the memory is complete from the start, and results stay in it.
   std::shared_ptr<StagedMemory> memory;
+  // The large parts of that memory, for RDMA devices.
+  std::vector<std::span<std::byte>> tensors;
   // Called exactly once on the loop thread (or on the caller's, if the group is
   // closed already): ok, or a Status whose message has the full context. It
   // must not block or throw.

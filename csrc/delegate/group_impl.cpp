@@ -714,6 +714,9 @@ void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
   lastStarted_ = std::max(lastStarted_, run->sequence());
   lastSignature_ = run->spec().signature;
   collectives_.emplace(run->sequence(), run);
+  if (VerbsLoans* const loans = engine_->loans()) {
+    run->setLoan(loans->lend(run->spec().tensors));
+  }
   run->start();
 }
 
@@ -722,6 +725,11 @@ void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
 // (test_a_receive_from_any_source_gets_what_the_gone_have_sent).
 void GroupImpl::start(std::shared_ptr<PointToPointRun> run) {
   pointToPoints_.emplace(run->id(), run);
+  if (VerbsLoans* const loans = engine_->loans()) {
+    const std::span<std::byte> memory(
+        static_cast<std::byte*>(run->spec().data), run->spec().bytes);
+    run->setLoan(loans->lend({&memory, 1}));
+  }
   run->start();
   if (!failure_.ok()) {
     run->fail(failure_);
@@ -764,9 +772,11 @@ void GroupImpl::finished(
       failedHere_.erase(failedHere_.begin());
     }
   }
+  std::shared_ptr<CollectiveRun> ended;
   auto found = collectives_.find(run.sequence());
   if (found != collectives_.end()) {
-    engine_->destroyLater(std::move(found->second));
+    ended = std::move(found->second);
+    engine_->destroyLater(ended);
     collectives_.erase(found);
   }
   if (!status.ok() && tellOthers) {
@@ -780,8 +790,12 @@ void GroupImpl::finished(
     notice.text = run.failure().message();
     tell(notice);
   }
-  const auto done = std::move(run.spec().done);
-  done(status);
+  takeBack(
+      run.loan(),
+      status,
+      // Keeps what the operation has borrowed.
+      [ended = std::move(ended),
+       done = std::move(run.spec().done)](const Status& s) { done(s); });
 }
 
 void GroupImpl::finished(
@@ -795,13 +809,46 @@ void GroupImpl::finished(
   if (!status.ok()) {
     engine_->onFirstFailure(status);
   }
-  const auto done = std::move(run.spec().done);
+  auto done = std::move(run.spec().done);
+  const VerbsLoans::Loan loan = run.loan();
+  std::shared_ptr<PointToPointRun> ended;
   auto found = pointToPoints_.find(run.id());
   if (found != pointToPoints_.end()) {
-    engine_->destroyLater(std::move(found->second));
+    ended = std::move(found->second);
+    engine_->destroyLater(ended);
     pointToPoints_.erase(found);
   }
-  done(status, sourceRank);
+  takeBack(
+      loan,
+      status,
+      [ended = std::move(ended), done = std::move(done), sourceRank](
+          const Status& s) { done(s, sourceRank); });
+}
+
+// The memory of an operation that has failed is its owner's again when no RDMA
+// device can access it.
+void GroupImpl::takeBack(
+    VerbsLoans::Loan loan,
+    const Status& status,
+    std::function<void(const Status&)> done) {
+  VerbsLoans* const loans = engine_->loans();
+  if (loan == 0) {
+    done(status);
+  } else if (status.ok()) {
+    loans->end(loan);
+    done(status);
+  } else {
+    loans->revoke(
+        loan,
+        [self = shared_from_this(), status, done = std::move(done)](
+            const Status& held) {
+          done(
+              held.ok() ? status
+                        : Status(
+                              status.code(),
+                              status.message() + "; " + held.message()));
+        });
+  }
 }
 
 // One timer for the deadlines of all operations. It is set when an operation

@@ -196,6 +196,10 @@ class GroupImpl final : public Group,
   void onAddressText(int rank, const std::string& text);
   void failWhole(const Status& status);
   void endByMismatch(uint64_t sequence, const std::string& cause);
+  void takeBack(
+      VerbsLoans::Loan loan,
+      const Status& status,
+      std::function<void(const Status&)> done);
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
   void onWatchdog();

@@ -20,6 +20,7 @@
 #include "transport/shared_rendezvous.h"
 #include "transport/socket.h"
 #include "transport/verbs_api.h"
+#include "transport/verbs_loans.h"
 #include "wire/hello.h"
 
 namespace resilient {
@@ -58,6 +59,9 @@ class LinkHost {
   virtual VerbsApi* verbs() = 0;
   // The ports of its devices, as they were a moment ago.
   virtual const std::vector<VerbsPort>& verbsPorts() = 0;
+  // Memory of operations for its devices; null without RDMA, or if none may be
+  // registered.
+  virtual VerbsLoans* loans() = 0;
   // The cap on everything that goes there, shared by all links; null: none.
   virtual RateLimit* rateLimit(const std::string& site) = 0;
   // A link that has not got its turn there is pumped when it has.

@@ -53,6 +53,9 @@ void PointToPointRun::start() {
     op.data = static_cast<const std::byte*>(spec_.data);
     op.bytes = spec_.bytes;
     op.failure = spec_.failure;
+    if (loan_ != 0) {
+      send_->setLent();
+    }
     if (spec_.memory) {
       send_->lookAt(*spec_.memory);
     }

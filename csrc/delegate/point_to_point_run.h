@@ -6,6 +6,7 @@
 #include "delegate/group.h"
 #include "delegate/memory_watch.h"
 #include "delegate/record.h"
+#include "transport/verbs_loans.h"
 
 namespace resilient {
 
@@ -49,6 +50,13 @@ class PointToPointRun final {
   uint64_t recordId() const {
     return recordId_;
   }
+  // Its memory, lent to RDMA devices.
+  void setLoan(VerbsLoans::Loan loan) {
+    loan_ = loan;
+  }
+  VerbsLoans::Loan loan() const {
+    return loan_;
+  }
   TimePoint startedAt() const {
     return startedAt_;
   }
@@ -64,6 +72,7 @@ class PointToPointRun final {
   const uint64_t id_;
   PointToPointSpec spec_;
   const uint64_t recordId_;
+  VerbsLoans::Loan loan_ = 0;
   const TimePoint startedAt_;
   std::optional<SendRecord> send_;
   std::optional<RecvRecord> recv_;

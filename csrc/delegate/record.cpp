@@ -20,6 +20,9 @@ Status Record::named(const Status& status) const {
 }
 
 void SendRecord::onPost(PeerLink& link) {
+  // Smaller ones are copied in the time of the round trip.
+  constexpr uint64_t kWorthAwaiting = 256u << 10;
+  awaitReceive = lent_ && bytes >= kWorthAwaiting && link.verbs().carriesAny();
   link.channel().send(this, group_.engine().loop().now());
 }
 

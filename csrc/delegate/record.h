@@ -91,6 +91,10 @@ class SendRecord final : public Record, private SendOp {
   SendOp& op() {
     return *this;
   }
+  // The data is lent to RDMA devices: the peer may read it there.
+  void setLent() {
+    lent_ = true;
+  }
   // Looks how much of the data is there now. Call it once before the record is
   // posted, and after each change of `memory`.
   void lookAt(const StagedMemory& memory);
@@ -100,6 +104,7 @@ class SendRecord final : public Record, private SendOp {
   void onWithdraw(const std::string& reason) override;
   void finished(const Status& status) override;
   RecordDone done_;
+  bool lent_ = false;
 };
 
 class RecvRecord final : public Record, private RecvOp {

@@ -407,6 +407,7 @@ TEST(frame_verbs_offer_survives_the_wire) {
   offer.firstPacket = 0x445566;
   offer.mtuBytes = 4096;
   offer.lid = 0x0a0b;
+  offer.reads = 0x0010;
   offer.text = "mlx5_0";
   const auto payload = encode(offer);
   std::string bytes;
@@ -418,7 +419,7 @@ TEST(frame_verbs_offer_survives_the_wire) {
       std::string("\x08\x02\x01\0\x01\x02\x03\x04\x05\x06\x07\x08", 12) +
           "\x10\x11\x12\x13\x14\x15\x16\x17\x18\x19\x1a\x1b\x1c\x1d\x1e\x1f" +
           std::string("\x33\x22\x11\0\x66\x55\x44\0\0\x10\0\0", 12) +
-          std::string("\x0b\x0a\x06\0\0\0", 6) + offer.text);
+          std::string("\x0b\x0a\x10\0\x06\0\0\0", 8) + offer.text);
   const auto back = decodeVerbsOffer(payload);
   CHECK(back.has_value());
   CHECK_EQ(back->connection, offer.connection);
@@ -429,6 +430,7 @@ TEST(frame_verbs_offer_survives_the_wire) {
   CHECK_EQ(back->firstPacket, offer.firstPacket);
   CHECK_EQ(back->mtuBytes, offer.mtuBytes);
   CHECK_EQ(back->lid, offer.lid);
+  CHECK_EQ(back->reads, offer.reads);
   CHECK_EQ(back->text, offer.text);
   for (size_t n = 0; n < payload.size(); ++n) {
     CHECK(!decodeVerbsOffer(std::span(payload).first(n)).has_value());

@@ -254,7 +254,7 @@ class SimulatedNetwork : private ChannelHost {
       int side,
       const std::shared_ptr<Read>& what,
       std::vector<std::byte> packet);
-  bool finishReads(PathRef path, int side);
+  void finishReads(PathRef path, int side);
   void breakNow(PathRef path);
 
   Listener& listener_;

@@ -47,11 +47,7 @@ bool SimulatedNetwork::refer(
       !registered(f.payload, f.payloadBytes) || prng_.chance(0.2)) {
     return false;
   }
-  FrameHeader header;
-  (void)decodeFrame(f.header, header);
-  header.flags |= kFlagReference;
-  FrameBytes bytes;
-  encodeFrame(header, bytes);
+  const FrameBytes bytes = asReference(f.header);
   piece.insert(piece.end(), bytes.begin(), bytes.end());
   const std::byte* const from = f.payload;
   const auto* const raw = reinterpret_cast<const std::byte*>(&from);
@@ -116,13 +112,22 @@ void SimulatedNetwork::startRead(PathRef ref, int side, const std::byte* data) {
   (void)decodeFrame(bytes, what->header);
   std::memcpy(&what->from, data + kFrameHeaderBytes, sizeof(const std::byte*));
   const uint32_t size = what->header.payloadBytes;
-  std::byte* const place =
-      channel(reader.process, reader.peer).pin(reader.id, what->header);
-  what->pinned = place != nullptr;
+  const auto found =
+      channel(reader.process, reader.peer)
+          .pin(reader.id, what->header, [this](std::span<std::byte> bytes) {
+            return registered(bytes.data(), bytes.size());
+          });
+  const Channel::Place place = found.value();
+  what->pinned = place.pinned != nullptr;
   what->own.resize(what->pinned ? 0 : size);
-  what->to = what->pinned ? place : what->own.data();
+  what->to = what->pinned ? place.pinned : what->own.data();
   note(15, ref, size, "begins to read, path and bytes");
   s.reads.push_back(what);
+  if (!place.wanted) {
+    what->landed = size;
+    at(now_, [this, ref, side] { finishReads(ref, side); });
+    return;
+  }
   at(now_ + path.link.latency,
      [this, ref, side, what] { answerRead(ref, side, what); });
 }
@@ -190,13 +195,13 @@ void SimulatedNetwork::land(
   note(16, ref, packet.size(), "landed, path and bytes");
   std::memcpy(what->to + what->landed, packet.data(), packet.size());
   what->landed += packet.size();
-  if (what->landed == what->header.payloadBytes && reader.open &&
-      !finishReads(ref, side)) {
-    breakNow(ref);
+  if (what->landed == what->header.payloadBytes) {
+    finishReads(ref, side);
   }
 }
 
-bool SimulatedNetwork::finishReads(PathRef ref, int side) {
+// In the order of the frames.
+void SimulatedNetwork::finishReads(PathRef ref, int side) {
   Path& path = *paths_[ref];
   Stream& s = path.ends[side].stream;
   End& reader = path.ends[1 - side];
@@ -216,13 +221,16 @@ bool SimulatedNetwork::finishReads(PathRef ref, int side) {
     }
     if (!status.ok()) {
       listener_.onProtocolError(reader.process, reader.peer, status);
-      return false;
+      breakNow(ref);
+      return;
     }
     if (what->pinned) {
       c.unpin(reader.id);
     }
   }
-  return !reader.open || readHeld(ref, side);
+  if (reader.open && !readHeld(ref, side)) {
+    breakNow(ref);
+  }
 }
 
 } // namespace resilient

@@ -229,6 +229,7 @@ void Simulation::send(
   m.buffer.data = std::make_unique<std::byte[]>(m.bytes);
   m.buffer.bytes = m.bytes;
   registerSome(m.buffer);
+  m.op->awaitReceive = below(4) == 0;
   Send& op = *m.op;
   op.key = MessageKey{group, stream, order};
   op.pointToPoint = !collective;

@@ -13,7 +13,7 @@
 namespace resilient::test {
 namespace {
 
-struct Memory;
+class Memory;
 class QueuePair;
 
 } // namespace
@@ -22,8 +22,12 @@ struct VerbsFake::World {
   std::mutex mutex;
   std::vector<std::string> devices;
   std::map<uint32_t, QueuePair*> queuePairs;
+  std::map<uint32_t, Memory*> memory; // by key
+  uint32_t lastKey = 0x100;
   uint32_t last = 0x10; // queue pair
   std::vector<std::string> faults;
+  uint64_t bytesRead = 0;
+  uint64_t refusedReads = 0;
 };
 
 namespace {
@@ -31,11 +35,41 @@ namespace {
 using World = VerbsFake::World;
 using Result = VerbsCompletion::Result;
 
-struct Memory final : VerbsMemory {
-  Memory(std::span<std::byte> b, std::string d)
-      : bytes(b), device(std::move(d)) {}
+constexpr uint16_t kReads = 4;
+
+class Memory final : public VerbsMemory {
+ public:
+  Memory(
+      std::shared_ptr<World> world,
+      std::span<std::byte> b,
+      std::string d,
+      bool reads)
+      : bytes(b),
+        device(std::move(d)),
+        forReads(reads),
+        world_(std::move(world)) {
+    std::lock_guard lock(world_->mutex);
+    key_ = ++world_->lastKey;
+    world_->memory[key_] = this;
+  }
+  ~Memory() override {
+    std::lock_guard lock(world_->mutex);
+    world_->memory.erase(key_);
+  }
+  uint32_t remoteKey() const override {
+    return key_;
+  }
+  bool covers(const std::byte* at, size_t size) const {
+    return at >= bytes.data() && at + size <= bytes.data() + bytes.size();
+  }
+
   const std::span<std::byte> bytes;
   const std::string device;
+  const bool forReads;
+
+ private:
+  const std::shared_ptr<World> world_;
+  uint32_t key_ = 0;
 };
 
 class QueuePair final : public VerbsQueuePair {
@@ -55,7 +89,13 @@ class QueuePair final : public VerbsQueuePair {
   }
 
   VerbsAddress address() const override {
-    return {port_.gid, number_, number_ * 7919 & 0xffffff, port_.mtuBytes, 0};
+    return {
+        port_.gid,
+        number_,
+        number_ * 7919 & 0xffffff,
+        port_.mtuBytes,
+        0,
+        kReads};
   }
   Status connect(const VerbsAddress& remote) override {
     std::lock_guard lock(world_->mutex);
@@ -85,6 +125,34 @@ class QueuePair final : public VerbsQueuePair {
       complete({request, false, 0, Result::kFlushed, "flushed"});
     } else {
       sends_.push_back({request, from});
+      deliver();
+    }
+    return Status();
+  }
+  Status postRead(
+      uint64_t request,
+      VerbsMemory& memory,
+      std::span<std::byte> into,
+      uint64_t remoteAddress,
+      uint32_t remoteKey) override {
+    std::lock_guard lock(world_->mutex);
+    check(memory, into.data(), into.size(), sends_.size());
+    const auto reads = std::ranges::count_if(
+        sends_, [](const Send& send) { return !send.into.empty(); });
+    if (reads >= kReads) {
+      world_->faults.push_back("more reads than the far end answers");
+    }
+    if (broken_) {
+      complete({request, false, 0, Result::kFlushed, "flushed"});
+    } else {
+      Send read;
+      read.request = request;
+      read.into = into;
+      read.localKey = memory.remoteKey();
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): as it came from the far end
+      read.from = reinterpret_cast<const std::byte*>(remoteAddress);
+      read.remoteKey = remoteKey;
+      sends_.push_back(read);
       deliver();
     }
     return Status();
@@ -141,6 +209,11 @@ class QueuePair final : public VerbsQueuePair {
     uint64_t request;
     std::span<const std::byte> bytes;
     bool landed = false; // its answer has not come
+    // of a read
+    std::span<std::byte> into{};
+    uint32_t localKey = 0;
+    const std::byte* from = nullptr;
+    uint32_t remoteKey = 0;
   };
   struct Receive {
     uint64_t request;
@@ -157,7 +230,7 @@ class QueuePair final : public VerbsQueuePair {
     if (m.device != port_.device) {
       world_->faults.push_back("memory of another device");
     }
-    if (at < m.bytes.data() || at + bytes > m.bytes.data() + m.bytes.size()) {
+    if (!m.covers(at, bytes)) {
       world_->faults.push_back("memory that is not registered");
     }
     if (posted >= depth_) {
@@ -171,6 +244,24 @@ class QueuePair final : public VerbsQueuePair {
       (void)!::write(wake_.get(), &one, sizeof(one));
     }
   }
+  // Both ends have failed if it may not.
+  bool fetch(QueuePair& far, Send& read) {
+    const auto theirs = world_->memory.find(read.remoteKey);
+    const bool allowed = theirs != world_->memory.end() &&
+        theirs->second->forReads &&
+        theirs->second->device == far.port_.device &&
+        theirs->second->covers(read.from, read.into.size());
+    if (!allowed || !world_->memory.contains(read.localKey)) {
+      ++world_->refusedReads;
+      far.fail(Result::kFlushed, "flushed");
+      fail(Result::kFailed, "remote access error");
+      return false;
+    }
+    std::memcpy(read.into.data(), read.from, read.into.size());
+    read.landed = true;
+    world_->bytesRead += read.into.size();
+    return true;
+  }
   // Delivers all that can arrive, in order, then answers all that can be.
   void deliver() {
     const auto found = world_->queuePairs.find(remote_);
@@ -179,6 +270,15 @@ class QueuePair final : public VerbsQueuePair {
     if (far != nullptr && !far->silent_ && !far->broken_) {
       for (Send& send : sends_) {
         if (send.landed) {
+          continue;
+        }
+        if (!send.into.empty()) {
+          if (silent_) {
+            break; // what it asks for does not come
+          }
+          if (!fetch(*far, send)) {
+            return;
+          }
           continue;
         }
         if (far->receives_.empty()) {
@@ -226,8 +326,9 @@ class Device final : public VerbsDevice {
       : world_(std::move(world)), name_(std::move(name)) {}
   Status registerMemory(
       std::span<std::byte> bytes,
+      bool forReads,
       std::unique_ptr<VerbsMemory>& memory) override {
-    memory = std::make_unique<Memory>(bytes, name_);
+    memory = std::make_unique<Memory>(world_, bytes, name_, forReads);
     return Status();
   }
   Status makeQueuePair(
@@ -293,6 +394,21 @@ std::vector<std::string> VerbsFake::faults() const {
 size_t VerbsFake::queuePairs() const {
   std::lock_guard lock(world_->mutex);
   return world_->queuePairs.size();
+}
+
+uint64_t VerbsFake::bytesRead() const {
+  std::lock_guard lock(world_->mutex);
+  return world_->bytesRead;
+}
+
+uint64_t VerbsFake::refusedReads() const {
+  std::lock_guard lock(world_->mutex);
+  return world_->refusedReads;
+}
+
+size_t VerbsFake::memories() const {
+  std::lock_guard lock(world_->mutex);
+  return world_->memory.size();
 }
 
 } // namespace resilient::test

@@ -35,6 +35,9 @@ class VerbsFake final : public VerbsApi {
   std::vector<std::string> faults() const;
   // Queue pairs that exist.
   size_t queuePairs() const;
+  size_t memories() const; // registered
+  uint64_t bytesRead() const; // from memory of far ends
+  uint64_t refusedReads() const;
 
   struct World; // what the devices share
 

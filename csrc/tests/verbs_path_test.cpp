@@ -1,8 +1,10 @@
 #include "transport/verbs_path.h"
 
+#include <atomic>
 #include <cstring>
 #include <thread>
 
+#include "base/random.h"
 #include "tests/path_contract.h"
 #include "tests/verbs_fake.h"
 
@@ -194,6 +196,298 @@ TEST(verbs_path_that_nothing_comes_through_is_closed) {
   user.run([&] {
     CHECK_EQ(user.why.message(), "nothing came through: fake0 -> fake1");
   });
+}
+
+namespace {
+
+// Two processes with a path between them, and memory lent to its devices.
+class ReadingPair {
+ public:
+  explicit ReadingPair(uint64_t fromBytes = 1) {
+    std::vector<VerbsPort> ports;
+    CHECK(fake.ports(ports).ok());
+    for (size_t side = 0; side < 2; ++side) {
+      VerbsLoans::Limits limits;
+      limits.fromBytes = fromBytes;
+      users[side].run([&] {
+        loans[side] = std::make_unique<VerbsLoans>(users[side].loop, limits);
+      });
+    }
+    connect();
+  }
+  ~ReadingPair() {
+    for (size_t side = 0; side < 2; ++side) {
+      users[side].run([&] {
+        users[side].paths.clear();
+        loans[side].reset();
+      });
+    }
+  }
+
+  void connect() {
+    std::vector<VerbsPort> ports;
+    CHECK(fake.ports(ports).ok());
+    std::array<std::unique_ptr<VerbsEnd>, 2> ends;
+    for (size_t side = 0; side < 2; ++side) {
+      CHECK(VerbsEnd::make(fake, ports[side], ends[side]).ok());
+      numbers[side] = ends[side]->queuePair().address().queuePair;
+    }
+    for (size_t side = 0; side < 2; ++side) {
+      CHECK(
+          ends[side]
+              ->queuePair()
+              .connect(ends[1 - side]->queuePair().address())
+              .ok());
+    }
+    ++lastPath;
+    for (size_t side = 0; side < 2; ++side) {
+      users[side].run([&] {
+        VerbsPathConfig config;
+        config.initiator = side == 0;
+        config.loans = loans[side].get();
+        config.remoteReads = ends[side]->queuePair().address().reads;
+        users[side].paths.push_back(
+            std::make_unique<VerbsPath>(
+                users[side].loop,
+                users[side].channel,
+                lastPath,
+                std::move(ends[side]),
+                config,
+                users[side]));
+        users[side].channel.setClasses(lastPath, uint8_t{0xf});
+      });
+    }
+  }
+  // Lends memory, and waits until the device knows it.
+  VerbsLoans::Loan lend(size_t side, void* data, size_t bytes) {
+    const std::span<std::byte> memory(static_cast<std::byte*>(data), bytes);
+    VerbsLoans::Loan loan = 0;
+    users[side].run([&] { loan = loans[side]->lend({&memory, 1}); });
+    users[side].until("the memory is registered", [&] {
+      const auto& path = static_cast<VerbsPath&>(users[side].path());
+      return loans[side]->find(path.device(), memory) != nullptr;
+    });
+    return loan;
+  }
+
+  test::VerbsFake fake;
+  test::PathUser users[2] = {test::PathUser{1}, test::PathUser{2}};
+  std::unique_ptr<VerbsLoans> loans[2];
+  uint32_t numbers[2] = {0, 0};
+  PathId lastPath = 0;
+};
+
+std::string pattern(size_t bytes, uint64_t seed) {
+  std::string text(bytes, '?');
+  for (size_t i = 0; i < bytes; i += 8) {
+    const uint64_t word = mixBits(seed ^ (i << 8));
+    std::memcpy(text.data() + i, &word, std::min<size_t>(8, bytes - i));
+  }
+  return text;
+}
+
+} // namespace
+
+TEST(verbs_path_reads_large_payloads_where_they_lie) {
+  constexpr size_t kBytes = 8u << 20;
+  for (const bool lentAtReceiver : {true, false}) {
+    ReadingPair pair;
+    const std::string content = pattern(kBytes, 1);
+    test::TestSend* send = nullptr;
+    test::TestRecv* recv = nullptr;
+    // The receive first: its memory is known, and the message granted at once.
+    pair.users[1].run([&] { recv = &pair.users[1].receive(kBytes); });
+    if (lentAtReceiver) {
+      pair.lend(1, recv->content.data(), kBytes);
+    }
+    pair.users[0].run(
+        [&] { send = &pair.users[0].sends.emplace_back(content); });
+    pair.lend(0, send->content.data(), kBytes);
+    pair.users[0].run(
+        [&] { pair.users[0].channel.send(send, pair.users[0].loop.now()); });
+    pair.users[1].until("it is received", [&] { return recv->ends == 1; });
+    pair.users[1].run([&] {
+      CHECK(recv->status.ok());
+      CHECK(recv->content == content);
+    });
+    pair.users[0].until("it is sent", [&] { return send->ends == 1; });
+    // All but the first chunks, which had no grant yet.
+    CHECK(pair.fake.bytesRead() > kBytes / 2);
+    CHECK_EQ(pair.fake.refusedReads(), 0u);
+    CHECK(pair.fake.faults().empty());
+  }
+}
+
+TEST(verbs_path_ends_reads_that_nobody_answers) {
+  constexpr size_t kBytes = 4u << 20;
+  ReadingPair pair;
+  const std::string content = pattern(kBytes, 2);
+  test::TestSend* send = nullptr;
+  test::TestRecv* recv = nullptr;
+  pair.users[1].run([&] { recv = &pair.users[1].receive(kBytes); });
+  pair.lend(1, recv->content.data(), kBytes);
+  pair.users[0].run([&] { send = &pair.users[0].sends.emplace_back(content); });
+  pair.lend(0, send->content.data(), kBytes);
+  // What the receiver's device asks for does not come.
+  pair.fake.silence(pair.numbers[1], true);
+  pair.users[0].run(
+      [&] { pair.users[0].channel.send(send, pair.users[0].loop.now()); });
+  pair.users[0].until(
+      "the sender notices", [&] { return !pair.users[0].path().usable(); });
+  pair.users[1].run([&] { CHECK_EQ(recv->ends, 0); });
+  // Another path, and the whole message arrives.
+  pair.users[0].run([&] {
+    pair.users[0].path().close(Status(StatusCode::kAborted, "silent"));
+  });
+  pair.users[1].run([&] {
+    pair.users[1].path().close(Status(StatusCode::kAborted, "silent"));
+  });
+  pair.connect();
+  pair.users[1].until("it is received", [&] { return recv->ends == 1; });
+  pair.users[1].run([&] { CHECK(recv->content == content); });
+  pair.users[0].until("it is sent", [&] { return send->ends == 1; });
+}
+
+// Messages of all sizes, with memory that is lent or not, over paths that fail
+// at any moment. What is given back is overwritten at once.
+TEST(verbs_path_reads_survive_failures) {
+  test::forSeeds(6, [](uint64_t seed) {
+    Prng prng(seed);
+    ReadingPair pair;
+    constexpr size_t kMessages = 12;
+    std::vector<size_t> sizes;
+    std::vector<test::TestSend*> sends;
+    std::vector<test::TestRecv*> receives;
+    for (size_t i = 0; i < kMessages; ++i) {
+      sizes.push_back(1 + prng.below(prng.chance(0.5) ? 3u << 20 : 200'000));
+      const std::string content = pattern(sizes[i], seed + i);
+      pair.users[1].run([&] {
+        receives.push_back(&pair.users[1].receives.emplace_back(
+            &pair.users[1].channel, sizes[i], i));
+      });
+      pair.users[0].run([&] {
+        sends.push_back(&pair.users[0].sends.emplace_back(content, i));
+      });
+      if (prng.chance(0.8)) {
+        pair.lend(0, sends[i]->content.data(), sizes[i]);
+      }
+      if (prng.chance(0.8)) {
+        pair.lend(1, receives[i]->content.data(), sizes[i]);
+      }
+      pair.users[1].run([&] { pair.users[1].mailbox.post(receives[i]); });
+      pair.users[0].run([&] {
+        pair.users[0].channel.send(sends[i], pair.users[0].loop.now());
+      });
+      if (prng.chance(0.5)) {
+        const size_t side = prng.below(2);
+        if (prng.chance(0.5)) {
+          pair.fake.silence(pair.numbers[side], true);
+        } else {
+          pair.fake.giveUp(pair.numbers[side]);
+        }
+        // As their owners would: each end at its own time.
+        for (const size_t end : {side, 1 - side}) {
+          pair.users[end].run([&] {
+            pair.users[end].path().close(
+                Status(StatusCode::kNetwork, "it has failed"));
+          });
+        }
+        pair.connect();
+      }
+    }
+    // The last path stays.
+    pair.connect();
+    for (size_t i = 0; i < kMessages; ++i) {
+      pair.users[1].until(
+          "a message is received", [&] { return receives[i]->ends == 1; });
+      pair.users[1].run([&] {
+        CHECK(receives[i]->status.ok());
+        CHECK(receives[i]->content == pattern(sizes[i], seed + i));
+        std::ranges::fill(receives[i]->content, '!');
+      });
+      pair.users[0].until(
+          "a message is sent", [&] { return sends[i]->ends == 1; });
+      pair.users[0].run([&] { std::ranges::fill(sends[i]->content, '!'); });
+    }
+    pair.users[1].run([&] {
+      for (const test::TestRecv* recv : receives) {
+        CHECK(std::ranges::all_of(recv->content, [](char c) {
+          return c == '!';
+        }));
+      }
+    });
+    CHECK(pair.fake.faults().empty());
+  });
+}
+
+TEST(verbs_loans_are_of_their_operation_only) {
+  ReadingPair pair;
+  std::vector<std::byte> memory(4096);
+  const auto known = [&](std::span<const std::byte> bytes) {
+    bool is = false;
+    pair.users[0].run([&] {
+      std::shared_ptr<VerbsDevice> device;
+      const auto& path = static_cast<VerbsPath&>(pair.users[0].path());
+      is = pair.loans[0]->find(path.device(), bytes) != nullptr;
+    });
+    return is;
+  };
+  const size_t before = pair.fake.memories();
+  const VerbsLoans::Loan loan = pair.lend(0, memory.data(), memory.size());
+  CHECK(loan != 0);
+  CHECK(known(memory));
+  CHECK(known(std::span(memory).subspan(100, 5)));
+  CHECK(!known({memory.data() + 4000, 97}));
+  pair.users[0].run([&] { pair.loans[0]->end(loan); });
+  CHECK(!known(memory)); // at once
+  pair.users[0].until(
+      "it is deregistered", [&] { return pair.fake.memories() == before; });
+
+  // Another operation has the same memory: what its far end knows stays valid.
+  const VerbsLoans::Loan first = pair.lend(0, memory.data(), memory.size());
+  const VerbsLoans::Loan second = pair.lend(0, memory.data(), memory.size());
+  pair.users[0].run([&] { pair.loans[0]->end(first); });
+  CHECK(known(memory));
+  pair.users[0].until("both are registered", [&] {
+    return pair.fake.memories() == before + 2;
+  });
+  pair.users[0].run([&] { pair.loans[0]->end(second); });
+  pair.users[0].until(
+      "both are deregistered", [&] { return pair.fake.memories() == before; });
+
+  // After a failure, the owner waits.
+  const VerbsLoans::Loan failed = pair.lend(0, memory.data(), memory.size());
+  std::atomic<bool> gone{false};
+  pair.users[0].run([&] {
+    pair.loans[0]->revoke(failed, [&](const Status& status) {
+      CHECK(status.ok());
+      CHECK_EQ(pair.fake.memories(), before);
+      gone = true;
+    });
+    CHECK(!gone);
+  });
+  pair.users[0].until("it is gone", [&] { return gone.load(); });
+  pair.users[0].run([&] { CHECK(pair.loans[0]->settled()); });
+}
+
+TEST(verbs_path_reads_nothing_that_was_not_announced) {
+  Lone lone;
+  FrameHeader header;
+  header.type = FrameType::kData;
+  header.message = 7;
+  header.chunkBytes = 4096;
+  header.totalBytes = header.payloadBytes = 4096;
+  header.flags = kFlagReference;
+  FrameBytes bytes;
+  encodeFrame(header, bytes);
+  std::byte* const slot = lone.far->sendSlot(0);
+  const uint32_t posted = VerbsEnd::kSlots;
+  std::memset(slot, 0, 8);
+  std::memcpy(slot, &posted, 4);
+  std::memcpy(slot + 8, bytes.data(), bytes.size());
+  std::memset(slot + 8 + bytes.size(), 0, 16);
+  CHECK(lone.far->send(0, 8 + bytes.size() + 16).ok());
+  CHECK_CONTAINS(lone.end(), "refers to a payload that cannot be one");
 }
 
 } // namespace resilient

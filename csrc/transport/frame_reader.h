@@ -24,6 +24,14 @@ class FrameReader {
   size_t missing() const {
     return inPayload_ ? payloadBytes_ - payloadRead_ : 0;
   }
+  // Bytes that surely belong to the frame that is being read, or to the next
+  // one between frames.
+  size_t wants() const {
+    return inPayload_ ? missing() : kFrameHeaderBytes - headerRead_;
+  }
+  bool betweenFrames() const {
+    return !inPayload_ && headerRead_ == 0;
+  }
   // The result counts only while missing() is not 0. Ask again before each
   // read: a receive that is posted meanwhile moves the place from a block to
   // the user's buffer.

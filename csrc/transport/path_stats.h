@@ -30,6 +30,18 @@ struct DatagramStats {
   uint64_t forged = 0; // not sealed by the peer, and dropped
 };
 
+// The queue pair of an RDMA path, and what has completed since the path was
+// made.
+struct VerbsStats {
+  std::string device, remoteDevice;
+  uint32_t queuePair = 0; // 0: there is none now
+  uint64_t mtuBytes = 0;
+  uint64_t sends = 0, receives = 0, reads = 0;
+  uint64_t failed = 0; // of any kind, with an error of their own
+  uint64_t bytesRead = 0; // from tensors of the far end
+  uint64_t bytesPlaced = 0; // of these, straight to a tensor of ours
+};
+
 // One path to a peer for stats(); docs/operations.md describes the fields.
 struct PathStats {
   PathKind kind = PathKind::kTcp;
@@ -53,6 +65,7 @@ struct PathStats {
   // Kept when the path works again; empty if it has never failed.
   std::string lastError;
   std::optional<DatagramStats> datagrams; // of a datagram path
+  std::optional<VerbsStats> verbs; // of an RDMA path
 
   void add(const PathCounters& counters);
 };

@@ -42,6 +42,8 @@ struct VerbsAddress {
   uint32_t firstPacket = 0;
   uint32_t mtuBytes = 0;
   uint16_t lid = 0; // InfiniBand: the address of the port in its subnet
+  // Reads of the far end that the device answers at a time.
+  uint16_t reads = 0;
 };
 
 struct VerbsCompletion {
@@ -57,11 +59,14 @@ struct VerbsCompletion {
   std::string why; // of a failure: "transport retry counter exceeded"
 };
 
-// Memory that a device may read and write. Deregistered by the destructor;
-// nothing may be posted with it any more then.
+// Memory that a device may read and write. The destructor deregisters it, and
+// may block if the device does not answer. Afterwards the device does not
+// access it: requests with it fail, and so do reads of the far end.
 class VerbsMemory {
  public:
   virtual ~VerbsMemory() = default;
+  // For reads of the far end.
+  virtual uint32_t remoteKey() const = 0;
 };
 
 // A reliable connection with a queue of completions of its own.
@@ -85,6 +90,15 @@ class VerbsQueuePair {
       uint64_t request,
       VerbsMemory& memory,
       std::span<const std::byte> from) = 0;
+  // Fetches as many bytes from the far end's memory. The bytes are lent until
+  // the completion. Reads complete in order. At most as many at a time as both
+  // ends have said (VerbsAddress::reads).
+  virtual Status postRead(
+      uint64_t request,
+      VerbsMemory& memory,
+      std::span<std::byte> into,
+      uint64_t remoteAddress,
+      uint32_t remoteKey) = 0;
   // Adds completions to the list, in order; at most `max`.
   virtual Status poll(
       std::vector<VerbsCompletion>& completions,
@@ -103,8 +117,10 @@ class VerbsQueuePair {
 class VerbsDevice {
  public:
   virtual ~VerbsDevice() = default;
+  // `forReads`: the far ends of queue pairs of this device may read it, too.
   virtual Status registerMemory(
       std::span<std::byte> bytes,
+      bool forReads,
       std::unique_ptr<VerbsMemory>& memory) = 0;
   // `depth`: requests of each kind that may be posted at a time. The device
   // must outlive it.
@@ -136,6 +152,6 @@ constexpr const char* kVerbsOpenName = "resilient_verbs_open";
 using VerbsOpen = VerbsApi*(uint32_t version);
 // Raise it with every change of this file. With classes of another layout,
 // calls into the library would overwrite memory.
-constexpr uint32_t kVerbsApiVersion = 1;
+constexpr uint32_t kVerbsApiVersion = 2;
 
 } // namespace resilient

@@ -44,10 +44,13 @@ Status VerbsEnd::make(
   Status status = api.open(port.device, made->device_);
   if (status.ok()) {
     status = made->device_->registerMemory(
-        {made->memory_.get(), kMemoryBytes}, made->registered_);
+        {made->memory_.get(), kMemoryBytes},
+        /*forReads=*/false,
+        made->registered_);
   }
   if (status.ok()) {
-    status = made->device_->makeQueuePair(port, kSlots, made->queuePair_);
+    status =
+        made->device_->makeQueuePair(port, kSlots + kReads, made->queuePair_);
   }
   for (uint32_t slot = 0; status.ok() && slot < kSlots; ++slot) {
     status = made->receive(slot);
@@ -75,6 +78,22 @@ Status VerbsEnd::receive(uint32_t slot) {
       kReceives + slot, *registered_, {receiveSlot(slot), kSlotBytes});
 }
 
+Status VerbsEnd::readBuffer(std::span<std::byte>& bytes, VerbsMemory*& memory) {
+  if (readBufferMemory_ == nullptr) {
+    readBuffer_ = std::make_unique_for_overwrite<std::byte[]>(kMaxReadBytes);
+    const Status status = device_->registerMemory(
+        {readBuffer_.get(), kMaxReadBytes},
+        /*forReads=*/false,
+        readBufferMemory_);
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  bytes = {readBuffer_.get(), kMaxReadBytes};
+  memory = readBufferMemory_.get();
+  return Status();
+}
+
 // --- the path
 
 VerbsPath::VerbsPath(
@@ -89,9 +108,17 @@ VerbsPath::VerbsPath(
       end_(std::move(end)),
       config_(std::move(config)),
       device_(end_->port().device),
+      queuePair_(end_->queuePair().address().queuePair),
       reader_(channel, id),
       startedAt_(loop.now()),
-      heardAt_(loop.now()) {
+      heardAt_(loop.now()),
+      maxReads_(
+          std::min<size_t>(
+              config_.remoteReads,
+              end_->queuePair().address().reads)) {
+  if (config_.loans != nullptr) {
+    config_.loans->use(end_->sharedDevice());
+  }
   for (uint32_t slot = VerbsEnd::kSlots; slot-- > 0;) {
     freeSlots_.push_back(slot);
   }
@@ -128,12 +155,19 @@ std::string VerbsPath::where() const {
 }
 
 // The device may take its time to let go of the end, so a thread waits for it.
-// Memory of others is not involved.
+// Until then, what was being read may still land. The channel outlives the
+// loop's turns.
 void VerbsPath::end() {
   loop_.cancel(timer_);
   timer_ = 0;
   loop_.remove(end_->queuePair().fd());
-  std::thread([end = std::move(end_)]() mutable { end.reset(); }).detach();
+  if (config_.loans == nullptr) {
+    std::thread([end = std::move(end_)]() mutable { end.reset(); }).detach();
+    return;
+  }
+  config_.loans->destroy(
+      std::shared_ptr<VerbsEnd>(std::move(end_)),
+      [&channel = channel_, id = id()] { channel.endPins(id); });
 }
 
 void VerbsPath::close(const Status& why) {
@@ -144,6 +178,24 @@ void VerbsPath::close(const Status& why) {
   end();
   owner_.onPathClosed(*this, why); // may still ask the channel about it
   channel_.removePath(id(), loop_.now());
+}
+
+void VerbsPath::fill(PathStats& stats) const {
+  Path::fill(stats);
+  if (!stats.verbs) {
+    stats.verbs.emplace();
+  }
+  VerbsStats& v = *stats.verbs;
+  v.device = device_;
+  v.remoteDevice = config_.remoteDevice;
+  v.queuePair = queuePair_;
+  v.mtuBytes = config_.mtuBytes;
+  v.sends += stats_.sends;
+  v.receives += stats_.receives;
+  v.reads += stats_.reads;
+  v.failed += stats_.failed;
+  v.bytesRead += stats_.bytesRead;
+  v.bytesPlaced += stats_.bytesPlaced;
 }
 
 // Tells the owner if usable() has changed.
@@ -165,7 +217,8 @@ void VerbsPath::faultsChanged(bool concerned) {
 
 bool VerbsPath::hasRoom() const {
   return usable() && unwrittenBytes_ < kBatchBytes &&
-      !(full_ && unwrittenBytes_ != 0);
+      !(full_ && unwrittenBytes_ != 0) &&
+      channel_.inFlightBytes(id()) < kReferAhead;
 }
 
 size_t VerbsPath::takeFrame(bool chunks) {
@@ -202,6 +255,41 @@ Status VerbsPath::postSlot() {
   return end_->send(slot, slotBytes_);
 }
 
+// Writes a reference to the payload of the frame, which is the next. False: it
+// goes as it is.
+bool VerbsPath::refer(const OutFrame& frame, Status& status) {
+  if (!frame.mayRefer || frame.payloadBytes < kReferFrom ||
+      frame.payloadBytes > VerbsEnd::kMaxReadBytes || maxReads_ == 0 ||
+      config_.loans == nullptr) {
+    return false;
+  }
+  VerbsMemory* const memory =
+      config_.loans->find(end_->device(), {frame.payload, frame.payloadBytes});
+  if (memory == nullptr) {
+    return false;
+  }
+  if (VerbsEnd::kSlotBytes - slotBytes_ < kReferenceBytes) {
+    status = postSlot(); // it must be whole in one
+    if (!status.ok() || !mayPost(1)) {
+      full_ = full_ || status.ok();
+      return true;
+    }
+    openSlot();
+  }
+  Reference reference;
+  reference.address = reinterpret_cast<uintptr_t>(frame.payload);
+  reference.key = memory->remoteKey();
+  const FrameBytes header = asReference(frame.header);
+  std::byte* const to =
+      end_->sendSlot(static_cast<uint32_t>(slot_)) + slotBytes_;
+  std::memcpy(to, header.data(), kFrameHeaderBytes);
+  std::memcpy(to + kFrameHeaderBytes, &reference, sizeof(reference));
+  slotBytes_ += kReferenceBytes;
+  unwrittenBytes_ -= kFrameHeaderBytes + frame.payloadBytes;
+  channel_.popReferred(id());
+  return true;
+}
+
 // Fills slots with frames until there are no more of one or the other. The
 // channel may forget a frame as soon as it is copied.
 void VerbsPath::writeOut() {
@@ -216,6 +304,15 @@ void VerbsPath::writeOut() {
       openSlot();
     }
     const OutFrame& f = channel_.unwritten(id()).front();
+    if (frontWritten_ == 0 && refer(f, status)) {
+      if (full_) {
+        break;
+      }
+      if (status.ok() && slotBytes_ == VerbsEnd::kSlotBytes) {
+        status = postSlot();
+      }
+      continue;
+    }
     const size_t size = kFrameHeaderBytes + f.payloadBytes;
     std::byte* const to =
         end_->sendSlot(static_cast<uint32_t>(slot_)) + slotBytes_;
@@ -319,33 +416,67 @@ void VerbsPath::look() {
 
 void VerbsPath::onCompletion(const VerbsCompletion& completion) {
   if (completion.result != VerbsCompletion::Result::kOk) {
+    stats_.failed += completion.result == VerbsCompletion::Result::kFailed;
     close(Status(StatusCode::kNetwork, where() + ": " + completion.why));
     return;
   }
   heardAt_ = loop_.now();
+  if (completion.request >= VerbsEnd::kFirstRead) {
+    onRead();
+    return;
+  }
   if (completion.request >= VerbsEnd::kReceives) {
     const auto slot =
         static_cast<uint32_t>(completion.request - VerbsEnd::kReceives);
+    ++stats_.receives;
     prove();
     if (closed_) {
       return;
     }
-    Status status = onReceived(slot, completion.bytes);
-    if (status.ok()) {
-      status = end_->receive(slot);
-      ++posted_;
-    }
-    if (!status.ok()) {
+    if (const Status status = onReceived(slot, completion.bytes);
+        !status.ok()) {
       close(status);
     }
     return;
   }
+  ++stats_.sends;
   freeSlots_.push_back(static_cast<uint32_t>(completion.request));
+  answered();
+}
+
+// The NIC of the far end has answered.
+void VerbsPath::answered() {
   --pending_;
   pendingSince_ = loop_.now();
   prove();
   if (!closed_ && silent_) {
     setUse(silent_, false);
+  }
+}
+
+// Reads complete in the order in which they were posted.
+void VerbsPath::onRead() {
+  const auto read = std::ranges::find_if(
+      reads_, [](const Read& r) { return r.wanted && !r.done; });
+  if (read == reads_.end()) {
+    close(
+        Status(StatusCode::kInternal, where() + ": a read that was not asked"));
+    return;
+  }
+  read->done = true;
+  ++stats_.reads;
+  stats_.bytesRead += read->header.payloadBytes;
+  readingBytes_ -= read->header.payloadBytes;
+  answered();
+  if (closed_) {
+    return;
+  }
+  Status status = finishReads();
+  if (status.ok()) {
+    status = readArrived();
+  }
+  if (!status.ok()) {
+    close(status);
   }
 }
 
@@ -364,8 +495,145 @@ Status VerbsPath::onReceived(uint32_t slot, size_t bytes) {
         StatusCode::kProtocol, "peer posted more receives than it has slots");
   }
   peerPosted_ = header.posted;
-  return reader_.consume(
-      data + sizeof(header), bytes - sizeof(header), heardAt_);
+  arrived_.push_back({slot, bytes, sizeof(header)});
+  return readArrived();
+}
+
+// In order, and no further than to a frame that must wait for a read. The slot
+// of what waits is not free, so the sender cannot go on for ever.
+Status VerbsPath::readArrived() {
+  Status status;
+  while (status.ok() && !closed_ && !arrived_.empty()) {
+    Arrived& front = arrived_.front();
+    status = readSlot(front);
+    if (!status.ok() || closed_ || front.at < front.bytes) {
+      break;
+    }
+    const uint32_t slot = front.slot;
+    arrived_.pop_front();
+    status = end_->receive(slot);
+    ++posted_;
+  }
+  return status;
+}
+
+Status VerbsPath::readSlot(Arrived& arrived) {
+  const std::byte* const data = end_->receiveSlot(arrived.slot);
+  while (!closed_ && arrived.at < arrived.bytes) {
+    const std::byte* const next = data + arrived.at;
+    const size_t left = arrived.bytes - arrived.at;
+    if (reader_.betweenFrames() && left >= kReferenceBytes &&
+        isReference(
+            std::span<const std::byte, kFrameHeaderBytes>(
+                next, kFrameHeaderBytes))) {
+      if (reads_.size() >= std::max<size_t>(maxReads_, 1) || bufferInUse_) {
+        return Status();
+      }
+      if (Status status = startRead(next); !status.ok()) {
+        return status;
+      }
+      arrived.at += kReferenceBytes;
+      continue;
+    }
+    if (!reads_.empty()) {
+      return Status();
+    }
+    const size_t taken = std::min(left, reader_.wants());
+    if (Status status = reader_.consume(next, taken, heardAt_); !status.ok()) {
+      return status;
+    }
+    arrived.at += taken;
+  }
+  return Status();
+}
+
+// The claims of the far end: the size must fit the buffer, and the device
+// checks the address and the key.
+Status VerbsPath::startRead(const std::byte* data) {
+  FrameBytes bytes;
+  std::memcpy(bytes.data(), data, kFrameHeaderBytes);
+  Read read;
+  if (Status status = decodeFrame(bytes, read.header); !status.ok()) {
+    return status;
+  }
+  std::memcpy(&read.from, data + kFrameHeaderBytes, sizeof(read.from));
+  const uint32_t size = read.header.payloadBytes;
+  if (read.header.type != FrameType::kData || read.from.zero != 0 ||
+      (read.header.flags & kFlagOffer) != 0 || size == 0 ||
+      size > VerbsEnd::kMaxReadBytes || maxReads_ == 0) {
+    return Status(
+        StatusCode::kProtocol, "peer refers to a payload that cannot be one");
+  }
+  VerbsMemory* memory = nullptr;
+  const std::optional<Channel::Place> found =
+      channel_.pin(id(), read.header, [&](std::span<std::byte> at) {
+        memory = config_.loans == nullptr
+            ? nullptr
+            : config_.loans->find(end_->device(), at);
+        return memory != nullptr;
+      });
+  if (!found) {
+    return Status(
+        StatusCode::kProtocol,
+        "peer refers to message " + std::to_string(read.header.message) +
+            ", which it has not announced");
+  }
+  const Channel::Place place = *found;
+  read.wanted = place.wanted;
+  read.pinned = place.pinned != nullptr;
+  read.inBuffer = read.wanted && !read.pinned;
+  std::span<std::byte> into(place.pinned, size);
+  if (read.inBuffer) {
+    std::span<std::byte> buffer;
+    if (Status status = end_->readBuffer(buffer, memory); !status.ok()) {
+      return status;
+    }
+    into = buffer.first(size);
+    bufferInUse_ = true;
+  }
+  reads_.push_back(read);
+  if (!read.wanted) {
+    return finishReads();
+  }
+  readingBytes_ += size;
+  if (pending_++ == 0) {
+    pendingSince_ = loop_.now();
+  }
+  const Status status = end_->queuePair().postRead(
+      nextRead_++, *memory, into, read.from.address, read.from.key);
+  armTimer();
+  return status;
+}
+
+// Tells the channel of payloads that are here, in the order of their frames.
+Status VerbsPath::finishReads() {
+  while (!closed_ && !reads_.empty() &&
+         (reads_.front().done || !reads_.front().wanted)) {
+    const Read read = reads_.front();
+    reads_.pop_front();
+    Status status = channel_.onHeader(id(), read.header, heardAt_);
+    if (status.ok() && read.inBuffer) {
+      std::span<std::byte> buffer;
+      VerbsMemory* memory = nullptr;
+      status = end_->readBuffer(buffer, memory);
+      std::byte* const to = channel_.destination(id());
+      if (to != nullptr && status.ok()) {
+        std::memcpy(to, buffer.data(), read.header.payloadBytes);
+      }
+      bufferInUse_ = false;
+    }
+    if (status.ok()) {
+      status = channel_.onPayload(id(), heardAt_);
+    }
+    if (!status.ok()) {
+      return status;
+    }
+    if (read.pinned) {
+      stats_.bytesPlaced += read.header.payloadBytes;
+      channel_.unpin(id());
+    }
+  }
+  return Status();
 }
 
 void VerbsPath::prove() {
@@ -376,6 +644,14 @@ void VerbsPath::prove() {
 
 // --- time
 
+Nanos VerbsPath::silentAfter() const {
+  const auto oldest =
+      std::ranges::find_if(reads_, [](const Read& r) { return !r.done; });
+  return oldest == reads_.end() ? config_.silentAfter
+                                : config_.silentAfter +
+          fromSeconds(oldest->header.payloadBytes / kSlowestBytesPerS);
+}
+
 void VerbsPath::armTimer() {
   loop_.cancel(timer_);
   timer_ = 0;
@@ -383,7 +659,7 @@ void VerbsPath::armTimer() {
   if (!proven_) {
     at = startedAt_ + config_.proveWithin;
   } else if (pending_ != 0 && !silent_) {
-    at = pendingSince_ + config_.silentAfter;
+    at = pendingSince_ + silentAfter();
   }
   if (at != kNever) {
     timer_ = loop_.at(at, [this] {
@@ -406,7 +682,13 @@ void VerbsPath::onTimer() {
     return;
   }
   if (proven_ && !silent_ && pending_ != 0 &&
-      now >= pendingSince_ + config_.silentAfter) {
+      now >= pendingSince_ + silentAfter()) {
+    if (readingBytes_ != 0) {
+      // What is read may land at any time until the queue pair is fenced, and
+      // its receives cannot end before.
+      close(Status(StatusCode::kNetwork, where() + ": no answer to a read"));
+      return;
+    }
     setUse(silent_, true);
   }
   if (!closed_) {

@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <string>
 #include <vector>
@@ -12,12 +13,13 @@
 #include "transport/frame_reader.h"
 #include "transport/route_path.h"
 #include "transport/verbs_api.h"
+#include "transport/verbs_loans.h"
 
 namespace resilient {
 
-// One end of a queue pair, with the memory that it sends from and receives to.
-// The device accesses no other memory, so whatever it still does after a
-// failure harms nobody: a packet that is late lands here.
+// One end of a queue pair, with the memory that it sends from and receives to:
+// a packet that is late lands there and harms nobody. Only reads access other
+// memory, see VerbsPath.
 //
 // Thread: one at a time: the loop, or a thread that connects or ends it.
 class VerbsEnd {
@@ -27,6 +29,10 @@ class VerbsEnd {
   // carry 2 MiB, 10 Gbit/s for 1.6 ms.
   static constexpr size_t kSlotBytes = 64u << 10;
   static constexpr uint32_t kSlots = 32;
+  // Reads that are under way; a device may allow fewer.
+  static constexpr uint32_t kReads = 16;
+  // A payload that is read to memory of the path is no larger.
+  static constexpr size_t kMaxReadBytes = 1u << 20;
 
   // Opens the device, and posts all receives. Throws nothing; `end` is set if
   // the status is ok.
@@ -43,6 +49,12 @@ class VerbsEnd {
   const VerbsPort& port() const {
     return port_;
   }
+  const VerbsDevice& device() const {
+    return *device_;
+  }
+  const std::shared_ptr<VerbsDevice>& sharedDevice() const {
+    return device_;
+  }
   std::byte* sendSlot(uint32_t slot) {
     return memory_.get() + size_t(slot) * kSlotBytes;
   }
@@ -52,9 +64,14 @@ class VerbsEnd {
   // The first bytes of a slot.
   Status send(uint32_t slot, size_t bytes);
   Status receive(uint32_t slot);
+  // To memory of its own, for payloads that have no other place. Registered at
+  // the first call.
+  Status readBuffer(std::span<std::byte>& bytes, VerbsMemory*& memory);
 
-  // The request numbers of receives begin here, those of sends with 0.
+  // The request numbers of receives and of reads begin here, those of sends
+  // with 0.
   static constexpr uint64_t kReceives = kSlots;
+  static constexpr uint64_t kFirstRead = 2 * kSlots;
 
  private:
   VerbsEnd() = default;
@@ -67,6 +84,8 @@ class VerbsEnd {
   std::unique_ptr<std::byte, Free> memory_;
   std::shared_ptr<VerbsDevice> device_;
   std::unique_ptr<VerbsMemory> registered_;
+  std::unique_ptr<std::byte[]> readBuffer_;
+  std::unique_ptr<VerbsMemory> readBufferMemory_;
   std::unique_ptr<VerbsQueuePair> queuePair_;
 };
 
@@ -79,6 +98,11 @@ struct VerbsPathConfig {
   // It is closed if it has not shown within this time that it works.
   Nanos proveWithin = std::chrono::seconds(3);
   std::string remoteDevice; // for messages
+  // Payloads are read straight from one tensor to the other, where both ends
+  // have lent them. Null: all bytes go through slots.
+  VerbsLoans* loans = nullptr;
+  uint16_t remoteReads = 0; // that the far end answers at a time
+  uint32_t mtuBytes = 0; // the smaller of both ends
 };
 
 // An RDMA queue pair as a path of a channel. The frames are a stream of bytes,
@@ -91,6 +115,14 @@ struct VerbsPathConfig {
 // wait for each other. A completion frees the slot that was sent from, and
 // shows that the NIC of the far end answers. It acknowledges nothing: a frame
 // counts when the far end has read it, as on every path.
+//
+// Large payloads stay where they are, if their memory is lent to the device:
+// the frame refers to it, and the far end reads it, straight to its place where
+// that is lent, too. Nobody writes to the far end's memory. So what is late can
+// only land in memory of the end that asked for it, which pins it in the
+// channel until the read has completed or this queue pair is fenced. (SHIFT
+// §3.1 shows why writes of the sender could not be repeated safely.) Frames are
+// counted in order, so those behind a read wait for it.
 //
 // Paper: SHIFT §3.2, C#2, and §4.3: the receiver's count decides what is sent
 // again after a failure; no completion does.
@@ -134,12 +166,25 @@ class VerbsPath final : public RoutePath, public Handler {
     return heardAt_;
   }
   void faultsChanged(bool concerned) override;
+  void fill(PathStats& stats) const override;
 
   void onEvents(uint32_t events) override;
+
+  // Of an open path.
+  const VerbsDevice& device() const {
+    return end_->device();
+  }
 
  private:
   // Frames that are taken ahead of flush().
   static constexpr size_t kBatchBytes = 1u << 20;
+  // Payloads from here on are worth a read: below, its round trip costs more
+  // than a copy.
+  static constexpr size_t kReferFrom = 64u << 10;
+  // The far end has not read these yet. More would keep work from other paths.
+  static constexpr uint64_t kReferAhead = 8u << 20;
+  // A slow network may need this much longer for each byte that is read.
+  static constexpr double kSlowestBytesPerS = 10e6;
   // The share of a turn; the rest follows in the next one.
   static constexpr size_t kCompletionsPerTurn = 64;
 
@@ -149,14 +194,45 @@ class VerbsPath final : public RoutePath, public Handler {
     uint32_t zero = 0; // room for flags
   };
 
+  // Behind the header of a frame: where its payload is.
+  struct Reference {
+    uint64_t address = 0;
+    uint32_t key = 0;
+    uint32_t zero = 0;
+  };
+  static constexpr size_t kReferenceBytes =
+      kFrameHeaderBytes + sizeof(Reference);
+  // A payload that is being read, or need not be.
+  struct Read {
+    FrameHeader header;
+    Reference from;
+    bool wanted = false;
+    bool pinned = false;
+    bool inBuffer = false;
+    bool done = false;
+  };
+  // A slot of a receive, read up to `at`.
+  struct Arrived {
+    uint32_t slot = 0;
+    size_t bytes = 0;
+    size_t at = 0;
+  };
+
   bool mayPost(uint32_t reserve) const;
   void openSlot();
   Status postSlot();
-  void put(const std::byte* data, size_t bytes);
   void writeOut();
   void tellPosted();
   void onCompletion(const VerbsCompletion& completion);
+  bool refer(const OutFrame& frame, Status& status);
   Status onReceived(uint32_t slot, size_t bytes);
+  Status readArrived();
+  Status readSlot(Arrived& arrived);
+  Status startRead(const std::byte* data);
+  Status finishReads();
+  void onRead();
+  void answered();
+  Nanos silentAfter() const;
   void prove();
   void look();
   void armTimer();
@@ -168,6 +244,7 @@ class VerbsPath final : public RoutePath, public Handler {
   std::unique_ptr<VerbsEnd> end_; // null once it is over
   const VerbsPathConfig config_;
   const std::string device_;
+  const uint32_t queuePair_; // its number
   FrameReader reader_;
   bool proven_ = false;
   bool silent_ = false;
@@ -185,8 +262,18 @@ class VerbsPath final : public RoutePath, public Handler {
   uint32_t peerPosted_ = VerbsEnd::kSlots; // receives of the far end
   uint32_t posted_ = VerbsEnd::kSlots; // ours
   uint32_t told_ = VerbsEnd::kSlots; // of these, told to the far end
-  uint32_t pending_ = 0; // sends without a completion
+  uint32_t pending_ = 0; // sends and reads without a completion
   TimePoint pendingSince_{}; // the last progress of these
+
+  // Receives in the order of arrival, the payloads that the frames before them
+  // refer to, and bytes of these that are under way.
+  std::deque<Arrived> arrived_;
+  std::deque<Read> reads_;
+  uint64_t readingBytes_ = 0;
+  uint64_t nextRead_ = VerbsEnd::kFirstRead;
+  bool bufferInUse_ = false;
+  const size_t maxReads_;
+  VerbsStats stats_; // counters
 
   std::vector<VerbsCompletion> completions_;
   TimerId timer_ = 0;

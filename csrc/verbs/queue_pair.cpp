@@ -35,6 +35,14 @@ constexpr int kPollBatch = 32;
 // Notifications acknowledged at a time: each acknowledgement takes a lock.
 constexpr unsigned kAcknowledgeBatch = 64;
 
+// Enough for 100 Gbit/s over 300 us with chunks of 256 KiB. The device keeps a
+// record of each.
+constexpr int kReads = 16;
+
+uint16_t readsOf(int limit) {
+  return static_cast<uint16_t>(std::clamp(limit, 0, kReads));
+}
+
 VerbsCompletion::Result resultOf(ibv_wc_status status) {
   switch (status) {
     case IBV_WC_SUCCESS:
@@ -86,6 +94,12 @@ class QueuePair final : public VerbsQueuePair {
       uint64_t request,
       VerbsMemory& memory,
       std::span<const std::byte> from) override;
+  Status postRead(
+      uint64_t request,
+      VerbsMemory& memory,
+      std::span<std::byte> into,
+      uint64_t remoteAddress,
+      uint32_t remoteKey) override;
   Status poll(std::vector<VerbsCompletion>& completions, size_t max) override;
   int fd() const override {
     return channel_->fd;
@@ -106,7 +120,7 @@ class QueuePair final : public VerbsQueuePair {
       const std::string& attempt,
       const VerbsAddress& remote,
       const DevicePort& own);
-  Status readyToSend(const std::string& attempt);
+  Status readyToSend(const std::string& attempt, const VerbsAddress& remote);
   void acknowledgeNotifications();
 
   const std::shared_ptr<OpenDevice> device_;
@@ -134,11 +148,12 @@ Status QueuePair::init(uint32_t depth) {
   address_.queuePair = queuePair_->qp_num;
   address_.mtuBytes = own.port.mtuBytes;
   address_.lid = own.lid;
+  address_.reads = readsOf(device_->limits.max_qp_rd_atom);
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_INIT;
   attributes.pkey_index = 0;
   attributes.port_num = port_.port;
-  attributes.qp_access_flags = 0; // the far end only sends
+  attributes.qp_access_flags = IBV_ACCESS_REMOTE_READ;
   return modify(
       "prepare a queue pair",
       attributes,
@@ -214,7 +229,7 @@ Status QueuePair::connect(const VerbsAddress& remote) {
             std::to_string(remote.lid) + " in the network of this port");
   }
   Status status = readyToReceive(attempt, remote, own);
-  return status.ok() ? readyToSend(attempt) : status;
+  return status.ok() ? readyToSend(attempt, remote) : status;
 }
 
 Status QueuePair::readyToReceive(
@@ -227,7 +242,7 @@ Status QueuePair::readyToReceive(
       mtuOfBytes(std::min(own.port.mtuBytes, remote.mtuBytes));
   attributes.dest_qp_num = remote.queuePair & kNumberMask;
   attributes.rq_psn = remote.firstPacket & kNumberMask;
-  attributes.max_dest_rd_atomic = 0;
+  attributes.max_dest_rd_atomic = static_cast<uint8_t>(address_.reads);
   attributes.min_rnr_timer = kReceiverNotReadyTimer;
   attributes.ah_attr.is_global = 1;
   attributes.ah_attr.dlid = remote.lid;
@@ -243,14 +258,17 @@ Status QueuePair::readyToReceive(
           IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
 }
 
-Status QueuePair::readyToSend(const std::string& attempt) {
+Status QueuePair::readyToSend(
+    const std::string& attempt,
+    const VerbsAddress& remote) {
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RTS;
   attributes.sq_psn = address_.firstPacket;
   attributes.timeout = kAckTimeout;
   attributes.retry_cnt = kRetries;
   attributes.rnr_retry = kReceiverNotReadyRetries;
-  attributes.max_rd_atomic = 0;
+  attributes.max_rd_atomic = static_cast<uint8_t>(std::min<int>(
+      readsOf(device_->limits.max_qp_init_rd_atom), remote.reads));
   return modify(
       attempt,
       attributes,
@@ -325,6 +343,29 @@ Status QueuePair::postSend(
   ibv_send_wr* refused = nullptr;
   return postStatus(
       "post a send", ibv_post_send(queuePair_.get(), &wanted, &refused));
+}
+
+Status QueuePair::postRead(
+    uint64_t request,
+    VerbsMemory& memory,
+    std::span<std::byte> into,
+    uint64_t remoteAddress,
+    uint32_t remoteKey) {
+  ibv_sge part{};
+  if (Status status = element(memory, into, part); !status.ok()) {
+    return status;
+  }
+  ibv_send_wr wanted{};
+  wanted.wr_id = request;
+  wanted.sg_list = &part;
+  wanted.num_sge = 1;
+  wanted.opcode = IBV_WR_RDMA_READ;
+  wanted.send_flags = IBV_SEND_SIGNALED;
+  wanted.wr.rdma.remote_addr = remoteAddress;
+  wanted.wr.rdma.rkey = remoteKey;
+  ibv_send_wr* refused = nullptr;
+  return postStatus(
+      "post a read", ibv_post_send(queuePair_.get(), &wanted, &refused));
 }
 
 Status QueuePair::poll(std::vector<VerbsCompletion>& completions, size_t max) {

@@ -26,6 +26,7 @@ std::string lockLimitText() {
 Status RegisteredMemory::make(
     const std::shared_ptr<OpenDevice>& device,
     std::span<std::byte> bytes,
+    bool forReads,
     std::unique_ptr<VerbsMemory>& memory) {
   const std::string attempt =
       "register " + std::to_string(bytes.size()) + " bytes";
@@ -35,9 +36,12 @@ Status RegisteredMemory::make(
         device->name + ": " + attempt + ": there is nothing to register");
   }
   // A number, since ibv_reg_mr() combines it with another enumeration.
-  constexpr int kAccess = IBV_ACCESS_LOCAL_WRITE;
+  int access = IBV_ACCESS_LOCAL_WRITE;
+  if (forReads) {
+    access |= IBV_ACCESS_REMOTE_READ;
+  }
   RegionHandle region(
-      ibv_reg_mr(device->domain.get(), bytes.data(), bytes.size(), kAccess));
+      ibv_reg_mr(device->domain.get(), bytes.data(), bytes.size(), access));
   if (region == nullptr) {
     const int error = errno;
     const Status status = verbsStatus(device->name, attempt, error);

@@ -15,16 +15,21 @@ namespace resilient {
 // Memory that is registered with one device.
 class RegisteredMemory final : public VerbsMemory {
  public:
-  // Local access only: the far end can neither read nor write it by itself.
+  // The far end can read it only if `forReads`, and never write to it by
+  // itself.
   static Status make(
       const std::shared_ptr<OpenDevice>& device,
       std::span<std::byte> bytes,
+      bool forReads,
       std::unique_ptr<VerbsMemory>& memory);
 
   // Whether the bytes belong to this memory, and this to the domain.
   bool covers(std::span<const std::byte> bytes, const ibv_pd* domain) const;
   uint32_t key() const {
     return region_->lkey;
+  }
+  uint32_t remoteKey() const override {
+    return region_->rkey;
   }
 
  private:

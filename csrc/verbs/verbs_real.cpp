@@ -61,8 +61,9 @@ class RealDevice final : public VerbsDevice {
 
   Status registerMemory(
       std::span<std::byte> bytes,
+      bool forReads,
       std::unique_ptr<VerbsMemory>& memory) override {
-    return RegisteredMemory::make(device_, bytes, memory);
+    return RegisteredMemory::make(device_, bytes, forReads, memory);
   }
   Status makeQueuePair(
       const VerbsPort& port,

@@ -219,6 +219,7 @@ std::vector<std::byte> encode(const VerbsOffer& offer) {
       .put(offer.firstPacket)
       .put(offer.mtuBytes)
       .put(offer.lid)
+      .put(offer.reads)
       .put(offer.text)
       .take();
 }
@@ -354,6 +355,7 @@ std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload) {
   in.get(offer.firstPacket);
   in.get(offer.mtuBytes);
   in.get(offer.lid);
+  in.get(offer.reads);
   in.getText(offer.text);
   std::memcpy(offer.gid.data(), &high, 8);
   std::memcpy(offer.gid.data() + 8, &low, 8);

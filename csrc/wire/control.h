@@ -147,6 +147,7 @@ struct VerbsOffer {
   uint32_t firstPacket = 0; // 24 bits
   uint32_t mtuBytes = 0;
   uint16_t lid = 0; // InfiniBand's
+  uint16_t reads = 0; // of this memory that it answers at a time
   std::string text; // the name of the device, or why not
 };
 

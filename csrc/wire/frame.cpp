@@ -129,6 +129,18 @@ void encodeFrame(const FrameHeader& h, FrameBytes& out) {
   put(out, kChecksumAt, checksum(out.data()));
 }
 
+FrameBytes asReference(const FrameBytes& header) {
+  FrameBytes out = header;
+  const auto flags = get<uint16_t>(header.data(), kFlagsAt);
+  put(out, kFlagsAt, static_cast<uint16_t>(flags | kFlagReference));
+  put(out, kChecksumAt, checksum(out.data()));
+  return out;
+}
+
+bool isReference(std::span<const std::byte, kFrameHeaderBytes> header) {
+  return (get<uint16_t>(header.data(), kFlagsAt) & kFlagReference) != 0;
+}
+
 // The magic comes before the checksum, since a wrong one says more: the stream
 // is not ours or is out of step. Enumerators are checked as numbers before they
 // are cast.

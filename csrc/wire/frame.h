@@ -98,6 +98,11 @@ using FrameBytes = std::array<std::byte, kFrameHeaderBytes>;
 // header alone; the payload has only the transport's.
 void encodeFrame(const FrameHeader& header, FrameBytes& out);
 
+// The same header with kFlagReference.
+FrameBytes asReference(const FrameBytes& header);
+// Whether the header has that flag. Checks nothing: decodeFrame() follows.
+bool isReference(std::span<const std::byte, kFrameHeaderBytes> header);
+
 // Checks everything a header alone can tell: magic, checksum, types, sizes
 // and offsets. On error `header` is unspecified.
 //

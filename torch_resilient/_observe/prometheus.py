@@ -12,6 +12,7 @@ from torch_resilient._reports.stats import (
     PathStats,
     PeerState,
     PeerStats,
+    RdmaStats,
 )
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -43,6 +44,14 @@ _OF_DATAGRAMS = (
     ("recovered", "counter", "Received packets restored from parity."),
     ("zero_filled", "counter", "Received packets replaced by zeros within a tolerance."),
     ("forged", "counter", "Datagrams discarded: the peer had not sealed them."),
+)
+_OF_RDMA = (
+    ("sends", "counter", "Sends completed."),
+    ("receives", "counter", "Receives completed."),
+    ("reads", "counter", "Reads of the peer's memory completed."),
+    ("failed", "counter", "Requests that ended with an error of their own."),
+    ("bytes_read", "counter", "Payload read from tensors of the peer."),
+    ("bytes_placed", "counter", "Of these bytes, those read straight into tensors."),
 )
 _OF_PEERS = (
     ("messages_sent", "counter", "Messages acknowledged completely."),
@@ -85,7 +94,7 @@ class _Text:
         self,
         prefix: str,
         rows: tuple[tuple[str, str, str], ...],
-        values: PathStats | DatagramStats | PeerStats,
+        values: PathStats | DatagramStats | RdmaStats | PeerStats,
         /,
         **labels: object,
     ) -> None:
@@ -151,6 +160,9 @@ def _add_path(out: _Text, peer: int, path: PathStats) -> None:
     out.add_all("path", _OF_PATHS, path, **where)
     if path.datagrams is not None:
         out.add_all("datagrams", _OF_DATAGRAMS, path.datagrams, **where)
+    if path.rdma is not None:
+        where |= {"device": path.rdma.device, "remote_device": path.rdma.remote_device}
+        out.add_all("rdma", _OF_RDMA, path.rdma, **where)
 
 
 def _add_listener(out: _Text, listener: ListenerStats) -> None:

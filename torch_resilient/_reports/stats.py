@@ -114,6 +114,32 @@ class DatagramStats(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class RdmaStats(Record):
+    """The queue pair of an RDMA path, and what its device has done since the path was made.
+
+    Attributes:
+        device, remote_device: names of the devices; empty while there is no path.
+        queue_pair: its number at this end, 0 while there is none.
+        mtu_bytes: the largest packet that both devices take.
+        sends, receives, reads: requests completed without an error.
+        failed: requests that ended with an error of their own, such as no answer from the peer.
+        bytes_read: payload read from tensors of the peer.
+        bytes_placed: of these, read straight into tensors of this rank.
+    """
+
+    device: str
+    remote_device: str
+    queue_pair: int
+    mtu_bytes: int
+    sends: int
+    receives: int
+    reads: int
+    failed: int
+    bytes_read: int
+    bytes_placed: int
+
+
+@dataclass(frozen=True, slots=True)
 class PathStats(Record):
     """One path to a peer.
 
@@ -138,6 +164,7 @@ class PathStats(Record):
         capacity_bytes_per_s: estimate of what the path could carry, 0 while unknown.
         last_error: why it broke last, or an empty string.
         datagrams: packet counters of a UDP path, None of any other.
+        rdma: counters of an RDMA path, None of any other.
     """
 
     kind: PathKind
@@ -161,8 +188,9 @@ class PathStats(Record):
     capacity_bytes_per_s: float
     last_error: str
     datagrams: DatagramStats | None
+    rdma: RdmaStats | None
 
-    nested: ClassVar = {"datagrams": DatagramStats}
+    nested: ClassVar = {"datagrams": DatagramStats, "rdma": RdmaStats}
 
     @property
     def key(self) -> tuple[PathKind, int]:
@@ -278,11 +306,13 @@ class GroupStats(GroupCounts):
 
 
 def _path(native: dict[str, Any]) -> PathStats:
-    round_trips_s, datagrams = tuple(native.pop("round_trips_s")), native.pop("datagrams")
+    round_trips_s = tuple(native.pop("round_trips_s"))
+    datagrams, rdma = native.pop("datagrams"), native.pop("rdma")
     return PathStats(
         **native,
         round_trips_s=round_trips_s,
         datagrams=None if datagrams is None else DatagramStats(**datagrams),
+        rdma=None if rdma is None else RdmaStats(**rdma),
     )
 
 

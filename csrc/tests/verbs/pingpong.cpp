@@ -146,7 +146,7 @@ class Rank {
     std::shared_ptr<VerbsDevice> again;
     check(api.open(device, again));
     require(again == device_, "the device was opened twice");
-    check(device_->registerMemory(buffers_, memory_));
+    check(device_->registerMemory(buffers_, false, memory_));
     connect();
   }
 

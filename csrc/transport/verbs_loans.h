@@ -1,0 +1,110 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+#include "transport/event_loop.h"
+#include "transport/verbs_api.h"
+
+namespace resilient {
+
+// The memory of operations, lent to RDMA devices while the operations run.
+// There it lies for the devices of other ranks to read, and for ours to write
+// to.
+//
+// How it works. lend() returns at once, and a thread registers the memory with
+// every device in use. Until that is done, find() does not know it, and
+// messages are copied. Memory is registered anew for each operation: a
+// registration pins pages, and nothing tells when the program unmaps them and
+// maps others at the same address. So none outlives its operation, and none can
+// be stale.
+//
+// An operation that has ended well takes its memory back at once: no device
+// accesses it any more (see Channel::pin), so deregistering may take its time.
+// After an error, late packets may still read or write, and the memory is free
+// when the devices have let go of it.
+//
+// Thread: loop thread. It outlives the paths that use it.
+class VerbsLoans {
+ public:
+  struct Limits {
+    uint64_t fromBytes = 1u << 20; // smaller memory is not worth it
+    uint64_t totalBytes = uint64_t(4) << 30;
+    // How long a device may take to let go of memory.
+    Nanos letGoWithin = std::chrono::seconds(5);
+  };
+  using Loan = uint64_t; // 0: none
+
+  VerbsLoans(EventLoop& loop, Limits limits);
+  // Nothing is called any more. Threads that wait for a device go on.
+  ~VerbsLoans();
+  VerbsLoans(const VerbsLoans&) = delete;
+  VerbsLoans& operator=(const VerbsLoans&) = delete;
+
+  // From now on, memory is registered with the device, too.
+  void use(const std::shared_ptr<VerbsDevice>& device);
+  // 0 if no device is in use, the memory is too small, or too much is lent.
+  Loan lend(std::span<const std::span<std::byte>> memory);
+  // Null if no loan has these bytes, or the device does not know them yet.
+  VerbsMemory* find(
+      const VerbsDevice& device,
+      std::span<const std::byte> bytes);
+  // The operation has ended well.
+  void end(Loan loan);
+  // The operation has failed: calls `gone` when no device can access the
+  // memory, in a later turn. Not ok: a device has not let go of it in time.
+  void revoke(Loan loan, std::function<void(const Status&)> gone);
+  // Destroys an object of a device on a thread of its own, then calls `gone`.
+  void destroy(std::shared_ptr<void> object, std::function<void()> gone);
+  // No call of revoke() is open.
+  bool settled() const {
+    return waiting_.empty();
+  }
+  // Ends the open calls of revoke(), as if their time were over.
+  void giveUp();
+  // Why memory could not be registered, the last time; empty: it could.
+  const std::string& refusal() const {
+    return refusal_;
+  }
+
+ private:
+  struct Registered {
+    const VerbsDevice* device = nullptr;
+    std::span<std::byte> bytes;
+    std::unique_ptr<VerbsMemory> memory;
+  };
+  struct Lent {
+    uint64_t bytes = 0;
+    std::vector<std::span<std::byte>> memory;
+    std::vector<Registered> registered;
+  };
+  // What threads share with the loop.
+  struct Shared;
+
+  void registered(Loan loan, Registered memory);
+  void letGo(Lent lent, std::function<void()> gone);
+  void over(uint64_t call, const Status& status);
+
+  EventLoop& loop_;
+  const Limits limits_;
+  std::vector<std::shared_ptr<VerbsDevice>> devices_;
+  std::map<Loan, Lent> loans_;
+  Loan last_ = 0;
+  uint64_t lentBytes_ = 0;
+  struct Waiting { // of revoke()
+    std::function<void(const Status&)> gone;
+    TimerId timer = 0;
+  };
+  std::map<uint64_t, Waiting> waiting_;
+  uint64_t lastCall_ = 0;
+  std::string refusal_;
+  std::shared_ptr<Shared> shared_;
+};
+
+} // namespace resilient
