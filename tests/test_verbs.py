@@ -115,6 +115,26 @@ def test_one_network_of_two_fails_and_comes_back(lab: VerbsLab, job: LabJob, kin
     end_well(job)
 
 
+@pytest.mark.parametrize("end", ["a", "b"])
+def test_both_ends_hear_of_a_port_that_goes_down(lab: VerbsLab, job: LabJob, end: str) -> None:
+    errors: dict[int, str] = {}
+
+    def both_know(row: Row) -> bool:
+        if row.get("kind") == "round":
+            errors[row["rank"]] = row["errors"]["eth0"]
+        return len(errors) == 2 and all("went down" in text for text in errors.values())
+
+    network = lab.networks["eth0"]
+    network.down("admin", end=end)
+    job.until(both_know, "both ends know the reason", LIMIT_S)
+    # The far end has it from the peer, and has not waited for silence.
+    assert sum("says: " in text for text in errors.values()) == 1, errors
+    rounds_pass(job)
+    network.up(end=end)
+    job.until(on_both(2), "both carry again", LIMIT_S)
+    end_well(job)
+
+
 def test_connections_carry_where_one_end_uses_no_rdma(lab: VerbsLab) -> None:
     command = [sys.executable, str(PROGRAM), "--off-at=1"]
     guests = list(lab.guests.values())

@@ -68,6 +68,7 @@ def main() -> None:
             "up": sum(p.state == "up" for p in paths),
             "bytes": sum(p.bytes_sent for p in paths),
             "placed": sum(p.rdma.bytes_placed for p in paths if p.rdma),
+            "errors": {p.nic: p.last_error for p in paths},
         }
         print(json.dumps(row), flush=True)
         number += 1

@@ -19,7 +19,10 @@ constexpr Nanos kWorthTrying = std::chrono::seconds(10);
 // --- offering
 
 void RoutePathConnector::learnRoutes() {
-  routes_.resize(std::max(routes_.size(), connections_.routes()));
+  const Nanos longest = fromSeconds(link_.host().options().hold_down_max_s);
+  while (routes_.size() < connections_.routes()) {
+    routes_.emplace_back(longest);
+  }
 }
 
 void RoutePathConnector::offer() {
@@ -64,6 +67,7 @@ void RoutePathConnector::offer(size_t route) {
 void RoutePathConnector::answered(size_t route) {
   link_.loop().cancel(routes_[route].timer);
   routes_[route].timer = 0;
+  routes_[route].isPausing = false;
 }
 
 // Further apart with each failure.
@@ -77,16 +81,34 @@ void RoutePathConnector::offerLater(size_t route, const std::string& why) {
         "no " + name_ + " with " + link_.describe() +
             " for now, connections do: " + why);
   }
-  link_.loop().cancel(r.timer);
-  r.timer = 0;
+  answered(route);
   if (!link_.usable() || !link_.preferredInitiator()) {
     return;
   }
   const int doublings = std::min(r.failures++, kMaxDoublings);
-  r.timer = link_.loop().after(kOfferAgain * (1 << doublings), [this, route] {
+  offerAt(route, link_.loop().now() + kOfferAgain * (1 << doublings));
+}
+
+void RoutePathConnector::offerAt(size_t route, TimePoint when) {
+  Route& r = routes_[route];
+  r.isPausing = true;
+  r.timer = link_.loop().at(when, [this, route] {
     routes_[route].timer = 0;
+    routes_[route].isPausing = false;
     offer(route);
   });
+}
+
+// An offer that is under way stays: its end leads to the next one.
+void RoutePathConnector::offerSoon(size_t route) {
+  Route& r = routes_[route];
+  if (!link_.usable() || link_.leaving() || !link_.preferredInitiator() ||
+      r.path != nullptr || (r.timer != 0 && !r.isPausing)) {
+    return;
+  }
+  link_.loop().cancel(r.timer);
+  r.failures = 0;
+  offerAt(route, std::max(link_.loop().now(), r.lostAt + r.damping.holdDown()));
 }
 
 // --- paths
@@ -116,6 +138,7 @@ void RoutePathConnector::onPathUse(Path& path) {
     link_.say(LogLevel::kInfo, where + " is heard again");
   } else if (r.upAt == TimePoint()) { // it has just shown that it works
     r.upAt = link_.loop().now();
+    r.damping.onUp(r.upAt);
     r.lastError.clear();
     link_.say(LogLevel::kInfo, where);
   }
@@ -139,8 +162,11 @@ void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
     past.mtuBytes = 0;
   }
   r.path = nullptr;
-  if (r.upAt != TimePoint() && link_.loop().now() - r.upAt > kWorthTrying) {
-    r.failures = 0;
+  const TimePoint now = link_.loop().now();
+  if (r.upAt != TimePoint()) {
+    r.failures = now - r.upAt > kWorthTrying ? 0 : r.failures;
+    r.damping.onLost(now);
+    r.lostAt = now;
   }
   r.upAt = TimePoint();
   if (link_.usable()) {

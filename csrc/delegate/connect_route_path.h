@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "delegate/connector.h"
+#include "failover/health.h"
 #include "transport/route_path.h"
 
 namespace resilient {
@@ -19,9 +20,11 @@ class TcpConnector;
 // content of an offer.
 //
 // A path that is closed is offered again, at first after a second and later
-// after up to 64 s; ten seconds of use reset the pause. Only the offering side
-// retries. Meanwhile the connections carry everything, so a failure here costs
-// no message.
+// after up to 64 s; ten seconds of use reset the pause. offerSoon() shortens it
+// when the cause of the failure has gone; a path that is lost again and again
+// then waits as long as a connection would (FlapDamping). Only the offering
+// side retries. Meanwhile the connections carry everything, so a failure here
+// costs no message.
 class RoutePathConnector : public Connector {
  public:
   // The path of the route carries, so its connections are in reserve.
@@ -78,6 +81,9 @@ class RoutePathConnector : public Connector {
   void answered(size_t route);
   // No path came of an offer or an answer, or it is over.
   void offerLater(size_t route, const std::string& why);
+  // What stood against a path of the route has gone: offers it without the
+  // pause after failures, as soon as the hold-down has passed.
+  void offerSoon(size_t route);
   // Makes room for the routes that are known now.
   void learnRoutes();
   RoutePath* path(size_t route) const {
@@ -89,15 +95,21 @@ class RoutePathConnector : public Connector {
 
  private:
   struct Route {
+    explicit Route(Nanos longestHoldDown) : damping(longestHoldDown) {}
+
     RoutePath* path = nullptr; // the link's
     TimerId timer = 0; // the offer gets no answer, or the next one is due
+    bool isPausing = false; // the timer is for the next offer
     int failures = 0; // in a row
     TimePoint upAt{}; // proven then
+    TimePoint lostAt{}; // the last one that had been proven
+    FlapDamping damping;
     PathStats past; // of paths that are closed
     std::string lastError;
   };
 
   void offer(size_t route);
+  void offerAt(size_t route, TimePoint when);
 
   const PathKind kind_;
   const std::string name_;

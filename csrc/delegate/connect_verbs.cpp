@@ -100,7 +100,7 @@ Status VerbsConnector::makeEnd(
     return Status(
         StatusCode::kNetwork, "the port of " + port->device + " is down");
   }
-  return VerbsEnd::make(*api, *port, end);
+  return VerbsEnd::make(*api, *port, {}, end);
 }
 
 Status VerbsConnector::sendOffer(size_t route, size_t connection) {
@@ -155,10 +155,9 @@ void VerbsConnector::onOffer(const VerbsOffer& offer) {
 }
 
 void VerbsConnector::onAnswer(const VerbsOffer& answer, size_t route) {
-  if (answer.queuePair == 0 && path(route) != nullptr &&
-      made_[route].number == answer.number) {
-    path(route)->close(
-        Status(StatusCode::kNetwork, "the far end: " + answer.text));
+  if (const auto live = live_.find(route); answer.queuePair == 0 &&
+      live != live_.end() && live->second.number == answer.number) {
+    closeTold(route, link_.describe() + " says: " + answer.text);
     return;
   }
   const auto found = attempts_.find(route);
@@ -176,41 +175,146 @@ void VerbsConnector::onAnswer(const VerbsOffer& answer, size_t route) {
 
 // An offer for a route with a path means that the peer has closed its end.
 void VerbsConnector::answer(const VerbsOffer& offer, size_t route) {
-  if (path(route) != nullptr) {
-    path(route)->close(Status(StatusCode::kNetwork, "the far end begins anew"));
+  if (offer.queuePair == 0) {
+    offerSoon(route);
+    return;
   }
+  closeTold(route, "the far end begins anew");
   forgetOffer(route);
   Attempt attempt;
   attempt.connection = offer.connection;
   attempt.number = offer.number;
   if (const Status status = makeEnd(offer.connection, attempt.end);
       !status.ok()) {
-    refuse(offer, status.message());
+    refuse(offer.connection, offer.number, status.message());
     return;
   }
   attempts_[route] = std::move(attempt);
   connect(route, offer, /*initiator=*/false);
 }
 
-void VerbsConnector::onPathClosed(Path& path, const Status& why) {
-  const size_t route = static_cast<RoutePath&>(path).route();
-  VerbsOffer over;
-  over.connection = static_cast<uint16_t>(made_[route].connection);
-  over.number = made_[route].number;
-  RoutePathConnector::onPathClosed(path, why);
-  if (link_.usable()) {
-    refuse(over, why.message());
-  }
-}
-
-void VerbsConnector::refuse(const VerbsOffer& offer, const std::string& why) {
+void VerbsConnector::refuse(
+    size_t connection,
+    uint64_t number,
+    const std::string& why) {
   VerbsOffer no;
-  no.connection = offer.connection;
+  no.connection = static_cast<uint16_t>(connection);
   no.answer = true;
-  no.number = offer.number;
+  no.number = number;
   no.text = why;
   link_.channel().sendControl(encode(no));
   link_.changed();
+}
+
+// --- what happens to our ends
+
+// The word goes out over another path, since this one takes no frame any more.
+void VerbsConnector::onPathClosed(Path& path, const Status& why) {
+  const auto live = live_.extract(static_cast<RoutePath&>(path).route());
+  RoutePathConnector::onPathClosed(path, why);
+  if (!live.empty() && link_.usable() && !link_.leaving()) {
+    refuse(live.mapped().connection, live.mapped().number, why.message());
+  }
+}
+
+void VerbsConnector::closeTold(size_t route, const std::string& why) {
+  live_.erase(route);
+  if (path(route) != nullptr) {
+    path(route)->close(Status(StatusCode::kNetwork, why));
+  }
+}
+
+void VerbsConnector::closeWhere(
+    const std::function<bool(size_t route, const Live& live)>& isLost,
+    const std::string& why) {
+  std::vector<size_t> lost;
+  for (const auto& [route, live] : live_) {
+    if (isLost(route, live)) {
+      lost.push_back(route);
+    }
+  }
+  for (const size_t route : lost) {
+    path(route)->close(Status(StatusCode::kNetwork, why));
+  }
+}
+
+void VerbsConnector::connectAgain(size_t route) {
+  const auto connection = connections_.anyOf(route);
+  if (link_.state() != Link::State::kUp || link_.leaving() ||
+      !link_.address() || link_.sameHost() || !wanted() || !connection ||
+      path(route) != nullptr || !possible(*connection)) {
+    return;
+  }
+  if (link_.preferredInitiator()) {
+    offerSoon(route);
+    return;
+  }
+  VerbsOffer wish;
+  wish.connection = static_cast<uint16_t>(*connection);
+  link_.channel().sendControl(encode(wish));
+  link_.changed();
+}
+
+// The kernel tells of the interface before the device tells of its port, or
+// the other way round: what comes first acts, and the second finds no path.
+void VerbsConnector::onNic(const std::string& nic, bool works) {
+  learnRoutes();
+  if (!works) {
+    closeWhere(
+        [&](size_t route, const Live&) {
+          return connections_.nicOf(route) == nic;
+        },
+        "its interface " + nic + " went down");
+    return;
+  }
+  for (size_t route = 0; route < routes(); ++route) {
+    if (connections_.nicOf(route) == nic) {
+      connectAgain(route);
+    }
+  }
+}
+
+void VerbsConnector::onEvent(
+    const std::string& device,
+    const VerbsEvent& event) {
+  learnRoutes();
+  const auto isOfDevice = [&](const Live& live) {
+    return live.port.device == device;
+  };
+  const auto isOfPort = [&](const Live& live) {
+    return isOfDevice(live) && live.port.port == event.port;
+  };
+  switch (event.kind) {
+    case VerbsEvent::Kind::kPortDown:
+      return closeWhere(
+          [&](size_t, const Live& live) { return isOfPort(live); },
+          "the port of " + device + " went down");
+    case VerbsEvent::Kind::kDeviceFailed:
+      return closeWhere(
+          [&](size_t, const Live& live) { return isOfDevice(live); },
+          device + " failed");
+    case VerbsEvent::Kind::kQueuePairFailed:
+      return closeWhere(
+          [&](size_t, const Live& live) {
+            return isOfDevice(live) && live.queuePair == event.queuePair;
+          },
+          "a queue pair of " + device + " failed");
+    case VerbsEvent::Kind::kAddressesChanged:
+      closeWhere(
+          [&](size_t, const Live& live) {
+            const auto& ports = link_.host().verbsPorts();
+            return isOfPort(live) &&
+                std::ranges::find(ports, live.port.gid, &VerbsPort::gid) ==
+                ports.end();
+          },
+          device + " lost the address of the route");
+      break;
+    case VerbsEvent::Kind::kPortUp:
+      break;
+  }
+  for (size_t route = 0; route < routes(); ++route) {
+    connectAgain(route);
+  }
 }
 
 // --- connecting
@@ -260,22 +364,27 @@ void VerbsConnector::connected(size_t route, Connecting& connecting) {
   attempts_.erase(route);
   if (!connecting.status.ok()) {
     if (!connecting.initiator) {
-      refuse(connecting.reply, connecting.status.message());
+      refuse(attempt.connection, attempt.number, connecting.status.message());
     }
     offerLater(route, connecting.status.message());
     return;
   }
   VerbsPathConfig config;
   config.route = route;
-  made_[route] = {attempt.connection, attempt.number};
   config.initiator = connecting.initiator;
   config.silentAfter = fromSeconds(link_.host().options().suspect_after_s);
+  config.closeAfter = fromSeconds(link_.host().options().stall_timeout_s);
   config.remoteDevice = attempt.remoteDevice;
   config.loans = link_.host().loans();
   config.remoteReads = connecting.remote.reads;
   config.mtuBytes = std::min(
       connecting.end->queuePair().address().mtuBytes,
       connecting.remote.mtuBytes);
+  live_[route] = {
+      attempt.connection,
+      attempt.number,
+      connecting.end->port(),
+      connecting.reply.queuePair};
   add(std::make_unique<VerbsPath>(
       link_.loop(),
       link_.channel(),

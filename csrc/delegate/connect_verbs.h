@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -22,9 +23,10 @@ namespace resilient {
 // and sends first: at that moment the far end can receive. Connecting may take
 // a second, so a thread does it, and a timer looks whether it has ended.
 //
-// An end that closes its path says so, with a no of the same number. The other
-// end may wait for nothing on that path but the far end's reads, and would not
-// notice.
+// An end that closes its queue pair says so over another path, by a "no" with
+// the number of its offer: the far end then leaves the path at once, and need
+// not wait for silence. The answering end asks for an offer when its port is
+// back.
 //
 // Paper: SHIFT §4.2: connections on all NICs are made beforehand. Here each
 // route has a queue pair of its own, so there is nothing to set up at a
@@ -37,8 +39,13 @@ class VerbsConnector final : public RoutePathConnector {
     close();
   }
 
-  // As DatagramConnector::onOffer().
+  // As DatagramConnector::onOffer(), but not while a frame is being read: it
+  // may close the path that brought the offer.
   void onOffer(const VerbsOffer& offer);
+  // One of our interfaces works, or does not any more.
+  void onNic(const std::string& nic, bool works);
+  // A device of ours reports something by itself.
+  void onEvent(const std::string& device, const VerbsEvent& event);
 
   // Connector
   void onPathClosed(Path& path, const Status& why) override;
@@ -52,6 +59,13 @@ class VerbsConnector final : public RoutePathConnector {
     std::unique_ptr<VerbsEnd> end; // null while it is being connected
     std::string remoteDevice;
     TimerId timer = 0; // looks for the end of connecting
+  };
+  // The end of a path, while there is one.
+  struct Live {
+    size_t connection = 0;
+    uint64_t number = 0; // of the offer
+    VerbsPort port; // ours
+    uint32_t queuePair = 0; // ours
   };
   // A thread connects an end. It may outlive the connector.
   struct Connecting;
@@ -67,7 +81,13 @@ class VerbsConnector final : public RoutePathConnector {
 
   void onAnswer(const VerbsOffer& answer, size_t route);
   void answer(const VerbsOffer& offer, size_t route);
-  void refuse(const VerbsOffer& offer, const std::string& why);
+  void refuse(size_t connection, uint64_t number, const std::string& why);
+  void closeWhere(
+      const std::function<bool(size_t route, const Live& live)>& isLost,
+      const std::string& why);
+  // Without a word to the peer: it knows.
+  void closeTold(size_t route, const std::string& why);
+  void connectAgain(size_t route);
   // The one on the NIC of the connection.
   std::optional<VerbsPort> portOf(size_t connection) const;
   Status makeEnd(size_t connection, std::unique_ptr<VerbsEnd>& end) const;
@@ -78,12 +98,7 @@ class VerbsConnector final : public RoutePathConnector {
   void connected(size_t route, Connecting& connecting);
 
   std::map<size_t, Attempt> attempts_; // by route
-  // What has become a path, by route: as the offer said it.
-  struct Made {
-    size_t connection = 0;
-    uint64_t number = 0;
-  };
-  std::map<size_t, Made> made_;
+  std::map<size_t, Live> live_; // by route
   std::vector<VerbsOffer> early_; // before the peer's address came
 };
 

@@ -370,6 +370,7 @@ Engine::Engine(
       [this](const std::string& nic, bool usable) {
         eachLink([&](PeerLink& link) {
           link.connections().failover().onNic(nic, usable, loop_.now());
+          link.verbs().onNic(nic, usable);
         });
       },
       [this] { onAddresses(); });
@@ -881,6 +882,7 @@ void Engine::stop(Nanos linger) {
     completions_.drain();
     listener_.reset();
     linkWatch_.reset();
+    verbsWatch_.reset();
     loop_.cancel(lookAgainTimer_);
     sharedRendezvous_.reset();
     signalDump_.reset();
@@ -947,6 +949,19 @@ VerbsApi* Engine::verbs() {
         limits.totalBytes = options_.rdma_registered_bytes;
         loans_ = std::make_unique<VerbsLoans>(loop_, limits);
       }
+      std::set<std::string> devices;
+      for (const VerbsPort& port : ports) {
+        devices.insert(port.device);
+      }
+      verbsWatch_ = std::make_unique<VerbsWatch>(
+          loop_,
+          *api,
+          devices,
+          [this](const std::string& device, const VerbsEvent& event) {
+            verbsPortsAt_ = TimePoint(); // the list may be out of date
+            eachLink(
+                [&](PeerLink& link) { link.verbs().onEvent(device, event); });
+          });
     } else if (options_.rdma != "off") {
       logMessage(
           LogLevel::kDebug,
@@ -1112,7 +1127,10 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
             });
       case ControlKind::kVerbsOffer:
         return with(decodeVerbsOffer(payload), [&](const VerbsOffer& offer) {
-          link.verbs().onOffer(offer);
+          // Not now, either: an answer may close the path that brought it.
+          loop_.post([this, uid = link.uid(), offer] {
+            this->link(uid).verbs().onOffer(offer);
+          });
         });
     }
     return false;

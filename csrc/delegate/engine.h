@@ -31,6 +31,7 @@
 #include "transport/link_watch.h"
 #include "transport/listener.h"
 #include "transport/shared_rendezvous.h"
+#include "transport/verbs_watch.h"
 #include "wire/control.h"
 
 namespace resilient {
@@ -305,6 +306,7 @@ class Engine final : public MailboxListener, public LinkHost {
   std::unique_ptr<VerbsLoans> loans_; // with verbs_, if memory may be lent
   std::vector<VerbsPort> verbsPorts_;
   TimePoint verbsPortsAt_{}; // the time of that list
+  std::unique_ptr<VerbsWatch> verbsWatch_;
   bool checkedSites_ = false;
   RecoveryTable recovery_;
   std::string congestionControl_;

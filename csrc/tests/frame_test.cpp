@@ -441,13 +441,12 @@ TEST(frame_verbs_offer_survives_the_wire) {
   bad = payload;
   bad[3] = std::byte(2); // neither an offer nor an answer
   CHECK(!decodeVerbsOffer(bad).has_value());
-  for (const uint32_t number : {0u, 0x1000000u}) {
-    VerbsOffer wrong = offer;
-    wrong.queuePair = number;
-    CHECK(!decodeVerbsOffer(encode(wrong)).has_value());
-  }
-  offer.queuePair = 0; // no
-  offer.answer = true;
+  VerbsOffer wrong = offer;
+  wrong.queuePair = 0x1000000;
+  CHECK(!decodeVerbsOffer(encode(wrong)).has_value());
+  offer.queuePair = 0; // asks for an offer
+  CHECK(decodeVerbsOffer(encode(offer)).has_value());
+  offer.answer = true; // no
   CHECK(decodeVerbsOffer(encode(offer)).has_value());
 }
 

@@ -19,7 +19,13 @@ class QueuePair;
 } // namespace
 
 struct VerbsFake::World {
+  struct Events {
+    FileDescriptor fd{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+    std::vector<VerbsEvent> events;
+  };
+
   std::mutex mutex;
+  std::map<std::string, Events> events; // by device; never removed
   std::vector<std::string> devices;
   std::map<uint32_t, QueuePair*> queuePairs;
   std::map<uint32_t, Memory*> memory; // by key
@@ -333,10 +339,23 @@ class Device final : public VerbsDevice {
   }
   Status makeQueuePair(
       const VerbsPort& port,
-      uint32_t depth,
+      const VerbsQueuePairConfig& config,
       std::unique_ptr<VerbsQueuePair>& queuePair) override {
-    queuePair = std::make_unique<QueuePair>(world_, port, depth);
+    queuePair = std::make_unique<QueuePair>(world_, port, config.depth);
     return Status();
+  }
+  int eventsFd() const override {
+    std::lock_guard lock(world_->mutex);
+    return world_->events[name_].fd.get();
+  }
+  void takeEvents(std::vector<VerbsEvent>& events) override {
+    std::lock_guard lock(world_->mutex);
+    World::Events& own = world_->events[name_];
+    uint64_t count = 0;
+    (void)!::read(own.fd.get(), &count, sizeof(count));
+    for (const VerbsEvent& event : std::exchange(own.events, {})) {
+      events.push_back(event);
+    }
   }
 
  private:
@@ -378,6 +397,14 @@ Status VerbsFake::open(
 void VerbsFake::silence(uint32_t queuePair, bool silent) {
   std::lock_guard lock(world_->mutex);
   world_->queuePairs.at(queuePair)->setSilent(silent);
+}
+
+void VerbsFake::raise(const std::string& device, const VerbsEvent& event) {
+  std::lock_guard lock(world_->mutex);
+  World::Events& own = world_->events[device];
+  own.events.push_back(event);
+  const uint64_t one = 1;
+  (void)!::write(own.fd.get(), &one, sizeof(one));
 }
 
 void VerbsFake::giveUp(uint32_t queuePair) {

@@ -29,6 +29,8 @@ class VerbsFake final : public VerbsApi {
   // The network drops all that is for this queue pair: what others send to it,
   // and the answers to what it sends. Both go on when it ends, as retries do.
   void silence(uint32_t queuePair, bool silent);
+  // The device tells this event.
+  void raise(const std::string& device, const VerbsEvent& event);
   // The retries of its sends are used up: they fail.
   void giveUp(uint32_t queuePair);
   // Breaches of the rules, in words.

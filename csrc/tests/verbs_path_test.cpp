@@ -25,7 +25,7 @@ class VerbsHelper final : public test::PathHelper {
     CHECK(fake.ports(ports).ok());
     auto ends = std::make_shared<std::array<std::unique_ptr<VerbsEnd>, 2>>();
     for (size_t side = 0; side < 2; ++side) {
-      CHECK(VerbsEnd::make(fake, ports[side], (*ends)[side]).ok());
+      CHECK(VerbsEnd::make(fake, ports[side], {}, (*ends)[side]).ok());
       numbers_[side] = (*ends)[side]->queuePair().address().queuePair;
     }
     std::array<Maker, 2> makers;
@@ -80,17 +80,16 @@ namespace {
 
 // A path in its loop, and a queue pair of the test at the far end.
 struct Lone {
-  Lone() {
+  explicit Lone(VerbsPathConfig config = {}) {
     std::vector<VerbsPort> ports;
     CHECK(fake.ports(ports).ok());
     std::unique_ptr<VerbsEnd> mine;
-    CHECK(VerbsEnd::make(fake, ports[0], mine).ok());
-    CHECK(VerbsEnd::make(fake, ports[1], far).ok());
+    CHECK(VerbsEnd::make(fake, ports[0], {}, mine).ok());
+    CHECK(VerbsEnd::make(fake, ports[1], {}, far).ok());
     number = mine->queuePair().address().queuePair;
     CHECK(mine->queuePair().connect(far->queuePair().address()).ok());
     CHECK(far->queuePair().connect(mine->queuePair().address()).ok());
     user.run([&] {
-      VerbsPathConfig config;
       config.initiator = true;
       config.remoteDevice = "fake1";
       user.paths.push_back(
@@ -134,6 +133,20 @@ TEST(verbs_path_ends_with_the_reason_of_a_failed_send) {
   lone.user.run([&] { CHECK_EQ(lone.user.closed.load(), 0); });
   lone.fake.giveUp(lone.number);
   CHECK_EQ(lone.end(), "fake0 -> fake1: transport retry counter exceeded");
+}
+
+// As some devices do after a failure.
+TEST(verbs_path_that_never_completes_a_send_is_closed) {
+  VerbsPathConfig config;
+  config.silentAfter = 5ms;
+  config.closeAfter = 20ms;
+  Lone lone(config);
+  lone.fake.silence(lone.number, true);
+  lone.user.run([&] {
+    lone.user.channel.setClasses(1, uint8_t{0xf});
+    lone.user.send("lost");
+  });
+  CHECK_CONTAINS(lone.end(), "fake0 -> fake1: no send was completed for ");
 }
 
 TEST(verbs_path_believes_no_peer_that_counts_wrong) {
@@ -182,7 +195,7 @@ TEST(verbs_path_that_nothing_comes_through_is_closed) {
   std::vector<VerbsPort> ports;
   CHECK(fake.ports(ports).ok());
   std::unique_ptr<VerbsEnd> mine;
-  CHECK(VerbsEnd::make(fake, ports[0], mine).ok());
+  CHECK(VerbsEnd::make(fake, ports[0], {}, mine).ok());
   test::PathUser user{1};
   user.run([&] {
     VerbsPathConfig config;

@@ -59,6 +59,29 @@ struct VerbsCompletion {
   std::string why; // of a failure: "transport retry counter exceeded"
 };
 
+// News of a device that it tells by itself, without a request.
+struct VerbsEvent {
+  enum class Kind : uint8_t {
+    kPortDown,
+    kPortUp,
+    kAddressesChanged, // of a port: indices may be others, too
+    kQueuePairFailed,
+    kDeviceFailed, // with everything that was made from it
+  };
+  Kind kind = Kind::kDeviceFailed;
+  uint8_t port = 0; // of the first three kinds
+  uint32_t queuePair = 0; // of kQueuePairFailed
+};
+
+struct VerbsQueuePairConfig {
+  // Requests of each kind that may be posted at a time.
+  uint32_t depth = 0;
+  // A packet without an answer is sent again after 4.096 us x 2^ackTimeout, so
+  // many times; 0: never, which leaves it to the owner to give up.
+  uint8_t ackTimeout = 16;
+  uint8_t retries = 3;
+};
+
 // Memory that a device may read and write. The destructor deregisters it, and
 // may block if the device does not answer. Afterwards the device does not
 // access it: requests with it fail, and so do reads of the far end.
@@ -122,12 +145,16 @@ class VerbsDevice {
       std::span<std::byte> bytes,
       bool forReads,
       std::unique_ptr<VerbsMemory>& memory) = 0;
-  // `depth`: requests of each kind that may be posted at a time. The device
-  // must outlive it.
+  // The device must outlive it. It is made on the port that has the address of
+  // `port` now: the index of an address may have changed.
   virtual Status makeQueuePair(
       const VerbsPort& port,
-      uint32_t depth,
+      const VerbsQueuePairConfig& config,
       std::unique_ptr<VerbsQueuePair>& queuePair) = 0;
+  // Readable when there is an event. One thread at a time takes events, but
+  // others may make and destroy queue pairs meanwhile.
+  virtual int eventsFd() const = 0;
+  virtual void takeEvents(std::vector<VerbsEvent>& events) = 0;
 };
 
 class VerbsApi {
@@ -152,6 +179,6 @@ constexpr const char* kVerbsOpenName = "resilient_verbs_open";
 using VerbsOpen = VerbsApi*(uint32_t version);
 // Raise it with every change of this file. With classes of another layout,
 // calls into the library would overwrite memory.
-constexpr uint32_t kVerbsApiVersion = 2;
+constexpr uint32_t kVerbsApiVersion = 3;
 
 } // namespace resilient

@@ -24,7 +24,9 @@ void VerbsEnd::Free::operator()(std::byte* memory) const {
 Status VerbsEnd::make(
     VerbsApi& api,
     const VerbsPort& port,
+    VerbsQueuePairConfig config,
     std::unique_ptr<VerbsEnd>& end) {
+  config.depth = kSlots + kReads;
   std::unique_ptr<VerbsEnd> made(new VerbsEnd());
   made->port_ = port;
   void* const memory = ::mmap(
@@ -49,8 +51,7 @@ Status VerbsEnd::make(
         made->registered_);
   }
   if (status.ok()) {
-    status =
-        made->device_->makeQueuePair(port, kSlots + kReads, made->queuePair_);
+    status = made->device_->makeQueuePair(port, config, made->queuePair_);
   }
   for (uint32_t slot = 0; status.ok() && slot < kSlots; ++slot) {
     status = made->receive(slot);
@@ -658,8 +659,8 @@ void VerbsPath::armTimer() {
   TimePoint at = kNever;
   if (!proven_) {
     at = startedAt_ + config_.proveWithin;
-  } else if (pending_ != 0 && !silent_) {
-    at = pendingSince_ + silentAfter();
+  } else if (pending_ != 0) {
+    at = pendingSince_ + (silent_ ? config_.closeAfter : silentAfter());
   }
   if (at != kNever) {
     timer_ = loop_.at(at, [this] {
@@ -690,6 +691,13 @@ void VerbsPath::onTimer() {
       return;
     }
     setUse(silent_, true);
+  }
+  if (!closed_ && silent_ && pending_ != 0 &&
+      now >= pendingSince_ + config_.closeAfter) {
+    close(Status(
+        StatusCode::kNetwork,
+        where() + ": no send was completed for " +
+            durationText(now - pendingSince_)));
   }
   if (!closed_) {
     armTimer();

@@ -36,8 +36,11 @@ class VerbsEnd {
 
   // Opens the device, and posts all receives. Throws nothing; `end` is set if
   // the status is ok.
-  static Status
-  make(VerbsApi& api, const VerbsPort& port, std::unique_ptr<VerbsEnd>& end);
+  static Status make(
+      VerbsApi& api,
+      const VerbsPort& port,
+      VerbsQueuePairConfig config, // but for its depth
+      std::unique_ptr<VerbsEnd>& end);
   // Fences the queue pair first. May block if the device does not answer.
   ~VerbsEnd();
   VerbsEnd(const VerbsEnd&) = delete;
@@ -95,6 +98,9 @@ struct VerbsPathConfig {
   // A send without a completion for this long makes the path silent. The NIC
   // of the far end answers, however busy its process is.
   Nanos silentAfter = std::chrono::milliseconds(40);
+  // And one for this long closes it: some devices never complete a request
+  // after a failure.
+  Nanos closeAfter = std::chrono::seconds(5);
   // It is closed if it has not shown within this time that it works.
   Nanos proveWithin = std::chrono::seconds(3);
   std::string remoteDevice; // for messages

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <fcntl.h>
 #include <infiniband/verbs.h>
 
 #include <cerrno>
@@ -47,6 +48,12 @@ inline int verbsError(int result) {
     return result;
   }
   return result < -1 ? -result : errno;
+}
+
+// False, with errno, if it cannot.
+inline bool setNonBlocking(int fd) {
+  const int flags = ::fcntl(fd, F_GETFL);
+  return flags != -1 && ::fcntl(fd, F_SETFL, flags | O_NONBLOCK) != -1;
 }
 
 // "rxe0: register 64 bytes: Cannot allocate memory"

@@ -1,7 +1,5 @@
 #include "verbs/queue_pair.h"
 
-#include <fcntl.h>
-
 #include <algorithm>
 #include <array>
 #include <cstring>
@@ -22,11 +20,6 @@ constexpr uint32_t kNumberMask = 0xffffff;
 // As many routers as IP packets usually may cross; packets that cross more are
 // lost.
 constexpr uint8_t kHopLimit = 64;
-// A packet is repeated after 4.096 us x 2^16 = 0.27 s, three times: a request
-// fails after 1.1 s on Soft-RoCE; hardware may take four times as long. Less
-// would take a full queue on a slow link for a failure, more would keep the
-// memory of a failed path lent for longer. Soft-RoCE takes 7 for endless.
-constexpr uint8_t kAckTimeout = 16, kRetries = 3;
 // If a message finds no receive, the sender tries again after 0.64 ms (code
 // 12), without end (7): the channel's own credits make this rare and short.
 constexpr uint8_t kReceiverNotReadyTimer = 12, kReceiverNotReadyRetries = 7;
@@ -70,8 +63,11 @@ VerbsCompletion completionOf(const ibv_wc& from) {
 
 class QueuePair final : public VerbsQueuePair {
  public:
-  QueuePair(std::shared_ptr<OpenDevice> device, const VerbsPort& port)
-      : device_(std::move(device)), port_(port) {}
+  QueuePair(
+      std::shared_ptr<OpenDevice> device,
+      const VerbsPort& port,
+      const VerbsQueuePairConfig& config)
+      : device_(std::move(device)), port_(port), config_(config) {}
 
   ~QueuePair() override {
     queuePair_.reset();
@@ -80,7 +76,7 @@ class QueuePair final : public VerbsQueuePair {
   }
 
   // Ready for receives to be posted.
-  Status init(uint32_t depth);
+  Status init();
 
   VerbsAddress address() const override {
     return address_;
@@ -109,7 +105,7 @@ class QueuePair final : public VerbsQueuePair {
   Status fence() override;
 
  private:
-  Status create(uint32_t depth);
+  Status create();
   Status element(
       const VerbsMemory& memory,
       std::span<const std::byte> bytes,
@@ -125,7 +121,7 @@ class QueuePair final : public VerbsQueuePair {
 
   const std::shared_ptr<OpenDevice> device_;
   const VerbsPort port_;
-  uint32_t depth_ = 0;
+  const VerbsQueuePairConfig config_;
   VerbsAddress address_;
   unsigned unacknowledged_ = 0;
   // Destroyed in the reverse order.
@@ -134,12 +130,12 @@ class QueuePair final : public VerbsQueuePair {
   QueuePairHandle queuePair_;
 };
 
-Status QueuePair::init(uint32_t depth) {
+Status QueuePair::init() {
   DevicePort own;
   if (Status status = findPort(*device_->context, port_, own); !status.ok()) {
     return status;
   }
-  if (Status status = create(depth); !status.ok()) {
+  if (Status status = create(); !status.ok()) {
     return status;
   }
   fillRandom(&address_.firstPacket, sizeof(address_.firstPacket));
@@ -160,7 +156,8 @@ Status QueuePair::init(uint32_t depth) {
       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
-Status QueuePair::create(uint32_t depth) {
+Status QueuePair::create() {
+  const uint32_t depth = config_.depth;
   const ibv_device_attr& limits = device_->limits;
   const int64_t most = std::min<int64_t>(limits.max_qp_wr, limits.max_cqe / 2);
   if (depth == 0 || depth > most) {
@@ -170,13 +167,11 @@ Status QueuePair::create(uint32_t depth) {
             " requests of each kind: the device allows 1 to " +
             std::to_string(most));
   }
-  depth_ = depth;
   channel_.reset(ibv_create_comp_channel(device_->context.get()));
   if (channel_ == nullptr) {
     return verbsStatus(device_->name, "make a completion channel", errno);
   }
-  const int flags = ::fcntl(channel_->fd, F_GETFL);
-  if (flags == -1 || ::fcntl(channel_->fd, F_SETFL, flags | O_NONBLOCK) == -1) {
+  if (!setNonBlocking(channel_->fd)) {
     return verbsStatus(device_->name, "set up a completion channel", errno);
   }
   // Room for the completions of all sends and receives: an overflow would end
@@ -264,8 +259,8 @@ Status QueuePair::readyToSend(
   ibv_qp_attr attributes{};
   attributes.qp_state = IBV_QPS_RTS;
   attributes.sq_psn = address_.firstPacket;
-  attributes.timeout = kAckTimeout;
-  attributes.retry_cnt = kRetries;
+  attributes.timeout = config_.ackTimeout;
+  attributes.retry_cnt = config_.retries;
   attributes.rnr_retry = kReceiverNotReadyRetries;
   attributes.max_rd_atomic = static_cast<uint8_t>(std::min<int>(
       readsOf(device_->limits.max_qp_init_rd_atom), remote.reads));
@@ -305,7 +300,7 @@ Status QueuePair::postStatus(const char* attempt, int result) const {
   }
   return Status(
       StatusCode::kInternal,
-      status.message() + "; the queue is for " + std::to_string(depth_));
+      status.message() + "; the queue is for " + std::to_string(config_.depth));
 }
 
 Status QueuePair::postReceive(
@@ -425,10 +420,10 @@ Status QueuePair::fence() {
 Status makeQueuePair(
     const std::shared_ptr<OpenDevice>& device,
     const VerbsPort& port,
-    uint32_t depth,
+    const VerbsQueuePairConfig& config,
     std::unique_ptr<VerbsQueuePair>& queuePair) {
-  auto made = std::make_unique<QueuePair>(device, port);
-  Status status = made->init(depth);
+  auto made = std::make_unique<QueuePair>(device, port, config);
+  Status status = made->init();
   if (status.ok()) {
     queuePair = std::move(made);
   }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <memory>
 
 #include "base/status.h"
@@ -14,7 +13,7 @@ namespace resilient {
 Status makeQueuePair(
     const std::shared_ptr<OpenDevice>& device,
     const VerbsPort& port,
-    uint32_t depth,
+    const VerbsQueuePairConfig& config,
     std::unique_ptr<VerbsQueuePair>& queuePair);
 
 } // namespace resilient

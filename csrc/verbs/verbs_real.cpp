@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -67,14 +68,61 @@ class RealDevice final : public VerbsDevice {
   }
   Status makeQueuePair(
       const VerbsPort& port,
-      uint32_t depth,
+      const VerbsQueuePairConfig& config,
       std::unique_ptr<VerbsQueuePair>& queuePair) override {
-    return resilient::makeQueuePair(device_, port, depth, queuePair);
+    return resilient::makeQueuePair(device_, port, config, queuePair);
   }
+  int eventsFd() const override {
+    return device_->context->async_fd;
+  }
+  void takeEvents(std::vector<VerbsEvent>& events) override;
 
  private:
   const std::shared_ptr<OpenDevice> device_;
 };
+
+// Nothing if the transport has no use for it. A completion queue that fails
+// (IBV_EVENT_CQ_ERR) takes its queue pair with it, which has an event too.
+std::optional<VerbsEvent> eventOf(const ibv_async_event& from) {
+  VerbsEvent event;
+  switch (from.event_type) {
+    case IBV_EVENT_PORT_ERR:
+      event.kind = VerbsEvent::Kind::kPortDown;
+      break;
+    case IBV_EVENT_PORT_ACTIVE:
+      event.kind = VerbsEvent::Kind::kPortUp;
+      break;
+    case IBV_EVENT_GID_CHANGE:
+    case IBV_EVENT_LID_CHANGE:
+    case IBV_EVENT_PKEY_CHANGE:
+      event.kind = VerbsEvent::Kind::kAddressesChanged;
+      break;
+    case IBV_EVENT_QP_FATAL:
+    case IBV_EVENT_QP_REQ_ERR:
+    case IBV_EVENT_QP_ACCESS_ERR:
+      event.kind = VerbsEvent::Kind::kQueuePairFailed;
+      event.queuePair = from.element.qp->qp_num;
+      return event;
+    case IBV_EVENT_DEVICE_FATAL:
+      return event;
+    default:
+      return std::nullopt;
+  }
+  event.port = static_cast<uint8_t>(from.element.port_num);
+  return event;
+}
+
+// Each event is acknowledged at once: destroying a queue pair waits until its
+// events are.
+void RealDevice::takeEvents(std::vector<VerbsEvent>& events) {
+  ibv_async_event taken{};
+  while (ibv_get_async_event(device_->context.get(), &taken) == 0) {
+    if (const auto event = eventOf(taken)) {
+      events.push_back(*event);
+    }
+    ibv_ack_async_event(&taken);
+  }
+}
 
 // Thread: any.
 class RealVerbs final : public VerbsApi {
@@ -152,6 +200,9 @@ Status RealVerbs::openNew(
     made->name = name;
     if (Status status = openContext(each, made->context); !status.ok()) {
       return status;
+    }
+    if (!setNonBlocking(made->context->async_fd)) {
+      return verbsStatus(name, "prepare to hear of its events", errno);
     }
     if (const int r = ibv_query_device(made->context.get(), &made->limits);
         r != 0) {

@@ -361,7 +361,7 @@ std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload) {
   std::memcpy(offer.gid.data() + 8, &low, 8);
   offer.answer = answer != 0;
   const bool sound = answer <= 1 && offer.queuePair <= kNumberMax &&
-      offer.firstPacket <= kNumberMax && (offer.queuePair != 0 || offer.answer);
+      offer.firstPacket <= kNumberMax;
   return in.complete() && sound ? std::optional(offer) : std::nullopt;
 }
 

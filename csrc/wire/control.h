@@ -137,13 +137,15 @@ struct DatagramOffer {
 };
 
 // "Connect an RDMA queue pair of yours, in addition to the connection of this
-// index, with this one of mine", and the answer. See delegate/connect_verbs.h.
+// index, with this one of mine", and the answer. Without a queue pair, an offer
+// asks the other end to offer, and an answer says no; it may also come later,
+// when its end has closed the queue pair. See delegate/connect_verbs.h.
 struct VerbsOffer {
   uint16_t connection = 0; // index
   bool answer = false;
   uint64_t number = 0; // random; the answer repeats it
   std::array<std::byte, 16> gid{}; // the address of the device
-  uint32_t queuePair = 0; // 24 bits; 0 in an answer: no
+  uint32_t queuePair = 0; // 24 bits; 0: none
   uint32_t firstPacket = 0; // 24 bits
   uint32_t mtuBytes = 0;
   uint16_t lid = 0; // InfiniBand's

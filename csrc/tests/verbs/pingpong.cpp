@@ -211,7 +211,7 @@ class Rank {
 
 void Rank::connect() {
   queuePair_.reset();
-  check(device_->makeQueuePair(port_, kDepth, queuePair_));
+  check(device_->makeQueuePair(port_, {.depth = kDepth}, queuePair_));
   for (uint64_t i = 0; i < kDepth; ++i) {
     postReceive(i);
   }
