@@ -53,6 +53,10 @@ class Options:
     wan_recovery: str
     wan_parity: str
     rdma: str
+    rdma_devices: str
+    rdma_gid_index: str
+    rdma_timeout: int
+    rdma_retries: int
     rdma_zero_copy_from_bytes: _Bytes
     rdma_registered_bytes: _Bytes
     nic_policy: str
@@ -101,6 +105,10 @@ class Options:
         wan_recovery: str = ...,
         wan_parity: str = ...,
         rdma: str = ...,
+        rdma_devices: str = ...,
+        rdma_gid_index: str = ...,
+        rdma_timeout: int = ...,
+        rdma_retries: int = ...,
         rdma_zero_copy_from_bytes: _Bytes = ...,
         rdma_registered_bytes: _Bytes = ...,
         nic_policy: str = ...,

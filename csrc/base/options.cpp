@@ -449,6 +449,9 @@ void EngineOptions::validate() const {
         "\" (TORCH_RESILIENT_WAN): expected tcp or udp, or a list such as "
         "eu-west=udp,*=tcp with each site once");
   }
+  if (rdma_gid_index != "auto" && !gidIndex()) {
+    reject(find("rdma_gid_index"), "rdma_gid_index", rdma_gid_index);
+  }
   if (!secret.empty() && secret.size() < kSecretBytesMin) {
     invalid(
         "secret (TORCH_RESILIENT_SECRET) has " + std::to_string(secret.size()) +
@@ -460,6 +463,14 @@ void EngineOptions::validate() const {
         "both secret and secret_file are set "
         "(TORCH_RESILIENT_SECRET, TORCH_RESILIENT_SECRET_FILE): unset one");
   }
+}
+
+std::optional<uint32_t> EngineOptions::gidIndex() const {
+  constexpr int64_t kMax = 255;
+  const auto value = parseInteger(trimmed(rdma_gid_index), /*suffixes=*/false);
+  return value && *value >= 0 && *value <= kMax
+      ? std::optional(static_cast<uint32_t>(*value))
+      : std::nullopt;
 }
 
 std::string EngineOptions::declaredSite() const {

@@ -65,6 +65,9 @@ struct EngineOptions {
   // other texts, that one cannot be passed back.
   std::string getAsString(std::string_view name) const;
 
+  // `rdma_gid_index`; nothing if it is auto.
+  std::optional<uint32_t> gidIndex() const;
+
   // `site`, or empty if it is not declared.
   std::string declaredSite() const;
 

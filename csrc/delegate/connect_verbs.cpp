@@ -1,10 +1,7 @@
 #include "delegate/connect_verbs.h"
 
-#include <netinet/in.h>
-
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <thread>
 #include <utility>
 
@@ -16,20 +13,6 @@ namespace {
 
 // Connecting takes milliseconds, or a second without an answer.
 constexpr Nanos kLookAgain = std::chrono::milliseconds(2);
-
-// The form in which a device lists the IP address of its NIC.
-VerbsPort::Gid gidOf(const SocketAddress& address) {
-  VerbsPort::Gid gid{};
-  if (address.family() == AF_INET) {
-    const auto* v4 = reinterpret_cast<const sockaddr_in*>(address.raw());
-    gid[10] = gid[11] = std::byte(0xff);
-    std::memcpy(&gid[12], &v4->sin_addr, 4);
-  } else {
-    const auto* v6 = reinterpret_cast<const sockaddr_in6*>(address.raw());
-    std::memcpy(gid.data(), &v6->sin6_addr, gid.size());
-  }
-  return gid;
-}
 
 VerbsOffer offerOf(size_t connection, uint64_t number, VerbsEnd& end) {
   const VerbsAddress address = end.queuePair().address();
@@ -79,8 +62,12 @@ std::optional<VerbsPort> VerbsConnector::portOf(size_t connection) const {
     return std::nullopt;
   }
   const std::vector<VerbsPort>& ports = link_.host().verbsPorts();
-  const auto port =
-      std::ranges::find(ports, gidOf(path->localSocket()), &VerbsPort::gid);
+  const auto port = link_.host().verbsChoice().byInterface()
+      ? std::ranges::find(
+            ports,
+            interfaceIndexOf(connections_.nicOf(connection)),
+            &VerbsPort::interfaceIndex)
+      : std::ranges::find(ports, gidOf(path->localSocket()), &VerbsPort::gid);
   return port == ports.end() ? std::nullopt : std::optional(*port);
 }
 
@@ -100,7 +87,11 @@ Status VerbsConnector::makeEnd(
     return Status(
         StatusCode::kNetwork, "the port of " + port->device + " is down");
   }
-  return VerbsEnd::make(*api, *port, {}, end);
+  const EngineOptions& options = link_.host().options();
+  VerbsQueuePairConfig config;
+  config.ackTimeout = static_cast<uint8_t>(options.rdma_timeout);
+  config.retries = static_cast<uint8_t>(options.rdma_retries);
+  return VerbsEnd::make(*api, *port, config, end);
 }
 
 Status VerbsConnector::sendOffer(size_t route, size_t connection) {

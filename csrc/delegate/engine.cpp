@@ -339,6 +339,7 @@ Engine::Engine(
       mailbox_(completions_, *this),
       faults_(FaultPlan::parse(options_.faults)),
       startedAt_(std::chrono::steady_clock::now()),
+      verbsChoice_(options_),
       resolver_(std::make_unique<Resolver>()) {
   if (const auto level = logLevelFromName(options_.log_level)) {
     setLogLevel(*level);
@@ -365,6 +366,7 @@ Engine::Engine(
   chooseDatagrams();
   startListening(storeHost);
   nicClasses_ = parseNicClasses(options_.nic_classes, self_.addresses);
+  checkVerbs();
   linkWatch_ = std::make_unique<LinkWatch>(
       loop_,
       [this](const std::string& nic, bool usable) {
@@ -408,6 +410,23 @@ void Engine::chooseDatagrams() {
         "TORCH_RESILIENT_WAN=\"" + options_.wan + "\": " + why +
             "; datagrams are sealed with it. Install OpenSSL (libssl3), or use "
             "tcp"));
+  }
+}
+
+// Whether the devices are there that options name. Devices are looked for only
+// when the first peer is known, unless an option needs them.
+void Engine::checkVerbs() {
+  if (!verbsChoice_.mustLook()) {
+    return;
+  }
+  std::string why;
+  std::vector<VerbsPort> ports;
+  if (VerbsApi* const api = systemVerbs(why); api != nullptr) {
+    why = api->ports(ports).message();
+  }
+  const std::string missing = verbsChoice_.missing(ports, why, self_.addresses);
+  if (!missing.empty()) {
+    throw StatusError(Status(StatusCode::kInvalidArgument, missing));
   }
 }
 
@@ -940,8 +959,12 @@ VerbsApi* Engine::verbs() {
     verbs_ = nullptr;
     std::string why;
     std::vector<VerbsPort> ports;
-    VerbsApi* const api = options_.rdma == "off" ? nullptr : systemVerbs(why);
-    if (api != nullptr && api->ports(ports).ok() && !ports.empty()) {
+    VerbsApi* const api = verbsChoice_.off() ? nullptr : systemVerbs(why);
+    if (api != nullptr) {
+      why = api->ports(ports).message();
+      ports = verbsChoice_.of(ports);
+    }
+    if (!ports.empty()) {
       verbs_ = api;
       if (options_.rdma_registered_bytes != 0) {
         VerbsLoans::Limits limits;
@@ -962,7 +985,7 @@ VerbsApi* Engine::verbs() {
             eachLink(
                 [&](PeerLink& link) { link.verbs().onEvent(device, event); });
           });
-    } else if (options_.rdma != "off") {
+    } else if (!verbsChoice_.off()) {
       logMessage(
           LogLevel::kDebug,
           "no RDMA: " + (why.empty() ? "this host has no device" : why));
@@ -979,6 +1002,7 @@ const std::vector<VerbsPort>& Engine::verbsPorts() {
       (verbsPorts_.empty() || loop_.now() - verbsPortsAt_ > kFresh)) {
     verbsPorts_.clear();
     (void)verbs()->ports(verbsPorts_);
+    verbsPorts_ = verbsChoice_.of(verbsPorts_);
     verbsPortsAt_ = loop_.now();
   }
   return verbsPorts_;

@@ -191,6 +191,9 @@ class Engine final : public MailboxListener, public LinkHost {
   VerbsLoans* loans() override {
     return loans_.get();
   }
+  const VerbsChoice& verbsChoice() const override {
+    return verbsChoice_;
+  }
   RecoverySchemes recoveryTo(const std::string& site) const override {
     return recovery_.of(site);
   }
@@ -268,6 +271,7 @@ class Engine final : public MailboxListener, public LinkHost {
   make(EngineOptions options, const std::string& storeHost, int32_t globalRank);
   void startThread();
   void chooseDatagrams();
+  void checkVerbs();
   void onNotice(PeerLink& link, const Notice& notice);
   void chooseCongestionControl();
   void startListening(const std::string& storeHost);
@@ -302,6 +306,7 @@ class Engine final : public MailboxListener, public LinkHost {
   bool saidNoSharedMemory_ = false;
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, datagramSites_;
+  const VerbsChoice verbsChoice_;
   std::optional<VerbsApi*> verbs_; // once it has been looked for
   std::unique_ptr<VerbsLoans> loans_; // with verbs_, if memory may be lent
   std::vector<VerbsPort> verbsPorts_;

@@ -20,6 +20,7 @@
 #include "transport/shared_rendezvous.h"
 #include "transport/socket.h"
 #include "transport/verbs_api.h"
+#include "transport/verbs_choice.h"
 #include "transport/verbs_loans.h"
 #include "wire/hello.h"
 
@@ -57,11 +58,12 @@ class LinkHost {
   virtual RecoverySchemes recoveryTo(const std::string& site) const = 0;
   // RDMA, or null if this process uses none.
   virtual VerbsApi* verbs() = 0;
-  // The ports of its devices, as they were a moment ago.
+  // The ports of its devices, as they were a moment ago, that options allow.
   virtual const std::vector<VerbsPort>& verbsPorts() = 0;
   // Memory of operations for its devices; null without RDMA, or if none may be
   // registered.
   virtual VerbsLoans* loans() = 0;
+  virtual const VerbsChoice& verbsChoice() const = 0;
   // The cap on everything that goes there, shared by all links; null: none.
   virtual RateLimit* rateLimit(const std::string& site) = 0;
   // A link that has not got its turn there is pumped when it has.

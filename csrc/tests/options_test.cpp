@@ -122,6 +122,24 @@ TEST(options_choice_is_one_of_its_words) {
   }
 }
 
+TEST(options_gid_index_is_auto_or_a_number) {
+  EngineOptions options;
+  CHECK(!options.gidIndex());
+  for (const char* text : {"0", " 3 ", "255"}) {
+    options.setFromString("rdma_gid_index", text);
+    options.validate();
+    CHECK_EQ(*options.gidIndex(), static_cast<uint32_t>(std::atoi(text)));
+  }
+  for (const char* text : {"256", "-1", "first", ""}) {
+    options.rdma_gid_index = text;
+    CHECK_THROWS(
+        StatusError,
+        "rdma_gid_index=\"" + std::string(text) +
+            "\": expected \"auto\" or a whole number (index) from 0 to 255",
+        options.validate());
+  }
+}
+
 TEST(options_bounds_are_included) {
   EngineOptions options;
   for (const OptionInfo& option : optionTable()) {
@@ -153,6 +171,9 @@ TEST(options_errors_name_variable_value_and_form) {
       errorOf("WAN_CONNECTIONS", "4K"),
       "\"auto\" or a whole number (connections) from 1 to 64");
   CHECK_CONTAINS(errorOf("NIC_POLICY", "or"), "spread or standby");
+  CHECK_CONTAINS(
+      errorOf("RDMA_RETRIES", "7"),
+      "7 would mean for ever on some devices) from 0 to 6");
   CHECK_CONTAINS(errorOf("HEARTBEAT_S", "soon"), "from 0.01 to 3600");
   CHECK_CONTAINS(errorOf("EAGER_CONNECT", "maybe"), "true or false");
   CHECK_CONTAINS(errorOf("LOG_LEVEL", "loud"), "debug, info, warning or error");
