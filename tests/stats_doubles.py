@@ -13,6 +13,7 @@ from torch_resilient._reports.stats import (
     ListenerStats,
     PathStats,
     PeerStats,
+    RdmaStats,
 )
 
 _LISTENER = ListenerStats(
@@ -36,6 +37,27 @@ def datagram_stats(**values: Any) -> DatagramStats:
         zero_filled=0,
         duplicates=0,
         forged=0,
+    )
+    return replace(idle, **values)
+
+
+def rdma_stats(**values: Any) -> RdmaStats:
+    """The statistics of an RDMA path that has carried nothing."""
+    idle = RdmaStats(
+        device="mlx5_0",
+        remote_device="mlx5_1",
+        port=1,
+        queue_pair=17,
+        mtu_bytes=4096,
+        completed=0,
+        flushed=0,
+        failed=0,
+        sends=0,
+        receives=32,
+        reads=0,
+        copied_bytes=0,
+        read_bytes=0,
+        placed_bytes=0,
     )
     return replace(idle, **values)
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from harness import init_group, run_outcomes, run_ranks, wait_until
-from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapshot
+from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapshot, rdma_stats
 
 from torch_resilient import (
     Event,
@@ -90,7 +90,8 @@ def test_the_text_for_prometheus_is_well_formed() -> None:
 
 def test_the_document_lists_every_metric() -> None:
     path = path_stats(kind="udp", datagrams=datagram_stats())
-    rendered = set(samples(prometheus.render(process_snapshot(peer_stats(path)))))
+    rdma = path_stats(kind="rdma", rdma=rdma_stats())
+    rendered = set(samples(prometheus.render(process_snapshot(peer_stats(path, rdma)))))
     text = (ROOT / "docs" / "operations.md").read_text()
     table = text.partition("| metric |")[2].partition("\n\n")[0]
     listed = set()
@@ -98,7 +99,7 @@ def test_the_document_lists_every_metric() -> None:
         names = re.findall(r"`(torch_resilient_\w+|\.\.\._\w+)`", row)
         for name in names:
             if not name.startswith("..."):
-                prefix = re.match(r"torch_resilient_(?:peer|path|datagrams)|", name)[0]
+                prefix = re.match(r"torch_resilient_(?:peer|path|datagrams|rdma)|", name)[0]
             listed.add(name.replace("...", prefix))
     assert listed == rendered
 
@@ -468,6 +469,31 @@ def test_datagrams_have_a_table_of_their_own() -> None:
     )
     # Shares are of an interval.
     assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[6])[6:8] == ["-", "-"]
+
+
+def test_rdma_paths_have_a_table_of_their_own() -> None:
+    counts = {"completed": 5, "flushed": 1, "failed": 2, "copied_bytes": 3_000_000}
+    counts["placed_bytes"] = 4_000_000
+    now = told(kind="rdma", rdma=rdma_stats(**counts))
+    lines = top.frame([], [now]).splitlines()
+    assert re.split(r"\s{2,}", lines[6]) == (
+        ["0", "1", "rdma 0", "mlx5_0-mlx5_1", "1", "17", "4096", "5", "1", "2", "3", "4"]
+    )
+    # There has been no queue pair yet.
+    assert "mlx5_0" not in top.frame([], [told(kind="rdma", rdma=rdma_stats(device=""))])
+
+
+def test_rdma_has_numbers_of_its_own() -> None:
+    counts = {name: place for place, (name, *_) in enumerate(prometheus._OF_RDMA)}
+    found = samples(prometheus.render(told(kind="rdma", rdma=rdma_stats(**counts))))
+    labels = (
+        'rank="0",peer="1",kind="rdma",index="0",nic="eth0",remote_nic="eth0",'
+        'device="mlx5_0",remote_device="mlx5_1"'
+    )
+    for attribute, kind, _ in prometheus._OF_RDMA:
+        name = prometheus.metric_name("torch_resilient_rdma", attribute, kind)
+        assert found[name] == {labels: counts[attribute]}
+    assert not any("rdma" in name for name in samples(prometheus.render(told())))
 
 
 def watched(rank: int) -> str:

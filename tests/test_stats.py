@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapshot
+from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapshot, rdma_stats
 
 from torch_resilient import (
     Event,
@@ -37,11 +37,14 @@ def test_json_gives_the_same_values_back() -> None:
         kind="udp", round_trips_s=(0.1, 0.2), datagrams=datagram_stats(packets=3, drop_rate=0.5)
     )
     event = Event(1.5, "link_slower", "a link", {"kind": "slower", "after_s": 0.1})
-    before = process_snapshot(peer_stats(path_stats(), udp, deliveries_s=(0.3,)), events=(event,))
+    rdma = path_stats(kind="rdma", rdma=rdma_stats(failed=2))
+    peer = peer_stats(path_stats(), udp, rdma, deliveries_s=(0.3,))
+    before = process_snapshot(peer, events=(event,))
     text = json.dumps(before.to_dict())
     told = json.loads(text)
     path = told["peers"][0]["paths"][1]
     assert (path["kind"], path["index"], path["datagrams"]["drop_rate"]) == ("udp", 0, 0.5)
+    assert told["peers"][0]["paths"][2]["rdma"]["failed"] == 2
     # An event is flat; its own fields win over details of the same name.
     assert told["events"] == [
         {"time_s": 1.5, "kind": "link_slower", "text": "a link", "after_s": 0.1}

@@ -67,7 +67,7 @@ def main() -> None:
             "round_s": time.monotonic() - begin_s,
             "up": sum(p.state == "up" for p in paths),
             "bytes": sum(p.bytes_sent for p in paths),
-            "placed": sum(p.rdma.bytes_placed for p in paths if p.rdma),
+            "placed": sum(p.rdma.placed_bytes for p in paths if p.rdma),
             "errors": {p.nic: p.last_error for p in paths},
         }
         print(json.dumps(row), flush=True)

@@ -16,6 +16,15 @@ class OptionRow(TypedDict):
     unit: str
     doc: str
 
+class RdmaPort(TypedDict):
+    device: str
+    port: int
+    gid_index: int
+    gid: bytes
+    nic: str
+    mtu_bytes: int
+    active: bool
+
 class CallError(ValueError, RuntimeError):
     """The arguments of an operation cannot be used; nothing was sent."""
 
@@ -172,6 +181,7 @@ def wait_any(works: Sequence[Work], timeout_s: float | None = None) -> int | Non
 def ended_at(work: Work) -> float | None: ...
 def dump() -> str: ...
 def option_table() -> list[OptionRow]: ...
+def rdma_ports() -> tuple[list[RdmaPort], str]: ...
 def set_traffic_class(traffic_class: int) -> int: ...
 def set_tolerance(threshold: float, max_drop_fraction: float) -> tuple[float, float]: ...
 def zero_filled(work: Work) -> list[tuple[int, int]]: ...

@@ -7,6 +7,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <net/if.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -21,6 +22,7 @@
 #include "backend/traffic_choice.h"
 #include "base/log.h"
 #include "delegate/engine_control.h"
+#include "transport/verbs_api.h"
 
 namespace py = pybind11;
 
@@ -278,15 +280,44 @@ py::dict toPython(const VerbsStats& s) {
   py::dict d;
   d["device"] = s.device;
   d["remote_device"] = s.remoteDevice;
+  d["port"] = s.port;
   d["queue_pair"] = s.queuePair;
   d["mtu_bytes"] = s.mtuBytes;
+  d["completed"] = s.completed;
+  d["flushed"] = s.flushed;
+  d["failed"] = s.failed;
   d["sends"] = s.sends;
   d["receives"] = s.receives;
   d["reads"] = s.reads;
-  d["failed"] = s.failed;
-  d["bytes_read"] = s.bytesRead;
-  d["bytes_placed"] = s.bytesPlaced;
+  d["copied_bytes"] = s.copiedBytes;
+  d["read_bytes"] = s.readBytes;
+  d["placed_bytes"] = s.placedBytes;
   return d;
+}
+
+// For the doctor, which looks without an engine.
+py::tuple rdmaPorts() {
+  std::string why;
+  std::vector<VerbsPort> ports;
+  if (VerbsApi* const api = systemVerbs(why); api != nullptr) {
+    why = api->ports(ports).message();
+  }
+  py::list list;
+  for (const VerbsPort& port : ports) {
+    char nic[IF_NAMESIZE] = "";
+    ::if_indextoname(port.interfaceIndex, nic);
+    py::dict d;
+    d["device"] = port.device;
+    d["port"] = int{port.port};
+    d["gid_index"] = port.gidIndex;
+    d["gid"] = py::bytes(
+        reinterpret_cast<const char*>(port.gid.data()), port.gid.size());
+    d["nic"] = std::string(nic);
+    d["mtu_bytes"] = port.mtuBytes;
+    d["active"] = port.active;
+    list.append(std::move(d));
+  }
+  return py::make_tuple(list, why);
 }
 
 py::dict toPython(const PathStats& s) {
@@ -591,6 +622,11 @@ void bindControl(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(),
       "Recent operations of this process as text, newest last.");
   m.def("option_table", &optionTableForPython);
+  m.def(
+      "rdma_ports",
+      &rdmaPorts,
+      "The addresses of RDMA devices that this process could use, and why not "
+      "more.");
   m.def("set_traffic_class", &setTrafficClass, py::arg("traffic_class"));
   m.def(
       "set_tolerance",

@@ -140,7 +140,9 @@ void RoutePathConnector::onPathUse(Path& path) {
     r.upAt = link_.loop().now();
     r.damping.onUp(r.upAt);
     r.lastError.clear();
-    link_.say(LogLevel::kInfo, where);
+    link_.say(
+        LogLevel::kInfo,
+        name_ + " with " + link_.describe() + ": " + p.about());
   }
   channel.setSuspect(p.id(), p.silent());
 }
@@ -156,10 +158,7 @@ void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
     past.burstPackets = 1;
   }
   if (r.past.verbs) {
-    VerbsStats& past = *r.past.verbs;
-    past.device = past.remoteDevice = "";
-    past.queuePair = 0;
-    past.mtuBytes = 0;
+    r.past.verbs->queuePair = 0;
   }
   r.path = nullptr;
   const TimePoint now = link_.loop().now();
@@ -192,10 +191,10 @@ void RoutePathConnector::fillStats(PeerStats& stats) const {
     p.chunksRetransmitted = r.past.chunksRetransmitted;
     p.timesSuspect = r.past.timesSuspect;
     p.datagrams = r.past.datagrams;
+    p.verbs = r.past.verbs;
     if (kind_ == PathKind::kDatagram && !p.datagrams) {
       p.datagrams = DatagramStats();
     }
-    p.verbs = r.past.verbs;
     if (kind_ == PathKind::kVerbs && !p.verbs) {
       p.verbs = VerbsStats();
     }

@@ -249,7 +249,6 @@ void VerbsConnector::connectAgain(size_t route) {
 // The kernel tells of the interface before the device tells of its port, or
 // the other way round: what comes first acts, and the second finds no path.
 void VerbsConnector::onNic(const std::string& nic, bool works) {
-  learnRoutes();
   if (!works) {
     closeWhere(
         [&](size_t route, const Live&) {
@@ -268,7 +267,6 @@ void VerbsConnector::onNic(const std::string& nic, bool works) {
 void VerbsConnector::onEvent(
     const std::string& device,
     const VerbsEvent& event) {
-  learnRoutes();
   const auto isOfDevice = [&](const Live& live) {
     return live.port.device == device;
   };
@@ -368,9 +366,8 @@ void VerbsConnector::connected(size_t route, Connecting& connecting) {
   config.remoteDevice = attempt.remoteDevice;
   config.loans = link_.host().loans();
   config.remoteReads = connecting.remote.reads;
-  config.mtuBytes = std::min(
-      connecting.end->queuePair().address().mtuBytes,
-      connecting.remote.mtuBytes);
+  config.mtuBytes =
+      std::min(connecting.reply.mtuBytes, connecting.remote.mtuBytes);
   live_[route] = {
       attempt.connection,
       attempt.number,

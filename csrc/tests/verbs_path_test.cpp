@@ -242,7 +242,7 @@ class ReadingPair {
     CHECK(fake.ports(ports).ok());
     std::array<std::unique_ptr<VerbsEnd>, 2> ends;
     for (size_t side = 0; side < 2; ++side) {
-      CHECK(VerbsEnd::make(fake, ports[side], ends[side]).ok());
+      CHECK(VerbsEnd::make(fake, ports[side], {}, ends[side]).ok());
       numbers[side] = ends[side]->queuePair().address().queuePair;
     }
     for (size_t side = 0; side < 2; ++side) {

@@ -30,16 +30,20 @@ struct DatagramStats {
   uint64_t forged = 0; // not sealed by the peer, and dropped
 };
 
-// The queue pair of an RDMA path, and what has completed since the path was
-// made.
+// The queue pairs of an RDMA path; sums go on over all of them.
 struct VerbsStats {
+  // Of the present one, or the last.
   std::string device, remoteDevice;
-  uint32_t queuePair = 0; // 0: there is none now
-  uint64_t mtuBytes = 0;
+  int port = 0; // of our device
+  uint32_t queuePair = 0; // our number; 0: there is none now
+  uint32_t mtuBytes = 0;
+  // completions, by result
+  uint64_t completed = 0, flushed = 0, failed = 0;
+  // posted
   uint64_t sends = 0, receives = 0, reads = 0;
-  uint64_t failed = 0; // of any kind, with an error of their own
-  uint64_t bytesRead = 0; // from tensors of the far end
-  uint64_t bytesPlaced = 0; // of these, straight to a tensor of ours
+  uint64_t copiedBytes = 0; // into and out of the memory of the path
+  uint64_t readBytes = 0; // from tensors of the far end
+  uint64_t placedBytes = 0; // of these, straight to a tensor
 };
 
 // One path to a peer for stats(); docs/operations.md describes the fields.

@@ -19,6 +19,10 @@ class RoutePath : public Path {
   virtual bool silent() const = 0;
   // "10.0.0.1:4000 -> 10.0.0.2:4000", for messages.
   virtual std::string where() const = 0;
+  // The same with what else is worth a line of the log when it begins to work.
+  virtual std::string about() const {
+    return where();
+  }
 };
 
 } // namespace resilient

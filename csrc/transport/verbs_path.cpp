@@ -109,7 +109,6 @@ VerbsPath::VerbsPath(
       end_(std::move(end)),
       config_(std::move(config)),
       device_(end_->port().device),
-      queuePair_(end_->queuePair().address().queuePair),
       reader_(channel, id),
       startedAt_(loop.now()),
       heardAt_(loop.now()),
@@ -123,6 +122,12 @@ VerbsPath::VerbsPath(
   for (uint32_t slot = VerbsEnd::kSlots; slot-- > 0;) {
     freeSlots_.push_back(slot);
   }
+  counted_.device = device_;
+  counted_.remoteDevice = config_.remoteDevice;
+  counted_.port = end_->port().port;
+  counted_.queuePair = end_->queuePair().address().queuePair;
+  counted_.mtuBytes = config_.mtuBytes;
+  counted_.receives = VerbsEnd::kSlots;
   channel_.addPath(id, loop_.now());
   channel_.setClasses(id, 0); // the owner's to give
   loop_.add(end_->queuePair().fd(), EPOLLIN, this);
@@ -155,6 +160,25 @@ std::string VerbsPath::where() const {
   return device_ + " -> " + config_.remoteDevice;
 }
 
+std::string VerbsPath::about() const {
+  return where() + ", MTU " + std::to_string(config_.mtuBytes);
+}
+
+void VerbsPath::fill(PathStats& stats) const {
+  Path::fill(stats);
+  const VerbsStats before = stats.verbs.value_or(VerbsStats());
+  VerbsStats& sum = stats.verbs.emplace(counted_);
+  sum.completed += before.completed;
+  sum.flushed += before.flushed;
+  sum.failed += before.failed;
+  sum.sends += before.sends;
+  sum.receives += before.receives;
+  sum.reads += before.reads;
+  sum.copiedBytes += before.copiedBytes;
+  sum.readBytes += before.readBytes;
+  sum.placedBytes += before.placedBytes;
+}
+
 // The device may take its time to let go of the end, so a thread waits for it.
 // Until then, what was being read may still land. The channel outlives the
 // loop's turns.
@@ -179,24 +203,6 @@ void VerbsPath::close(const Status& why) {
   end();
   owner_.onPathClosed(*this, why); // may still ask the channel about it
   channel_.removePath(id(), loop_.now());
-}
-
-void VerbsPath::fill(PathStats& stats) const {
-  Path::fill(stats);
-  if (!stats.verbs) {
-    stats.verbs.emplace();
-  }
-  VerbsStats& v = *stats.verbs;
-  v.device = device_;
-  v.remoteDevice = config_.remoteDevice;
-  v.queuePair = queuePair_;
-  v.mtuBytes = config_.mtuBytes;
-  v.sends += stats_.sends;
-  v.receives += stats_.receives;
-  v.reads += stats_.reads;
-  v.failed += stats_.failed;
-  v.bytesRead += stats_.bytesRead;
-  v.bytesPlaced += stats_.bytesPlaced;
 }
 
 // Tells the owner if usable() has changed.
@@ -253,6 +259,8 @@ Status VerbsPath::postSlot() {
     armTimer();
   }
   ++sent_;
+  ++counted_.sends;
+  counted_.copiedBytes += slotBytes_ - sizeof(header);
   return end_->send(slot, slotBytes_);
 }
 
@@ -416,8 +424,18 @@ void VerbsPath::look() {
 }
 
 void VerbsPath::onCompletion(const VerbsCompletion& completion) {
+  switch (completion.result) {
+    case VerbsCompletion::Result::kOk:
+      ++counted_.completed;
+      break;
+    case VerbsCompletion::Result::kFlushed:
+      ++counted_.flushed;
+      break;
+    case VerbsCompletion::Result::kFailed:
+      ++counted_.failed;
+      break;
+  }
   if (completion.result != VerbsCompletion::Result::kOk) {
-    stats_.failed += completion.result == VerbsCompletion::Result::kFailed;
     close(Status(StatusCode::kNetwork, where() + ": " + completion.why));
     return;
   }
@@ -429,7 +447,6 @@ void VerbsPath::onCompletion(const VerbsCompletion& completion) {
   if (completion.request >= VerbsEnd::kReceives) {
     const auto slot =
         static_cast<uint32_t>(completion.request - VerbsEnd::kReceives);
-    ++stats_.receives;
     prove();
     if (closed_) {
       return;
@@ -440,7 +457,6 @@ void VerbsPath::onCompletion(const VerbsCompletion& completion) {
     }
     return;
   }
-  ++stats_.sends;
   freeSlots_.push_back(static_cast<uint32_t>(completion.request));
   answered();
 }
@@ -465,8 +481,7 @@ void VerbsPath::onRead() {
     return;
   }
   read->done = true;
-  ++stats_.reads;
-  stats_.bytesRead += read->header.payloadBytes;
+  counted_.readBytes += read->header.payloadBytes;
   readingBytes_ -= read->header.payloadBytes;
   answered();
   if (closed_) {
@@ -514,6 +529,7 @@ Status VerbsPath::readArrived() {
     arrived_.pop_front();
     status = end_->receive(slot);
     ++posted_;
+    ++counted_.receives;
   }
   return status;
 }
@@ -544,6 +560,7 @@ Status VerbsPath::readSlot(Arrived& arrived) {
       return status;
     }
     arrived.at += taken;
+    counted_.copiedBytes += taken;
   }
   return Status();
 }
@@ -597,6 +614,7 @@ Status VerbsPath::startRead(const std::byte* data) {
     return finishReads();
   }
   readingBytes_ += size;
+  ++counted_.reads;
   if (pending_++ == 0) {
     pendingSince_ = loop_.now();
   }
@@ -630,7 +648,7 @@ Status VerbsPath::finishReads() {
       return status;
     }
     if (read.pinned) {
-      stats_.bytesPlaced += read.header.payloadBytes;
+      counted_.placedBytes += read.header.payloadBytes;
       channel_.unpin(id());
     }
   }

@@ -108,7 +108,7 @@ struct VerbsPathConfig {
   // have lent them. Null: all bytes go through slots.
   VerbsLoans* loans = nullptr;
   uint16_t remoteReads = 0; // that the far end answers at a time
-  uint32_t mtuBytes = 0; // the smaller of both ends
+  uint32_t mtuBytes = 0; // of both ends, the smaller
 };
 
 // An RDMA queue pair as a path of a channel. The frames are a stream of bytes,
@@ -157,6 +157,7 @@ class VerbsPath final : public RoutePath, public Handler {
     return silent_;
   }
   std::string where() const override;
+  std::string about() const override;
 
   // Path
   // Proven, not silent, and no fault rule concerns the peer.
@@ -250,7 +251,6 @@ class VerbsPath final : public RoutePath, public Handler {
   std::unique_ptr<VerbsEnd> end_; // null once it is over
   const VerbsPathConfig config_;
   const std::string device_;
-  const uint32_t queuePair_; // its number
   FrameReader reader_;
   bool proven_ = false;
   bool silent_ = false;
@@ -279,8 +279,8 @@ class VerbsPath final : public RoutePath, public Handler {
   uint64_t nextRead_ = VerbsEnd::kFirstRead;
   bool bufferInUse_ = false;
   const size_t maxReads_;
-  VerbsStats stats_; // counters
 
+  VerbsStats counted_; // of this queue pair
   std::vector<VerbsCompletion> completions_;
   TimerId timer_ = 0;
   // For calls that are posted to the loop and may come too late.

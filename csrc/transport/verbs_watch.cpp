@@ -15,9 +15,14 @@ struct VerbsWatch::Watched final : Handler {
       std::shared_ptr<VerbsDevice> opened)
       : watch(w), name(std::move(n)), device(std::move(opened)) {}
 
-  void onEvents(uint32_t) override {
+  void onEvents(uint32_t mask) override {
     std::vector<VerbsEvent> events;
     device->takeEvents(events);
+    if ((mask & (EPOLLERR | EPOLLHUP)) != 0) { // removed; it says so for ever
+      watch.loop_.remove(device->eventsFd());
+      watched = false;
+      events.push_back({VerbsEvent::Kind::kDeviceFailed});
+    }
     for (const VerbsEvent& event : events) {
       watch.callback_(name, event);
     }
@@ -26,6 +31,7 @@ struct VerbsWatch::Watched final : Handler {
   const VerbsWatch& watch;
   const std::string name;
   const std::shared_ptr<VerbsDevice> device;
+  bool watched = true;
 };
 
 VerbsWatch::VerbsWatch(
@@ -50,7 +56,9 @@ VerbsWatch::VerbsWatch(
 
 VerbsWatch::~VerbsWatch() {
   for (const auto& watched : watched_) {
-    loop_.remove(watched->device->eventsFd());
+    if (watched->watched) {
+      loop_.remove(watched->device->eventsFd());
+    }
   }
 }
 

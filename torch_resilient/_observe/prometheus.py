@@ -46,12 +46,15 @@ _OF_DATAGRAMS = (
     ("forged", "counter", "Datagrams discarded: the peer had not sealed them."),
 )
 _OF_RDMA = (
-    ("sends", "counter", "Sends completed."),
-    ("receives", "counter", "Receives completed."),
-    ("reads", "counter", "Reads of the peer's memory completed."),
-    ("failed", "counter", "Requests that ended with an error of their own."),
-    ("bytes_read", "counter", "Payload read from tensors of the peer."),
-    ("bytes_placed", "counter", "Of these bytes, those read straight into tensors."),
+    ("completed", "counter", "Requests of RDMA queue pairs that were completed."),
+    ("flushed", "counter", "Requests that came back since their queue pair had failed."),
+    ("failed", "counter", "Requests that failed."),
+    ("sends", "counter", "Sends posted."),
+    ("receives", "counter", "Receives posted."),
+    ("reads", "counter", "Reads of the peer's memory posted."),
+    ("copied_bytes", "counter", "Bytes of frames copied into and out of the path's memory."),
+    ("read_bytes", "counter", "Payload read from tensors of the peer."),
+    ("placed_bytes", "counter", "Of these bytes, those read straight into tensors."),
 )
 _OF_PEERS = (
     ("messages_sent", "counter", "Messages acknowledged completely."),
@@ -161,8 +164,8 @@ def _add_path(out: _Text, peer: int, path: PathStats) -> None:
     if path.datagrams is not None:
         out.add_all("datagrams", _OF_DATAGRAMS, path.datagrams, **where)
     if path.rdma is not None:
-        where |= {"device": path.rdma.device, "remote_device": path.rdma.remote_device}
-        out.add_all("rdma", _OF_RDMA, path.rdma, **where)
+        devices = {"device": path.rdma.device, "remote_device": path.rdma.remote_device}
+        out.add_all("rdma", _OF_RDMA, path.rdma, **where, **devices)
 
 
 def _add_listener(out: _Text, listener: ListenerStats) -> None:

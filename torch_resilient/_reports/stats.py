@@ -28,6 +28,7 @@ __all__ = [
     "PathStats",
     "PeerState",
     "PeerStats",
+    "RdmaStats",
     "Record",
     "stats",
 ]
@@ -115,28 +116,37 @@ class DatagramStats(Record):
 
 @dataclass(frozen=True, slots=True)
 class RdmaStats(Record):
-    """The queue pair of an RDMA path, and what its device has done since the path was made.
+    """Queue pairs of an RDMA path. Counters are sums over all queue pairs that it has had.
 
     Attributes:
-        device, remote_device: names of the devices; empty while there is no path.
-        queue_pair: its number at this end, 0 while there is none.
-        mtu_bytes: the largest packet that both devices take.
-        sends, receives, reads: requests completed without an error.
-        failed: requests that ended with an error of their own, such as no answer from the peer.
-        bytes_read: payload read from tensors of the peer.
-        bytes_placed: of these, read straight into tensors of this rank.
+        device, remote_device: of this end and of the peer, such as "mlx5_0"; empty if there has
+            been no queue pair.
+        port: of this end's device, from 1.
+        queue_pair: number at this end; 0 if there is none now.
+        mtu_bytes: payload of a full packet; the smaller one of both ends.
+        completed: requests that were completed.
+        flushed: requests that came back because the queue pair had failed before.
+        failed: requests that failed: no answer after all retries, or refused.
+        sends, receives, reads: requests posted.
+        copied_bytes: bytes of frames copied into and out of the path's memory.
+        read_bytes: payload that this end has read from tensors of the peer.
+        placed_bytes: of these bytes, those that were read straight into tensors.
     """
 
     device: str
     remote_device: str
+    port: int
     queue_pair: int
     mtu_bytes: int
+    completed: int
+    flushed: int
+    failed: int
     sends: int
     receives: int
     reads: int
-    failed: int
-    bytes_read: int
-    bytes_placed: int
+    copied_bytes: int
+    read_bytes: int
+    placed_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,7 @@ class PathStats(Record):
         capacity_bytes_per_s: estimate of what the path could carry, 0 while unknown.
         last_error: why it broke last, or an empty string.
         datagrams: packet counters of a UDP path, None of any other.
-        rdma: counters of an RDMA path, None of any other.
+        rdma: queue pair and counters of an RDMA path, None of any other.
     """
 
     kind: PathKind
@@ -306,8 +316,8 @@ class GroupStats(GroupCounts):
 
 
 def _path(native: dict[str, Any]) -> PathStats:
-    round_trips_s = tuple(native.pop("round_trips_s"))
-    datagrams, rdma = native.pop("datagrams"), native.pop("rdma")
+    round_trips_s, datagrams = tuple(native.pop("round_trips_s")), native.pop("datagrams")
+    rdma = native.pop("rdma")
     return PathStats(
         **native,
         round_trips_s=round_trips_s,

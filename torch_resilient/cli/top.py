@@ -322,8 +322,8 @@ def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
         f"{len(now)} of {size or '?'} ranks, on {hosts}; {pending} operations pending; "
         f"{time.strftime('%H:%M:%S')}"
     )
-    datagrams = _datagrams(old, now)
-    return "\n\n".join([head, table(rows), *([table(datagrams)] if datagrams else [])])
+    more = [table(rows) for rows in (_datagrams(old, now), _rdma(now)) if rows]
+    return "\n\n".join([head, table(rows), *more])
 
 
 def _rank_name(told: Snapshot) -> str:
@@ -354,6 +354,47 @@ def _datagrams(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[
         "recovered",
         "zero-filled",
         "forged",
+    )
+    return [head, *rows] if rows else []
+
+
+def _rdma(now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
+    """The rows of a table of the RDMA paths; empty if there are none."""
+    rows = []
+    for told in now:
+        for (peer, _), (_, path) in _paths(told).items():
+            rdma = path.rdma
+            if rdma is None or not rdma.device:
+                continue
+            rows.append(
+                (
+                    _rank_name(told),
+                    str(peer),
+                    path.name,
+                    f"{rdma.device}-{rdma.remote_device}",
+                    str(rdma.port),
+                    str(rdma.queue_pair) if rdma.queue_pair else "-",
+                    str(rdma.mtu_bytes),
+                    str(rdma.completed),
+                    str(rdma.flushed),
+                    str(rdma.failed),
+                    f"{rdma.copied_bytes / 1e6:.0f}",
+                    f"{rdma.placed_bytes / 1e6:.0f}",
+                )
+            )
+    head = (
+        "rank",
+        "peer",
+        "path",
+        "devices",
+        "port",
+        "queue pair",
+        "MTU",
+        "completed",
+        "flushed",
+        "failed",
+        "copied MB",
+        "placed MB",
     )
     return [head, *rows] if rows else []
 
