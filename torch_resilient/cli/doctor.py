@@ -14,7 +14,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from torch_resilient.cli import doctor_facts, doctor_peers
+from torch_resilient.cli import doctor_facts, doctor_peers, doctor_rdma
 from torch_resilient.cli.doctor_checks import Facts, Finding, check_host, check_job, check_target
 from torch_resilient.cli.errors import bad_input, printable
 
@@ -27,9 +27,10 @@ examples:
 
 It checks the build of torch_resilient, the start of the backend with the settings of the
 environment, misspelled variables, names that resolve to loopback (127.0.1.1 in /etc/hosts),
-interfaces of containers (docker0), limits on open files and on TCP's buffers, and /dev/shm. In a
-job it also checks versions, ports and firewalls for every pair of interfaces, large messages (MTU),
-buffers for the measured round trip, and clocks.
+interfaces of containers (docker0), limits on open files and on TCP's buffers, /dev/shm, and RDMA
+devices: library, rights, locked memory, ports and addresses. In a job it also checks versions,
+ports and firewalls for every pair of interfaces, RDMA between them, large messages (MTU), buffers
+for the measured round trip, and clocks.
 
 Each finding has an observation, its effect on a job, and a command that fixes it.
 exit status: 0 without findings, 1 with findings, 2 for bad input.
@@ -94,7 +95,9 @@ def _print(all_facts: Sequence[Facts], findings: Sequence[Finding], as_json: boo
         print(json.dumps(told))
         return
     for facts in all_facts:
-        print(printable(about_text(facts)))  # of other hosts, by way of the store
+        # Of other hosts, by way of the store.
+        for line in (about_text(facts), *doctor_rdma.about(facts)):
+            print(printable(line))
     print()
     for finding in findings:
         print(f"{printable(finding_text(finding))}\n")
@@ -122,11 +125,18 @@ def run(options: argparse.Namespace) -> int:
         if all_facts is None:
             return 0  # rank 0 reports
         findings = check_job(all_facts)
+        hosts: set[str] = set()
+        for each in all_facts:
+            if each.host_key not in hosts:
+                hosts.add(each.host_key)
+                findings += doctor_rdma.check_rdma(each)
+        findings += doctor_rdma.check_pairs(all_facts)
     else:
         facts = doctor_facts.collect(options.host or os.environ.get("MASTER_ADDR", ""))
         doctor_facts.try_backend(facts)
         all_facts = [facts]
         findings = check_host(facts, several_hosts=doctor_facts.is_remote_name(options.host))
+        findings += doctor_rdma.check_rdma(facts)
         if options.host is not None:
             target = doctor_facts.try_target(options.host, options.port)
             # Reports an unresolvable name only once.

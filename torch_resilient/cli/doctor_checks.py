@@ -111,6 +111,45 @@ class Link:
 
 
 @dataclass
+class RdmaPort:
+    """A port of an RDMA device.
+
+    `gids`: its addresses, as "index: type address". `mtu_bytes`, `is_seen`: by the backend; 0: not
+    known.
+    """
+
+    device: str
+    port: int
+    state: str
+    link_layer: str
+    firmware: str = ""
+    nic: str = ""
+    gids: list[str] = field(default_factory=list)
+    mtu_bytes: int = 0
+    is_seen: bool = False
+
+
+@dataclass
+class Rdma:
+    """The RDMA devices of a host, and what this process needs for them.
+
+    Attributes:
+        has_module: ib_uverbs is loaded.
+        nodes: the device files of /dev/infiniband; denied: those that this process may not open.
+        memlock_bytes: the limit on locked memory, None without one; may_lock: it does not hold.
+        verbs_error: why the backend cannot use them, or an empty string.
+    """
+
+    ports: list[RdmaPort] = field(default_factory=list)
+    has_module: bool = True
+    nodes: list[str] = field(default_factory=list)
+    denied: list[str] = field(default_factory=list)
+    memlock_bytes: int | None = None
+    may_lock: bool = False
+    verbs_error: str = ""
+
+
+@dataclass
 class Facts:
     """Observations on one host, by one rank in a job (else rank None).
 
@@ -127,6 +166,7 @@ class Facts:
         backend_error: why the backend does not start; empty: it does.
         nofile: soft and hard limit on open files.
         buffers_forced: net.core.rmem_max and wmem_max do not hold for this process.
+        rdma: None without an RDMA device.
         links: to other ranks; round_trips_s, clock_offsets_s: of peers, as far as they were tried;
             an offset is (theirs minus ours, its possible error).
         peer_errors: by rank, why a trial with it failed.
@@ -156,6 +196,7 @@ class Facts:
     buffers_forced: bool = False
     socket_buffer_bytes: int = 0
     wan_connections: int = 0
+    rdma: Rdma | None = None
     links: list[Link] = field(default_factory=list)
     round_trips_s: dict[int, float] = field(default_factory=dict)
     clock_offsets_s: dict[int, tuple[float, float]] = field(default_factory=dict)
@@ -176,6 +217,9 @@ class Facts:
         tuples to lists."""
         values = dict(told)
         values["interfaces"] = [Interface(**each) for each in told["interfaces"]]
+        if told["rdma"] is not None:
+            ports = [RdmaPort(**each) for each in told["rdma"]["ports"]]
+            values["rdma"] = Rdma(**{**told["rdma"], "ports": ports})
         values["links"] = [Link(**each) for each in told["links"]]
         values["nofile"] = tuple(told["nofile"])
         values["toward_master"] = tuple(told["toward_master"]) if told["toward_master"] else None
@@ -533,7 +577,7 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             )
         for link in facts.links:
             other = by_rank.get(link.peer)
-            if other is None:
+            if other is None or link.kind == "rdma":  # see doctor_rdma.py
                 continue
             # Several connections between two interfaces, and both ends, have one cause.
             ends = sorted([(facts.host_key, link.nic), (other.host_key, link.remote_nic)])

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from torch_resilient._version import __version__
-from torch_resilient.cli import third_party
+from torch_resilient.cli import doctor_rdma, third_party
 from torch_resilient.cli.doctor_checks import Facts, Interface, Target
 
 _CONNECT_TIMEOUT_S = 5.0
@@ -184,6 +184,7 @@ def collect(master: str = "") -> Facts:
         shm_bytes=shm_bytes,
         nofile=resource.getrlimit(resource.RLIMIT_NOFILE),
         buffers_forced=_may_force_buffers(),
+        rdma=doctor_rdma.collect(),
     )
     with contextlib.suppress(FileNotFoundError):  # installed without the list
         listed = third_party.table()
@@ -231,6 +232,8 @@ def _look_at_build(facts: Facts) -> None:
         "TORCH_RESILIENT_CUDA",  # setup.py
         "TORCH_RESILIENT_VERBS",
     ]
+    if facts.rdma is not None:
+        doctor_rdma.look(facts.rdma, *native.rdma_ports())
     with contextlib.suppress(ValueError):  # the trial reports it
         options = native.Options()
         facts.socket_buffer_bytes = options.socket_buffer_bytes
