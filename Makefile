@@ -24,7 +24,7 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-lossy test lint tidy format cpp-test python-test slow-test \
+.PHONY: help setup demo demo-lossy demo-verbs test lint tidy format cpp-test python-test slow-test \
   verbs-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
@@ -54,6 +54,9 @@ demo: setup ## the demonstration: training goes on while the network fails
 
 demo-lossy: setup ## training over a link that loses packets, in three ways (root)
 	$(BIN)/python examples/demo_lossy.py $(ARGS)
+
+demo-verbs: setup verbs-lab ## training over RDMA under a fault every second, in guests (root)
+	$(BIN)/python examples/failover.py --verbs $(ARGS)
 
 # The tests of the package mostly wait. Meanwhile, with what they leave of the processors, the core
 # is compiled; if that fails, the second line says how.

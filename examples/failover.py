@@ -1,11 +1,15 @@
 """The network fails on purpose, the training does not: 25 to 40 seconds on two cores, no root.
 
     python examples/failover.py
+    python examples/failover.py --verbs   # over RDMA, in two guests: root, and `make verbs-lab`
 
 Trains a small model on two ranks (train_ddp.py) twice: once in peace, and once under
 `torch-resilient chaos`, which breaks, silences, delays and throttles the connections between them.
 Prints what each fault did, then compares the losses, which must be equal to the last bit. Exit code
 0: they are, and the faults really happened; 1: not so, and the text says what.
+
+With --verbs, two guests of the verbs lab train over RDMA, with DDP and as a pipeline, under a fault
+every second at either end. Losses and weights must be equal. It takes two to three minutes.
 """
 
 from __future__ import annotations
@@ -21,10 +25,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import failover_verbs
+
+from torch_resilient.testing import LabUnavailable
+
 LOSS = re.compile(r"^step (\d+) loss [\d.]+ (\S+)$", re.MULTILINE)
 # A machine too slow for this limit should lower --steps.
 RUN_TIMEOUT_S = 180.0
 FAULTS = 5
+STEPS = 500
 
 
 class FailoverError(Exception):
@@ -95,15 +104,33 @@ def chaos_options(seed: int, training_s: float) -> list[str]:
     ]
 
 
+def over_rdma(seed: int, steps: int) -> int:
+    """The same in the verbs lab; returns the exit code."""
+    try:
+        failover_verbs.run(seed, steps)
+    except (failover_verbs.VerbsFailoverError, LabUnavailable) as error:
+        sys.stderr.write(f"failover.py: {error}\n")
+        return 1
+    return 0
+
+
 def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seed", type=int, default=7, help="of the faults (default: 7)")
-    parser.add_argument("--steps", type=int, default=500, help="of each training (default: 500)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help=f"of each training (default: 500; with --verbs {failover_verbs.STEPS})",
+    )
+    parser.add_argument("--verbs", action="store_true", help="over RDMA in the verbs lab")
     arguments = parser.parse_args()
-    steps = arguments.steps
+    steps: int | None = arguments.steps
+    if arguments.verbs:
+        return over_rdma(arguments.seed, failover_verbs.STEPS if steps is None else steps)
+    steps = STEPS if steps is None else steps
     try:
         print(f"training for {steps} steps without faults ...", flush=True)
         began_s = time.monotonic()

@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import failover  # noqa: E402
+import failover_verbs  # noqa: E402
 import run_demo  # noqa: E402
 import train_pipeline  # noqa: E402
 from curves_svg import Curve, render_curves  # noqa: E402
@@ -223,6 +224,41 @@ def test_the_failover_example_fails_if_a_loss_differs_in_the_last_bit() -> None:
         failover.losses_of(output, 3)
     with pytest.raises(failover.FailoverError, match=r"failed with exit code 3:\nwhy"):
         failover.run(["sh", "-c", "echo why; exit 3"])
+
+
+def test_the_failover_example_over_rdma_has_all_kinds_of_faults_at_both_ends() -> None:
+    count = 2 * len(failover_verbs.KINDS)
+    planned = list(failover_verbs.faults(7, count))
+    assert planned == list(failover_verbs.faults(7, count))
+    assert {kind for kind, _, _ in planned[: len(failover_verbs.KINDS)]} == {*failover_verbs.KINDS}
+    scripts = "; ".join(script for _, script, _ in planned)
+    for part in ("admin a", "admin b", "carrier a", "carrier b", "a->b", "b->a", "eth0", "eth1"):
+        assert part in scripts
+    with pytest.raises(failover_verbs.VerbsFailoverError, match="too short for every fault"):
+        failover_verbs.tell_faults(planned[:3], 3.0)
+
+
+def test_the_failover_example_over_rdma_fails_if_a_bit_differs_or_nothing_failed() -> None:
+    def result(rank: int, loss: str, weights: str, silent: int, sent: int = 9) -> dict[str, Any]:
+        path = {"kind": "rdma", "bytes_sent": sent, "times_suspect": silent}
+        return {"rank": rank, "losses": ["0x1p0", loss], "weights": weights, "paths": [path]}
+
+    def check(*faulty: dict[str, Any]) -> None:
+        healthy = [result(rank, "0x1p0", "w", 0) for rank in range(2)]
+        failover_verbs.check("ddp", healthy, list(faulty))
+
+    good = result(1, "0x1p0", "w", 3)
+    check(result(0, "0x1p0", "w", 0), good)
+    for bad, why in (
+        (result(0, "0x1.0000000000001p0", "w", 3), "loss of step 1"),
+        (result(0, "0x1p0", "v", 3), "weights of guest a"),
+    ):
+        with pytest.raises(failover_verbs.VerbsFailoverError, match=why):
+            check(bad, good)
+    with pytest.raises(failover_verbs.VerbsFailoverError, match="no RDMA path has failed"):
+        check(result(0, "0x1p0", "w", 0), result(1, "0x1p0", "w", 0))
+    with pytest.raises(failover_verbs.VerbsFailoverError, match="RDMA carried nothing"):
+        check(result(0, "0x1p0", "w", 1, 0), result(1, "0x1p0", "w", 1, 0))
 
 
 def test_help_teaches_and_needs_no_torchrun() -> None:
