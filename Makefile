@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-lossy demo-verbs test lint tidy format cpp-test python-test slow-test \
-  verbs-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
+  verbs-test verbs-slow-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -95,7 +95,10 @@ slow-test: setup ## the tests that take long or much memory
 
 # Apart from the other tests, which run while the kernel of the guests is built.
 verbs-test: setup verbs-lab-if-possible ## tests with real verbs, in guests (root)
-	$(BIN)/python -m pytest -m verbs $(ARGS)
+	$(BIN)/python -m pytest -m "verbs and not slow" $(ARGS)
+
+verbs-slow-test: setup verbs-lab ## 200 fault points over real verbs, in guests (root)
+	$(BIN)/python -m pytest -m "verbs and slow" $(ARGS)
 
 # Some minutes once; the kernel is kept until its configuration or its source changes.
 verbs-lab: setup ## the kernel of the verbs lab's guests, and a program for its tests
