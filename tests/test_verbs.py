@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch_resilient.testing.job import Row
 pytestmark = [pytest.mark.lab, pytest.mark.verbs]
 
 PROGRAM = Path(__file__).with_name("verbs_program.py")
+LATE_PROGRAM = Path(__file__).with_name("verbs_late_program.py")
 # Far more than anything takes: the machine may be busy.
 LIMIT_S = 90
 PORTS = itertools.count(29500)
@@ -141,3 +143,74 @@ def test_connections_carry_where_one_end_uses_no_rdma(lab: VerbsLab) -> None:
     with LabJob(command, guests, lab.control, port=next(PORTS)) as job:
         assert rounds_pass(job)["bytes"] == 0
         end_well(job)
+
+
+def late_packets(lab: VerbsLab, direction: str, late_s: float, by_nic: bool) -> None:
+    """Packets that are late by `late_s`, during a fault of their path. No byte may change.
+
+    by_nic: the NIC of the sender is off for a moment. Otherwise what follows the late packets is
+    lost until the path fails, as its retries are used up.
+    """
+    networks = [lab.networks[name] for name in ("eth0", "eth1")]
+    guests = list(lab.guests.values())
+    environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+    command = [sys.executable, str(LATE_PROGRAM)]
+
+    def carried() -> list[int]:
+        return [int(network.counters().delivered.bytes) for network in networks]
+
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as job:
+        try:
+            assert [job.row("ready", LIMIT_S)["up"] for _ in range(2)] == [2, 2]
+            before = carried()
+            job.tell("go")
+            deadline = time.monotonic() + LIMIT_S
+            grown = [0, 0]
+            while max(grown) < 1_000_000:
+                assert time.monotonic() < deadline
+                grown = [now - then for now, then in zip(carried(), before, strict=True)]
+            # The network that RDMA uses at this moment.
+            network = networks[grown.index(max(grown))]
+            network.set(direction=direction, delay_s=late_s)
+            set_at = time.monotonic()
+            time.sleep(0.01)
+            if by_nic:
+                network.down("admin", end="b")
+                time.sleep(0.05)
+                network.up(end="b")
+            else:
+                network.set(direction=direction, drop=1)
+            done = [job.row("done", LIMIT_S) for _ in range(2)]
+            if not by_nic:
+                job.row("reset", LIMIT_S)
+                network.set(direction=direction, drop=0)
+            network.set(direction=direction, delay_s=0)
+            # The time of the last late packet, and some more.
+            time.sleep(max(0.0, set_at + 0.1 + late_s + 0.5 - time.monotonic()))
+            job.tell("nothing is under way")
+            results = [job.row("result", LIMIT_S) for _ in range(2)]
+            assert job.wait(LIMIT_S) == [0, 0], job.words(0) + job.words(1)
+        finally:
+            for each in networks:
+                each.up()
+                each.set(delay_s=0, drop=0)
+    assert [row["wrong"] for row in done] == [0, 0]
+    assert [row["changed"] for row in results] == [0, 0]
+
+
+@pytest.mark.parametrize("direction", ["b->a", "a->b"], ids=["data", "acknowledgements"])
+def test_late_packets_of_a_former_queue_pair_change_no_byte(lab: VerbsLab, direction: str) -> None:
+    """The memory of a message belongs to the program again while its packets are under way.
+
+    The retries take 1.1 s, and a path that has failed is offered again after a second. So the late
+    packets find a new one.
+    """
+    late_packets(lab, direction, 4.0, by_nic=False)
+
+
+@pytest.mark.parametrize("direction", ["b->a", "a->b"], ids=["data", "acknowledgements"])
+def test_late_packets_change_no_byte_while_the_nic_is_off_and_on(
+    lab: VerbsLab, direction: str
+) -> None:
+    """Whether that resets the path is chance: its device must have a packet to send meanwhile."""
+    late_packets(lab, direction, 0.6, by_nic=True)
