@@ -71,13 +71,17 @@ def imports(count: int) -> Row:
     return {"table": "import", "both_guests_s": preload_s, "fresh_s": fresh_s, "fork_s": warm_s}
 
 
-def perftest(lab: VerbsLab, program: str, *options: str) -> list[float]:
-    """The row of numbers that a perftest program prints."""
+def perftest(lab: VerbsLab, program: str, *options: str, before: Sequence[str] = ()) -> list[float]:
+    """The row of numbers that a perftest program prints.
+
+    before: put before the command of the client, which is on the second guest; numbers on its last
+    line of standard error are added.
+    """
     a, b = lab.guests.values()
     command = [*real_time, program, "-d", "rxe0", *options]
     for _ in range(TRIES):
         port = ["-p", str(next(ports))]
-        client = [*command, *port, lab.control.address(a)]
+        client = [*before, *command, *port, lab.control.address(a)]
         with a.popen(
             [*command, *port], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         ) as server:
@@ -96,7 +100,8 @@ def perftest(lab: VerbsLab, program: str, *options: str) -> list[float]:
         row = next((row for row in reversed(rows) if row and row[0].isdigit()), None)
         if done.returncode != 0 or row is None:
             raise RuntimeError(f"{program}: {said}")
-        return [float(word) for word in row]
+        added = done.stderr.splitlines()[-1].split() if before else []
+        return [float(word) for word in (*row, *added)]
     raise RuntimeError(f"{program}: no times; the machine is too busy")
 
 
