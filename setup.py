@@ -48,6 +48,8 @@ WITHOUT_CUDA = {without_cuda!r}
 CUDA_MODULE = "torch_resilient._cuda"
 # Not a Python module: csrc/transport/verbs_system.cpp opens it.
 VERBS_LIBRARY = "torch_resilient._verbs"
+# Not a Python module either: `torch-resilient shift` preloads it into other programs.
+SHIFT_LIBRARY = "torch_resilient._shift"
 
 
 def sources(*patterns: str) -> list[str]:
@@ -62,6 +64,7 @@ def extensions() -> list[Extension]:
     flags = [*plain_flags, f'-DTORCH_RESILIENT_BUILT_FOR="{torch.__version__}"']
     headers = sources("**/*.h", "**/*.def")
     apart = ("csrc/tests/", "csrc/cuda/", "csrc/planning/", "csrc/lab/", "csrc/verbs/")
+    apart += ("csrc/shift/",)
     apart += ("csrc/loss/bindings.cpp",)
     core = [path for path in sources("**/*.cpp") if not path.startswith(apart)]
     if not any(path.startswith("csrc/backend/") for path in core):
@@ -125,6 +128,18 @@ def extensions() -> list[Extension]:
             language="c++",
             libraries=["ibverbs"],
             extra_compile_args={"cxx": plain_flags},
+        ),
+        Extension(
+            SHIFT_LIBRARY,
+            sources(
+                "shift/*.cpp", *(f"base/{name}.cpp" for name in ("random", "status", "syscall"))
+            ),
+            include_dirs=include,
+            depends=[*headers, "csrc/shift/exports.map"],
+            language="c++",
+            libraries=["ibverbs"],
+            extra_compile_args={"cxx": plain_flags},
+            extra_link_args=[f"-Wl,--version-script={ROOT}/csrc/shift/exports.map"],
         ),
     ]
 
@@ -205,7 +220,11 @@ class BuildForTorch(BuildExtension):
         super().run()
         package = Path(self.get_ext_fullpath("torch_resilient._C")).parent
         built = {each.name for each in self.extensions}
-        for dropped in {CUDA_MODULE, VERBS_LIBRARY} - built:  # an earlier build may have left it
+        for dropped in {
+            CUDA_MODULE,
+            VERBS_LIBRARY,
+            SHIFT_LIBRARY,
+        } - built:  # an earlier build may have left it
             (package / Path(self.get_ext_filename(dropped)).name).unlink(missing_ok=True)
         text = BUILD_INFO.format(version=str(torch.__version__), without_cuda=self.without_cuda)
         (package / "_build_info.py").write_text(text, encoding="utf-8")
@@ -226,7 +245,7 @@ class BuildForTorch(BuildExtension):
             reason = "the C++ compiler failed on them; its output is above"
             if ext.name == CUDA_MODULE:
                 self.drop_cuda(reason)
-            elif ext.name == VERBS_LIBRARY:
+            elif ext.name in (VERBS_LIBRARY, SHIFT_LIBRARY):
                 self.drop_verbs(reason)
             else:
                 raise
@@ -265,6 +284,7 @@ class BuildForTorch(BuildExtension):
     def drop_verbs(self, reason: str) -> None:
         """Leaves the RDMA verbs out and prints the reason in one line; exits if required."""
         self.leave_out(VERBS_LIBRARY)
+        self.leave_out(SHIFT_LIBRARY)
         text = f"torch_resilient has no RDMA verbs: {reason}"
         if VERBS_WANTED:
             sys.exit(f"{text}; TORCH_RESILIENT_VERBS=1 requires them")

@@ -33,6 +33,7 @@ FOLDERS: dict[str, set[str]] = {
     "planning": {"base"},
     "lab": {"base"},
     "verbs": {"base"},
+    "shift": {"base"},
 }
 # Headers of other folders that a folder may include, too: the interface that verbs implements.
 SINGLE_HEADERS = {"verbs": {"transport/verbs_api.h"}}

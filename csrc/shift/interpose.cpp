@@ -1,0 +1,581 @@
+// The entry points of libibverbs that a preloaded library replaces.
+
+#include <fcntl.h>
+#include <poll.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "shift/data_path.h"
+#include "shift/real_verbs.h"
+#include "shift/runtime.h"
+#include "shift/session.h"
+
+#undef ibv_reg_mr
+#undef ibv_reg_mr_iova
+
+namespace {
+
+using namespace resilient::shift;
+
+constexpr uint32_t kPiecesMax = 64;
+
+template <typename Map, typename Key>
+auto* findIn(const Map& map, Key key) {
+  const auto found = map.find(key);
+  return found == map.end() ? nullptr : found->second.get();
+}
+
+uint64_t keyOf(const void* handle) {
+  return reinterpret_cast<uint64_t>(handle);
+}
+
+using Guard = std::lock_guard<std::recursive_mutex>;
+
+// ---- Memory ----
+
+void shadowMr(ibv_mr* mr, uint64_t iova, int access) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  const Pd* pd = findIn(all.pds, mr->pd);
+  // One entry point of libibverbs may call another, which is ours, too.
+  if (pd == nullptr || pd->backup == nullptr ||
+      findIn(all.mrs, mr) != nullptr) {
+    return;
+  }
+  auto made = std::make_unique<Mr>();
+  made->device = pd->device;
+  made->app = mr;
+  Mr* shadow = made.get();
+  all.mrs[mr] = std::move(made);
+  // catchUp() runs before an object goes, so the pointers stay valid.
+  all.later([shadow, pd, iova, access] {
+    const ibv_mr* app = shadow->app;
+    shadow->backup = real().regMrIova2(
+        pd->backup,
+        app->addr,
+        app->length,
+        iova,
+        static_cast<unsigned>(access));
+    if (shadow->backup == nullptr) {
+      say("memory of %zu bytes cannot be registered on %s",
+          app->length,
+          pd->device->backupName.c_str());
+      return;
+    }
+    {
+      const std::lock_guard keys(pd->device->keysMutex);
+      pd->device->backupKeys[app->lkey] = shadow->backup->lkey;
+    }
+    const std::string value = std::to_string(app->rkey) + ":" +
+        std::to_string(shadow->backup->rkey) + ":" + std::to_string(iova) +
+        ":" + std::to_string(app->length);
+    for (const std::string& address : addressesOf(pd->device->app, 1)) {
+      runtime().store.put(
+          "mr." + address + "." + std::to_string(app->rkey), value);
+    }
+  });
+}
+
+void dropMr(ibv_mr* mr) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  Mr* shadow = findIn(all.mrs, mr);
+  if (shadow == nullptr) {
+    return;
+  }
+  all.catchUp();
+  if (shadow->backup != nullptr) {
+    {
+      const std::lock_guard keys(shadow->device->keysMutex);
+      shadow->device->backupKeys.erase(mr->lkey);
+    }
+    for (const std::string& address : addressesOf(shadow->device->app, 1)) {
+      all.store.remove("mr." + address + "." + std::to_string(mr->rkey));
+    }
+    real().deregMr(shadow->backup);
+  }
+  all.mrs.erase(mr);
+}
+
+// ---- Completion channels ----
+
+void watchFd(int epollFd, int fd) {
+  fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
+  epoll_event event{};
+  event.events = EPOLLIN;
+  event.data.fd = fd;
+  epoll_ctl(epollFd, EPOLL_CTL_ADD, fd, &event);
+}
+
+// Takes one event of the library below and acknowledges it at once: the number
+// of events that the application acknowledges is not that of one device.
+ibv_cq* takeEvent(ibv_comp_channel* channel, int fd) {
+  ibv_comp_channel view = *channel;
+  view.fd = fd;
+  ibv_cq* cq = nullptr;
+  void* context = nullptr;
+  if (real().getCqEvent(&view, &cq, &context) != 0) {
+    return nullptr;
+  }
+  real().ackCqEvents(cq, 1);
+  return cq;
+}
+
+Cq* takeOwnEvent(Channel& channel) {
+  const std::lock_guard guard(channel.mutex);
+  if (channel.pending.empty()) {
+    return nullptr;
+  }
+  Cq* cq = runtime().cqByHandle.find(keyOf(channel.pending.front()));
+  channel.pending.pop_front();
+  uint64_t ignored = 0;
+  if (channel.pending.empty()) {
+    [[maybe_unused]] const ssize_t got =
+        read(channel.eventFd, &ignored, sizeof ignored);
+  }
+  return cq;
+}
+
+Cq* takeAnyEvent(Channel& channel) {
+  if (Cq* cq = takeOwnEvent(channel); cq != nullptr) {
+    return cq;
+  }
+  if (ibv_cq* cq = takeEvent(channel.app, channel.realFd); cq != nullptr) {
+    return runtime().cqByHandle.find(keyOf(cq));
+  }
+  if (ibv_cq* cq = takeEvent(channel.backup, channel.backup->fd);
+      cq != nullptr) {
+    return static_cast<Cq*>(cq->cq_context);
+  }
+  return nullptr;
+}
+
+// ---- Queue pairs ----
+
+const char* whyUnprotected(
+    const ibv_qp_init_attr& asked,
+    const Cq* send,
+    const Cq* receive) {
+  if (asked.qp_type != IBV_QPT_RC) {
+    return "it is not a reliable connection";
+  }
+  if (asked.srq != nullptr) {
+    return "it uses a shared receive queue";
+  }
+  if (send == nullptr || receive == nullptr) {
+    return "its completion queue is not protected";
+  }
+  if (asked.cap.max_send_sge > kPiecesMax ||
+      asked.cap.max_recv_sge > kPiecesMax) {
+    return "it allows more than 64 pieces of memory in a request";
+  }
+  return runtime().isUsable() ? nullptr : "the store cannot be reached";
+}
+
+void shadowQp(Qp* qp) {
+  if (!makeBackupQp(*qp)) {
+    say("queue pair %u of %s is not protected: no backup",
+        qp->app->qp_num,
+        qp->device->name.c_str());
+    return;
+  }
+  runtime().qpByNumber.insert(
+      numberKey(qp->device->backup, qp->backup->qp_num), qp);
+  qp->session->publish();
+}
+
+void protectQp(
+    ibv_qp* handle,
+    Pd* pd,
+    const ibv_qp_init_attr& asked,
+    Cq* send,
+    Cq* receive) {
+  Runtime& all = runtime();
+  auto made = std::make_unique<Qp>(Limits{
+      asked.cap.max_send_wr,
+      asked.cap.max_recv_wr,
+      asked.cap.max_send_sge,
+      asked.cap.max_recv_sge,
+      asked.cap.max_inline_data});
+  Qp* qp = made.get();
+  qp->device = pd->device;
+  qp->pd = pd;
+  qp->app = handle;
+  qp->asked = asked;
+  qp->sendCq = send;
+  qp->receiveCq = receive;
+  qp->signalsAll = asked.sq_sig_all != 0;
+  qp->session = std::make_shared<Session>(*qp);
+  if (!all.qpByHandle.insert(keyOf(handle), qp) ||
+      !all.qpByNumber.insert(numberKey(pd->device->app, handle->qp_num), qp)) {
+    say("queue pair %u is not protected: there are too many", handle->qp_num);
+    all.qpByHandle.erase(keyOf(handle));
+    return;
+  }
+  all.qps[handle] = std::move(made);
+  all.later([qp] { shadowQp(qp); });
+}
+
+// Attributes are recorded when they are set: no query, no second system call.
+void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
+  ibv_qp_attr& kept = qp.attributes;
+  const auto take = [&](int bit, auto member) {
+    if ((mask & bit) != 0) {
+      kept.*member = set.*member;
+    }
+  };
+  take(IBV_QP_PORT, &ibv_qp_attr::port_num);
+  take(IBV_QP_PKEY_INDEX, &ibv_qp_attr::pkey_index);
+  take(IBV_QP_ACCESS_FLAGS, &ibv_qp_attr::qp_access_flags);
+  take(IBV_QP_AV, &ibv_qp_attr::ah_attr);
+  take(IBV_QP_PATH_MTU, &ibv_qp_attr::path_mtu);
+  take(IBV_QP_DEST_QPN, &ibv_qp_attr::dest_qp_num);
+  take(IBV_QP_RQ_PSN, &ibv_qp_attr::rq_psn);
+  take(IBV_QP_SQ_PSN, &ibv_qp_attr::sq_psn);
+  take(IBV_QP_MAX_DEST_RD_ATOMIC, &ibv_qp_attr::max_dest_rd_atomic);
+  take(IBV_QP_MAX_QP_RD_ATOMIC, &ibv_qp_attr::max_rd_atomic);
+  take(IBV_QP_MIN_RNR_TIMER, &ibv_qp_attr::min_rnr_timer);
+  take(IBV_QP_TIMEOUT, &ibv_qp_attr::timeout);
+  take(IBV_QP_RETRY_CNT, &ibv_qp_attr::retry_cnt);
+  take(IBV_QP_RNR_RETRY, &ibv_qp_attr::rnr_retry);
+}
+
+void followState(Qp& qp, ibv_qp_state state) {
+  if (state == IBV_QPS_RTS) {
+    const std::lock_guard guard(qp.lock);
+    qp.hasSendAttributes = true;
+    qp.core.setPacketRules(
+        128U << qp.attributes.path_mtu, qp.attributes.sq_psn);
+  } else if (state == IBV_QPS_RTR) {
+    // An end that only receives may stay in this state.
+    const std::lock_guard guard(qp.lock);
+    qp.core.setPacketRules(128U << qp.attributes.path_mtu, 0);
+    if (qp.attributes.ah_attr.is_global == 0) {
+      say("queue pair %u is not protected: it is addressed without a GID",
+          qp.app->qp_num);
+      return;
+    }
+    runtime().later([session = qp.session] { session->meetPeer(); });
+  } else if (state == IBV_QPS_ERR || state == IBV_QPS_RESET) {
+    // The application takes it down: what comes back is its own affair.
+    const std::lock_guard guard(qp.lock);
+    if (qp.core.active() == 0) {
+      qp.protection = Protection::kOff;
+    }
+  }
+}
+
+void dropQp(ibv_qp* handle) {
+  Runtime& all = runtime();
+  Qp* qp = findIn(all.qps, handle);
+  if (qp == nullptr) {
+    return;
+  }
+  all.catchUp();
+  qp->session->end();
+  const QueuesLock queues(*qp);
+  all.qpByHandle.erase(keyOf(handle));
+  all.qpByNumber.erase(numberKey(qp->device->app, handle->qp_num));
+  if (qp->backup != nullptr) {
+    all.qpByNumber.erase(numberKey(qp->device->backup, qp->backup->qp_num));
+    real().destroyQp(qp->backup);
+  }
+}
+
+} // namespace
+
+extern "C" {
+
+// Tells other libraries of this process that SHIFT is loaded.
+// NOLINTNEXTLINE(readability-identifier-naming)
+[[gnu::visibility("default")]] int torch_resilient_shift = 1;
+
+#define EXPORT [[gnu::visibility("default")]]
+
+EXPORT ibv_context* ibv_open_device(ibv_device* device) {
+  ibv_context* context = real().openDevice(device);
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  if (context == nullptr || !all.start()) {
+    return context;
+  }
+  auto shadow = openShadow(context);
+  if (shadow == nullptr ||
+      !all.deviceByContext.insert(keyOf(context), shadow.get())) {
+    return context;
+  }
+  context->ops.post_send = postSend;
+  context->ops.post_recv = postReceive;
+  context->ops.poll_cq = pollCq;
+  context->ops.req_notify_cq = requestNotify;
+  all.devices[context] = std::move(shadow);
+  return context;
+}
+
+EXPORT int ibv_close_device(ibv_context* context) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  if (Device* device = findIn(all.devices, context); device != nullptr) {
+    all.catchUp();
+    all.deviceByContext.erase(keyOf(context));
+    closeShadow(*device);
+    all.devices.erase(context);
+  }
+  return real().closeDevice(context);
+}
+
+EXPORT ibv_pd* ibv_alloc_pd(ibv_context* context) {
+  ibv_pd* pd = real().allocPd(context);
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  if (Device* device = findIn(all.devices, context);
+      pd != nullptr && device != nullptr) {
+    all.pds[pd] =
+        std::make_unique<Pd>(Pd{device, pd, real().allocPd(device->backup)});
+  }
+  return pd;
+}
+
+EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  if (Pd* shadow = findIn(all.pds, pd); shadow != nullptr) {
+    all.catchUp();
+    if (shadow->backup != nullptr) {
+      real().deallocPd(shadow->backup);
+    }
+    all.pds.erase(pd);
+  }
+  return real().deallocPd(pd);
+}
+
+EXPORT ibv_mr*
+ibv_reg_mr(ibv_pd* pd, void* address, size_t length, int access) {
+  ibv_mr* mr = real().regMr(pd, address, length, access);
+  if (mr != nullptr) {
+    shadowMr(mr, keyOf(address), access);
+  }
+  return mr;
+}
+
+EXPORT ibv_mr* ibv_reg_mr_iova(
+    ibv_pd* pd,
+    void* address,
+    size_t length,
+    uint64_t iova,
+    int access) {
+  ibv_mr* mr = real().regMrIova(pd, address, length, iova, access);
+  if (mr != nullptr) {
+    shadowMr(mr, iova, access);
+  }
+  return mr;
+}
+
+EXPORT ibv_mr* ibv_reg_mr_iova2(
+    ibv_pd* pd,
+    void* address,
+    size_t length,
+    uint64_t iova,
+    unsigned access) {
+  ibv_mr* mr = real().regMrIova2(pd, address, length, iova, access);
+  if (mr != nullptr) {
+    shadowMr(mr, iova, static_cast<int>(access));
+  }
+  return mr;
+}
+
+EXPORT int ibv_dereg_mr(ibv_mr* mr) {
+  dropMr(mr);
+  return real().deregMr(mr);
+}
+
+EXPORT ibv_comp_channel* ibv_create_comp_channel(ibv_context* context) {
+  ibv_comp_channel* channel = real().createChannel(context);
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  Device* device = findIn(all.devices, context);
+  if (channel == nullptr || device == nullptr) {
+    return channel;
+  }
+  auto made = std::make_unique<Channel>();
+  made->backup = real().createChannel(device->backup);
+  if (made->backup == nullptr) {
+    return channel;
+  }
+  made->app = channel;
+  made->realFd = channel->fd;
+  made->eventFd = eventfd(0, EFD_CLOEXEC);
+  made->epollFd = epoll_create1(EPOLL_CLOEXEC);
+  for (const int fd : {made->realFd, made->backup->fd, made->eventFd}) {
+    watchFd(made->epollFd, fd);
+  }
+  // The application waits on this descriptor, or asks for its flags.
+  channel->fd = made->epollFd;
+  all.channels[channel] = std::move(made);
+  return channel;
+}
+
+EXPORT int ibv_destroy_comp_channel(ibv_comp_channel* channel) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  if (Channel* shadow = findIn(all.channels, channel); shadow != nullptr) {
+    if (channel->refcnt != 0) {
+      return EBUSY;
+    }
+    real().destroyChannel(shadow->backup);
+    close(shadow->epollFd);
+    close(shadow->eventFd);
+    channel->fd = shadow->realFd;
+    all.channels.erase(channel);
+  }
+  return real().destroyChannel(channel);
+}
+
+EXPORT ibv_cq* ibv_create_cq(
+    ibv_context* context,
+    int cqe,
+    void* cqContext,
+    ibv_comp_channel* channel,
+    int vector) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  const Channel* shadowChannel =
+      channel == nullptr ? nullptr : findIn(all.channels, channel);
+  // The kernel wants the descriptor that it has made.
+  if (shadowChannel != nullptr) {
+    channel->fd = shadowChannel->realFd;
+  }
+  ibv_cq* cq = real().createCq(context, cqe, cqContext, channel, vector);
+  if (shadowChannel != nullptr) {
+    channel->fd = shadowChannel->epollFd;
+  }
+  Device* device = findIn(all.devices, context);
+  if (cq == nullptr || device == nullptr) {
+    return cq;
+  }
+  auto made = std::make_unique<Cq>();
+  made->device = device;
+  made->app = cq;
+  made->cqe = cqe;
+  made->channel = channel == nullptr ? nullptr : findIn(all.channels, channel);
+  Cq* shadow = made.get();
+  if (all.cqByHandle.insert(keyOf(cq), shadow)) {
+    all.cqs[cq] = std::move(made);
+    all.later([shadow] { makeBackupCq(*shadow); });
+  }
+  return cq;
+}
+
+EXPORT int ibv_destroy_cq(ibv_cq* cq) {
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  if (Cq* shadow = findIn(all.cqs, cq); shadow != nullptr) {
+    all.catchUp();
+    all.cqByHandle.erase(keyOf(cq));
+    if (shadow->backup != nullptr) {
+      real().destroyCq(shadow->backup);
+    }
+    all.cqs.erase(cq);
+  }
+  return real().destroyCq(cq);
+}
+
+EXPORT int
+ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cqContext) {
+  Channel* shadow = nullptr;
+  {
+    const Guard guard(runtime().mutex);
+    shadow = findIn(runtime().channels, channel);
+  }
+  if (shadow == nullptr) {
+    return real().getCqEvent(channel, cq, cqContext);
+  }
+  const bool mayWait = (fcntl(shadow->epollFd, F_GETFL) & O_NONBLOCK) == 0;
+  for (;;) {
+    if (Cq* found = takeAnyEvent(*shadow); found != nullptr) {
+      *cq = found->app;
+      *cqContext = found->app->cq_context;
+      return 0;
+    }
+    if (!mayWait) {
+      errno = EAGAIN;
+      return -1;
+    }
+    pollfd waiting{shadow->epollFd, POLLIN, 0};
+    if (poll(&waiting, 1, -1) < 0) {
+      return -1;
+    }
+  }
+}
+
+EXPORT void ibv_ack_cq_events(ibv_cq* cq, unsigned count) {
+  const Cq* shadow = runtime().cqByHandle.find(keyOf(cq));
+  if (shadow == nullptr || shadow->channel == nullptr) {
+    real().ackCqEvents(cq, count);
+  }
+}
+
+EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attributes) {
+  ibv_qp* qp = real().createQp(pd, attributes);
+  Runtime& all = runtime();
+  const Guard guard(all.mutex);
+  Pd* shadow = findIn(all.pds, pd);
+  if (qp == nullptr || shadow == nullptr) {
+    return qp;
+  }
+  Cq* send = findIn(all.cqs, attributes->send_cq);
+  Cq* receive = findIn(all.cqs, attributes->recv_cq);
+  if (const char* reason = whyUnprotected(*attributes, send, receive);
+      reason != nullptr) {
+    say("queue pair %u is not protected: %s", qp->qp_num, reason);
+  } else {
+    protectQp(qp, shadow, *attributes, send, receive);
+  }
+  return qp;
+}
+
+EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
+  const int error = real().modifyQp(qp, attributes, mask);
+  if (error != 0) {
+    return error;
+  }
+  const Guard guard(runtime().mutex);
+  if (Qp* shadow = findIn(runtime().qps, qp); shadow != nullptr) {
+    recordAttributes(*shadow, *attributes, mask);
+    if ((mask & IBV_QP_STATE) != 0) {
+      followState(*shadow, attributes->qp_state);
+    }
+  }
+  return 0;
+}
+
+EXPORT int ibv_query_qp(
+    ibv_qp* qp,
+    ibv_qp_attr* attributes,
+    int mask,
+    ibv_qp_init_attr* init) {
+  const int error = real().queryQp(qp, attributes, mask, init);
+  const Guard guard(runtime().mutex);
+  const Qp* shadow = findIn(runtime().qps, qp);
+  if (error == 0 && shadow != nullptr &&
+      shadow->protection == Protection::kOn &&
+      (shadow->core.active() == 1 || shadow->isSwitching)) {
+    // The failed queue pair is not what the application uses now.
+    attributes->qp_state = attributes->cur_qp_state = IBV_QPS_RTS;
+    qp->state = IBV_QPS_RTS;
+  }
+  return error;
+}
+
+EXPORT int ibv_destroy_qp(ibv_qp* qp) {
+  const Guard guard(runtime().mutex);
+  dropQp(qp);
+  const int error = real().destroyQp(qp);
+  runtime().qps.erase(qp);
+  return error;
+}
+
+} // extern "C"

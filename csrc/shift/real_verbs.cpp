@@ -1,0 +1,59 @@
+#include "shift/real_verbs.h"
+
+#include <dlfcn.h>
+
+#include <cstdio>
+#include <cstdlib>
+
+namespace resilient::shift {
+namespace {
+
+// dlsym without a version may find the twin of 2006 with another layout.
+template <typename Function>
+void find(
+    Function*& function,
+    const char* name,
+    const char* version = "IBVERBS_1.1") {
+  void* symbol = dlvsym(RTLD_NEXT, name, version);
+  if (symbol == nullptr) {
+    std::fprintf(
+        stderr,
+        "torch-resilient shift: libibverbs has no %s@%s\n",
+        name,
+        version);
+    std::abort();
+  }
+  function = reinterpret_cast<Function*>(symbol);
+}
+
+RealVerbs load() {
+  RealVerbs found{};
+  find(found.openDevice, "ibv_open_device");
+  find(found.closeDevice, "ibv_close_device");
+  find(found.allocPd, "ibv_alloc_pd");
+  find(found.deallocPd, "ibv_dealloc_pd");
+  find(found.regMr, "ibv_reg_mr");
+  find(found.regMrIova, "ibv_reg_mr_iova", "IBVERBS_1.7");
+  find(found.regMrIova2, "ibv_reg_mr_iova2", "IBVERBS_1.8");
+  find(found.deregMr, "ibv_dereg_mr");
+  find(found.createChannel, "ibv_create_comp_channel", "IBVERBS_1.0");
+  find(found.destroyChannel, "ibv_destroy_comp_channel", "IBVERBS_1.0");
+  find(found.createCq, "ibv_create_cq");
+  find(found.destroyCq, "ibv_destroy_cq");
+  find(found.getCqEvent, "ibv_get_cq_event");
+  find(found.ackCqEvents, "ibv_ack_cq_events");
+  find(found.createQp, "ibv_create_qp");
+  find(found.modifyQp, "ibv_modify_qp");
+  find(found.queryQp, "ibv_query_qp");
+  find(found.destroyQp, "ibv_destroy_qp");
+  return found;
+}
+
+} // namespace
+
+const RealVerbs& real() {
+  static const RealVerbs found = load();
+  return found;
+}
+
+} // namespace resilient::shift

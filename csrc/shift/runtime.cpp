@@ -1,0 +1,217 @@
+#include "shift/runtime.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <utility>
+
+#include "shift/data_path.h"
+#include "shift/session.h"
+
+namespace resilient::shift {
+namespace {
+
+constexpr const char* kStoreVariable = "TORCH_RESILIENT_SHIFT_STORE";
+constexpr const char* kBackupVariable = "TORCH_RESILIENT_SHIFT_BACKUP";
+constexpr const char* kSilenceVariable = "TORCH_RESILIENT_SHIFT_SILENCE_MS";
+
+std::map<std::string, std::string> parsePairs(const std::string& text) {
+  std::map<std::string, std::string> pairs;
+  for (size_t at = 0; at < text.size();) {
+    const size_t end = std::min(text.find(',', at), text.size());
+    const std::string pair = text.substr(at, end - at);
+    const size_t equal = pair.find('=');
+    if (equal == std::string::npos || equal == 0 || equal + 1 == pair.size()) {
+      say("%s: expected DEVICE=BACKUP,..., got '%s'",
+          kBackupVariable,
+          text.c_str());
+      std::exit(2);
+    }
+    pairs[pair.substr(0, equal)] = pair.substr(equal + 1);
+    at = end + 1;
+  }
+  return pairs;
+}
+
+// Each device has the next one as its backup.
+std::map<std::string, std::string> defaultPairs() {
+  std::map<std::string, std::string> pairs;
+  int count = 0;
+  ibv_device** list = ibv_get_device_list(&count);
+  for (int i = 0; i < count && count > 1; ++i) {
+    pairs[ibv_get_device_name(list[i])] =
+        ibv_get_device_name(list[(i + 1) % count]);
+  }
+  if (list != nullptr) {
+    ibv_free_device_list(list);
+  }
+  return pairs;
+}
+
+bool isDefault(const Qp& qp) {
+  const bool isQuiet = qp.protection == Protection::kOff ||
+      (qp.protection == Protection::kOn && qp.core.active() == 0 &&
+       qp.core.receivePath() == 0 && !qp.isSwitching);
+  return isQuiet;
+}
+
+} // namespace
+
+void say(const char* format, ...) {
+  std::va_list arguments;
+  va_start(arguments, format);
+  std::string text(1024, '\0');
+  const int length =
+      std::vsnprintf(text.data(), text.size(), format, arguments);
+  va_end(arguments);
+  text.resize(
+      std::min(text.size() - 1, static_cast<size_t>(std::max(length, 0))));
+  // One write, so that lines of several processes do not mix.
+  text = "torch-resilient shift: " + text + "\n";
+  [[maybe_unused]] const ssize_t written =
+      write(STDERR_FILENO, text.data(), text.size());
+}
+
+Runtime& runtime() {
+  // Never destroyed: the control thread may outlive main().
+  static Runtime* const one = new Runtime;
+  return *one;
+}
+
+bool Runtime::start() {
+  if (isStarted_) {
+    return isUsable();
+  }
+  isStarted_ = true;
+  const char* address = std::getenv(kStoreVariable);
+  const std::string problem = address == nullptr ? std::string("it is not set")
+                                                 : store.connect(address);
+  if (!problem.empty()) {
+    say("nothing is protected: %s: %s", kStoreVariable, problem.c_str());
+    return false;
+  }
+  const char* pairs = std::getenv(kBackupVariable);
+  pairs_ =
+      pairs == nullptr || *pairs == '\0' ? defaultPairs() : parsePairs(pairs);
+  if (const char* limit = std::getenv(kSilenceVariable); limit != nullptr) {
+    silence = std::chrono::milliseconds(
+        std::max(std::strtol(limit, nullptr, 10), 50L));
+  }
+  wakeFd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  std::thread([this] { run(); }).detach();
+  return true;
+}
+
+std::string Runtime::backupOf(const std::string& device) const {
+  const auto found = pairs_.find(device);
+  return found == pairs_.end() ? std::string() : found->second;
+}
+
+void Runtime::later(std::function<void()> job) {
+  jobs_.push_back(std::move(job));
+  wake();
+}
+
+void Runtime::catchUp() {
+  for (const auto& job : std::exchange(jobs_, {})) {
+    job();
+  }
+}
+
+void Runtime::wake() {
+  const uint64_t one = 1;
+  [[maybe_unused]] const ssize_t written = write(wakeFd_, &one, sizeof one);
+}
+
+void Runtime::run() {
+  pthread_setname_np(pthread_self(), "shift");
+  bool isBusy = false;
+  for (;;) {
+    wait(isBusy ? 1 : 20);
+    const std::lock_guard guard(mutex);
+    uint64_t ignored = 0;
+    while (read(wakeFd_, &ignored, sizeof ignored) > 0) {
+    }
+    catchUp();
+    for (const auto& [context, device] : devices) {
+      takeEvents(*device, device->monitor, 0);
+      takeEvents(*device, device->backup, 1);
+    }
+    if (store.fd() >= 0) {
+      store.pump();
+      if (store.isLost()) {
+        say("the store is lost: nothing is protected any more");
+      }
+    }
+    isBusy = tick();
+  }
+}
+
+void Runtime::wait(int limitMs) {
+  std::vector<pollfd> fds{{wakeFd_, POLLIN, 0}};
+  {
+    const std::lock_guard guard(mutex);
+    if (store.fd() >= 0) {
+      fds.push_back({store.fd(), POLLIN, 0});
+    }
+    for (const auto& [context, device] : devices) {
+      fds.push_back({device->monitor->async_fd, POLLIN, 0});
+      fds.push_back({device->backup->async_fd, POLLIN, 0});
+    }
+  }
+  poll(fds.data(), fds.size(), limitMs);
+}
+
+bool Runtime::takeEvents(Device& device, ibv_context* context, int path) {
+  ibv_async_event event{};
+  bool isDown = false;
+  while (ibv_get_async_event(context, &event) == 0) {
+    isDown |= event.event_type == IBV_EVENT_PORT_ERR ||
+        event.event_type == IBV_EVENT_DEVICE_FATAL;
+    ibv_ack_async_event(&event);
+  }
+  if (isDown) {
+    portDown(device, path);
+  }
+  return isDown;
+}
+
+void Runtime::portDown(Device& device, int path) {
+  for (const auto& [handle, qp] : qps) {
+    if (qp->device == &device && qp->session) {
+      qp->session->portDown(path);
+    }
+  }
+}
+
+bool Runtime::tick() {
+  bool isBusy = false;
+  const auto now = Clock::now();
+  for (const auto& [handle, qp] : qps) {
+    if (qp->session) {
+      isBusy |= qp->session->tick(now);
+    }
+  }
+  for (const auto& [handle, cq] : cqs) {
+    if (!cq->isSlow) {
+      continue;
+    }
+    bool isQuiet = true;
+    for (const auto& [qpHandle, qp] : qps) {
+      isQuiet &= (qp->sendCq != cq.get() && qp->receiveCq != cq.get()) ||
+          isDefault(*qp);
+    }
+    const std::lock_guard guard(cq->lock);
+    if (isQuiet && cq->ready.empty()) {
+      cq->isSlow = false;
+    }
+  }
+  return isBusy;
+}
+
+} // namespace resilient::shift

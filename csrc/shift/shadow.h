@@ -1,0 +1,189 @@
+#pragma once
+
+#include <infiniband/verbs.h>
+#include <sched.h>
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "shift/failover_qp.h"
+
+namespace resilient::shift {
+
+class Session;
+
+// Held for a few instructions by both the data path and the control thread.
+class SpinLock {
+ public:
+  void lock() {
+    while (taken_.exchange(true, std::memory_order_acquire)) {
+      sched_yield();
+    }
+  }
+  void unlock() {
+    taken_.store(false, std::memory_order_release);
+  }
+
+ private:
+  std::atomic<bool> taken_{false};
+};
+
+// A device that the application opened, and its backup.
+struct Device {
+  ibv_context* app = nullptr;
+  ibv_context* backup = nullptr;
+  // Opened a second time for its port events, which the application also gets.
+  ibv_context* monitor = nullptr;
+  // The functions of the application's context before they were replaced.
+  ibv_context_ops real{};
+  std::string name;
+  std::string backupName;
+  // Local keys of memory regions on the backup, by those of the application.
+  std::mutex keysMutex;
+  std::map<uint32_t, uint32_t> backupKeys;
+};
+
+struct Pd {
+  Device* device = nullptr;
+  ibv_pd* app = nullptr;
+  ibv_pd* backup = nullptr;
+};
+
+struct Mr {
+  Device* device = nullptr;
+  ibv_mr* app = nullptr;
+  ibv_mr* backup = nullptr;
+};
+
+// The application waits on one descriptor for both devices.
+struct Channel {
+  ibv_comp_channel* app = nullptr;
+  ibv_comp_channel* backup = nullptr;
+  int realFd = -1;
+  int eventFd = -1;
+  int epollFd = -1;
+  std::mutex mutex;
+  // Events of our own: completions wait in the buffer of this queue.
+  std::deque<ibv_cq*> pending;
+};
+
+struct Cq {
+  Device* device = nullptr;
+  ibv_cq* app = nullptr;
+  ibv_cq* backup = nullptr;
+  Channel* channel = nullptr;
+  int cqe = 0;
+  SpinLock lock;
+  // The members below are guarded by the lock.
+  // Both devices are polled and completions go through `ready`.
+  bool isSlow = false;
+  bool isArmed = false;
+  // Paper: SHIFT §4.3.2, WC buffer of Appendix B
+  std::deque<ibv_wc> ready;
+};
+
+enum class Protection : uint8_t {
+  // Requests are recorded and completions examined.
+  kOn,
+  // Everything passes through.
+  kOff,
+  // Given up after the application had been shielded: posts are flushed.
+  kDead,
+};
+
+// A memory region of the peer on its backup device.
+struct RemoteRegion {
+  uint32_t key = 0;
+  uint64_t address = 0;
+  uint64_t length = 0;
+};
+
+struct Qp {
+  explicit Qp(const Limits& limits) : core(limits) {}
+
+  Device* device = nullptr;
+  Pd* pd = nullptr;
+  ibv_qp* app = nullptr;
+  ibv_qp* backup = nullptr;
+  Cq* sendCq = nullptr;
+  Cq* receiveCq = nullptr;
+  ibv_qp_init_attr asked{};
+  bool signalsAll = false;
+
+  // What the application has set, as recorded and not as queried.
+  ibv_qp_attr attributes{};
+  // The address behind sgid_index, which may get another index.
+  ibv_gid ownAddress{};
+  // Whether it has reached RTS, and so the attributes of that are known.
+  bool hasSendAttributes = false;
+
+  SpinLock lock;
+  // The members below are guarded by the lock.
+  FailoverQp core;
+  Protection protection = Protection::kOn;
+  // The progress has been stated: completions of the old path are void.
+  bool isFrozen = false;
+  // A switch has begun and not ended.
+  bool isSwitching = false;
+  // The first error that the application has not seen.
+  std::optional<ibv_wc> firstError;
+  // What the probe on the path that carries no data has come to.
+  std::optional<bool> probeResult;
+  bool isProbing = false;
+  // Regions of the peer, by the keys that the application uses.
+  std::map<uint32_t, RemoteRegion> remoteRegions;
+  // A key that has to be looked up before more can be sent.
+  std::optional<uint32_t> missingKey;
+  // Why a held request can never be sent; a literal.
+  const char* untranslatable = nullptr;
+  // The peer's session is known, so an error may be held back until the other
+  // path is ready; written by the control thread, as is isReady.
+  std::atomic<bool> hasPeer{false};
+  // The other path can take over.
+  std::atomic<bool> isReady{false};
+
+  std::shared_ptr<Session> session;
+};
+
+// ---- shadow.cpp: everything below is called with the control mutex held ----
+
+// Null if the device has no backup.
+std::unique_ptr<Device> openShadow(ibv_context* app);
+void closeShadow(Device& device);
+bool makeBackupCq(Cq& cq);
+bool makeBackupQp(Qp& qp);
+// The queue pair of a path.
+inline ibv_qp* onPath(const Qp& qp, int path) {
+  return path == 0 ? qp.app : qp.backup;
+}
+// Whether the port that a path uses at this end is active.
+bool isPortActive(const Qp& qp, int path);
+// The RoCE v2 addresses of a device as 32 hexadecimal digits.
+std::vector<std::string> addressesOf(ibv_context* context, uint8_t port);
+std::string addressText(const ibv_gid& gid);
+
+struct Remote {
+  ibv_gid gid{};
+  uint32_t number = 0;
+};
+// RESET and INIT, with the attributes that the application has used.
+int initialize(Qp& qp, int path);
+// RTR and RTS. May block for a second if the neighbour does not answer.
+int connect(
+    Qp& qp,
+    int path,
+    const Remote& remote,
+    uint32_t ownPacket,
+    uint32_t peerPacket);
+int fence(Qp& qp, int path);
+// The number of the next packet that the queue pair accepts.
+std::optional<uint32_t> nextPacketOf(Qp& qp, int path);
+
+} // namespace resilient::shift
