@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from torch_resilient._version import __version__
-from torch_resilient.cli import bench, chaos, doctor, lab, plan, profile_drop, timeline, top
+from torch_resilient.cli import bench, chaos, doctor, lab, plan, profile_drop, shift, timeline, top
 
 EXAMPLES = """\
 examples:
@@ -18,6 +18,7 @@ examples:
   torch-resilient top /tmp/job                                    watch it (TORCH_RESILIENT_METRICS)
   torch-resilient chaos -- torchrun --nproc-per-node 2 train.py   drill it with network faults
   torch-resilient lab --delay 20ms -- torchrun train.py           the same on hosts far apart (root)
+  torch-resilient shift --serve -- ib_write_bw                    an RDMA program survives a NIC
   torch-resilient profile-drop --steps 200 train.py               the cost of dropped activations
 
 `torch-resilient COMMAND --help` shows details and an example.
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lab.add_parser(commands)
     plan.add_parser(commands)
     profile_drop.add_parser(commands)
+    shift.add_parser(commands)
     timeline.add_parser(commands)
     top.add_parser(commands)
     options = parser.parse_args(arguments)
