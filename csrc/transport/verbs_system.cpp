@@ -79,6 +79,14 @@ VerbsApi* systemVerbs(std::string& why) {
     VerbsApi* api = nullptr;
     std::string why;
     Answer() {
+      // The library of `torch-resilient shift` would move queue pairs that
+      // this backend moves, too.
+      if (::dlsym(RTLD_DEFAULT, "torch_resilient_shift") != nullptr) {
+        why =
+            "RDMA verbs: off, because `torch-resilient shift` protects the "
+            "RDMA devices of this process: start the job without it";
+        return;
+      }
       api = openVerbsLibrary(verbsLibraryBeside(ownFile()), why);
     }
   };
