@@ -178,10 +178,20 @@ FAULTS: dict[str, Callable[[VerbsLab], None]] = {
 }
 
 
+# What is marked slow here runs by `make verbs-slow-test`.
 @pytest.mark.lab
 @pytest.mark.verbs
-@pytest.mark.parametrize("mode", ["send", "simple", "flag"])
-@pytest.mark.parametrize("events", [False, True])
+@pytest.mark.parametrize(
+    ("mode", "events"),
+    [
+        ("send", False),
+        ("simple", True),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in [("send", True), ("simple", False), ("flag", False), ("flag", True)]
+        ),
+    ],
+)
 def test_programs_run_without_a_fault(lab: VerbsLab, mode: str, events: bool) -> None:
     with check(lab, mode, 300, qps=2, events=events) as programs:
         for said in programs.ends():
@@ -191,8 +201,19 @@ def test_programs_run_without_a_fault(lab: VerbsLab, mode: str, events: bool) ->
 
 @pytest.mark.lab
 @pytest.mark.verbs
-@pytest.mark.parametrize("fault", FAULTS)
-@pytest.mark.parametrize("mode", ["send", "simple", "flag"])
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("send", "nic of the sender"),
+        ("simple", "switch"),
+        *(
+            pytest.param(mode, fault, marks=pytest.mark.slow)
+            for mode in ("send", "simple", "flag")
+            for fault in FAULTS
+            if (mode, fault) not in (("send", "nic of the sender"), ("simple", "switch"))
+        ),
+    ],
+)
 def test_nothing_is_lost_when_the_default_path_fails(lab: VerbsLab, mode: str, fault: str) -> None:
     with check(lab, mode, 1500, qps=2, events=mode == "send") as programs:
         programs.until("progress 200")
@@ -202,6 +223,7 @@ def test_nothing_is_lost_when_the_default_path_fails(lab: VerbsLab, mode: str, f
             assert "now uses rxe1" in said
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.verbs
 @pytest.mark.parametrize("fault", ["switch", "nic of the receiver", "nic of the sender"])
@@ -218,6 +240,7 @@ def test_traffic_returns_to_the_default_path(lab: VerbsLab, fault: str) -> None:
         assert "broken" not in "".join(programs.words)
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.verbs
 def test_atomic_operations_in_flight_fail(lab: VerbsLab) -> None:
@@ -287,6 +310,7 @@ def perftest(lab: VerbsLab, program: str, options: list[str], count: int) -> Pro
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.verbs
 @pytest.mark.parametrize(("program", "options"), PERFTEST)
@@ -296,6 +320,7 @@ def test_perftest_runs_without_a_fault(lab: VerbsLab, program: str, options: lis
             assert "now uses" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.verbs
 @pytest.mark.parametrize("fault", ["switch", "nic of the receiver", "nic of the sender"])
