@@ -229,11 +229,23 @@ void VerbsConnector::closeWhere(
   }
 }
 
+// A NIC that is back has no connection yet: the next one brings us here.
+void VerbsConnector::offer() {
+  RoutePathConnector::offer();
+  for (const size_t route : std::exchange(again_, {})) {
+    connectAgain(route);
+  }
+}
+
 void VerbsConnector::connectAgain(size_t route) {
   const auto connection = connections_.anyOf(route);
   if (link_.state() != Link::State::kUp || link_.leaving() ||
-      !link_.address() || link_.sameHost() || !wanted() || !connection ||
-      path(route) != nullptr || !possible(*connection)) {
+      !link_.address() || link_.sameHost() || !wanted() ||
+      path(route) != nullptr) {
+    return;
+  }
+  if (!connection || !possible(*connection)) {
+    again_.insert(route);
     return;
   }
   if (link_.preferredInitiator()) {

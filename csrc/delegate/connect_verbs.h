@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -48,6 +49,7 @@ class VerbsConnector final : public RoutePathConnector {
   void onEvent(const std::string& device, const VerbsEvent& event);
 
   // Connector
+  void offer() override;
   void onPathClosed(Path& path, const Status& why) override;
   void close() override;
 
@@ -99,6 +101,7 @@ class VerbsConnector final : public RoutePathConnector {
 
   std::map<size_t, Attempt> attempts_; // by route
   std::map<size_t, Live> live_; // by route
+  std::set<size_t> again_; // routes that wait for a connection to offer over
   std::vector<VerbsOffer> early_; // before the peer's address came
 };
 
