@@ -137,6 +137,44 @@ def test_both_ends_hear_of_a_port_that_goes_down(lab: VerbsLab, job: LabJob, end
     end_well(job)
 
 
+def test_connections_carry_where_memory_cannot_be_locked(lab: VerbsLab) -> None:
+    command = ["prlimit", "--memlock=65536:65536", "setpriv", "--bounding-set=-ipc_lock"]
+    guests = list(lab.guests.values())
+    command += ["--inh-caps=-ipc_lock", sys.executable, str(PROGRAM)]
+    with LabJob(command, guests, lab.control, port=next(PORTS)) as job:
+
+        def tells_why(row: Row) -> bool:  # only the end that offers does
+            return any("RLIMIT_MEMLOCK" in text for text in row.get("errors", {}).values())
+
+        job.until(tells_why, "the reason is known", LIMIT_S)
+        assert rounds_pass(job)["bytes"] == 0
+        end_well(job)
+
+
+def test_required_rdma_that_is_missing_fails_the_start(lab: VerbsLab) -> None:
+    cases = {
+        "TORCH_RESILIENT_RDMA_DEVICES": ("mlx5_7", "there is no RDMA device mlx5_7"),
+        "TORCH_RESILIENT_RDMA_GID_INDEX": ("200", "no RDMA device has a RoCE v2 address"),
+        "TORCH_RESILIENT_INTERFACE": ("lo", "no RDMA device has an address of lo"),
+    }
+    guest = lab.guests["a"]
+    program = (
+        "import datetime, os, torch.distributed as dist\n"
+        "dist.init_process_group('resilient', store=dist.HashStore(), rank=0, world_size=1)"
+    )
+    for name, (value, reason) in cases.items():
+        environment = {**os.environ, "TORCH_RESILIENT_RDMA": "required", name: value}
+        done = guest.run(
+            [sys.executable, "-c", program],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+        assert done.returncode != 0
+        assert reason in done.stderr
+
+
 def test_connections_carry_where_one_end_uses_no_rdma(lab: VerbsLab) -> None:
     command = [sys.executable, str(PROGRAM), "--off-at=1"]
     guests = list(lab.guests.values())
@@ -214,3 +252,22 @@ def test_late_packets_change_no_byte_while_the_nic_is_off_and_on(
 ) -> None:
     """Whether that resets the path is chance: its device must have a packet to send meanwhile."""
     late_packets(lab, direction, 0.6, by_nic=True)
+
+
+def test_the_smaller_mtu_counts(lab: VerbsLab, job: LabJob) -> None:
+    mtus: dict[int, int] = {}
+
+    def both_have(row: Row) -> bool:
+        if row.get("kind") == "round":
+            mtus[row["rank"]] = row["mtus"]["eth0"]
+        return mtus == {0: 1024, 1: 1024}
+
+    guest, network = lab.guests["b"], lab.networks["eth0"]
+    # It cannot be raised again in a guest, so this test is the last one.
+    guest.run(["ip", "link", "set", "eth0", "mtu", "1500"], check=True)
+    network.down("admin", end="b")
+    job.until(on_both(1), "one network is left", LIMIT_S)
+    network.up(end="b")
+    job.until(on_both(2), "both carry again", LIMIT_S)
+    job.until(both_have, "both ends have the smaller MTU", LIMIT_S)
+    end_well(job)

@@ -69,6 +69,7 @@ def main() -> None:
             "bytes": sum(p.bytes_sent for p in paths),
             "placed": sum(p.rdma.placed_bytes for p in paths if p.rdma),
             "errors": {p.nic: p.last_error for p in paths},
+            "mtus": {p.nic: p.rdma.mtu_bytes for p in paths if p.rdma is not None},
         }
         print(json.dumps(row), flush=True)
         number += 1
