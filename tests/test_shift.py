@@ -9,6 +9,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -41,7 +42,7 @@ def require(reason: str | None) -> None:
 
 
 def unavailable() -> str | None:
-    if shift.library() is None:
+    if shift.shared_object() is None:
         return "the library is not built: there is no infiniband/verbs.h"
     if not CHECK.exists():
         return f"{CHECK} is missing: run make -C csrc verbs-probe"
@@ -136,11 +137,16 @@ class Programs:
         self._stack.close()
 
     def until(self, pattern: str) -> None:
-        """Reads what the sender says until a line matches."""
-        for line in self.sender.stdout:
-            self.words.append(line.rstrip())
-            if re.search(pattern, line):
-                return
+        """Reads what the sender says until a line matches; it is killed if that takes too long."""
+        killer = threading.Timer(LIMIT_S, self.sender.kill)
+        killer.start()
+        try:
+            for line in self.sender.stdout:
+                self.words.append(line.rstrip())
+                if re.search(pattern, line):
+                    return
+        finally:
+            killer.cancel()
         raise AssertionError(f"no {pattern}: {self.words}")
 
     def ends(self) -> tuple[str, str]:
@@ -371,7 +377,7 @@ def test_bad_input_of_the_command(
 
 
 def test_the_command_returns_the_status_of_the_program() -> None:
-    if shift.library() is None:
+    if shift.shared_object() is None:
         pytest.skip("the library is not built: there is no infiniband/verbs.h")
     for command, status in (("exit 3", 3), ("kill -9 $$", 137)):
         assert cli.main(["shift", "--store", "a:1", "--", "sh", "-c", command]) == status

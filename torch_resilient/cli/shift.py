@@ -81,7 +81,7 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def library() -> Path | None:
+def shared_object() -> Path | None:
     """The preloaded library, or None if it was not built."""
     return next(iter(sorted(Path(__file__).parent.parent.glob("_shift*.so"))), None)
 
@@ -103,7 +103,7 @@ def _problem(options: argparse.Namespace) -> str | None:
         return f"--silence: expected 0.05 to 3600 s, got {options.silence}"
     if not options.program and options.serve is None:
         return "give the program after --"
-    if options.program and library() is None:
+    if options.program and shared_object() is None:
         return (
             "this installation has no library for it; it is built where infiniband/verbs.h "
             "is (Debian: libibverbs-dev)"
@@ -143,7 +143,7 @@ def environment(store: str, options: argparse.Namespace) -> dict[str, str]:
     before = os.environ.get("LD_PRELOAD", "")
     return {
         **os.environ,
-        "LD_PRELOAD": f"{library()}:{before}" if before else str(library()),
+        "LD_PRELOAD": f"{shared_object()}:{before}" if before else str(shared_object()),
         "TORCH_RESILIENT_SHIFT_STORE": store,
         "TORCH_RESILIENT_SHIFT_BACKUP": ",".join(options.backup),
         "TORCH_RESILIENT_SHIFT_SILENCE_MS": str(round(options.silence * 1000)),
