@@ -520,7 +520,7 @@ class Channel {
 
   FrameHeader lastCollective_;
 
-  // Of paths that have been removed.
+  // The pins of paths that have been removed.
   std::map<PathId, std::deque<Pin>> endingPins_;
 
   // A map: references to a state must survive when other paths are added.

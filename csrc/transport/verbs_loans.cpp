@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include "base/log.h"
+
 namespace resilient {
 
 namespace {
@@ -124,9 +126,13 @@ VerbsLoans::Loan VerbsLoans::lend(
             device->registerMemory(bytes, /*forReads=*/true, made->memory);
         // If nobody takes it, `made` deregisters it, on whichever thread.
         Shared::post(shared, [this, loan, made, status] {
-          refusal_ = status.message();
           if (status.ok()) {
             registered(loan, std::move(*made));
+          } else if (!std::exchange(saidRefused_, true)) {
+            logMessage(
+                LogLevel::kWarning,
+                "RDMA copies tensors that cannot be registered: " +
+                    status.message());
           }
         });
       });

@@ -68,10 +68,6 @@ class VerbsLoans {
   }
   // Ends the open calls of revoke(), as if their time were over.
   void giveUp();
-  // Why memory could not be registered, the last time; empty: it could.
-  const std::string& refusal() const {
-    return refusal_;
-  }
 
  private:
   struct Registered {
@@ -103,7 +99,7 @@ class VerbsLoans {
   };
   std::map<uint64_t, Waiting> waiting_;
   uint64_t lastCall_ = 0;
-  std::string refusal_;
+  bool saidRefused_ = false;
   std::shared_ptr<Shared> shared_;
 };
 
