@@ -98,7 +98,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 def environment(lab: VerbsLab, store: str | None = None) -> dict[str, str]:
-    """What the command sets."""
+    """The environment that the command sets."""
     address = lab.control.address(lab.guests["a"])
     options = cli_options(["--store", store or f"{address}:{STORE_PORT}", "--backup", "rxe0=rxe1"])
     return {**os.environ, **shift.environment(str(options.store), options)}
@@ -150,7 +150,7 @@ class Programs:
         raise AssertionError(f"no {pattern}: {self.words}")
 
     def ends(self) -> tuple[str, str]:
-        """What the sender and the receiver have said; both must succeed."""
+        """The words of the sender and of the receiver; both must succeed."""
         said = self.sender.communicate(timeout=LIMIT_S)[0]
         other = self.receiver.communicate(timeout=LIMIT_S)[0]
         sender = "\n".join([*self.words, said])
@@ -184,7 +184,7 @@ FAULTS: dict[str, Callable[[VerbsLab], None]] = {
 }
 
 
-# What is marked slow here runs by `make verbs-slow-test`.
+# `make verbs-slow-test` runs the cases that are marked slow here.
 @pytest.mark.lab
 @pytest.mark.verbs
 @pytest.mark.parametrize(

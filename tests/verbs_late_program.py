@@ -30,7 +30,7 @@ def content(number: int) -> torch.Tensor:
 
 
 def own(number: int) -> torch.Tensor:
-    """What both ends write over it: in no message."""
+    """Bytes that are in no message: both ends write them over it."""
     return -1 - content(number)
 
 

@@ -32,7 +32,7 @@ LIMIT_S = 30.0
 LOOK_S = 0.01
 FIRST = "tcp://127.0.0.1:29399"
 
-# What was received, and what it must be.
+# The received tensor, and the right one.
 Checked = tuple[Tensor, Tensor]
 
 

@@ -18,7 +18,7 @@ namespace resilient::shift {
 // One line on standard error.
 [[gnu::format(printf, 1, 2)]] void say(const char* format, ...);
 
-// What exists once in a process: configuration, objects and the control thread.
+// The configuration, objects and control thread of a process.
 class Runtime {
  public:
   // Whether a store was reached when the first device was opened.

@@ -101,7 +101,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool isEnded_ = false;
   Remote peerDefault_;
   Remote peerBackup_;
-  // Of the peer's device, for the keys of its memory.
+  // The peer's device, for the keys of its memory.
   std::string peerAddress_;
   bool isPublished_ = false;
   bool isMeeting_ = false;

@@ -117,7 +117,7 @@ struct Qp {
   ibv_qp_init_attr asked{};
   bool signalsAll = false;
 
-  // What the application has set, as recorded and not as queried.
+  // Attributes that the application has set, as recorded, not queried.
   ibv_qp_attr attributes{};
   // The address behind sgid_index, which may get another index.
   ibv_gid ownAddress{};
@@ -134,7 +134,7 @@ struct Qp {
   bool isSwitching = false;
   // The first error that the application has not seen.
   std::optional<ibv_wc> firstError;
-  // What the probe on the path that carries no data has come to.
+  // The result of the probe on the path that carries no data.
   std::optional<bool> probeResult;
   bool isProbing = false;
   // Regions of the peer, by the keys that the application uses.

@@ -95,7 +95,7 @@ def _print(all_facts: Sequence[Facts], findings: Sequence[Finding], as_json: boo
         print(json.dumps(told))
         return
     for facts in all_facts:
-        # Of other hosts, by way of the store.
+        # Facts of other hosts, by way of the store.
         for line in (about_text(facts), *doctor_rdma.about(facts)):
             print(printable(line))
     print()

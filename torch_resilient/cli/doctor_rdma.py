@@ -107,7 +107,7 @@ def about(facts: Facts) -> list[str]:
 
 
 def check_rdma(facts: Facts) -> Iterator[Finding]:
-    """What keeps this process from the devices of its host."""
+    """The reasons that keep this process from the devices of its host."""
     rdma = facts.rdma
     if rdma is None or facts.environment.get("TORCH_RESILIENT_RDMA") == "off":
         return
