@@ -613,5 +613,14 @@ TEST(spin_time_is_at_most_half_of_a_wait) {
   CHECK_EQ(spin.budget().count(), SpinTime::kMax.count() / 2);
 }
 
+TEST(spin_time_is_longer_where_system_calls_are_slow) {
+  CHECK_EQ(SpinTime(1us).budget().count(), SpinTime::kMax.count());
+  SpinTime spin(20us);
+  CHECK_EQ(spin.budget().count(), Nanos(500us).count());
+  spin.onNews(900us);
+  CHECK_EQ(spin.budget().count(), Nanos(500us).count());
+  CHECK_EQ(SpinTime(1s).budget().count(), SpinTime::kMaxSlow.count());
+}
+
 } // namespace
 } // namespace resilient

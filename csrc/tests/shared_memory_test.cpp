@@ -457,7 +457,7 @@ struct Counter final : Poller, Handler {
   bool here = false; // the writer, wherever we are
   mutable std::atomic<int> looks{0}; // since it is awake
   std::atomic<int> nap{0}; // after so many looks
-  bool hasNews() const override {
+  bool hasNews() override {
     ++looks;
     return given.load(std::memory_order_relaxed) != taken.load();
   }
@@ -466,6 +466,9 @@ struct Counter final : Poller, Handler {
   }
   bool inMidst() const override {
     return false;
+  }
+  bool hasWriterHere() const override {
+    return true;
   }
   bool writerIsOn(int) const override {
     return here;

@@ -29,6 +29,22 @@ uint64_t packEvent(int fd, uint32_t generation) {
   return uint64_t{generation} << 32 | static_cast<uint32_t>(fd);
 }
 
+// How long a look at the sockets takes, when nothing interrupts it.
+Nanos timeOfCall(int epoll) {
+  constexpr int kTries = 5;
+  Nanos least = Nanos::max();
+  for (int i = 0; i < kTries; ++i) {
+    epoll_event event;
+    const TimePoint start = std::chrono::steady_clock::now();
+    (void)::epoll_wait(epoll, &event, 1, 0);
+    least = std::min(
+        least,
+        std::chrono::duration_cast<Nanos>(
+            std::chrono::steady_clock::now() - start));
+  }
+  return least;
+}
+
 } // namespace
 
 void checkInLoop(bool inLoop, const char* file, int line) {
@@ -42,6 +58,9 @@ void checkInLoop(bool inLoop, const char* file, int line) {
 EventLoop::EventLoop()
     : epoll_(checkSyscall("epoll_create1", ::epoll_create1(EPOLL_CLOEXEC))),
       wake_(checkSyscall("eventfd", ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
+      call_(timeOfCall(epoll_.get())),
+      helperSpin_(call_),
+      runSpin_(call_),
       now_(std::chrono::steady_clock::now()) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLET;

@@ -163,8 +163,10 @@ class EventLoop {
   };
 
   // A thread that finds work without sleeping still looks at the sockets this
-  // often.
+  // often, if system calls are fast.
   static constexpr Nanos kMinSockets = std::chrono::microseconds(100);
+  // Looks at the sockets take at most this share of the time.
+  static constexpr int kSocketsShare = 10;
 
   // event_loop.cpp: one turn.
   class Turn;
@@ -190,6 +192,7 @@ class EventLoop {
   void leave();
 
   FileDescriptor epoll_, wake_;
+  const Nanos call_; // how long a system call takes
   std::atomic<bool> finePrecision_{true}; // epoll_pwait2 works
   std::atomic<uint64_t> turns_{0};
   // When a thread has last come back from epoll.

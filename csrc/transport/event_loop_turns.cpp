@@ -31,8 +31,11 @@ namespace {
 // calls of epoll_wait under load, nothing else.
 constexpr int kEventsPerTurn = 128;
 
-// A look takes some hundred nanoseconds, and so does to yield in vain.
+// A look takes some hundred nanoseconds, and so does to yield in vain, where
+// system calls are fast.
 constexpr unsigned kLooksUntilYield = 8;
+// To yield takes at most this share of the time.
+constexpr int kYieldsShare = 10;
 
 // Processors that this process may use.
 size_t processors() {
@@ -221,7 +224,9 @@ void EventLoop::sleepAndTakeTurn(
   if (helper && !awake && (*done)()) {
     return;
   }
-  const bool look = !awake || begunAt - socketsSeenAt_.load() >= kMinSockets;
+  const bool look = !awake ||
+      begunAt - socketsSeenAt_.load() >=
+          std::max(kMinSockets, call_ * kSocketsShare);
   int count = 0;
   Nanos timeout{0};
   TimePoint until;
@@ -263,7 +268,7 @@ bool EventLoop::spin(
     TimePoint limit,
     const std::function<bool()>* done) {
   Nanos budget;
-  bool crowded;
+  size_t writers;
   {
     std::lock_guard turn(turn_);
     const bool worthIt = done != nullptr
@@ -275,9 +280,11 @@ bool EventLoop::spin(
     pollers_.wake();
     limit = std::min(limit, timers_.next());
     budget = (done != nullptr ? helperSpin_ : runSpin_).budget();
-    // One for each peer on this host, and ours.
-    crowded = pollers_.size() + 1 > processors();
+    writers = pollers_.writersHere();
   }
+  // One for each peer on this host, and ours.
+  const bool crowded = writers != 0 && writers + 1 > processors();
+  TimePoint yieldAt = begunAt + call_ * kYieldsShare;
   for (unsigned looks = 0;;) {
     {
       std::lock_guard turn(turn_);
@@ -295,11 +302,12 @@ bool EventLoop::spin(
         now >= limit || (done == nullptr && help_.helped())) {
       return false;
     }
-    if (!crowded && isInTheWay()) {
+    if (!crowded && writers != 0 && isInTheWay()) {
       return false;
     }
-    if (crowded || ++looks % kLooksUntilYield == 0) {
+    if (crowded || (++looks % kLooksUntilYield == 0 && now >= yieldAt)) {
       ::sched_yield();
+      yieldAt = now + call_ * kYieldsShare;
     } else {
       for (int i = 0; i < 8; ++i) {
         relax();

@@ -15,8 +15,15 @@ void PollerSet::remove(Poller* poller) {
       pollers_.begin(), pollers_.end(), poller, static_cast<Poller*>(nullptr));
 }
 
-bool PollerSet::hasNews() const {
-  return std::any_of(pollers_.begin(), pollers_.end(), [](const Poller* p) {
+size_t PollerSet::writersHere() const {
+  return static_cast<size_t>(
+      std::count_if(pollers_.begin(), pollers_.end(), [](const Poller* p) {
+        return p != nullptr && p->hasWriterHere();
+      }));
+}
+
+bool PollerSet::hasNews() {
+  return std::any_of(pollers_.begin(), pollers_.end(), [](Poller* p) {
     return p != nullptr && p->hasNews();
   });
 }

@@ -103,7 +103,7 @@ bool SharedPath::writerIsOn(int processor) const {
   return at != 0 && at == static_cast<uint32_t>(processor + 1);
 }
 
-bool SharedPath::hasNews() const {
+bool SharedPath::hasNews() {
   return !in_.empty() || out_.reached(wakeAtRead_, wakeAtDone_) ||
       ((theirs_.avoids.load() | mine_.avoids.load()) != 0) != avoided_;
 }

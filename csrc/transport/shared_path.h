@@ -69,9 +69,12 @@ class SharedPath final : public Path, public Poller {
   void avoid(bool avoid);
 
   // Poller
-  bool hasNews() const override;
+  bool hasNews() override;
   void onNews() override;
   bool inMidst() const override;
+  bool hasWriterHere() const override {
+    return true;
+  }
   bool writerIsOn(int processor) const override;
   void setAsleep(bool asleep) override;
 

@@ -131,6 +131,7 @@ VerbsPath::VerbsPath(
   channel_.addPath(id, loop_.now());
   channel_.setClasses(id, 0); // the owner's to give
   loop_.add(end_->queuePair().fd(), EPOLLIN, this);
+  loop_.add(static_cast<Poller*>(this));
   // Not from here: the owner must not be called from its constructor.
   loop_.post([this, alive = std::weak_ptr(alive_)] {
     if (alive.lock() && !closed_) {
@@ -139,10 +140,8 @@ VerbsPath::VerbsPath(
         openSlot();
         if (const Status status = postSlot(); !status.ok()) {
           close(status);
-          return;
         }
       }
-      look();
     }
   });
   armTimer();
@@ -185,6 +184,7 @@ void VerbsPath::fill(PathStats& stats) const {
 void VerbsPath::end() {
   loop_.cancel(timer_);
   timer_ = 0;
+  loop_.remove(static_cast<Poller*>(this));
   loop_.remove(end_->queuePair().fd());
   if (config_.loans == nullptr) {
     std::thread([end = std::move(end_)]() mutable { end.reset(); }).detach();
@@ -379,22 +379,33 @@ bool VerbsPath::flush() {
 
 // --- completions
 
+// The loop then asks hasNews().
 void VerbsPath::onEvents(uint32_t) {
   end_->queuePair().takeNotifications();
-  look();
+  armed_ = false;
 }
 
-// Notifications are asked for before the last look: a completion that comes in
-// between is seen by one of the two.
-void VerbsPath::look() {
-  VerbsQueuePair& queuePair = end_->queuePair();
-  Status status = queuePair.arm();
-  if (status.ok()) {
-    completions_.clear();
-    status = queuePair.poll(completions_, kCompletionsPerTurn);
+void VerbsPath::setAsleep(bool asleep) {
+  if (asleep && !armed_ && !closed_) {
+    armed_ = true;
+    if (const Status status = end_->queuePair().arm(); !status.ok()) {
+      polled_ = status;
+    }
   }
+}
+
+bool VerbsPath::hasNews() {
+  if (!closed_ && completions_.empty() && polled_.ok()) {
+    polled_ = end_->queuePair().poll(completions_, kCompletionsPerTurn);
+  }
+  return !closed_ && !(completions_.empty() && polled_.ok());
+}
+
+void VerbsPath::onNews() {
   const bool full = full_;
-  for (const VerbsCompletion& completion : completions_) {
+  taken_.clear();
+  taken_.swap(completions_);
+  for (const VerbsCompletion& completion : taken_) {
     if (closed_) {
       return;
     }
@@ -403,24 +414,15 @@ void VerbsPath::look() {
   if (closed_) {
     return;
   }
-  if (!status.ok()) {
-    close(status);
+  if (!polled_.ok()) {
+    close(polled_);
     return;
   }
-  if (completions_.size() == kCompletionsPerTurn) {
-    loop_.post([this, alive = std::weak_ptr(alive_)] {
-      if (alive.lock() && !closed_) {
-        look();
-      }
-    });
+  armTimer();
+  if (full) {
+    full_ = false; // flush() will tell
   }
-  if (!completions_.empty()) {
-    armTimer();
-    if (full) {
-      full_ = false; // flush() will tell
-    }
-    owner_.onPathReady(*this);
-  }
+  owner_.onPathReady(*this);
 }
 
 void VerbsPath::onCompletion(const VerbsCompletion& completion) {
@@ -691,7 +693,9 @@ void VerbsPath::armTimer() {
 // Completions that have come, and that nobody has looked at since this process
 // was busy, are no silence.
 void VerbsPath::onTimer() {
-  look();
+  if (hasNews()) {
+    onNews();
+  }
   if (closed_) {
     return;
   }

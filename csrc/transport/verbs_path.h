@@ -134,7 +134,7 @@ struct VerbsPathConfig {
 // again after a failure; no completion does.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink.
-class VerbsPath final : public RoutePath, public Handler {
+class VerbsPath final : public RoutePath, public Handler, public Poller {
  public:
   // `end` is connected.
   VerbsPath(
@@ -175,7 +175,22 @@ class VerbsPath final : public RoutePath, public Handler {
   void faultsChanged(bool concerned) override;
   void fill(PathStats& stats) const override;
 
+  // Handler: a notification of the device.
   void onEvents(uint32_t events) override;
+
+  // Poller
+  bool hasNews() override;
+  void onNews() override;
+  bool inMidst() const override {
+    return readingBytes_ != 0 || full_ || !reader_.betweenFrames();
+  }
+  bool hasWriterHere() const override {
+    return false;
+  }
+  bool writerIsOn(int) const override {
+    return false;
+  }
+  void setAsleep(bool asleep) override;
 
   // Of an open path.
   const VerbsDevice& device() const {
@@ -241,7 +256,6 @@ class VerbsPath final : public RoutePath, public Handler {
   void answered();
   Nanos silentAfter() const;
   void prove();
-  void look();
   void armTimer();
   void onTimer();
   void setUse(bool& flag, bool value);
@@ -281,7 +295,11 @@ class VerbsPath final : public RoutePath, public Handler {
   const size_t maxReads_;
 
   VerbsStats counted_; // of this queue pair
+  // Taken from the device, and not looked at yet.
   std::vector<VerbsCompletion> completions_;
+  std::vector<VerbsCompletion> taken_; // by onNews(), to keep its memory
+  Status polled_; // what the device said at the last call
+  bool armed_ = false; // the next completion makes its descriptor readable
   TimerId timer_ = 0;
   // For calls that are posted to the loop and may come too late.
   std::shared_ptr<bool> alive_ = std::make_shared<bool>(true);
