@@ -23,6 +23,7 @@ struct PlantedBugs {
   bool deliverPinned = false; // the receive ends while it is
   bool endPinsEarly = false; // when the path is removed
   bool copyReferred = false; // ends the send; the far end reads what comes next
+  bool forgetSettled = false; // the sender never hears that it may send
 
   // failover
   bool noProbation = false; // a connection that comes back carries at once

@@ -223,6 +223,9 @@ class Channel {
   // once for each message, after setting `message.op`. A whole message ends its
   // receive, so `message` may be gone at return.
   void matched(InMessage& message);
+  // Devices know the memory of `op` now, or never will: the sender may send.
+  // `op` is posted, and this channel's if it has matched.
+  void receiveReady(RecvOp* op, TimePoint now);
   // `message` is over and its sender knows. Frees it.
   void drop(InMessage& message) {
     forget(message);
@@ -455,6 +458,7 @@ class Channel {
   Status onResidual(uint64_t message, std::span<const std::byte> payload);
   void deliverIfWhole(InMessage& message);
   void tellResidual(InMessage& message);
+  void askForRest(InMessage& m);
   void creditReturned(uint64_t message, bool urgent);
   void flushGrants();
   void announce(InMessage& message);

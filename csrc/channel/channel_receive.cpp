@@ -438,11 +438,25 @@ void Channel::matched(InMessage& m) {
   m.blocks.clear();
   bufferedBytes_ -= m.bufferedBytes;
   m.bufferedBytes = 0;
-  if (!m.whole() && !m.arrivingWhole) {
+  if (!m.op->settling) {
+    askForRest(m);
+  }
+  deliverIfWhole(m);
+}
+
+void Channel::askForRest(InMessage& m) {
+  if (!m.whole() && !m.arrivingWhole && !m.granted) {
     m.granted = true;
     creditReturned(m.header.message, /*urgent=*/true);
   }
-  deliverIfWhole(m);
+}
+
+void Channel::receiveReady(RecvOp* op, TimePoint now) {
+  lastNow_ = now;
+  op->settling = false;
+  if (op->message != nullptr && !RESILIENT_PLANTED(forgetSettled)) {
+    askForRest(*op->message);
+  }
 }
 
 // Ends the receive if the message is whole and matched; `m` is gone then. The

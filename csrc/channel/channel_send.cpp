@@ -8,6 +8,15 @@
 
 namespace resilient {
 
+namespace {
+
+// A message that the far end can read from where it lies is not copied before
+// this time: to copy it costs more than to send it, on the fast networks where
+// that is possible.
+constexpr Nanos kReadWithin = std::chrono::seconds(1);
+
+} // namespace
+
 // Numbers the message, fixes the size of its chunks for good, and queues it by
 // traffic class. The chunks themselves are cut in pullChunk(), when a path
 // asks. The owner's buffer is lent until all chunks are acknowledged, unless
@@ -214,7 +223,8 @@ void Channel::stageLent(TimePoint now) {
     const Nanos fair = 10 * config_.stageAfter +
         Nanos(static_cast<int64_t>(2 * m.header.totalBytes));
     const bool waitsForAck = m.allHandedOut() && now - m.pulledAt >= patience;
-    if ((waitsForAck || now - m.postedAt >= fair) && stage(m)) {
+    const bool mayBeRead = m.awaitsReceive && now - m.postedAt < kReadWithin;
+    if ((waitsForAck || now - m.postedAt >= fair) && !mayBeRead && stage(m)) {
       staged = true;
       continue;
     }

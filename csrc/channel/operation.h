@@ -87,6 +87,9 @@ struct RecvOp : Operation {
   OpSignature signature;
   std::byte* data = nullptr;
   uint64_t bytes = 0;
+  // Devices do not know the memory yet. A sender that waits for the receive is
+  // not told of it before Channel::receiveReady().
+  bool settling = false;
 
   // Called for each chunk that lies in `data`, whole. It must not call back
   // into the core. Chunks come in any order, each once.

@@ -1,8 +1,19 @@
 #include "delegate/record.h"
 
+#include <algorithm>
+
 #include "delegate/group_impl.h"
 
 namespace resilient {
+namespace {
+
+// Smaller messages are copied in the time of a round trip.
+constexpr uint64_t kWorthAwaiting = 256u << 10;
+// A message may begin to arrive when devices know so much of its place: they
+// learn of the rest faster than it comes.
+constexpr uint64_t kPlaceToBegin = 8u << 20;
+
+} // namespace
 
 void Record::withdraw(const std::string& reason) {
   if (state_ == State::kWaiting) {
@@ -19,11 +30,41 @@ Status Record::named(const Status& status) const {
   return closed ? Status(status.code(), group_.closedText(peer_)) : status;
 }
 
+bool Record::awaitsDevices(
+    PeerLink& link,
+    std::span<const std::byte> bytes,
+    std::function<void()> onMore) {
+  VerbsLoans* const loans = group_.engine().loans();
+  if (loans == nullptr || bytes.size() < kWorthAwaiting ||
+      !link.verbs().carriesAny() || loans->settled(bytes) == bytes.size()) {
+    return false;
+  }
+  onMore_ = std::make_shared<std::function<void()>>(std::move(onMore));
+  loans->watch(onMore_);
+  return true;
+}
+
 void SendRecord::onPost(PeerLink& link) {
-  // Smaller ones are copied in the time of the round trip.
-  constexpr uint64_t kWorthAwaiting = 256u << 10;
   awaitReceive = lent_ && bytes >= kWorthAwaiting && link.verbs().carriesAny();
+  if (awaitReceive) {
+    awaitsDevices(link, {data, bytes}, [this] { onMore(); });
+  }
+  availableBytes = readable();
   link.channel().send(this, group_.engine().loop().now());
+}
+
+uint64_t SendRecord::readable() const {
+  const uint64_t known = onMore_ == nullptr
+      ? UINT64_MAX
+      : group_.engine().loans()->settled({data, bytes});
+  return std::min(copiedBytes_, known);
+}
+
+void SendRecord::onMore() {
+  if (state_ != State::kPosted) {
+    return;
+  }
+  link()->channel().sourceGrew(this, readable(), group_.engine().loop().now());
 }
 
 void SendRecord::onWithdraw(const std::string& reason) {
@@ -46,17 +87,22 @@ void SendRecord::finished(const Status& status) {
 }
 
 void SendRecord::lookAt(const StagedMemory& memory) {
-  const uint64_t there = memory.available(data, bytes);
-  if (state_ == State::kPosted) {
-    link()->channel().sourceGrew(this, there, group_.engine().loop().now());
-  } else {
-    availableBytes = there;
-  }
+  copiedBytes_ = memory.available(data, bytes);
+  onMore();
 }
 
 void RecvRecord::onPost(PeerLink& link) {
   source = &link.channel();
+  settling = awaitsDevices(link, {data, bytes}, [this] { onMore(); });
   group_.engine().mailbox().post(this);
+}
+
+void RecvRecord::onMore() {
+  if (state_ == State::kPosted && settling &&
+      group_.engine().loans()->settled({data, bytes}) >=
+          std::min(bytes, kPlaceToBegin)) {
+    source->receiveReady(this, group_.engine().loop().now());
+  }
 }
 
 void RecvRecord::postAny() {

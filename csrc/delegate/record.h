@@ -1,6 +1,8 @@
 #pragma once
 
 #include <functional>
+#include <memory>
+#include <span>
 #include <string>
 
 #include "channel/operation.h"
@@ -66,8 +68,17 @@ class Record {
     state_ = State::kOver;
   }
 
+  // RDMA carries messages of this link, and devices do not know all of the
+  // memory yet: `onMore` is called when they know more.
+  bool awaitsDevices(
+      PeerLink& link,
+      std::span<const std::byte> bytes,
+      std::function<void()> onMore);
+
   GroupImpl& group_;
   State state_ = State::kWaiting;
+  // Null: the memory needs no devices.
+  std::shared_ptr<std::function<void()>> onMore_;
 
  private:
   const int peer_;
@@ -101,10 +112,14 @@ class SendRecord final : public Record, private SendOp {
 
  private:
   void onPost(PeerLink& link) override;
+  void onMore();
   void onWithdraw(const std::string& reason) override;
   void finished(const Status& status) override;
+  // How much is there, and known to devices that it waits for.
+  uint64_t readable() const;
   RecordDone done_;
   bool lent_ = false;
+  uint64_t copiedBytes_ = UINT64_MAX; // from a device, if it comes from one
 };
 
 class RecvRecord final : public Record, private RecvOp {
@@ -136,6 +151,7 @@ class RecvRecord final : public Record, private RecvOp {
       memory_->resultIsFinal(data + offset, bytes);
     }
   }
+  void onMore();
   RecordDone done_;
   StagedMemory* memory_ = nullptr;
 };

@@ -259,7 +259,9 @@ void SimulatedNetwork::closeEnd(PathRef ref, int side) {
   c.removePath(e.id, now_);
   if (paths_[ref]->link.reads) {
     // Until the device has let go, packets land, and are asked for.
-    const auto fence = Nanos(static_cast<int64_t>(prng_.below(30'000'000)));
+    // Some take so long that the far end has long sent the data another way.
+    const uint64_t most = prng_.chance(0.3) ? 500'000'000 : 30'000'000;
+    const auto fence = Nanos(static_cast<int64_t>(prng_.below(most)));
     at(now_ + fence, [this, ref, side] {
       End& end = paths_[ref]->ends[side];
       end.fenced = true;

@@ -356,6 +356,10 @@ void Simulation::receive(
   net_.note(11, index, bytes, "post of receive with bytes");
   net_.note(11, static_cast<uint64_t>(src), dst, "  from and to");
   net_.note(11, group, stream, "  in group and stream");
+  if (below(4) == 0) {
+    op.settling = true;
+    net_.at(net_.now() + upTo(duration_ / 5), [this, index] { settle(index); });
+  }
   net_.mailbox(dst).post(&op);
   if (!collective && !healing_ && prng_.chance(cancelChance_)) {
     const Nanos after = upTo(duration_ / oneOf<int>({2, 20, 1000}));
@@ -364,6 +368,19 @@ void Simulation::receive(
         cancelReceive(index);
       }
     });
+  }
+}
+
+// Devices know the memory of the receive now.
+void Simulation::settle(size_t index) {
+  Receive& r = receives_[index];
+  if (r.outcome != Outcome::kPending) {
+    return;
+  }
+  if (r.op->matchedSource != nullptr) {
+    r.op->matchedSource->receiveReady(r.op.get(), net_.now());
+  } else {
+    r.op->settling = false;
   }
 }
 

@@ -232,6 +232,7 @@ class Simulation final : public SimulatedNetwork::Listener {
       const OpSignature& signature);
   void planSource(size_t index);
   void growSource(size_t index, uint64_t end);
+  void settle(size_t index);
   void sendNext(const StreamId& id);
   void receive(
       size_t dst,

@@ -85,6 +85,7 @@ VerbsLoans::VerbsLoans(EventLoop& loop, Limits limits)
 
 VerbsLoans::~VerbsLoans() {
   for (auto& [loan, lent] : loans_) {
+    loop_.cancel(lent.timer);
     letGo(std::move(lent), nullptr);
   }
   const std::lock_guard lock(shared_->mutex);
@@ -107,7 +108,11 @@ VerbsLoans::Loan VerbsLoans::lend(
   for (const std::span<std::byte> each : memory) {
     if (each.size() >= limits_.fromBytes) {
       lent.bytes += each.size();
-      lent.memory.push_back(each);
+      Tensor& tensor = lent.memory.emplace_back();
+      tensor.bytes = each;
+      tensor.missing.assign(
+          (each.size() + limits_.pieceBytes - 1) / limits_.pieceBytes,
+          devices_.size());
     }
   }
   if (lent.bytes == 0 || lent.bytes > limits_.totalBytes - lentBytes_) {
@@ -115,41 +120,119 @@ VerbsLoans::Loan VerbsLoans::lend(
   }
   const Loan loan = ++last_;
   lentBytes_ += lent.bytes;
-  const Lent& kept = loans_[loan] = std::move(lent);
-  for (const std::span<std::byte> bytes : kept.memory) {
-    for (const std::shared_ptr<VerbsDevice>& device : devices_) {
-      Shared::add(shared_, [this, shared = shared_, loan, bytes, device] {
-        auto made = std::make_shared<Registered>();
-        made->device = device.get();
-        made->bytes = bytes;
-        const Status status =
-            device->registerMemory(bytes, /*forReads=*/true, made->memory);
-        // If nobody takes it, `made` deregisters it, on whichever thread.
-        Shared::post(shared, [this, loan, made, status] {
-          if (status.ok()) {
-            registered(loan, std::move(*made));
-          } else if (!std::exchange(saidRefused_, true)) {
-            logMessage(
-                LogLevel::kWarning,
-                "RDMA copies tensors that cannot be registered: " +
-                    status.message());
-          }
-        });
-      });
-    }
+  Lent& kept = loans_[loan] = std::move(lent);
+  kept.timer = loop_.after(
+      limits_.registerWithin, [this, loan] { giveUpWaiting(loan); });
+  for (size_t i = 0; i < kept.memory.size(); ++i) {
+    registerPieces(loan, i);
   }
   return loan;
 }
 
-void VerbsLoans::registered(Loan loan, Registered memory) {
+// Each piece ends a little behind the beginning of the next one, so that
+// whatever a path looks for lies in one of them.
+void VerbsLoans::registerPieces(Loan loan, size_t tensor) {
+  const Tensor& from = loans_.at(loan).memory[tensor];
+  for (size_t piece = 0; piece < from.missing.size(); ++piece) {
+    const uint64_t begin = piece * limits_.pieceBytes;
+    const std::span<std::byte> bytes = from.bytes.subspan(
+        begin,
+        std::min(from.bytes.size() - begin, limits_.pieceBytes + kMaxFound));
+    for (const std::shared_ptr<VerbsDevice>& device : devices_) {
+      Shared::add(
+          shared_,
+          [this, shared = shared_, loan, tensor, piece, bytes, device] {
+            auto made = std::make_shared<Registered>();
+            made->device = device.get();
+            made->bytes = bytes;
+            const Status status =
+                device->registerMemory(bytes, /*forReads=*/true, made->memory);
+            // If nobody takes it, `made` deregisters it, on whichever thread.
+            Shared::post(shared, [this, loan, tensor, piece, made, status] {
+              registered(loan, tensor, piece, std::move(*made), status);
+            });
+          });
+    }
+  }
+}
+
+void VerbsLoans::registered(
+    Loan loan,
+    size_t tensor,
+    size_t piece,
+    Registered memory,
+    const Status& status) {
+  if (!status.ok() && !std::exchange(saidRefused_, true)) {
+    logMessage(
+        LogLevel::kWarning,
+        "RDMA copies tensors that cannot be registered: " + status.message());
+  }
   const auto found = loans_.find(loan);
-  if (found != loans_.end()) {
-    found->second.registered.push_back(std::move(memory));
+  if (found == loans_.end()) {
+    Lent late; // the operation was faster
+    late.registered.push_back(std::move(memory));
+    letGo(std::move(late), nullptr);
     return;
   }
-  Lent late; // the operation was faster
-  late.registered.push_back(std::move(memory));
-  letGo(std::move(late), nullptr);
+  if (status.ok()) {
+    found->second.registered.push_back(std::move(memory));
+  }
+  Tensor& of = found->second.memory[tensor];
+  if (of.missing[piece] != 0 && --of.missing[piece] == 0 &&
+      of.settled == piece) {
+    while (of.settled < of.missing.size() && of.missing[of.settled] == 0) {
+      ++of.settled;
+    }
+    tellSettled();
+  }
+}
+
+void VerbsLoans::giveUpWaiting(Loan loan) {
+  const auto found = loans_.find(loan);
+  if (found == loans_.end()) {
+    return;
+  }
+  found->second.timer = 0;
+  for (Tensor& tensor : found->second.memory) {
+    tensor.settled = tensor.missing.size();
+  }
+  tellSettled();
+}
+
+uint64_t VerbsLoans::settled(std::span<const std::byte> bytes) const {
+  for (const auto& [loan, lent] : loans_) {
+    for (const Tensor& tensor : lent.memory) {
+      if (bytes.data() < tensor.bytes.data() ||
+          bytes.data() + bytes.size() >
+              tensor.bytes.data() + tensor.bytes.size()) {
+        continue;
+      }
+      const auto begin =
+          static_cast<uint64_t>(bytes.data() - tensor.bytes.data());
+      const uint64_t end = tensor.settled == tensor.missing.size()
+          ? tensor.bytes.size()
+          : tensor.settled * limits_.pieceBytes;
+      if (end < begin + bytes.size()) {
+        return end < begin ? 0 : end - begin;
+      }
+    }
+  }
+  return bytes.size();
+}
+
+void VerbsLoans::watch(std::weak_ptr<std::function<void()>> onSettled) {
+  std::erase_if(watchers_, [](const auto& each) { return each.expired(); });
+  watchers_.push_back(std::move(onSettled));
+}
+
+// They may watch anew, and end others.
+void VerbsLoans::tellSettled() {
+  const auto watchers = watchers_;
+  for (const auto& each : watchers) {
+    if (const auto call = each.lock()) {
+      (*call)();
+    }
+  }
 }
 
 VerbsMemory* VerbsLoans::find(
@@ -190,12 +273,14 @@ void VerbsLoans::end(Loan loan) {
   }
   Lent lent = std::move(found->second);
   loans_.erase(found);
+  loop_.cancel(lent.timer);
   lentBytes_ -= lent.bytes;
   // The same memory may be under way to others, who read it with our key.
   std::erase_if(lent.registered, [this](Registered& each) {
     const auto other = std::ranges::find_if(loans_, [&](const auto& entry) {
       return std::ranges::any_of(
-          entry.second.memory, [&](std::span<std::byte> memory) {
+          entry.second.memory, [&](const Tensor& tensor) {
+            const std::span<std::byte> memory = tensor.bytes;
             return memory.data() < each.bytes.data() + each.bytes.size() &&
                 each.bytes.data() < memory.data() + memory.size();
           });
@@ -221,6 +306,7 @@ void VerbsLoans::revoke(Loan loan, std::function<void(const Status&)> gone) {
   if (const auto found = loans_.find(loan); found != loans_.end()) {
     lent = std::move(found->second);
     loans_.erase(found);
+    loop_.cancel(lent.timer);
     lentBytes_ -= lent.bytes;
   }
   letGo(std::move(lent), [this, call] { over(call, Status()); });

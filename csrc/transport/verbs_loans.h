@@ -19,11 +19,11 @@ namespace resilient {
 // to.
 //
 // How it works. lend() returns at once, and a thread registers the memory with
-// every device in use. Until that is done, find() does not know it, and
-// messages are copied. Memory is registered anew for each operation: a
-// registration pins pages, and nothing tells when the program unmaps them and
-// maps others at the same address. So none outlives its operation, and none can
-// be stale.
+// every device in use, piece by piece. Messages wait for their pieces: that
+// takes a fraction of the time of a copy. Memory is registered anew for each
+// operation: a registration pins pages, and nothing tells when the program
+// unmaps them and maps others at the same address. So none outlives its
+// operation, and none can be stale.
 //
 // An operation that has ended well takes its memory back at once: no device
 // accesses it any more (see Channel::pin), so deregistering may take its time.
@@ -36,6 +36,10 @@ class VerbsLoans {
   struct Limits {
     uint64_t fromBytes = 1u << 20; // smaller memory is not worth it
     uint64_t totalBytes = uint64_t(4) << 30;
+    // Large memory is registered in pieces of this size.
+    uint64_t pieceBytes = 16u << 20;
+    // Messages wait no longer for their memory, and are copied.
+    Nanos registerWithin = std::chrono::seconds(1);
     // How long a device may take to let go of memory.
     Nanos letGoWithin = std::chrono::seconds(5);
   };
@@ -51,7 +55,13 @@ class VerbsLoans {
   void use(const std::shared_ptr<VerbsDevice>& device);
   // 0 if no device is in use, the memory is too small, or too much is lent.
   Loan lend(std::span<const std::span<std::byte>> memory);
-  // Null if no loan has these bytes, or the device does not know them yet.
+  // How many of the first bytes the devices know by now, or never will: all, if
+  // they are in no loan.
+  uint64_t settled(std::span<const std::byte> bytes) const;
+  // Calls it, while it exists, each time that settled() may have grown.
+  void watch(std::weak_ptr<std::function<void()>> onSettled);
+  // Null if no loan has these bytes, or the device does not know them yet. No
+  // more than kMaxFound.
   VerbsMemory* find(
       const VerbsDevice& device,
       std::span<const std::byte> bytes);
@@ -66,6 +76,7 @@ class VerbsLoans {
   bool settled() const {
     return waiting_.empty();
   }
+  static constexpr uint64_t kMaxFound = 1u << 20;
   // Ends the open calls of revoke(), as if their time were over.
   void giveUp();
 
@@ -75,15 +86,29 @@ class VerbsLoans {
     std::span<std::byte> bytes;
     std::unique_ptr<VerbsMemory> memory;
   };
+  struct Tensor {
+    std::span<std::byte> bytes;
+    std::vector<size_t> missing; // of each piece: devices that are asked
+    size_t settled = 0; // pieces, from the first on
+  };
   struct Lent {
     uint64_t bytes = 0;
-    std::vector<std::span<std::byte>> memory;
+    std::vector<Tensor> memory;
     std::vector<Registered> registered;
+    TimerId timer = 0; // gives up waiting
   };
   // What threads share with the loop.
   struct Shared;
 
-  void registered(Loan loan, Registered memory);
+  void registerPieces(Loan loan, size_t tensor);
+  void registered(
+      Loan loan,
+      size_t tensor,
+      size_t piece,
+      Registered memory,
+      const Status& status);
+  void giveUpWaiting(Loan loan);
+  void tellSettled();
   void letGo(Lent lent, std::function<void()> gone);
   void over(uint64_t call, const Status& status);
 
@@ -98,6 +123,7 @@ class VerbsLoans {
     TimerId timer = 0;
   };
   std::map<uint64_t, Waiting> waiting_;
+  std::vector<std::weak_ptr<std::function<void()>>> watchers_;
   uint64_t lastCall_ = 0;
   bool saidRefused_ = false;
   std::shared_ptr<Shared> shared_;
