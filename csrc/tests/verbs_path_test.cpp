@@ -135,6 +135,22 @@ TEST(verbs_path_ends_with_the_reason_of_a_failed_send) {
   CHECK_EQ(lone.end(), "fake0 -> fake1: transport retry counter exceeded");
 }
 
+TEST(silence_limit_follows_slow_answers) {
+  SilenceLimit silence(40ms);
+  CHECK_EQ(silence.limit().count(), Nanos(40ms).count());
+  silence.onAnswer(5us); // hardware
+  CHECK_EQ(silence.limit().count(), Nanos(40ms).count());
+  silence.onAnswer(25ms); // once
+  silence.onAnswer(5us);
+  CHECK(silence.limit() > 95ms && silence.limit() <= 100ms);
+  for (int i = 0; i < 200; ++i) {
+    silence.onAnswer(5us);
+  }
+  CHECK_EQ(silence.limit().count(), Nanos(40ms).count());
+  silence.onAnswer(3s);
+  CHECK_EQ(silence.limit().count(), Nanos(160ms).count());
+}
+
 // As some devices do after a failure.
 TEST(verbs_path_that_never_completes_a_send_is_closed) {
   VerbsPathConfig config;
@@ -481,6 +497,41 @@ TEST(verbs_loans_are_of_their_operation_only) {
   });
   pair.users[0].until("it is gone", [&] { return gone.load(); });
   pair.users[0].run([&] { CHECK(pair.loans[0]->settled()); });
+}
+
+TEST(verbs_loans_settle_from_the_beginning) {
+  ReadingPair pair;
+  std::vector<std::byte> memory(50u << 20); // more than three pieces
+  const std::span<std::byte> all(memory);
+  VerbsLoans& loans = *pair.loans[0];
+  std::atomic<int> told{0};
+  const auto onSettled =
+      std::make_shared<std::function<void()>>([&] { ++told; });
+  pair.users[0].run([&] {
+    CHECK_EQ(loans.settled(all), all.size()); // nobody has lent it
+    loans.watch(onSettled);
+    loans.lend({&all, 1});
+    CHECK_EQ(loans.settled(all), 0u); // the thread's news comes in a turn
+    CHECK_EQ(loans.settled(all.subspan(40u << 20)), 0u);
+  });
+  const auto known = [&](size_t offset, size_t bytes) {
+    const auto& path = static_cast<VerbsPath&>(pair.users[0].path());
+    return loans.find(path.device(), all.subspan(offset, bytes)) != nullptr;
+  };
+  pair.users[0].until("all of it is settled", [&] {
+    const uint64_t settled = loans.settled(all);
+    CHECK(settled == all.size() || settled % (16u << 20) == 0);
+    CHECK(settled < (1u << 20) || known(settled - (1u << 20), 1u << 20));
+    return settled == all.size();
+  });
+  CHECK(told > 0);
+  // Whatever a path looks for lies in one piece.
+  pair.users[0].run([&] {
+    for (size_t at = 0; at + VerbsLoans::kMaxFound <= all.size();
+         at += 333333) {
+      CHECK(known(at, VerbsLoans::kMaxFound));
+    }
+  });
 }
 
 TEST(verbs_path_reads_nothing_that_was_not_announced) {

@@ -11,6 +11,8 @@
 namespace resilient {
 namespace {
 
+static_assert(VerbsEnd::kMaxReadBytes <= VerbsLoans::kMaxFound);
+
 constexpr size_t kMemoryBytes = 2 * VerbsEnd::kSlots * VerbsEnd::kSlotBytes;
 
 } // namespace
@@ -110,6 +112,7 @@ VerbsPath::VerbsPath(
       config_(std::move(config)),
       device_(end_->port().device),
       reader_(channel, id),
+      silenceLimit_(config_.silentAfter),
       startedAt_(loop.now()),
       heardAt_(loop.now()),
       maxReads_(
@@ -466,6 +469,9 @@ void VerbsPath::onCompletion(const VerbsCompletion& completion) {
 // The NIC of the far end has answered.
 void VerbsPath::answered() {
   --pending_;
+  if (!silent_) {
+    silenceLimit_.onAnswer(loop_.now() - pendingSince_);
+  }
   pendingSince_ = loop_.now();
   prove();
   if (!closed_ && silent_) {
@@ -666,11 +672,12 @@ void VerbsPath::prove() {
 // --- time
 
 Nanos VerbsPath::silentAfter() const {
+  const Nanos limit = silenceLimit_.limit();
   const auto oldest =
       std::ranges::find_if(reads_, [](const Read& r) { return !r.done; });
-  return oldest == reads_.end() ? config_.silentAfter
-                                : config_.silentAfter +
-          fromSeconds(oldest->header.payloadBytes / kSlowestBytesPerS);
+  return oldest == reads_.end()
+      ? limit
+      : limit + fromSeconds(oldest->header.payloadBytes / kSlowestBytesPerS);
 }
 
 void VerbsPath::armTimer() {

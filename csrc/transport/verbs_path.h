@@ -12,6 +12,7 @@
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
 #include "transport/route_path.h"
+#include "transport/silence_limit.h"
 #include "transport/verbs_api.h"
 #include "transport/verbs_loans.h"
 
@@ -95,8 +96,9 @@ class VerbsEnd {
 struct VerbsPathConfig {
   size_t route = 0; // on which it is, for the owner
   bool initiator = false; // the end that offered it
-  // A send without a completion for this long makes the path silent. The NIC
-  // of the far end answers, however busy its process is.
+  // A send without a completion for this long makes the path silent, or a
+  // little longer if answers have been slow (SilenceLimit). The NIC of the far
+  // end answers, however busy its process is.
   Nanos silentAfter = std::chrono::milliseconds(40);
   // And one for this long closes it: some devices never complete a request
   // after a failure.
@@ -266,6 +268,7 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   const VerbsPathConfig config_;
   const std::string device_;
   FrameReader reader_;
+  SilenceLimit silenceLimit_;
   bool proven_ = false;
   bool silent_ = false;
   bool avoided_ = false;
