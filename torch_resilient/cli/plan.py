@@ -10,8 +10,18 @@ from typing import Any
 
 from torch_resilient.cli import pictures
 from torch_resilient.cli.errors import bad_input
+from torch_resilient.cli.json_input import read_json
 from torch_resilient.pipelining import timeline
-from torch_resilient.planning.costs import PipelineCosts, per_place
+from torch_resilient.planning.costs import PipelineCosts
+from torch_resilient.planning.fields import (
+    counts,
+    number,
+    one_of,
+    require_fields,
+    times_ms,
+    whole,
+    without,
+)
 from torch_resilient.planning.planner import POLICIES, Plan, plan_schedule
 from torch_resilient.planning.replay import replay
 
@@ -39,8 +49,6 @@ exit status: 0, or 2 if the input cannot be used; then one line on stderr names 
 # Maximum of the sum over all stages: 512 stages of 512 take ten seconds. A larger input is a
 # mistake and would exhaust the memory.
 _MAX_MICROBATCHES = 300_000
-# 30,000 years. Sums of longer times could become infinity, which JSON cannot express.
-_MAX_MS = 1e15
 _REQUIRED = ("stages", "microbatches", "tF", "tB", "tW")
 _OPTIONAL = ("c", "cf", "cb", "cap", "mem", "policy", "budget_ms")
 # Fields that this command adds; it ignores them in its input, which may be an earlier output.
@@ -72,32 +80,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def _whole(name: str, value: object) -> int:
-    """Raises ValueError, naming the field, unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ValueError(f"{name}: expected an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name}: expected at least 1, got {value}")
-    return value
-
-
-def _limit(name: str, value: object, stages: int) -> int | list[int] | None:
-    if value is None:
-        return None
-    if not isinstance(value, list):
-        return _whole(name, value)
-    if len(value) != stages:
-        raise ValueError(
-            f"{name}: expected a number or {stages} of them, one per stage, got {len(value)}"
-        )
-    return [_whole(f"{name}[{i}]", each) for i, each in enumerate(value)]
-
-
 def _seconds(name: str, value: object, count: int, place: str) -> list[float]:
-    times_ms = per_place(name, value, count, place)
-    if (longest_ms := max(times_ms, default=0.0)) > _MAX_MS:
-        raise ValueError(f"{name}: expected at most {_MAX_MS:g} ms, got {longest_ms:g}")
-    return [each / 1e3 for each in times_ms]
+    return [each / 1e3 for each in times_ms(name, value, count, place)]
 
 
 def _costs(given: dict[str, Any], stages: int) -> PipelineCosts:
@@ -117,44 +101,22 @@ def _costs(given: dict[str, Any], stages: int) -> PipelineCosts:
     )
 
 
-def _parse(text: str) -> Any:
-    def constant(name: str) -> float:
-        raise ValueError(f"{name} is no JSON")
-
-    return json.loads(text, parse_constant=constant)
-
-
 def _plan(given: object) -> tuple[Plan, PipelineCosts]:
     """Raises ValueError with a text that begins with the field's name."""
-    if not isinstance(given, dict):
-        raise ValueError(f"input: expected a JSON object, got {type(given).__name__}")
-    for name in given:
-        if name not in (*_REQUIRED, *_OPTIONAL, *_ADDED):
-            raise ValueError(f"{name}: no such field")
-    for name in _REQUIRED:
-        if name not in given:
-            raise ValueError(f"{name}: missing")
-    stages = _whole("stages", given["stages"])
-    microbatches = _whole("microbatches", given["microbatches"])
+    require_fields(given, _REQUIRED, (*_OPTIONAL, *_ADDED))
+    assert isinstance(given, dict)
+    stages = whole("stages", given["stages"])
+    microbatches = whole("microbatches", given["microbatches"])
     if stages * microbatches > _MAX_MICROBATCHES:
         raise ValueError(
             f"stages: {stages} times {microbatches} microbatches is more than "
             f"{_MAX_MICROBATCHES}, the most this command plans"
         )
     costs = _costs(given, stages)
-    cap = _limit("cap", given.get("cap"), stages)
-    mem = _limit("mem", given.get("mem"), stages)
-    budget_ms = given.get("budget_ms", 100)
-    if isinstance(budget_ms, bool) or not isinstance(budget_ms, int | float):
-        raise ValueError(f"budget_ms: expected a number, got {budget_ms!r}")
-    # An integer may be too large for isfinite, and for a message.
-    if not 0 <= budget_ms <= sys.float_info.max:
-        raise ValueError(
-            f"budget_ms: expected a finite number, not negative, got {budget_ms!r:.20}"
-        )
-    policy = given.get("policy", "best")
-    if policy not in POLICIES:
-        raise ValueError(f"policy: expected one of {', '.join(POLICIES)}, got {policy!r}")
+    cap = counts("cap", given.get("cap"), stages)
+    mem = counts("mem", given.get("mem"), stages)
+    budget_ms = number("budget_ms", given.get("budget_ms", 100))
+    policy = one_of("policy", given.get("policy", "best"), POLICIES)
     plan = plan_schedule(
         costs,
         microbatches,
@@ -188,7 +150,7 @@ def _milliseconds(seconds: float) -> float:
 
 def _output(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
     return {
-        **{name: value for name, value in given.items() if name not in _ADDED},
+        **without(given, _ADDED),
         "iteration_ms": _milliseconds(plan.iteration_s),
         "lower_bound_ms": _milliseconds(plan.lower_bound_s),
         "bubble": round(plan.bubble, 9),
@@ -214,16 +176,7 @@ def _output(given: dict[str, Any], plan: Plan) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> int:
     """Prints the plan; returns the exit status."""
     try:
-        if options.json == "-" and sys.stdin is None:
-            raise ValueError("--json -: standard input is closed")
-        try:
-            if options.json == "-":
-                text = sys.stdin.read()
-            else:
-                text = Path(options.json).read_text(encoding="utf-8")
-            given = _parse(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"input: not JSON: {error}") from None
+        given = read_json(options.json)
         plan, costs = _plan(given)
         _write_pictures(options, plan, costs)
     except (ValueError, OSError) as error:
