@@ -102,14 +102,16 @@ PACKAGES: dict[str, set[str]] = {
     "smart": {"", "_reports"},  # sends what may be dropped
     "planning": {""},  # pure: what to run when
     "control": {"", "_reports", "planning"},  # decides: what has changed, and which plan follows
+    "geo": {"", "_reports", "planning", "control"},  # pure: which sites to train in, and how
     "pipelining": {"", "_reports", "smart", "planning", "control"},  # runs stages of torch's
     "testing": {""},
-    "cli": {"", "_reports", "_observe", "smart", "planning", "control", "pipelining", "testing"},
+    "cli": {"", "_reports", "_observe", "smart", "planning", "control", "geo", "pipelining"}
+    | {"testing"},
 }
 # Modules at the top that may start the observers and hand out reports.
 ENTRY_POINTS = {"__init__.py", "_registration.py", "faults.py"}
 # Packages that must be importable where torch is not.
-WITHOUT_TORCH = {"planning", "testing"}
+WITHOUT_TORCH = {"planning", "geo", "testing"}
 # The one importer of torch's private names for pipelining.
 TORCH_PRIVATE = "pipelining/torch_actions.py"
 
@@ -302,6 +304,9 @@ def test_the_cpp_check_allows(name: str, line: str) -> None:
         ("control/x.py", "from torch_resilient import pipelining", "imports pipelining"),
         ("planning/x.py", "import torch_resilient.control.plan", "imports control"),
         ("planning/x.py", "import torch", "imports torch"),
+        ("geo/x.py", "import torch", "imports torch"),
+        ("geo/x.py", "from torch_resilient.pipelining import picture", "imports pipelining"),
+        ("planning/x.py", "from torch_resilient.geo import cell", "imports geo"),
         ("control/x.py", "from . import sites", "relative import"),
         ("testing/x.py", "from torch_resilient import cli", "imports cli"),
         (

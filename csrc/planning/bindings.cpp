@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "planning/cell.h"
 #include "planning/evaluator.h"
 #include "planning/generator.h"
 #include "planning/local_search.h"
@@ -189,9 +190,94 @@ py::list foundBy(const Search& search) {
   return result;
 }
 
-// generate, evaluate and Search.run release the GIL while they compute, after
-// all arguments have been read. One Search must not be used by two threads at a
-// time: run() holds no lock.
+// Of torch_resilient.geo.cell_rules.Problem.
+CellProblem readCell(const py::object& from) {
+  CellProblem cell;
+  cell.pipelines = from.attr("pipelines").cast<size_t>();
+  cell.microbatches = from.attr("microbatches").cast<size_t>();
+  const size_t stages = py::len(from.attr("forward_ms"));
+  if (cell.pipelines == 0 || cell.microbatches == 0 || stages == 0) {
+    throw std::invalid_argument(
+        "cell: expected at least one pipeline, stage and microbatch");
+  }
+  cell.durations = {
+      perPlace<double>(from, "forward_ms", stages),
+      perPlace<double>(from, "recompute_ms", stages),
+      perPlace<double>(from, "backward_ms", stages),
+      perPlace<double>(from, "weight_ms", stages)};
+  cell.hops = perPlace<ByDirection>(from, "hop_ms", stages - 1);
+  cell.latencies = perPlace<ByDirection>(from, "latency_ms", stages - 1);
+  for (const bool crosses : perPlace<bool>(from, "crosses", stages - 1)) {
+    cell.crosses.push_back(crosses ? 1 : 0);
+  }
+  cell.relays = from.attr("relays").cast<size_t>();
+  cell.caps = perPlace<size_t>(from, "caps", stages);
+  cell.split = from.attr("split").cast<bool>();
+  if (cell.relays == 0 ||
+      std::count(cell.caps.begin(), cell.caps.end(), size_t{0}) != 0) {
+    throw std::invalid_argument("cell: expected relays and caps of at least 1");
+  }
+  return cell;
+}
+
+CellRules readCellRules(const py::object& from, size_t stages) {
+  CellRules rules{
+      .priority = {},
+      .turn = from.attr("turn").cast<size_t>(),
+      .reserve = from.attr("reserve").cast<bool>(),
+      .spatial = from.attr("spatial").cast<bool>(),
+      .early = from.attr("early").cast<bool>(),
+      .warmup = from.attr("warmup").cast<std::vector<size_t>>(),
+      .alternate = from.attr("alternate").cast<bool>()};
+  constexpr std::string_view kinds = "FRBW";
+  for (const char kind : from.attr("priority").cast<std::string>()) {
+    rules.priority.push_back(static_cast<uint8_t>(kinds.find(kind)));
+  }
+  std::vector<uint8_t> known = rules.priority;
+  std::sort(known.begin(), known.end());
+  if (known != std::vector<uint8_t>{0, 1, 2, 3}) {
+    throw std::invalid_argument("priority: expected F, R, B and W, each once");
+  }
+  if (rules.warmup.empty() ? rules.alternate : rules.warmup.size() != stages) {
+    throw std::invalid_argument("warmup: expected a count per stage");
+  }
+  return rules;
+}
+
+double timeCell(const py::object& cell, const py::object& rules) {
+  const CellProblem given = readCell(cell);
+  const CellRules how = readCellRules(rules, given.stages());
+  py::gil_scoped_release release;
+  return scheduleCell(given, how).iteration;
+}
+
+// (kinds and starts of each GPU, transfers, iteration time)
+py::tuple scheduleOfCell(const py::object& cell, const py::object& rules) {
+  const CellProblem given = readCell(cell);
+  const CellRules how = readCellRules(rules, given.stages());
+  CellSchedule found;
+  {
+    py::gil_scoped_release release;
+    found = scheduleCell(given, how);
+  }
+  py::list sent;
+  for (const CellTransfer& each : found.sent) {
+    sent.append(
+        py::make_tuple(
+            each.pipe,
+            each.hop,
+            each.direction,
+            each.microbatch,
+            each.start,
+            each.end));
+  }
+  return py::make_tuple(
+      writeOrders(found.kinds), found.starts, sent, found.iteration);
+}
+
+// generate, evaluate, the functions of cells and Search.run release the GIL
+// while they compute, after all arguments have been read. One Search must not
+// be used by two threads at a time: run() holds no lock.
 PYBIND11_MODULE(_planning, m) {
   m.def(
       "generate",
@@ -202,6 +288,8 @@ PYBIND11_MODULE(_planning, m) {
       py::arg("limits"));
   m.def("evaluate", &evaluate, py::arg("kinds"), py::arg("costs"));
   m.def("memory_peaks", &peaksOfOrders, py::arg("kinds"), py::arg("costs"));
+  m.def("schedule_cell", &scheduleOfCell, py::arg("cell"), py::arg("rules"));
+  m.def("time_cell", &timeCell, py::arg("cell"), py::arg("rules"));
   py::class_<Search>(m, "Search")
       .def(
           py::init(&startSearch),

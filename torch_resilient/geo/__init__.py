@@ -1,0 +1,4 @@
+"""Training across sites: schedules, choice of sites, times and prices. Nothing here needs torch.
+
+`torch-resilient geo` is the command for it.
+"""
