@@ -9,7 +9,18 @@ import sys
 from collections.abc import Sequence
 
 from torch_resilient._version import __version__
-from torch_resilient.cli import bench, chaos, doctor, lab, plan, profile_drop, shift, timeline, top
+from torch_resilient.cli import (
+    bench,
+    chaos,
+    doctor,
+    geo,
+    lab,
+    plan,
+    profile_drop,
+    shift,
+    timeline,
+    top,
+)
 
 EXAMPLES = """\
 examples:
@@ -19,6 +30,7 @@ examples:
   torch-resilient chaos -- torchrun --nproc-per-node 2 train.py   drill it with network faults
   torch-resilient lab --delay 20ms -- torchrun train.py           the same on hosts far apart (root)
   torch-resilient shift --serve -- ib_write_bw                    an RDMA program survives a NIC
+  torch-resilient geo plan --json job.json                        is a second site worth its price?
   torch-resilient profile-drop --steps 200 train.py               the cost of dropped activations
 
 `torch-resilient COMMAND --help` shows details and an example.
@@ -39,6 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bench.add_parser(commands)
     chaos.add_parser(commands)
     doctor.add_parser(commands)
+    geo.add_parser(commands)
     lab.add_parser(commands)
     plan.add_parser(commands)
     profile_drop.add_parser(commands)

@@ -40,7 +40,7 @@ DIRECTIONS = ("forward", "backward")
 # The planning time of `best` is counted in simulated operations, so that the result does not
 # depend on the machine. A processor of 2025 simulates about twice as many in a millisecond.
 _OPERATIONS_PER_MS = 5000
-DEFAULT_BUDGET_MS = 25.0
+DEFAULT_BUDGET_MS = 15.0
 # `faults_of` allows for rounding: this part of the iteration time.
 _ROUNDING = 1e-9
 
