@@ -20,7 +20,7 @@ _WIDTH = 960
 _MARGIN = 36
 # Lines of curves; the first colours are those of operations.
 _COLOURS = ("#4f7be8", "#1a9c8c", "#f0a92e", "#8e6bd8", "#d8453b", "#8a93a8")
-# From free to the highest price of a map.
+# From free to the highest price of a map; a single price has the middle one.
 _PRICE_COLOURS = ("#1a9c8c", "#f0a92e", "#d8453b")
 
 
@@ -150,9 +150,12 @@ def _significant(value: float) -> str:
 # --- The map of sites
 
 
-def _price_colour(price: float, highest: float) -> str:
-    part = price / highest if highest > 0 else 0.0
-    return _PRICE_COLOURS[min(2, round(part * 2))]
+def _price_colour(price: float, prices: Sequence[float]) -> str:
+    if price == 0:
+        return _PRICE_COLOURS[0]
+    if min(prices) == max(prices):
+        return _PRICE_COLOURS[1]
+    return _PRICE_COLOURS[min(2, round(2 * price / max(prices)))]
 
 
 def _map_lines(job: Job, row: Row) -> list[tuple[str, str, float, float]]:
@@ -206,11 +209,11 @@ def write_map(path: Path, job: Job, found: Selection) -> None:
     row = found.choice
     lines = _map_lines(job, row) if row is not None else []
     most_gb = max((gb for *_, gb, _ in lines), default=0.0)
-    highest = max((price for *_, price in lines), default=0.0)
+    prices = [price for *_, price in lines]
     for a, b, gb, price in lines:
         (x1, y1), (x2, y2) = places[a], places[b]
         wide = 2 + 10 * (gb / most_gb if most_gb > 0 else 0)
-        colour = _price_colour(price, highest)
+        colour = _price_colour(price, prices)
         tip = f"{a} and {b}: {_significant(gb)} GB per iteration, {_significant(price)} per GB"
         drawing.shape(
             f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" '

@@ -55,7 +55,7 @@ OPTIONAL = (
 ADDED = ("rows", "choice", "seconds", "replicas")
 
 # Rows of a plan. With more, the steps between them are below the precision of any times.
-MAX_ROWS = 1000
+MAX_ROWS = 10_000
 # Operations of all rows. 10^8 take about half a minute.
 _MAX_OPERATIONS = 100_000_000
 # 6! = 720 orders. A search compares all of them with all numbers of cells.
