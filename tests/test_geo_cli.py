@@ -87,7 +87,7 @@ def test_a_cell(
         "nodes",
     }
     assert {each["direction"] for each in found["transfers"]} == {"forward", "backward"}
-    # What is printed is a valid schedule.
+    # The printed schedule is valid.
     plan = CellPlan(
         orders=found["orders"],
         starts_ms=found["starts_ms"],
@@ -400,6 +400,38 @@ def test_it_runs_where_nothing_is_compiled() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["iteration_ms"] == 34
+
+
+@pytest.mark.parametrize("command", INPUTS)
+def test_the_examples_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = {"cell": "geo_cell", "plan": "geo_job", "what-if": "geo_what_if"}[command]
+    text = (ROOT / "examples" / f"{name}.json").read_text(encoding="utf-8")
+    answer(command, text, tmp_path, capsys)
+
+
+def test_the_document_shows_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The input, the table of rows, and the replicas."""
+    document = (ROOT / "docs" / "geo.md").read_text(encoding="utf-8")
+    job = json.loads((ROOT / "examples" / "geo_job.json").read_text(encoding="utf-8"))
+    shown = document.partition("```json\n")[2].partition("```")[0]
+    assert json.loads(shown) == job
+    found = answer("plan", job, tmp_path, capsys)
+    for row in found["rows"]:
+        if not row["feasible"]:
+            continue
+        partitions = " + ".join(
+            str(row["partitions"].get(each["name"], 0)) for each in job["sites"]
+        )
+        price = row["cost"] / (row["cells"] * job["cell"])
+        line = (
+            f"| {row['cells']} | {partitions} | {row['gpus']} | {row['total_ms']:.0f} | "
+            f"{row['throughput'] * 1e3:.2f} | {price:.3f} |"
+        )
+        assert line in document
+    assert found["choice"]["cells"] == 5
+    assert f"{found['replicas'][-1]['throughput'] * 1e3:.2f} pipelines per second" in document
+    base = json.loads((ROOT / "examples" / "geo_what_if.json").read_text(encoding="utf-8"))["base"]
+    assert base == job
 
 
 @pytest.mark.parametrize("command", INPUTS)

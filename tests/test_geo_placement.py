@@ -77,7 +77,7 @@ def test_inferred_sites_have_other_names() -> None:
     placement.require(topology(inferred, declared=False))
     with pytest.raises(ValueError, match="rank 4 is at b and not at a"):
         placement.require(topology((*inferred[:4], "site0", *inferred[5:]), declared=False))
-    # Nobody knows where the ranks are.
+    # No sites are known.
     with pytest.raises(ValueError, match="rank 0 is at no site and not at a"):
         placement.require(topology(("",) * 12, declared=False))
     one_site = Placement.of({"cell": 2, "choice": {"cells": 1, "partitions": {"a": 3}}})

@@ -11,7 +11,7 @@ namespace resilient {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-// As a part of the longest time: what differs by less happens at one moment. It
+// A part of the longest time. Times that differ by less are one moment. This
 // absorbs rounding errors of sums. A larger value would change decisions.
 constexpr double kEqual = 1e-9;
 constexpr int kNoKind = -1;
@@ -137,7 +137,7 @@ class CellSimulation {
     }
     double now = 0;
     while (!events_.empty()) {
-      // What is noted for the past happens now.
+      // Events in the past are handled now.
       now = std::max(now, events_.top().time);
       const double soon = now + equal_;
       ++moment_;
@@ -287,7 +287,8 @@ class CellSimulation {
     if (kind == kCellWeight) {
       return cell_.split && weights < backwards ? gpu.free : kNever;
     }
-    // One after the other, the next of which is B with its R.
+    // With `alternate`, B and its R follow only after all forwards of the
+    // warm-up.
     if (rules_.alternate && held < rules_.warmup[gpu.stage] &&
         forwards < cell_.microbatches) {
       return kNever;
@@ -322,7 +323,7 @@ class CellSimulation {
     return kNoKind;
   }
 
-  // Runs the operation, and notes what follows from it.
+  // Runs the operation, and notes its consequences.
   void start(Gpu& gpu, CellKind kind, double now) {
     const size_t stage = gpu.stage;
     const size_t microbatch = gpu.done[kind];
@@ -382,7 +383,7 @@ class CellSimulation {
     events_.push({arrival, false, number});
   }
 
-  // Starts what waits for the link, as far as there is room.
+  // Starts the waiting transfers that the link has room for.
   void send(size_t linkNumber, double soon) {
     Link& link = links_[linkNumber];
     while (!link.queue.empty()) {

@@ -45,7 +45,7 @@ struct CellProblem {
   }
 };
 
-// Rules in cell_rules.py says what each does.
+// Rules in cell_rules.py explains each field.
 struct CellRules {
   std::vector<uint8_t> priority; // kinds, the preferred one first
   size_t turn = 1;

@@ -1,8 +1,8 @@
 """`torch-resilient geo`: sites, times and prices of a training, before any money is spent.
 
-cell: a schedule for pipelines that share the links between sites. plan: how many of them, on which
-sites, what an iteration takes and costs, and the alternative of replicas. what-if: the plan for
-many variants of one input. Nothing here needs torch.
+cell: a schedule for pipelines that share the links between sites. plan: the number of pipelines
+and their sites, time and cost of an iteration, and replicas as the alternative. what-if: the plan
+for many variants of one input. Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def _runner(
 
 
 def _input(options: argparse.Namespace) -> Any:
-    # NaN becomes a number here, so that the error names its field.
+    # NaN is accepted as a number here. The check of its field then refuses it by name.
     return read_json(options.json, constant=float)
 
 
@@ -198,7 +198,7 @@ def _cell(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _with_bench(given: Any, source: str) -> Any:
-    """The input, with what was measured where it says nothing."""
+    """The input, completed by the measured fields that it does not have."""
     if not isinstance(given, dict):
         return given
     sites = given.get("sites")

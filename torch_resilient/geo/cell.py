@@ -37,8 +37,8 @@ POLICIES = ("best", "paper", "varuna", "1f1b", "gpipe")
 SHARINGS = ("temporal", "spatial")
 DIRECTIONS = ("forward", "backward")
 
-# The planning time of `best` is counted in simulated operations, so that the result does not
-# depend on the machine. A processor of 2025 simulates about twice as many in a millisecond.
+# `best` counts its planning time in simulated operations: the result then does not depend on the
+# machine. A processor of 2025 simulates about twice as many in a millisecond.
 _OPERATIONS_PER_MS = 5000
 DEFAULT_BUDGET_MS = 15.0
 # `faults_of` allows for rounding: this part of the iteration time.
@@ -312,7 +312,7 @@ def _portfolio(cell: Cell) -> Iterator[tuple[str, Rules]]:
 
 
 def _best_rules(cell: Cell, budget_ms: float, bound_ms: float) -> tuple[str, Rules]:
-    """The first two of the portfolio, and what the budget allows of the others."""
+    """The best of the portfolio's first two rules, and of as many others as the budget allows."""
     spatial = cell.sharing == "spatial"
     left = budget_ms * _OPERATIONS_PER_MS
     best: tuple[float, str, Rules] | None = None
@@ -413,15 +413,15 @@ def _plan_of(
         starts_ms,
         transfers,
         iteration_ms,
-        # The sums are not the same, so that rounding may lift it above the time.
+        # Rounding may lift the bound above the time: the two are different sums.
         min(lower_bound_ms(cell), iteration_ms),
         cell.microbatches * each_ms / room_ms if room_ms > 0 else 0.0,
     )
 
 
 class _Timing:
-    """For `replay`: operations start as soon as their inputs are known, and links serve transfers
-    by the time when they are ready, or in a given sequence."""
+    """For `replay`: operations start when their inputs arrive, and links serve transfers by the
+    time at which they are ready, or in a given sequence."""
 
     def __init__(
         self, cell: Cell, orders: Sequence[Sequence[Sequence[str]]], served: Sequence[Transfer]
@@ -437,7 +437,7 @@ class _Timing:
         # (when ready, microbatch, pipe, hop, direction)
         self._ready: list[tuple[float, int, int, int, int]] = []
         # By hop, direction and, with spatial sharing, pipeline: when each server is free, the last
-        # start, what is ready, and the sequence to keep.
+        # start, the transfers that are ready, and the sequence to keep.
         self._servers_ms: dict[tuple[int, int, int], list[float]] = {}
         self._last_ms: dict[tuple[int, int, int], float] = {}
         self._waiting: dict[tuple[int, int, int], dict[tuple[int, int], float]] = {}
@@ -450,7 +450,7 @@ class _Timing:
         return hop, direction, pipe if self._cell.sharing == "spatial" else 0
 
     def _advance(self, pipe: int, stage: int) -> None:
-        """Starts what can start on this GPU, and continues where results arrive."""
+        """Starts the next operations of this GPU whose inputs are known, then those that follow."""
         cell, order = self._cell, self._orders[pipe][stage]
         starts_ms = self.starts_ms[pipe][stage]
         while len(starts_ms) < len(order):
@@ -523,7 +523,7 @@ def replay(
     orders: Sequence[Sequence[Sequence[str]]],
     served: Sequence[Transfer] = (),
 ) -> CellPlan:
-    """The times of any orders: every operation and transfer starts as soon as it can.
+    """The times of any orders: every operation and transfer starts as early as possible.
 
     Args:
         orders: by pipeline and stage, the operations, such as "F0".
@@ -578,11 +578,11 @@ def _require_complete(cell: Cell, orders: Sequence[Sequence[Sequence[str]]]) -> 
 
 
 def faults_of(cell: Cell, plan: CellPlan) -> list[str]:
-    """What is wrong with a schedule; empty if it can be run as it is.
+    """The faults of a schedule; empty if it can be run as it is.
 
-    It knows nothing of how schedules are made, and checks the starts and transfers themselves:
-    complete orders, one operation of a GPU at a time, each after what it needs, limits of memory,
-    transfers that take long enough, and no more nodes in use than there are.
+    The check is independent of the rules. It reads the starts and transfers themselves: complete
+    orders, one operation of a GPU at a time, each after its inputs, limits of memory, transfers
+    that take long enough, and no more nodes in use than there are.
     """
     try:
         _require_complete(cell, plan.orders)
@@ -663,7 +663,7 @@ def _link_faults(
             yield f"{each}: is too fast"
         pipe = each.pipe if cell.sharing == "spatial" else 0
         found = changes.setdefault((each.hop, each.direction, pipe), [])
-        # What ends within the rounding of a start ends before it.
+        # An end within the rounding of a start counts as before it.
         found.append((each.start_ms + slack_ms, each.nodes))
         found.append((max(each.end_ms, each.start_ms + slack_ms), -each.nodes))
     allowed = 1 if cell.sharing == "spatial" else cell.max_nodes

@@ -66,7 +66,7 @@ class Times(NamedTuple):
 
 
 class CellInput(NamedTuple):
-    """What `geo cell` is asked for."""
+    """The input of `geo cell`."""
 
     cell: Cell
     policy: str
@@ -89,7 +89,7 @@ def read_times(given: Mapping[str, Any], stages: int) -> Times:
     )
     split = given.get("tW") is not None
     weight = times_ms("tW", given["tW"], stages, "stage") if split else (0.0,) * stages
-    # The last stage runs B right after F, so nothing has been freed.
+    # The last stage runs B right after F, and has freed nothing.
     return Times(forward, (*recompute[:-1], 0.0), backward, weight, split)
 
 

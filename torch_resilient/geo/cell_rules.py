@@ -17,13 +17,13 @@ KINDS = "FRBW"
 FORWARD, RECOMPUTE, BACKWARD, WEIGHT = range(4)
 
 _NEVER = float("inf")
-# Times that differ by less than this part of the longest operation or transfer count as equal when
-# a GPU looks at what it could do. Sums of the same times in another order differ by rounding.
+# Times that differ by less than this part of the longest operation or transfer count as equal.
+# Sums of the same times in another order differ by rounding. A larger value would change decisions.
 _EQUAL = 1e-9
 
 
 class Problem(Protocol):
-    """What the rules read of `cell.Cell`; times in milliseconds.
+    """The part of `cell.Cell` that the rules read; times in milliseconds.
 
     Attributes:
         forward_ms, recompute_ms, backward_ms, weight_ms: by stage.
@@ -64,7 +64,7 @@ class Problem(Protocol):
 
 @dataclass(frozen=True)
 class Rules:
-    """How GPUs and links choose among what could start now.
+    """How GPUs and links choose their next operation or transfer.
 
     Attributes:
         priority: the kinds of operations, the preferred one first.
@@ -145,7 +145,7 @@ class _Link:
 
 class _Simulation:
     """Time jumps from event to event. At each, finished transfers free their links, links start
-    what waits, and GPUs choose. All events of one moment are taken together.
+    waiting transfers, and GPUs choose. All events of one moment are handled together.
     """
 
     def __init__(self, cell: Problem, rules: Rules) -> None:
@@ -243,7 +243,7 @@ class _Simulation:
             return gpu.inputs[forwards]
         if kind == WEIGHT:
             return gpu.free_ms if cell.split and weights < backwards else _NEVER
-        # One after the other, the next of which is B with its R.
+        # With `alternate`, B and its R follow only after all forwards of the warm-up.
         if rules.alternate and held < rules.warmup[gpu.stage] and forwards < cell.microbatches:
             return _NEVER
         if kind == RECOMPUTE:
@@ -269,7 +269,7 @@ class _Simulation:
         return -1
 
     def _start(self, gpu: _Gpu, kind: int, now_ms: float) -> None:
-        """Runs the operation, and notes what follows from it."""
+        """Runs the operation, and notes its consequences."""
         cell = self._cell
         stage, microbatch = gpu.stage, gpu.done[kind]
         number = gpu.pipe * self._stages + stage
@@ -320,7 +320,7 @@ class _Simulation:
         heappush(self._events, (arrival_ms, number))
 
     def _send(self, link: _Link, soon_ms: float) -> None:
-        """Starts what waits for the link, as far as there is room."""
+        """Starts the waiting transfers that the link has room for."""
         while link.queue:
             free_ms = min(link.free_ms)
             if free_ms > soon_ms:
@@ -372,7 +372,7 @@ class _Simulation:
         self._events = [(0.0, number) for number in range(0, len(self._gpus), self._stages)]
         now_ms = 0.0
         while self._events:
-            # What is noted for the past happens now.
+            # Events in the past are handled now.
             now_ms = max(now_ms, self._events[0][0])
             soon_ms = now_ms + self._equal_ms
             self._moment += 1

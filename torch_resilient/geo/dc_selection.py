@@ -71,7 +71,7 @@ _EQUAL = 1e-12
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained, and where it could be; times in milliseconds.
+    """The input of a plan; times in milliseconds.
 
     Attributes:
         sites: as given.
@@ -400,7 +400,7 @@ def _optional(given: dict[str, Any], name: str, maximum: float) -> float | None:
 def _read_wan(
     given: dict[str, Any], sites: Sequence[Site], activation_bytes: float | None
 ) -> tuple[Pairs, Pairs | None]:
-    """wan_ms and node_gbps, one of which is given. The latter is not known from the former."""
+    """Reads wan_ms or node_gbps. Returns both; the rates are None if only the times are given."""
     wan_ms, node_gbps = given.get("wan_ms"), given.get("node_gbps")
     if wan_ms is not None and node_gbps is not None:
         raise ValueError("wan_ms: give either wan_ms or node_gbps")

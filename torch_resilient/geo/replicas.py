@@ -9,7 +9,7 @@ from torch_resilient.geo.sites import Pairs, Site
 
 _GB = 1e9
 _MS_PER_HOUR = 3.6e6
-# Of a gradient, in half precision.
+# A gradient in half precision.
 BYTES_PER_PARAMETER = 2
 
 
@@ -43,7 +43,7 @@ class ReplicaRow:
 
 @dataclass(frozen=True)
 class ReplicaJob:
-    """What replicas need to know.
+    """The input of `replica_rows`.
 
     Attributes:
         sites: in the order in which they are used.

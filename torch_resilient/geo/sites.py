@@ -1,4 +1,4 @@
-"""Sites with their GPUs and prices, and what is known of each pair of them."""
+"""Sites with their GPUs and prices, and numbers for each pair of them."""
 
 from __future__ import annotations
 
