@@ -168,12 +168,20 @@ def assign(sites: Iterable[Site], gpus_per_partition: int, partitions: int) -> d
     return assigned
 
 
-class _Planner:
-    """Rows of one job; cells that are alike are planned once."""
+# Iteration times of cells, by all that they depend on.
+Known = dict[tuple[Any, ...], float]
 
-    def __init__(self, job: Job) -> None:
+
+class _Planner:
+    """Rows of one job; cells that are alike are planned once, also those of other jobs."""
+
+    def __init__(self, job: Job, known: Known) -> None:
         self._job = job
-        self._known: dict[tuple[Any, ...], float] = {}
+        self._known = known
+        self._alike = (
+            *(job.pipelines, job.microbatches, job.times, job.sharing),
+            *(job.relays, job.caps, job.policy),
+        )
         self._usable = sum(site.usable for site in job.sites)
         self._gpu_hour = {site.name: site.gpu_hour for site in job.sites}
 
@@ -207,7 +215,7 @@ class _Planner:
             (job.wan_ms(a, b), job.wan_ms(b, a), job.latency_ms(a, b), job.latency_ms(b, a))
             for a, b in itertools.pairwise(partitions)
         ]
-        return (*partitions.values(), *hops)
+        return (self._alike, *partitions.values(), *hops)
 
     def pipeline_ms(self, partitions: dict[str, int]) -> float:
         key = self._key(partitions)
@@ -341,20 +349,24 @@ def choose(rows: Sequence[Row], tolerance: float) -> Row | None:
     return next(row for row in feasible if row.throughput >= enough)
 
 
-def select(job: Job) -> Selection:
+def select(job: Job, known: Known | None = None) -> Selection:
     """Plans every number of cells, and chooses one. Raises ValueError if there are too many.
 
     The paper ignores the times of operations, as equal in all rows. Here they are part of each
     row's schedule: with few microbatches or unequal partitions they are not equal.
+
+    Args:
+        known: times of cells that earlier calls have planned. This call adds its own.
     """
     began_s = time.monotonic()
     rows_count = _max_rows(job)
-    planner = _Planner(job)
+    known = {} if known is None else known
+    planner = _Planner(job, known)
     order = _ordered(job, planner, rows_count)
     rows = [planner.row(order, cells) for cells in range(1, rows_count + 1)]
     replicas = None
     if job.node_gbps is not None and job.parameters is not None and job.lan_gbps is not None:
-        alone = _Planner(replace(job, pipelines=1, relays=1))
+        alone = _Planner(replace(job, pipelines=1, relays=1), known)
         replicas = replica_rows(
             ReplicaJob(
                 sites=order,
@@ -378,7 +390,7 @@ def select(job: Job) -> Selection:
 
 def cell_of(job: Job, row: Row) -> Cell:
     """The cell of a row that is feasible: what `geo cell` plans."""
-    return _Planner(job).cell(row.partitions)
+    return _Planner(job, {}).cell(row.partitions)
 
 
 def _read_order(value: object, sites: Sequence[Site]) -> str | tuple[str, ...]:
@@ -452,8 +464,8 @@ def read_job(given: object) -> Job:
         lan_gbps=lan_gbps,
         node_gbps=node_gbps,
         wan_ms=wan_ms,
-        latency_ms=read_pairs("latency_ms", given.get("latency_ms", 0), sites, MAX_MS),
-        egress_gb=read_pairs("egress_gb", given.get("egress_gb", 0), sites, MAX_PRICE),
+        latency_ms=read_pairs("latency_ms", given.get("latency_ms"), sites, MAX_MS),
+        egress_gb=read_pairs("egress_gb", given.get("egress_gb"), sites, MAX_PRICE),
         order=_read_order(given.get("order", "gpus"), sites),
         sharing=one_of("sharing", given.get("sharing", "temporal"), SHARINGS),
         relays=pipelines if relays is None else whole("relays", relays, maximum=MAX_NODES),

@@ -82,7 +82,7 @@ def _pairs_of(sites: Sequence[Site]) -> Iterator[tuple[str, str]]:
 def read_pairs(
     name: str, value: object, sites: Sequence[Site], maximum: float, positive: bool = False
 ) -> Pairs:
-    """Reads a number, or a table such as {"a|b": 3, "default": 1}.
+    """Reads a number, or a table such as {"a|b": 3, "default": 1}; None is 0.
 
     "a|b" holds in both directions, unless "b|a" is there, too.
 
@@ -96,7 +96,7 @@ def read_pairs(
         return found
 
     if not isinstance(value, dict):
-        everywhere = checked(name, value)
+        everywhere = checked(name, 0 if value is None else value)
         return Pairs(dict.fromkeys(_pairs_of(sites), everywhere))
     known = set(_pairs_of(sites))
     names = {site.name for site in sites}

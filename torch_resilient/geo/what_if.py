@@ -93,6 +93,7 @@ def what_if(base: object, vary: object) -> Iterator[Point]:
         count *= len(values)
     if count > MAX_POINTS:
         raise ValueError(f"vary: {count} combinations are more than {MAX_POINTS}")
+    known: dc_selection.Known = {}
     for indices in itertools.product(*(range(len(values)) for *_, values in fields)):
         variant = copy.deepcopy(without(base, dc_selection.ADDED))
         chosen = []
@@ -100,7 +101,7 @@ def what_if(base: object, vary: object) -> Iterator[Point]:
             _put(f"{where}.field", variant, field, place, values[index])
             chosen.append(values[index])
         try:
-            selection = dc_selection.select(dc_selection.read_job(variant))
+            selection = dc_selection.select(dc_selection.read_job(variant), known)
         except ValueError as error:
             places = ", ".join(
                 f"{where}.values[{i}]" for (where, *_), i in zip(fields, indices, strict=True)
