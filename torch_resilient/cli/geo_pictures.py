@@ -220,9 +220,17 @@ def write_map(path: Path, job: Job, found: Selection) -> None:
             f'stroke="{colour}" stroke-width="{wide:.1f}" stroke-linecap="round"',
             tip,
         )
-        middle = (x1 + x2) / 2, (y1 + y2) / 2 - 10
-        text = f"{_significant(gb)} GB at {_significant(price)}, {job.latency_ms(a, b):.4g} ms"
-        drawing.text(*middle, text, "small ink", "middle")
+        # The text stands outside the ring of sites, where no other text is.
+        x, y = (x1 + x2) / 2, (y1 + y2) / 2
+        away = math.hypot(x - centre[0], y - centre[1])
+        if away > 1:
+            x += 30 * (x - centre[0]) / away
+            y += 30 * (y - centre[1]) / away
+        else:
+            y -= 24
+        anchor = "middle" if abs(x - centre[0]) < 40 else "end" if x < centre[0] else "start"
+        drawing.text(x, y, f"{_significant(gb)} GB at {_significant(price)}", "small ink", anchor)
+        drawing.text(x, y + 14, f"{job.latency_ms(a, b):.4g} ms", "small soft", anchor)
     largest = max(1, *(site.usable for site in job.sites))
     for site in job.sites:
         x, y = places[site.name]
@@ -279,7 +287,7 @@ def _axes(drawing: _Drawing, top: float, title: str, curves: Sequence[_Curve], x
     shown = sorted(dict.fromkeys(xs))
     for x in shown[:: max(1, math.ceil(len(shown) / 12))]:
         drawing.text(place(x, 0)[0], bottom + 18, f"{x:.6g}", "small soft", "middle")
-    drawing.text(right + 10, bottom + 18, x_name, "small soft")
+    drawing.text((left + right) / 2, bottom + 34, x_name, "small soft", "middle")
     for i, curve in enumerate(curves):
         corners = [place(x, y) for x, y in curve.points]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in corners)
@@ -332,5 +340,5 @@ def write_curve(path: Path, vary: Any, points: Sequence[Point]) -> None:
         costs.append(_Curve(name or "pipelines", cost, colour))
     drawing = _Drawing(f"What if {fields[-1]} changes")
     _axes(drawing, 90, "pipelines per second", speeds, fields[-1])
-    _axes(drawing, 360, "cost of a pipeline's iteration", costs, fields[-1])
-    drawing.save(path, 610)
+    _axes(drawing, 370, "cost of a pipeline's iteration", costs, fields[-1])
+    drawing.save(path, 630)
