@@ -292,6 +292,7 @@ NAN = float("nan")
         ("plan", plan(max_cells=0), "max_cells: expected at least 1, got 0"),
         ("plan", plan(policy="gpipe", cap=1), "policy: gpipe holds all 4 microbatches"),
         ("what-if", {"base": SMALL}, "vary: missing"),
+        ("what-if", {**WHAT_IF, "base": plan(seconds=NAN)}, "input: NaN or infinity in a field"),
         ("what-if", {**WHAT_IF, "varies": 1}, "varies: no such field"),
         ("what-if", {**WHAT_IF, "base": plan(cell=0)}, "base.cell: expected at least 1, got 0"),
         ("what-if", {**WHAT_IF, "vary": []}, "vary: expected an object with field and values"),

@@ -176,13 +176,22 @@ def _runner(
     def run(options: argparse.Namespace) -> int:
         """Prints the answer; returns the exit status."""
         try:
-            output = answer(options)
+            text = _text(answer(options))
         except (ValueError, OSError) as error:
             return bad_input(f"geo {name}", error)
-        print(json.dumps(output))
+        print(text)
         return 0
 
     return run
+
+
+def _text(output: dict[str, Any]) -> str:
+    try:
+        return json.dumps(output, allow_nan=False)
+    except ValueError:
+        # Checked fields have none. The results of an earlier output, such as those of `base`, are
+        # ignored and not checked.
+        raise ValueError("input: NaN or infinity in a field that is ignored") from None
 
 
 def _input(options: argparse.Namespace) -> Any:
