@@ -30,9 +30,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch_resilient import _planning
-from torch_resilient.geo.cell import Cell, cell_time_ms, faults_of, plan_cell
+from torch_resilient.geo.cell import Cell
+from torch_resilient.geo.cell_policies import cell_time_ms, plan_cell
+from torch_resilient.geo.cell_replay import faults_of
 from torch_resilient.geo.cell_rules import Rules
-from torch_resilient.geo.dc_selection import read_job, select
+from torch_resilient.geo.dc_selection import select
+from torch_resilient.geo.plan_input import read_job
 from torch_resilient.geo.what_if import solve_what_if
 
 # 32 MiB of activations, at 5 Gbit/s.

@@ -12,15 +12,9 @@ from hypothesis import strategies as st
 
 from torch_resilient import _planning
 from torch_resilient.geo import cell_rules
-from torch_resilient.geo.cell import (
-    POLICIES,
-    Cell,
-    cell_time_ms,
-    faults_of,
-    lower_bound_ms,
-    plan_cell,
-    replay,
-)
+from torch_resilient.geo.cell import Cell, lower_bound_ms
+from torch_resilient.geo.cell_policies import POLICIES, cell_time_ms, plan_cell
+from torch_resilient.geo.cell_replay import faults_of, replay
 from torch_resilient.geo.cell_rules import Rules
 
 

@@ -16,8 +16,9 @@ from conftest import ROOT
 from test_geo_plan import SMALL, measured
 
 from torch_resilient import cli
-from torch_resilient.geo.cell import CellPlan, Transfer, faults_of
+from torch_resilient.geo.cell import CellPlan, Transfer
 from torch_resilient.geo.cell_input import read_cell
+from torch_resilient.geo.cell_replay import faults_of
 
 # Figure 6 of ATLAS.
 CELL: dict[str, Any] = {
@@ -440,8 +441,8 @@ def test_the_help_names_every_field(command: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         cli.main(["geo", command, "--help"])
     text = capsys.readouterr().out
-    from torch_resilient.geo import cell_input, dc_selection, what_if
+    from torch_resilient.geo import cell_input, plan_input, what_if
 
-    module = {"cell": cell_input, "plan": dc_selection, "what-if": what_if}[command]
+    module = {"cell": cell_input, "plan": plan_input, "what-if": what_if}[command]
     names = (*module.REQUIRED, *getattr(module, "OPTIONAL", ()), *module.ADDED)
     assert [name for name in names if name not in text] == []

@@ -11,17 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torch_resilient.geo.cell import cell_time_ms
 from torch_resilient.geo.cell_input import read_cell
-from torch_resilient.geo.dc_selection import (
-    Row,
-    assign,
-    cell_of,
-    choose,
-    read_job,
-    select,
-    solve_plan,
-)
+from torch_resilient.geo.cell_policies import cell_time_ms
+from torch_resilient.geo.dc_selection import Row, assign, cell_of, choose, select
+from torch_resilient.geo.plan_input import read_job, solve_plan
 from torch_resilient.geo.sites import Site, sites_from_bench
 from torch_resilient.geo.what_if import solve_what_if
 

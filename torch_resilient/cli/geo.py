@@ -16,9 +16,9 @@ from typing import Any
 from torch_resilient.cli import geo_pictures
 from torch_resilient.cli.errors import bad_input
 from torch_resilient.cli.json_input import read_json
-from torch_resilient.geo.cell import POLICIES
 from torch_resilient.geo.cell_input import solve_cell
-from torch_resilient.geo.dc_selection import solve_plan
+from torch_resilient.geo.cell_policies import POLICIES
+from torch_resilient.geo.plan_input import solve_plan
 from torch_resilient.geo.sites import sites_from_bench
 from torch_resilient.geo.what_if import solve_what_if
 

@@ -7,14 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torch_resilient.geo.cell import (
-    DEFAULT_BUDGET_MS,
-    POLICIES,
-    SHARINGS,
-    Cell,
-    CellPlan,
-    plan_cell,
-)
+from torch_resilient.geo.cell import SHARINGS, Cell, CellPlan
+from torch_resilient.geo.cell_policies import DEFAULT_BUDGET_MS, POLICIES, plan_cell
 from torch_resilient.planning.fields import (
     MAX_MS,
     counts,

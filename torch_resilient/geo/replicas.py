@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch_resilient.geo.sites import Pairs, Site
+from torch_resilient.geo.sites import GB, HOUR_MS, Pairs, Site
 
-_GB = 1e9
-_MS_PER_HOUR = 3.6e6
 # A gradient in half precision.
 BYTES_PER_PARAMETER = 2
 
@@ -80,11 +78,11 @@ def _row(job: ReplicaJob, sites: Sequence[Site], pipeline_ms: float) -> ReplicaR
         allreduce_ms += between_bytes / slowest_bytes_per_ms
         allreduce_ms += 2 * max(job.latency_ms(*pair) for pair in pairs)
         for a, b in zip(sites, [*sites[1:], sites[0]], strict=True):
-            price += job.egress_gb(a.name, b.name) * to_next_bytes / _GB
+            price += job.egress_gb(a.name, b.name) * to_next_bytes / GB
     total_ms = pipeline_ms + allreduce_ms
     for site in sites:
         gpus = replicas[site.name] * job.partitions
-        price += gpus * site.gpu_hour * total_ms / _MS_PER_HOUR
+        price += gpus * site.gpu_hour * total_ms / HOUR_MS
     every = sum(replicas.values())
     return ReplicaRow(
         replicas,

@@ -15,6 +15,10 @@ MAX_SITES = 64
 MAX_GPUS = 10_000_000
 MAX_PRICE = 1e9
 
+# Prices are for these units.
+GB = 1e9
+HOUR_MS = 3.6e6
+
 
 @dataclass(frozen=True)
 class Site:

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from torch_resilient.geo import dc_selection
-from torch_resilient.geo.dc_selection import Selection
+from torch_resilient.geo import plan_input
+from torch_resilient.geo.dc_selection import Known, Selection, select
 from torch_resilient.planning.fields import require_fields, without
 
 REQUIRED = ("base", "vary")
@@ -83,7 +83,7 @@ def what_if(base: object, vary: object) -> Iterator[Point]:
     Raises ValueError with a text that begins with the field.
     """
     try:
-        dc_selection.read_job(base)
+        plan_input.read_job(base)
     except ValueError as error:
         raise ValueError(f"base.{error}") from None
     assert isinstance(base, dict)
@@ -93,15 +93,15 @@ def what_if(base: object, vary: object) -> Iterator[Point]:
         count *= len(values)
     if count > MAX_POINTS:
         raise ValueError(f"vary: {count} combinations are more than {MAX_POINTS}")
-    known: dc_selection.Known = {}
+    known: Known = {}
     for indices in itertools.product(*(range(len(values)) for *_, values in fields)):
-        variant = copy.deepcopy(without(base, dc_selection.ADDED))
+        variant = copy.deepcopy(without(base, plan_input.ADDED))
         chosen = []
         for (where, field, place, values), index in zip(fields, indices, strict=True):
             _put(f"{where}.field", variant, field, place, values[index])
             chosen.append(values[index])
         try:
-            selection = dc_selection.select(dc_selection.read_job(variant), known)
+            selection = select(plan_input.read_job(variant), known)
         except ValueError as error:
             places = ", ".join(
                 f"{where}.values[{i}]" for (where, *_), i in zip(fields, indices, strict=True)
