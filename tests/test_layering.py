@@ -332,6 +332,7 @@ def test_the_python_check_finds(name: str, line: str, fault: str) -> None:
         ("pipelining/x.py", "from __future__ import annotations\nimport torch"),
         ("cli/x.py", "from torch_resilient import control\nimport torch_resilient.options"),
         ("control/x.py", "from torch_resilient.planning.replay import simulate"),
+        ("geo/placement.py", "def f():\n    from torch.distributed.device_mesh import DeviceMesh"),
         ("pipelining/x.py", "from torch_resilient.control.plan import Decider"),
     ],
 )
