@@ -144,6 +144,8 @@ def one_point(lab: VerbsLab, chance: random.Random, operation: str, kind: str) -
         f"{counts} {errors}",
         flush=True,
     )
+    # Of both together: on a busy machine, the path of one may count as silent all the time.
+    assert counts["bytes"] > 0, f"{what}: RDMA carried nothing"
     assert all(row["wrong"] == 0 for row in done + left), what
     assert all(not row["left"] for row in left), f"{what}: {left}"
     return [{**row, "hit": hit} for row in done]
@@ -153,7 +155,6 @@ def check(lab: VerbsLab, seed: int, points: int) -> None:
     print(f"seed {seed}, {points} points")
     chance = random.Random(seed)
     rows = [row for pair in plan(lab, chance, points) for row in one_point(lab, chance, *pair)]
-    assert all(row["bytes"] > 0 for row in rows), "RDMA carried nothing"
     assert sum(row["hit"] for row in rows) >= points // 2, "most faults came too late"
     assert sum(row["silent"] + len(row["errors"]) for row in rows) >= points // 4, "no path failed"
 
