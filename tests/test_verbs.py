@@ -105,6 +105,19 @@ def test_large_tensors_are_read_from_one_to_the_other(lab: VerbsLab) -> None:
         end_well(job)
 
 
+def test_rules_of_injected_faults_act_on_rdma(lab: VerbsLab) -> None:
+    rules = "cut rank=0 after_bytes=40000000 times=1"
+
+    def is_cut(row: Row) -> bool:
+        errors = row.get("errors", {}).values()
+        return any("fault injection" in (error or "") for error in errors)
+
+    with job_on(lab, {**PATIENT, "TORCH_RESILIENT_FAULTS": rules}) as job:
+        job.until(is_cut, "a path is cut", LIMIT_S)
+        job.until(on_both(2), "RDMA carries on both networks again", LIMIT_S)
+        end_well(job)
+
+
 @pytest.mark.parametrize("kind", ["blackhole", "admin"])
 def test_one_network_of_two_fails_and_comes_back(lab: VerbsLab, job: LabJob, kind: str) -> None:
     network = lab.networks["eth0"]

@@ -376,6 +376,15 @@ void VerbsConnector::connected(size_t route, Connecting& connecting) {
   config.silentAfter = fromSeconds(link_.host().options().suspect_after_s);
   config.closeAfter = fromSeconds(link_.host().options().stall_timeout_s);
   config.remoteDevice = attempt.remoteDevice;
+  // A negative number: no rule can name it as a connection.
+  config.faults = &faults_
+                       .try_emplace(
+                           route,
+                           link_.host().faults(),
+                           link_.host().globalRank(),
+                           link_.globalRank(),
+                           -1 - static_cast<int>(route))
+                       .first->second;
   config.loans = link_.host().loans();
   config.remoteReads = connecting.remote.reads;
   config.mtuBytes =

@@ -101,6 +101,7 @@ class VerbsConnector final : public RoutePathConnector {
 
   std::map<size_t, Attempt> attempts_; // by route
   std::map<size_t, Live> live_; // by route
+  std::map<size_t, PathFaults> faults_; // by route; they outlive the paths
   std::set<size_t> again_; // routes that wait for a connection to offer over
   std::vector<VerbsOffer> early_; // before the peer's address came
 };

@@ -356,11 +356,22 @@ void PathFaults::refresh() {
   }
   version_ = plan_.version();
   rules_.clear();
+  namesOthers_ = false;
   for (const FaultRule& r : plan_.rules()) {
-    if (concernsRanks(r, selfRank_, peerRank_) && fits(r.path, connection_)) {
+    if (!concernsRanks(r, selfRank_, peerRank_)) {
+      continue;
+    }
+    if (fits(r.path, connection_)) {
       rules_.push_back(r);
+    } else if (connection_ < 0) {
+      namesOthers_ = true;
     }
   }
+}
+
+bool PathFaults::namesOthers() {
+  refresh();
+  return namesOthers_;
 }
 
 bool PathFaults::any() {

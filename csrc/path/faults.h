@@ -39,11 +39,11 @@ namespace resilient {
 //                                              times, every_s
 //
 // Where: rank (who applies it), peer, path (connection index); absent means
-// all. When: from_s or at_s, until_s or for_s (seconds since the engine's
-// start; with only for_s, since the rule was added); from_step, until_step,
-// at_step (a counter that the user advances). `until` is exclusive. All given
-// conditions must hold. Delays of several rules add up, of several rates the
-// lowest counts.
+// all, RDMA too. RDMA is not used where a rule names a connection. When: from_s
+// or at_s, until_s or for_s (seconds since the engine's start; with only for_s,
+// since the rule was added); from_step, until_step, at_step (a counter that the
+// user advances). `until` is exclusive. All given conditions must hold. Delays
+// of several rules add up, of several rates the lowest counts.
 struct FaultRule {
   enum class Kind { kDelay, kRate, kStall, kCut, kDrop };
 
@@ -126,10 +126,14 @@ class FaultPlan {
 class PathFaults {
  public:
   // `plan` must outlive it and may change meanwhile.
+  //
+  // connection: the path's index; negative: it is no connection.
   PathFaults(const FaultPlan& plan, int selfRank, int peerRank, int connection);
 
   // False: no rule can concern this path now or later, ask nothing.
   bool any();
+  // Rules for this peer name connections, and this path is none.
+  bool namesOthers();
   // A connection of this path was made: cuts of the past do not concern it.
   void connectionOpened(TimePoint now);
   // When `bytes` handed over now may leave. Never before `now` nor before what
@@ -164,6 +168,7 @@ class PathFaults {
   int selfRank_, peerRank_, connection_;
   uint64_t version_ = UINT64_MAX; // of the plan that rules_ comes from
   std::vector<FaultRule> rules_; // that concern this path
+  bool namesOthers_ = false;
   Prng random_;
   TimePoint lastRelease_ = TimePoint::min();
   TimePoint linkFree_ = TimePoint::min(); // when the slow link has sent all

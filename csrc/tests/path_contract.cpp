@@ -592,6 +592,12 @@ void shows_the_silence_of_the_network(PathHelper& helper) {
   CHECK_EQ(a.closed.load(), 0);
 }
 
+// What a rule holds back looks as if the network had lost it.
+bool showsSilence(PathHelper& helper, PathUser& user) {
+  return helper.tellsEvidence() ? user.path().evidence().kernelOwes
+                                : !user.path().usable();
+}
+
 // Neither written nor read, as if a switch were dead.
 void drops_by_rule(PathHelper& helper) {
   if (!helper.obeysRules()) {
@@ -604,11 +610,11 @@ void drops_by_rule(PathHelper& helper) {
   const uint64_t rule = addRule(a, "drop");
   ends.send(a, 10);
   ends.send(ends.b, 10);
-  a.until("it owes", [&a] { return a.path().evidence().kernelOwes; });
+  a.until("it shows", [&] { return showsSilence(helper, a); });
   standsStill(a);
   a.run([&] {
     CHECK(!a.received());
-    CHECK(a.path().evidence().kernelOwes);
+    CHECK(showsSilence(helper, a));
   });
   ends.b.run([&] { CHECK(!ends.b.received()); });
   const int ready = a.ready;
@@ -627,7 +633,7 @@ void stalls_by_rule(PathHelper& helper) {
   ends.send(ends.a, 10);
   ends.send(ends.b, 10);
   ends.a.until("it reads", [&] { return ends.a.received(); });
-  ends.a.run([&] { CHECK(ends.a.path().evidence().kernelOwes); });
+  ends.a.until("it shows", [&] { return showsSilence(helper, ends.a); });
   ends.b.run([&] { CHECK(!ends.b.received()); });
   removeRule(ends.a, rule);
   ends.settle();
@@ -641,8 +647,10 @@ void delays_by_rule(PathHelper& helper) {
   const uint64_t rule = addRule(ends.a, "delay ms=50");
   const TimePoint begin = std::chrono::steady_clock::now();
   ends.send(ends.a, 10);
-  ends.a.until(
-      "it is held", [&] { return ends.a.path().evidence().heldOnPurpose; });
+  if (helper.tellsEvidence()) {
+    ends.a.until(
+        "it is held", [&] { return ends.a.path().evidence().heldOnPurpose; });
+  }
   ends.b.until("it arrives", [&] { return ends.b.received(); });
   CHECK(std::chrono::steady_clock::now() - begin >= 50ms);
   ends.settle();

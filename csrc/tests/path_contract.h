@@ -100,6 +100,11 @@ class PathHelper {
   virtual bool noticesEnd() const = 0;
   // It obeys fault rules. Other kinds carry nothing while there is one.
   virtual bool obeysRules() const = 0;
+  // What a rule holds back shows in the path's evidence. Otherwise the path
+  // judges by itself, and cannot be used.
+  virtual bool tellsEvidence() const {
+    return obeysRules();
+  }
   // The network drops all that is for end `to` of the newest path. False: no
   // network lies between the ends.
   virtual bool silence(int to, bool silent) = 0;

@@ -40,6 +40,7 @@ class VerbsHelper final : public test::PathHelper {
         VerbsPathConfig config;
         config.initiator = side == 0;
         config.proveWithin = 60s;
+        config.faults = &user.faults;
         return std::make_unique<VerbsPath>(
             user.loop,
             user.channel,
@@ -59,6 +60,9 @@ class VerbsHelper final : public test::PathHelper {
     return false;
   }
   bool obeysRules() const override {
+    return true;
+  }
+  bool tellsEvidence() const override {
     return false;
   }
   bool silence(int to, bool silent) override {
@@ -274,6 +278,7 @@ class ReadingPair {
         VerbsPathConfig config;
         config.initiator = side == 0;
         config.loans = loans[side].get();
+        config.faults = &users[side].faults;
         config.remoteReads = ends[side]->queuePair().address().reads;
         users[side].paths.push_back(
             std::make_unique<VerbsPath>(
@@ -345,6 +350,50 @@ TEST(verbs_path_reads_large_payloads_where_they_lie) {
     CHECK_EQ(pair.fake.refusedReads(), 0u);
     CHECK(pair.fake.faults().empty());
   }
+}
+
+// A rule acts on what is sent, and cannot hold back what the far end fetches.
+TEST(verbs_path_refers_to_nothing_under_rules) {
+  constexpr size_t kBytes = 4u << 20;
+  ReadingPair pair;
+  const std::string content = pattern(kBytes, 3);
+  test::TestSend* send = nullptr;
+  test::TestRecv* recv = nullptr;
+  pair.users[1].run([&] { recv = &pair.users[1].receive(kBytes); });
+  pair.lend(1, recv->content.data(), kBytes);
+  pair.users[0].run([&] {
+    pair.users[0].plan.add("rate bytes_per_s=1e9", pair.users[0].loop.now());
+    pair.users[0].path().faultsChanged(true);
+    send = &pair.users[0].sends.emplace_back(content);
+  });
+  pair.lend(0, send->content.data(), kBytes);
+  pair.users[0].run(
+      [&] { pair.users[0].channel.send(send, pair.users[0].loop.now()); });
+  pair.users[1].until("it is received", [&] { return recv->ends == 1; });
+  pair.users[1].run([&] { CHECK(recv->content == content); });
+  CHECK_EQ(pair.fake.bytesRead(), 0u);
+}
+
+TEST(verbs_path_is_not_used_where_a_rule_names_a_connection) {
+  FaultPlan plan;
+  PathFaults faults(plan, 0, 1, -1);
+  VerbsPathConfig config;
+  config.faults = &faults;
+  Lone lone(config);
+  const auto usable = [&] {
+    lone.user.path().faultsChanged(true);
+    return lone.user.path().usable();
+  };
+  lone.user.run([&] {
+    const uint64_t other =
+        plan.add("stall peer=7 path=0", lone.user.loop.now());
+    CHECK(usable());
+    const uint64_t rule = plan.add("stall peer=1 path=0", lone.user.loop.now());
+    CHECK(!usable());
+    CHECK(plan.remove(rule));
+    CHECK(usable());
+    CHECK(plan.remove(other));
+  });
 }
 
 TEST(verbs_path_ends_reads_that_nobody_answers) {

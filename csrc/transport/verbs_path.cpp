@@ -131,6 +131,9 @@ VerbsPath::VerbsPath(
   counted_.queuePair = end_->queuePair().address().queuePair;
   counted_.mtuBytes = config_.mtuBytes;
   counted_.receives = VerbsEnd::kSlots;
+  if (config_.faults != nullptr) {
+    config_.faults->connectionOpened(loop_.now());
+  }
   channel_.addPath(id, loop_.now());
   channel_.setClasses(id, 0); // the owner's to give
   loop_.add(end_->queuePair().fd(), EPOLLIN, this);
@@ -186,7 +189,8 @@ void VerbsPath::fill(PathStats& stats) const {
 // loop's turns.
 void VerbsPath::end() {
   loop_.cancel(timer_);
-  timer_ = 0;
+  loop_.cancel(faultTimer_);
+  timer_ = faultTimer_ = 0;
   loop_.remove(static_cast<Poller*>(this));
   loop_.remove(end_->queuePair().fd());
   if (config_.loans == nullptr) {
@@ -218,7 +222,19 @@ void VerbsPath::setUse(bool& flag, bool value) {
 }
 
 void VerbsPath::faultsChanged(bool concerned) {
-  if (!closed_ && avoided_ != concerned) {
+  if (closed_) {
+    return;
+  }
+  if (config_.faults != nullptr) {
+    concerned = config_.faults->namesOthers();
+    // Later: it may close the path, and the owner may not have it yet.
+    loop_.post([this, alive = std::weak_ptr(alive_)] {
+      if (alive.lock()) {
+        lookAtFaults();
+      }
+    });
+  }
+  if (avoided_ != concerned) {
     setUse(avoided_, concerned);
   }
 }
@@ -226,6 +242,10 @@ void VerbsPath::faultsChanged(bool concerned) {
 // --- writing
 
 bool VerbsPath::hasRoom() const {
+  if (hasFaults() &&
+      config_.faults->linkFreeAt() > loop_.now() + kLimitedQueue) {
+    return false;
+  }
   return usable() && unwrittenBytes_ < kBatchBytes &&
       !(full_ && unwrittenBytes_ != 0) &&
       channel_.inFlightBytes(id()) < kReferAhead;
@@ -257,20 +277,36 @@ Status VerbsPath::postSlot() {
   header.posted = told_ = posted_;
   const auto slot = static_cast<uint32_t>(std::exchange(slot_, -1));
   std::memcpy(end_->sendSlot(slot), &header, sizeof(header));
+  ++sent_;
+  counted_.copiedBytes += slotBytes_ - sizeof(header);
+  if (hasFaults() || !held_.empty()) {
+    held_.push_back({slot, slotBytes_, loop_.now()});
+    if (hasFaults()) {
+      held_.back().due = config_.faults->release(loop_.now(), slotBytes_);
+    }
+    return releaseHeld();
+  }
+  addPending();
+  return post(slot, slotBytes_);
+}
+
+void VerbsPath::addPending() {
   if (pending_++ == 0) {
     pendingSince_ = loop_.now();
     armTimer();
   }
-  ++sent_;
+}
+
+Status VerbsPath::post(uint32_t slot, size_t bytes) {
   ++counted_.sends;
-  counted_.copiedBytes += slotBytes_ - sizeof(header);
-  return end_->send(slot, slotBytes_);
+  postedBytes_ += bytes;
+  return end_->send(slot, bytes);
 }
 
 // Writes a reference to the payload of the frame, which is the next. False: it
 // goes as it is.
 bool VerbsPath::refer(const OutFrame& frame, Status& status) {
-  if (!frame.mayRefer || frame.payloadBytes < kReferFrom ||
+  if (!frame.mayRefer || hasFaults() || frame.payloadBytes < kReferFrom ||
       frame.payloadBytes > VerbsEnd::kMaxReadBytes || maxReads_ == 0 ||
       config_.loans == nullptr) {
     return false;
@@ -398,7 +434,7 @@ void VerbsPath::setAsleep(bool asleep) {
 }
 
 bool VerbsPath::hasNews() {
-  if (!closed_ && completions_.empty() && polled_.ok()) {
+  if (!closed_ && completions_.empty() && polled_.ok() && !isDropping()) {
     polled_ = end_->queuePair().poll(completions_, kCompletionsPerTurn);
   }
   return !closed_ && !(completions_.empty() && polled_.ok());
@@ -623,9 +659,7 @@ Status VerbsPath::startRead(const std::byte* data) {
   }
   readingBytes_ += size;
   ++counted_.reads;
-  if (pending_++ == 0) {
-    pendingSince_ = loop_.now();
-  }
+  addPending();
   const Status status = end_->queuePair().postRead(
       nextRead_++, *memory, into, read.from.address, read.from.key);
   armTimer();
@@ -667,6 +701,80 @@ void VerbsPath::prove() {
   if (!proven_) {
     setUse(proven_, true);
   }
+}
+
+// --- injected faults
+
+// In order. What a stall or silence holds back is due, and has no answer: so it
+// shows as silence.
+Status VerbsPath::releaseHeld() {
+  Status status;
+  while (status.ok() && !held_.empty()) {
+    Held& next = held_.front();
+    const TimePoint now = loop_.now();
+    size_t most = SIZE_MAX;
+    if (hasFaults()) {
+      if (next.due > now) {
+        break;
+      }
+      most = config_.faults->bytesUntilCut(postedBytes_, now);
+    }
+    if (!next.pending) {
+      next.pending = true;
+      addPending();
+    }
+    if (hasFaults() &&
+        (config_.faults->stalled(now) || config_.faults->dropping(now))) {
+      break;
+    }
+    const Held slot = next;
+    held_.pop_front();
+    if (most < slot.bytes) {
+      if (most > sizeof(SlotHeader)) {
+        (void)post(slot.slot, most); // within a frame
+      }
+      return cut();
+    }
+    status = post(slot.slot, slot.bytes);
+  }
+  armFaultTimer();
+  return status;
+}
+
+Status VerbsPath::cut() {
+  config_.faults->cutDone(postedBytes_, loop_.now());
+  return Status(StatusCode::kNetwork, "cut by fault injection");
+}
+
+void VerbsPath::armFaultTimer() {
+  loop_.cancel(faultTimer_);
+  faultTimer_ = 0;
+  if (!hasFaults()) {
+    return;
+  }
+  TimePoint at = config_.faults->nextChange(loop_.now());
+  if (!held_.empty() && held_.front().due > loop_.now()) {
+    at = std::min(at, held_.front().due);
+  }
+  if (at != kNever) {
+    faultTimer_ = loop_.at(at, [this] {
+      faultTimer_ = 0;
+      lookAtFaults();
+    });
+  }
+}
+
+void VerbsPath::lookAtFaults() {
+  if (closed_) {
+    return;
+  }
+  const bool cutNow = hasFaults() &&
+      config_.faults->bytesUntilCut(postedBytes_, loop_.now()) == 0;
+  if (const Status status = cutNow ? cut() : releaseHeld(); !status.ok()) {
+    close(status);
+    return;
+  }
+  owner_.onPathReady(*this); // there may be room again
 }
 
 // --- time

@@ -9,6 +9,7 @@
 
 #include "base/status.h"
 #include "channel/channel.h"
+#include "path/faults.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
 #include "transport/route_path.h"
@@ -106,6 +107,8 @@ struct VerbsPathConfig {
   // It is closed if it has not shown within this time that it works.
   Nanos proveWithin = std::chrono::seconds(3);
   std::string remoteDevice; // for messages
+  // Injected faults; outlive the path. Null: none.
+  PathFaults* faults = nullptr;
   // Payloads are read straight from one tensor to the other, where both ends
   // have lent them. Null: all bytes go through slots.
   VerbsLoans* loans = nullptr;
@@ -162,7 +165,7 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   std::string about() const override;
 
   // Path
-  // Proven, not silent, and no fault rule concerns the peer.
+  // Proven, not silent, and no fault rule is about connections of the peer.
   bool usable() const override {
     return !closed_ && proven_ && !silent_ && !avoided_;
   }
@@ -209,6 +212,8 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   static constexpr uint64_t kReferAhead = 8u << 20;
   // A slow network may need this much longer for each byte that is read.
   static constexpr double kSlowestBytesPerS = 10e6;
+  // A link that is limited by a fault has a queue of this length.
+  static constexpr Nanos kLimitedQueue = std::chrono::milliseconds(20);
   // The share of a turn; the rest follows in the next one.
   static constexpr size_t kCompletionsPerTurn = 64;
 
@@ -242,9 +247,19 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
     size_t at = 0;
   };
 
+  // A filled slot that a fault holds back.
+  struct Held {
+    uint32_t slot = 0;
+    size_t bytes = 0;
+    TimePoint due;
+    bool pending = false; // it counts as sent without an answer
+  };
+
   bool mayPost(uint32_t reserve) const;
   void openSlot();
   Status postSlot();
+  Status post(uint32_t slot, size_t bytes);
+  void addPending();
   void writeOut();
   void tellPosted();
   void onCompletion(const VerbsCompletion& completion);
@@ -262,6 +277,19 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   void onTimer();
   void setUse(bool& flag, bool value);
   void end();
+
+  // Fault injection. It acts on the slots: while a rule concerns the path,
+  // nothing is offered to be read.
+  bool hasFaults() const {
+    return config_.faults != nullptr && config_.faults->any();
+  }
+  bool isDropping() const {
+    return hasFaults() && config_.faults->dropping(loop_.now());
+  }
+  Status releaseHeld();
+  Status cut();
+  void lookAtFaults();
+  void armFaultTimer();
 
   EventLoop& loop_;
   std::unique_ptr<VerbsEnd> end_; // null once it is over
@@ -296,6 +324,10 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   uint64_t nextRead_ = VerbsEnd::kFirstRead;
   bool bufferInUse_ = false;
   const size_t maxReads_;
+
+  std::deque<Held> held_;
+  uint64_t postedBytes_ = 0; // of slots
+  TimerId faultTimer_ = 0;
 
   VerbsStats counted_; // of this queue pair
   // Taken from the device, and not looked at yet.
