@@ -70,7 +70,6 @@ def main() -> None:
         bytes=sum(path.bytes_sent for path in paths),
         silent=sum(path.times_suspect for path in paths),
     )
-    # A path that is made again forgets its error.
     was_reset = False
     while not select.select([sys.stdin], [], [], 0.02)[0]:
         if not was_reset and any(path.last_error for path in rdma_paths()):

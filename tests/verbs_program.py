@@ -68,6 +68,7 @@ def main() -> None:
             "up": sum(p.state == "up" for p in paths),
             "bytes": sum(p.bytes_sent for p in paths),
             "placed": sum(p.rdma.placed_bytes for p in paths if p.rdma),
+            "reconnects": sum(p.reconnects for p in paths),
             "errors": {p.nic: p.last_error for p in paths},
             "mtus": {p.nic: p.rdma.mtu_bytes for p in paths if p.rdma is not None},
         }

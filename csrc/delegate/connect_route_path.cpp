@@ -74,7 +74,7 @@ void RoutePathConnector::answered(size_t route) {
 void RoutePathConnector::offerLater(size_t route, const std::string& why) {
   Route& r = routes_[route];
   forgetOffer(route);
-  if (r.lastError != why) {
+  if (!std::exchange(r.errorIsSaid, true) || r.lastError != why) {
     r.lastError = why;
     link_.say(
         LogLevel::kWarning,
@@ -139,7 +139,8 @@ void RoutePathConnector::onPathUse(Path& path) {
   } else if (r.upAt == TimePoint()) { // it has just shown that it works
     r.upAt = link_.loop().now();
     r.damping.onUp(r.upAt);
-    r.lastError.clear();
+    ++r.timesUp;
+    r.errorIsSaid = false;
     link_.say(
         LogLevel::kInfo,
         name_ + " with " + link_.describe() + ": " + p.about());
@@ -202,6 +203,7 @@ void RoutePathConnector::fillStats(PeerStats& stats) const {
     p.index = static_cast<int>(route);
     p.nic = connections_.nicOf(route);
     p.remoteNic = connections_.remoteNicOf(route);
+    p.reconnects = r.timesUp > 0 ? r.timesUp - 1 : 0;
     p.lastError = r.lastError;
     if (r.path == nullptr) {
       p.state = "down";

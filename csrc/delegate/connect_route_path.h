@@ -102,10 +102,12 @@ class RoutePathConnector : public Connector {
     bool isPausing = false; // the timer is for the next offer
     int failures = 0; // in a row
     TimePoint upAt{}; // proven then
+    uint64_t timesUp = 0; // of all its paths
     TimePoint lostAt{}; // the last one that had been proven
     FlapDamping damping;
     PathStats past; // of paths that are closed
-    std::string lastError;
+    std::string lastError; // kept when a path works again
+    bool errorIsSaid = false; // since one has last worked
   };
 
   void offer(size_t route);
