@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
+from test_geo_bubbles import bubble_faults
 from test_geo_plan import SMALL, measured
 
 from torch_resilient import cli
@@ -32,7 +33,15 @@ CELL: dict[str, Any] = {
     "wan_ms": 2,
 }
 WHAT_IF: dict[str, Any] = {"base": SMALL, "vary": {"field": "sites[1].gpus", "values": [2, 6, 10]}}
-INPUTS = {"cell": CELL, "plan": SMALL, "what-if": WHAT_IF}
+BUBBLES: dict[str, Any] = {
+    "cell": CELL,
+    "cells": 2,
+    "depth": 2,
+    "requests": [[0, 4], [1.5, 2], [3, 1000]],
+    "prefill": {"base_ms": 0.5, "per_token_ms": 0.25, "hop_ms": 0.125},
+    "guard_ms": 0.5,
+}
+INPUTS = {"cell": CELL, "plan": SMALL, "what-if": WHAT_IF, "bubbles": BUBBLES}
 
 
 def run(
@@ -123,6 +132,29 @@ def test_a_plan_and_variants(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert answer("what-if", varied, tmp_path, capsys) == varied
 
 
+def test_prefills_in_bubbles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer("bubbles", BUBBLES, tmp_path, capsys)
+    assert set(found) - set(BUBBLES) == {
+        "schedule",
+        "period_ms",
+        "placements",
+        "rejected",
+        "utilisation_training",
+        "utilisation",
+        "lookup_p50_us",
+        "lookup_p99_us",
+    }
+    assert found["schedule"] == answer("cell", CELL, tmp_path, capsys)
+    assert found["period_ms"] == found["schedule"]["iteration_ms"]
+    assert found["rejected"] == [2]
+    assert [set(each) for each in found["placements"]] == [{"request", "gpus", "start_ms"}] * 2
+    assert [cell for cell, _, _ in found["placements"][0]["gpus"]] == [0, 1]
+    assert bubble_faults(BUBBLES, found) == []
+    # The output may be the input again, and so may the schedule.
+    again = answer("bubbles", {**found, "cell": found["schedule"]}, tmp_path, capsys)
+    assert again["placements"] == found["placements"]
+
+
 def test_sites_from_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench = tmp_path / "bench.json"
     bench.write_text(json.dumps(measured([0, 0, 1, 1])))
@@ -147,9 +179,13 @@ def test_sites_from_a_bench(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize("command", INPUTS)
 def test_pictures(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = copy.deepcopy(INPUTS[command])
-    for site in (given.get("base") or given)["sites"]:
+    inner = given.get("base") or given.get("cell") if command != "plan" else given
+    sites = (inner or given)["sites"]
+    for i, site in enumerate(sites):
         if isinstance(site, dict):
             site["name"] = site["name"].replace("a", "<a>")
+        else:
+            sites[i] = site.replace("a", "<a>")
     text = json.dumps(given).replace('"a|b"', '"<a>|b"').replace('"b|a"', '"b|<a>"')
     drawn = tmp_path / "picture.svg"
     answer(command, text, tmp_path, capsys, "--picture", str(drawn))
@@ -187,6 +223,10 @@ def cell(**fields: Any) -> dict[str, Any]:
 
 def plan(**fields: Any) -> dict[str, Any]:
     return {**SMALL, **fields}
+
+
+def bubbles(**fields: Any) -> dict[str, Any]:
+    return {**BUBBLES, **fields}
 
 
 def site(**fields: Any) -> dict[str, Any]:
@@ -334,6 +374,52 @@ NAN = float("nan")
             {**WHAT_IF, "vary": {"field": "relays", "values": list(range(1, 1002))}},
             "vary: 1001 combinations are more than 1000",
         ),
+        ("bubbles", [], "input: expected a JSON object, got list"),
+        ("bubbles", without(BUBBLES, "cell"), "cell: missing"),
+        ("bubbles", without(BUBBLES, "requests"), "requests: missing"),
+        ("bubbles", without(BUBBLES, "prefill"), "prefill: missing"),
+        ("bubbles", bubbles(guard=1), "guard: no such field"),
+        ("bubbles", bubbles(cell=3), "cell: input: expected a JSON object, got int"),
+        ("bubbles", bubbles(cell=cell(tF=-1)), "cell.tF: expected a finite number, not negative"),
+        ("bubbles", bubbles(cell=cell(policy="gpipe", cap=2)), "cell.policy: gpipe holds all 4"),
+        ("bubbles", bubbles(cells=0), "cells: expected at least 1, got 0"),
+        ("bubbles", bubbles(cells=10**7), "cells: expected at most 1000000, got 10000000"),
+        ("bubbles", bubbles(depth=0), "depth: expected at least 1, got 0"),
+        ("bubbles", bubbles(depth=3), "depth: expected at most 2, got 3"),
+        ("bubbles", bubbles(period_extra_ms=-1), "period_extra_ms: expected a finite number"),
+        ("bubbles", bubbles(guard_ms=NAN), "guard_ms: expected a finite number"),
+        ("bubbles", bubbles(max_wait_ms="8"), "max_wait_ms: expected a number, got '8'"),
+        ("bubbles", bubbles(max_wait_ms=1e6), "max_wait_ms: expected at most 1000 periods"),
+        ("bubbles", bubbles(site="d"), "site: no such site: 'd'"),
+        ("bubbles", bubbles(site=["a"]), "site: no such site: ['a']"),
+        ("bubbles", bubbles(requests={}), "requests: expected a list of [arrival_ms, tokens], got"),
+        ("bubbles", bubbles(requests=[[1, 2], 3]), "requests[1]: expected [arrival_ms, tokens]"),
+        ("bubbles", bubbles(requests=[[1]]), "requests[0]: expected [arrival_ms, tokens], got [1]"),
+        ("bubbles", bubbles(requests=[[-1, 2]]), "requests[0][0]: expected a finite number, not"),
+        ("bubbles", bubbles(requests=[[NAN, 2]]), "requests[0][0]: expected a finite number, not"),
+        ("bubbles", bubbles(requests=[[1e12, 2]]), "requests[0][0]: expected at most 1e+11"),
+        ("bubbles", bubbles(requests=[[1, 0]]), "requests[0][1]: expected at least 1, got 0"),
+        ("bubbles", bubbles(requests=[[1, 2.5]]), "requests[0][1]: expected an integer, got 2.5"),
+        ("bubbles", bubbles(requests=[[1, 2]] * 300_001), "requests: expected at most 300000, got"),
+        ("bubbles", bubbles(prefill=3), "prefill: expected an object, got 3"),
+        ("bubbles", bubbles(prefill={"base_ms": 1}), "prefill.per_token_ms: missing"),
+        ("bubbles", bubbles(prefill={"per_token_ms": -1}), "prefill.per_token_ms: expected a fini"),
+        ("bubbles", bubbles(prefill={"per_token_ms": 0}), "prefill: a prefill would take no time"),
+        (
+            "bubbles",
+            bubbles(prefill={"per_token_ms": 1, "hops_ms": 1}),
+            "prefill.hops_ms: no such field",
+        ),
+        (
+            "bubbles",
+            bubbles(cell=cell(tF=0, tR=0, tB=0, wan_ms=0), max_wait_ms=0),
+            "period_extra_ms: expected more than 0",
+        ),
+        (
+            "bubbles",
+            bubbles(cell=cell(tF=1e-9, tR=0, tB=0, wan_ms=0), max_wait_ms=0, requests=[[90, 1]]),
+            "requests[0][0]: expected at most 1000000000 periods",
+        ),
     ],
 )
 def test_bad_input_is_named_in_one_line(
@@ -352,6 +438,7 @@ def test_the_longest_times_are_still_numbers(
     answer("cell", long, tmp_path, capsys)
     nothing = cell(tF=0, tR=0, tB=0, wan_ms=0)
     assert answer("cell", nothing, tmp_path, capsys)["iteration_ms"] == 0
+    answer("bubbles", bubbles(cell=long), tmp_path, capsys)
     free = plan(tF=0, tR=0, tB=0, wan_ms=0, latency_ms=0, parameters=0)
     answer("plan", free, tmp_path, capsys, "--picture", str(tmp_path / "map.svg"))
 
@@ -406,7 +493,7 @@ def test_it_runs_where_nothing_is_compiled() -> None:
 
 @pytest.mark.parametrize("command", INPUTS)
 def test_the_examples_run(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    name = {"cell": "geo_cell", "plan": "geo_job", "what-if": "geo_what_if"}[command]
+    name = {"plan": "geo_job"}.get(command, f"geo_{command.replace('-', '_')}")
     text = (ROOT / "examples" / f"{name}.json").read_text(encoding="utf-8")
     answer(command, text, tmp_path, capsys)
 
@@ -441,8 +528,18 @@ def test_the_help_names_every_field(command: str, capsys: pytest.CaptureFixture[
     with pytest.raises(SystemExit):
         cli.main(["geo", command, "--help"])
     text = capsys.readouterr().out
-    from torch_resilient.geo import cell_input, plan_input, what_if
+    from torch_resilient.geo import bubbles_input, cell_input, plan_input, what_if
 
-    module = {"cell": cell_input, "plan": plan_input, "what-if": what_if}[command]
-    names = (*module.REQUIRED, *getattr(module, "OPTIONAL", ()), *module.ADDED)
+    module = {
+        "bubbles": bubbles_input,
+        "cell": cell_input,
+        "plan": plan_input,
+        "what-if": what_if,
+    }[command]
+    names = (
+        *getattr(module, "PREFILL", ()),
+        *module.REQUIRED,
+        *getattr(module, "OPTIONAL", ()),
+        *module.ADDED,
+    )
     assert [name for name in names if name not in text] == []

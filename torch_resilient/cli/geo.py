@@ -2,7 +2,8 @@
 
 cell: a schedule for pipelines that share the links between sites. plan: the number of pipelines
 and their sites, time and cost of an iteration, and replicas as the alternative. what-if: the plan
-for many variants of one input. Nothing here needs torch.
+for many variants of one input. bubbles: prefills of inference requests in the idle time of cells.
+Nothing here needs torch.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 from torch_resilient.cli import geo_pictures
 from torch_resilient.cli.errors import bad_input
 from torch_resilient.cli.json_input import read_json
+from torch_resilient.geo.bubbles_input import solve_bubbles
 from torch_resilient.geo.cell_input import solve_cell
 from torch_resilient.geo.cell_policies import POLICIES
 from torch_resilient.geo.plan_input import solve_plan
@@ -23,11 +25,12 @@ from torch_resilient.geo.sites import sites_from_bench
 from torch_resilient.geo.what_if import solve_what_if
 
 OVERVIEW = """\
-Ask three questions, in this order:
+Ask these questions, in this order:
 
   torch-resilient geo plan --json job.json       Is the second site worth it? What does it cost?
   torch-resilient geo what-if --json vary.json   How many GPUs there, at which price?
   torch-resilient geo cell --json cell.json      What does each GPU do, and when?
+  torch-resilient geo bubbles --json load.json   How many prefills fit into its idle time?
 
 `torch-resilient geo COMMAND --help` shows the fields and an example. Input and output are JSON, and
 an output can be input again. Times are milliseconds.
@@ -127,6 +130,42 @@ required:
 
 output: the same object with `points`, each with its `values`, `choice` and `replicas`."""
 
+BUBBLES = """\
+Cells run the schedule of geo cell, period after period. A prefill of L tokens takes base_ms +
+per_token_ms L + per_token2_ms L^2. It is divided into `depth` parts. They run one after the other
+on the GPUs of the same pipeline and stage in `depth` cells, between training operations. Requests
+are placed or rejected in the order of arrival (BUBBLETEA).
+
+example:
+  echo '{"cell": {"pipelines": 2, "stages": 4, "microbatches": 8, "tF": 10, "tR": 10, "tB": 20,
+                  "sites": ["oregon", "oregon", "tokyo", "tokyo"], "wan_ms": 20, "latency_ms": 45},
+         "cells": 4, "depth": 2, "requests": [[0, 512], [12.5, 2048], [13, 100]],
+         "prefill": {"base_ms": 5, "per_token_ms": 0.02, "hop_ms": 0.5}}' |
+    torch-resilient geo bubbles --json - --picture bubbles.svg
+
+required:
+  cell                   the input of geo cell
+  requests               [[arrival_ms, tokens], ...]
+  prefill                {"per_token_ms", "base_ms", "per_token2_ms", "hop_ms"}: the times on one
+                         GPU; hop_ms is added to each part if there are several. All but
+                         per_token_ms default to 0
+
+optional:
+  cells                  cells that run the schedule in step (default: 1)
+  depth                  cells over which a prefill is divided (default: 1)
+  period_extra_ms        from the end of an iteration to the start of the next, such as an
+                         all-reduce; GPUs are idle then (default: 0)
+  guard_ms               minimum time from the end of a prefill to the next training operation
+                         (default: 5)
+  max_wait_ms            maximum time from arrival to start (default: 8)
+  site                   run prefills on the GPUs of this site only (default: all sites)
+
+output: the same object with `schedule` (the output of geo cell), `period_ms`, `placements`
+({request, gpus: [[cell, pipeline, stage], ...], start_ms}; part k runs on gpus[k] from start_ms + k
+times the length of a part), `rejected` (requests), `utilisation_training` and `utilisation` (of the
+GPUs of the site, without and with prefills), and the time to place or reject a request:
+`lookup_p50_us`, `lookup_p99_us`."""
+
 
 def add_parser(commands: Any) -> None:
     """Adds this command to those of an argparse parser."""
@@ -142,6 +181,7 @@ def add_parser(commands: Any) -> None:
         ("cell", _cell, CELL, "a schedule for pipelines that share links", "the timeline"),
         ("plan", _plan, PLAN, "the number of cells and their sites, with the price", "the map"),
         ("what-if", _what_if, WHAT_IF, "plans of many variants", "throughput and cost as curves"),
+        ("bubbles", _bubbles, BUBBLES, "prefills in the idle time of cells", "the timeline"),
     ):
         kind = kinds.add_parser(
             name,
@@ -153,11 +193,9 @@ def add_parser(commands: Any) -> None:
         kind.add_argument(
             "--json", required=True, metavar="FILE", help="the input; - for standard input"
         )
+        also = ", or as .png with matplotlib" if drawn == "the timeline" else ""
         kind.add_argument(
-            "--picture",
-            type=Path,
-            metavar="FILE",
-            help=f"draw {drawn} as .svg{', or as .png with matplotlib' if name == 'cell' else ''}",
+            "--picture", type=Path, metavar="FILE", help=f"draw {drawn} as .svg{also}"
         )
         if name == "plan":
             kind.add_argument(
@@ -235,4 +273,11 @@ def _what_if(options: argparse.Namespace) -> dict[str, Any]:
     output, points = solve_what_if(given)
     if options.picture:
         geo_pictures.write_curve(options.picture, given["vary"], points)
+    return output
+
+
+def _bubbles(options: argparse.Namespace) -> dict[str, Any]:
+    output, job, found = solve_bubbles(_input(options))
+    if options.picture:
+        geo_pictures.write_bubbles(options.picture, job, found)
     return output

@@ -1,4 +1,5 @@
-"""Pictures of `torch-resilient geo`: a timeline of a cell, a map of sites, curves of variants."""
+"""Pictures of `torch-resilient geo`: timelines without and with prefills, a map of sites, curves of
+variants."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_resilient.cli.pictures import write_picture
+from torch_resilient.geo.bubbles import BubbleJob, BubblePlan
 from torch_resilient.geo.cell import Cell, CellPlan, Transfer
 from torch_resilient.geo.dc_selection import Job, Row, Selection
 from torch_resilient.geo.what_if import Point
@@ -18,6 +20,9 @@ from torch_resilient.pipelining.picture import Box, Picture, escape, ticks
 MEANINGS = {"F": "forward", "R": "recomputation", "B": "backward", "W": "backward of weights"}
 _WIDTH = 960
 _MARGIN = 36
+# Of the timeline with prefills: a later period looks like the second. More rows do not fit a page.
+_PERIODS = 2
+_MAX_ROWS = 48
 # Lines of curves; the first colours are those of operations.
 _COLOURS = ("#4f7be8", "#1a9c8c", "#f0a92e", "#8e6bd8", "#d8453b", "#8a93a8")
 # From free to the highest price of a map; a single price has the middle one.
@@ -105,6 +110,74 @@ def cell_picture(cell: Cell, plan: CellPlan) -> Picture:
 def write_cell(path: Path, cell: Cell, plan: CellPlan) -> None:
     """Writes .svg or .png. Raises ValueError as `write_picture`, OSError."""
     write_picture(path, cell_picture(cell, plan))
+
+
+# --- The timeline of cells with prefills
+
+
+def _prefill_boxes(
+    job: BubbleJob, found: BubblePlan, begin_ms: float, end_ms: float
+) -> dict[tuple[int, int, int], list[Box]]:
+    """By cell, pipeline and stage, the prefills between two times, as seconds from the first."""
+    boxes: dict[tuple[int, int, int], list[Box]] = {}
+    for number, place in enumerate(found.places):
+        if place is None:
+            continue
+        request = job.requests[number]
+        stage_ms = job.prefill.stage_ms(request.tokens, job.depth)
+        for k, cell in enumerate(place.cells):
+            start_ms = place.start_ms + k * stage_ms
+            shown_ms = max(start_ms, begin_ms), min(start_ms + stage_ms, end_ms)
+            if shown_ms[0] >= shown_ms[1]:
+                continue
+            tip = (
+                f"request {number}: {request.tokens} tokens, arrives at {request.arrival_ms:.6g}, "
+                f"part {k + 1} of {job.depth} from {start_ms:.6g} to {start_ms + stage_ms:.6g} ms"
+            )
+            start_s, end_s = ((each - begin_ms) / 1e3 for each in shown_ms)
+            box = Box("prefill", start_s, end_s, str(number), tip)
+            boxes.setdefault((cell, place.pipe, place.stage), []).append(box)
+    return boxes
+
+
+def bubbles_picture(job: BubbleJob, found: BubblePlan) -> Picture:
+    """Two periods from the first placed request, with a row for each GPU of the site, in as many
+    cells as there is room for."""
+    starts_ms = [place.start_ms for place in found.places if place is not None]
+    first = math.floor(min(starts_ms, default=0.0) / job.period_ms)
+    begin_ms, period_s = first * job.period_ms, job.period_ms / 1e3
+    length_s = _PERIODS * period_s
+    prefills = _prefill_boxes(job, found, begin_ms, begin_ms + _PERIODS * job.period_ms)
+    shown = max(1, min(job.cells, _MAX_ROWS // len(job.gpus)))
+    rows = []
+    for cell, (pipe, stage) in itertools.product(range(shown), job.gpus):
+        once = _operation_boxes(job.cell, job.plan, pipe, stage)
+        boxes = prefills.get((cell, pipe, stage), [])
+        for period in range(_PERIODS):
+            late_s = period * period_s
+            boxes += [
+                box._replace(start_s=box.start_s + late_s, end_s=box.end_s + late_s) for box in once
+            ]
+        boxes.sort(key=lambda box: box.start_s)
+        name = f"{job.cell.sites[stage][:6]} {cell}.{stage}.{pipe}"
+        rows.append(picture.Row(name, boxes, length_s, ground="idle"))
+    kinds = [(kind, MEANINGS[kind]) for kind in job.cell.kinds]
+    return Picture(
+        f"Prefills in the bubbles of {job.cells} cells, {shown} of them shown",
+        rows,
+        length_s,
+        [("prefill", "prefill"), *kinds],
+        subtitle=f"rows: site, cell.stage.pipeline; times from {begin_ms:.6g} ms",
+        notes=[
+            f"{100 * found.utilisation_training:.1f} to {100 * found.utilisation:.1f} % busy",
+            f"{len(starts_ms)} of {len(found.places)} placed",
+        ],
+    )
+
+
+def write_bubbles(path: Path, job: BubbleJob, found: BubblePlan) -> None:
+    """Writes .svg or .png. Raises ValueError as `write_picture`, OSError."""
+    write_picture(path, bubbles_picture(job, found))
 
 
 # --- Elements of the other pictures

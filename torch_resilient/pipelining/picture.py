@@ -30,6 +30,7 @@ PAINTS = {
     "R": Paint("#8e6bd8"),
     "sent F": Paint("#7f9fe6"),
     "sent B": Paint("#58a79b"),
+    "prefill": Paint("#d8453b"),
     "idle": Paint("#b9c3d6", "/", "#3d4961"),
     "warm_up": Paint("#b9c3d6", "|", "#4a5770"),
     "forward": Paint("#d8453b", "\\", "#f0655b"),
