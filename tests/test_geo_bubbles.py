@@ -6,16 +6,21 @@ import copy
 import itertools
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_geo_cell import cells
 
+from torch_resilient.geo.bubbles import idle_windows
 from torch_resilient.geo.bubbles_input import solve_bubbles
-from torch_resilient.geo.cell import CellPlan, Transfer
+from torch_resilient.geo.cell import Cell, CellPlan, Transfer
 from torch_resilient.geo.cell_input import read_cell
+from torch_resilient.geo.cell_policies import plan_cell
 from torch_resilient.geo.cell_replay import faults_of
+from torch_resilient.geo.idle import gather_idle
 
 Span = tuple[float, float]
 Gpu = tuple[int, int, int]
@@ -210,7 +215,7 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
     stages = draw(st.integers(1, 4))
     times = draw(st.sampled_from([st.integers(1, 6), st.floats(0.5, 6)]))
     sites = sorted(draw(st.lists(st.sampled_from("ab"), min_size=stages, max_size=stages)))
-    cells = draw(st.integers(1, 5))
+    number = draw(st.integers(1, 5))
     whole = draw(st.booleans())
     arrivals = st.integers(0, 120) if whole else st.floats(0, 120)
     return {
@@ -225,8 +230,8 @@ def inputs(draw: st.DrawFn) -> dict[str, Any]:
             "wan_ms": draw(st.integers(0, 12)),
             "latency_ms": draw(st.integers(0, 12)),
         },
-        "cells": cells,
-        "depth": draw(st.integers(1, cells)),
+        "cells": number,
+        "depth": draw(st.integers(1, number)),
         "period_extra_ms": draw(st.sampled_from([0, 0, 7, 12.5])),
         "requests": [
             [draw(arrivals), draw(st.integers(1, 30))] for _ in range(draw(st.integers(0, 40)))
@@ -301,6 +306,45 @@ def test_few_are_rejected_that_the_reference_accepts(cells: int, depth: int, rat
     assert bubble_faults(asked, found) == []
     reference = Reference(asked, found).accepted()
     assert len(found["placements"]) >= 0.97 * reference
+
+
+def squares(cell: Cell, plan: CellPlan, period_ms: float) -> float:
+    """Of the idle windows: larger if the same time is in fewer of them."""
+    return math.fsum(
+        (each.end_ms - each.start_ms) ** 2 for each in idle_windows(cell, plan, period_ms, None)
+    )
+
+
+@settings(max_examples=200, deadline=None, print_blob=True)
+@given(cells(), st.sampled_from(["best", "paper", "varuna"]), st.sampled_from([0.0, 5.0]))
+def test_idle_time_is_gathered_in_a_valid_schedule(
+    cell: Cell, policy: str, extra_ms: float
+) -> None:
+    plan = plan_cell(cell, policy)
+    period_ms = plan.iteration_ms + extra_ms
+    assume(period_ms > 0)
+    found = gather_idle(cell, plan, period_ms)
+    assert faults_of(cell, found) == []
+    assert found == replace(plan, starts_ms=found.starts_ms, transfers=found.transfers)
+    before, after = squares(cell, plan, period_ms), squares(cell, found, period_ms)
+    assert after >= before * (1 - 1e-6) - 1e-6
+
+
+def test_idle_time_of_figure_13_is_gathered() -> None:
+    """Few windows are too short for a prompt of 512 tokens."""
+    cell = read_cell(FIGURE_13).cell
+    plan = plan_cell(cell)
+    found = gather_idle(cell, plan, plan.iteration_ms)
+
+    def short(plan: CellPlan) -> float:
+        windows = idle_windows(cell, plan, plan.iteration_ms, None)
+        lengths_ms = [each.end_ms - each.start_ms for each in windows]
+        return sum(each for each in lengths_ms if each < 55) / (12 * plan.iteration_ms)
+
+    assert short(plan) > 0.09
+    assert short(found) < 0.07
+    # A large cell keeps its starts.
+    assert gather_idle(replace(cell, microbatches=10_000), plan, 1e9) is plan
 
 
 def solved(**fields: Any) -> dict[str, Any]:

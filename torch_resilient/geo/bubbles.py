@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch_resilient.geo.cell import Cell, CellPlan
+from torch_resilient.geo.cell import ROUNDING, Cell, CellPlan
 
 
 class Request(NamedTuple):
@@ -76,7 +76,7 @@ def idle_windows(cell: Cell, plan: CellPlan, period_ms: float, site: str | None)
         for start_ms, end_ms in zip(
             ends_ms, (*starts_ms[1:], starts_ms[0] + period_ms), strict=True
         ):
-            if end_ms > start_ms:
+            if end_ms - start_ms > ROUNDING * period_ms:
                 late_ms = period_ms if start_ms >= period_ms else 0.0
                 windows.append(Window(pipe, stage, start_ms - late_ms, end_ms - late_ms))
     return windows

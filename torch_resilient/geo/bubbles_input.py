@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from torch_resilient.geo.bubbles import BubbleJob, BubblePlan, PrefillTimes, Request, serve
 from torch_resilient.geo.cell_input import MAX_NODES, cell_output, read_cell
 from torch_resilient.geo.cell_policies import plan_cell
+from torch_resilient.geo.idle import gather_idle
 from torch_resilient.planning.fields import MAX_MS, number, require_fields, whole, without
 
 REQUIRED = ("cell", "requests", "prefill")
@@ -103,7 +104,7 @@ def read_bubbles(given: object) -> BubbleJob:
             raise ValueError(f"requests[{i}][0]: expected at most {MAX_PERIODS} periods")
     return BubbleJob(
         cell=asked.cell,
-        plan=plan,
+        plan=gather_idle(asked.cell, plan, period_ms),
         cells=cells,
         depth=depth,
         period_ms=period_ms,
