@@ -160,9 +160,12 @@ class Reference:
             span = start_ms + k * part_ms, start_ms + (k + 1) * part_ms
             self._busy.setdefault(gpu, []).append(span)
 
-    def earliest(self, arrival_ms: float, tokens: int) -> tuple[float, list[Gpu]] | None:
+    def earliest(
+        self, arrival_ms: float, tokens: int, margin_ms: float = 0.0
+    ) -> tuple[float, list[Gpu]] | None:
+        """Start and GPUs; everything takes `margin_ms` longer."""
         part_ms = length_ms(self._asked, tokens)
-        latest_ms = arrival_ms + self._asked.get("max_wait_ms", 8)
+        latest_ms = arrival_ms + self._asked.get("max_wait_ms", 8) - margin_ms
         best: tuple[float, list[Gpu]] | None = None
         for (pipe, stage), spans in self._operations.items():
             first = math.floor(arrival_ms / self._period_ms) - 1
@@ -179,13 +182,15 @@ class Reference:
                 for start_ms in sorted(starts_ms):
                     if start_ms > latest_ms or (best is not None and start_ms >= best[0]):
                         break
-                    if start_ms >= arrival_ms and self._fits(gpus, start_ms, part_ms):
+                    if start_ms >= arrival_ms - max(0.0, -margin_ms) and self._fits(
+                        gpus, start_ms, part_ms, margin_ms
+                    ):
                         best = start_ms, gpus
                         break
         return best
 
-    def _fits(self, gpus: list[Gpu], start_ms: float, part_ms: float) -> bool:
-        guard_ms = self._asked.get("guard_ms", 5)
+    def _fits(self, gpus: list[Gpu], start_ms: float, part_ms: float, margin_ms: float) -> bool:
+        guard_ms = self._asked.get("guard_ms", 5) + margin_ms
         slack_ms = 1e-9 * self._period_ms
         for k, gpu in enumerate(gpus):
             from_ms, to_ms = start_ms + k * part_ms, start_ms + (k + 1) * part_ms
@@ -282,10 +287,17 @@ def test_each_request_starts_as_early_as_possible(asked: dict[str, Any]) -> None
     places = {each["request"]: each for each in found["placements"]}
     for number in sorted(range(len(asked["requests"])), key=lambda i: asked["requests"][i][0]):
         arrival_ms, tokens = asked["requests"][number]
-        expected, place = reference.earliest(arrival_ms, tokens), places.get(number)
-        assert (expected is None) == (place is None)
-        if expected is not None and place is not None:
-            assert place["start_ms"] == pytest.approx(expected[0], abs=1e-6)
+        # Rounding decides about a prefill that just fits.
+        least_ms, most_ms = (
+            math.inf if best is None else best[0]
+            for margin_ms in (-1e-6, 1e-6)
+            for best in [reference.earliest(arrival_ms, tokens, margin_ms)]
+        )
+        place = places.get(number)
+        start_ms = math.inf if place is None else place["start_ms"]
+        assert least_ms <= start_ms + 1e-6
+        assert start_ms <= most_ms + 1e-6
+        if place is not None:
             gpus = [(cell, pipe, stage) for cell, pipe, stage in place["gpus"]]
             reference.reserve(gpus, place["start_ms"], tokens)
 

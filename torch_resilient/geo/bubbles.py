@@ -17,6 +17,9 @@ from typing import NamedTuple
 
 from torch_resilient.geo.cell import ROUNDING, Cell, CellPlan
 
+# A part of the time since the start. Times that differ by less are one moment.
+_EQUAL = 1e-12
+
 
 class Request(NamedTuple):
     """A prompt."""
@@ -183,7 +186,10 @@ class Table:
         return Reservation(cells, window.pipe, window.stage, found.start_ms)
 
     def _find(self, arrival_ms: float, stage_ms: float, max_wait_ms: float) -> _Found | None:
+        # Paper: BUBBLETEA §5.1: the first pipeline over GPUs whose bubbles are long enough.
         need_ms = self._depth * stage_ms + self._guard_ms
+        # A prefill that just fits still does after rounding.
+        need_ms -= _EQUAL * (arrival_ms + self._period_ms)
         if need_ms > self._longest_ms or self._groups == 0:
             return None
         period_ms = self._period_ms
