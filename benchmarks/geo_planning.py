@@ -1,4 +1,4 @@
-"""The figures of ATLAS that a planner can reach, and the quality and speed of `geo`.
+"""The figures of ATLAS and BUBBLETEA that a planner can reach, and the quality and speed of `geo`.
 
     python benchmarks/geo_planning.py --cells 400
 
@@ -10,8 +10,10 @@
 5. Figure 12: throughput over the GPUs of the second site.
 6. Algorithm 1 for five sites of 600 GPUs, as a command with the start of Python. The paper: 55 s.
 7. Pipelines across sites against replicas.
+8. BUBBLETEA, Figure 13: prefills in the bubbles of 12 GPUs, by load. The paper: 45 -> 94 %.
+9. BUBBLETEA, section 6.5: lookups with 1000 GPUs in 50 cells. The paper: within 200 us.
 
-Exit status 1 if a figure of 1 to 6 is missed. It uses one core, and less than a minute.
+Exit status 1 if a figure of 1 to 6, 8 or 9 is missed. It uses one core, and about a minute.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch_resilient import _planning
+from torch_resilient.geo.bubbles_input import solve_bubbles
 from torch_resilient.geo.cell import Cell
 from torch_resilient.geo.cell_policies import cell_time_ms, plan_cell
 from torch_resilient.geo.cell_replay import faults_of
@@ -47,6 +50,16 @@ MEAN_GAP, WORST_GAP = 0.2, 2.0
 COMMAND_S = 1.0
 # GPUs of the paper's sets of sites.
 SETS = {"set 1": (600,) * 5, "set 2": (600, 500, 400, 300, 200)}
+
+# The least utilisation in overload, in percent, and the most microseconds of a lookup.
+OVERLOAD, LOOKUP_P50_US, LOOKUP_P99_US = 93.0, 50.0, 200.0
+OVERLOAD_RATE = 2560
+MAX_WAIT_MS = 8.0
+# 55 ms for 512 tokens on one GPU, and 2 ms for each hop, as in BUBBLETEA's Figure 14.
+PREFILL = {"base_ms": 8, "per_token_ms": 0.0915, "per_token2_ms": 3e-6, "hop_ms": 2}
+# Prompts of a code assistant, read off the plot of a public trace (Azure, 2024): part of the
+# prompts, and the maximum of their tokens. Between these points, lengths are uniform.
+PROMPTS = ((0, 20), (0.1, 300), (0.25, 930), (0.5, 1930), (0.75, 3350), (0.9, 6100), (1, 7700))
 
 
 class Checks:
@@ -263,6 +276,82 @@ def pipelines_or_replicas() -> None:
         )
 
 
+def prompts(rate: float, count: int, seed: int) -> list[list[float]]:
+    """Requests at random times; `rate` per second."""
+    dice = random.Random(seed)
+    now_ms, found = 0.0, []
+    for _ in range(count):
+        now_ms += dice.expovariate(rate) * 1e3
+        part = dice.random()
+        (low, least), (high, most) = next(
+            pair for pair in itertools.pairwise(PROMPTS) if part <= pair[1][0]
+        )
+        found.append([now_ms, int(least + (most - least) * (part - low) / (high - low))])
+    return found
+
+
+def serve(given: dict[str, Any]) -> tuple[dict[str, Any], float, float]:
+    """The output, the accepted part of the requests, and the longest wait."""
+    found, _, _ = solve_bubbles({"max_wait_ms": MAX_WAIT_MS, "prefill": PREFILL, **given})
+    requests = given["requests"]
+    waits_ms = [each["start_ms"] - requests[each["request"]][0] for each in found["placements"]]
+    return found, len(waits_ms) / len(requests), max(waits_ms)
+
+
+def figure_13(checks: Checks, seed: int) -> None:
+    """The 12 GPUs of the paper: three pipelines of four stages over three sites, 40 ms apart."""
+    cell = {
+        "pipelines": 3,
+        "stages": 4,
+        "microbatches": 4,
+        "tF": 18,
+        "tR": 18,
+        "tB": 36,
+        "sites": ["a", "b", "c", "c"],
+        "wan_ms": TRANSFER_MS,
+        "latency_ms": 40,
+    }
+    print("\nFigure 13: 12 GPUs, busy % without and with prefills, accepted % of the requests")
+    for rate in (2, 10, 40, 160, 640, 1280, OVERLOAD_RATE):
+        requests = prompts(rate, max(500, 20 * rate), seed)
+        row = []
+        for guard_ms in (0, 5):
+            given = {"cell": cell, "requests": requests, "guard_ms": guard_ms}
+            found, accepted, wait_ms = serve(given)
+            before, after = (100 * found[f"utilisation{each}"] for each in ("_training", ""))
+            row.append(f"guard {guard_ms} ms: {before:.1f} -> {after:.1f}, {100 * accepted:.1f}")
+            assert wait_ms <= MAX_WAIT_MS
+        print(f"{rate:5} requests/s  {'   '.join(row)}")
+    checks.at_least(f"busy % at {OVERLOAD_RATE} requests/s, guard of 5 ms", after, OVERLOAD)
+
+
+def thousand_gpus(checks: Checks, seed: int) -> None:
+    cell = {
+        "pipelines": 4,
+        "stages": 5,
+        "microbatches": 16,
+        "tF": 18,
+        "tR": 18,
+        "tB": 36,
+        "sites": list("abcde"),
+        "wan_ms": TRANSFER_MS,
+        "latency_ms": 20,
+    }
+    print("\n1000 GPUs in 50 cells, 100 ms between iterations, us of a lookup")
+    for rate, depth in itertools.product((28, 97, 1000, 10000), (1, 5)):
+        given = {"cell": cell, "cells": 50, "depth": depth, "period_extra_ms": 100}
+        found, accepted, wait_ms = serve({**given, "requests": prompts(rate, 20000, seed)})
+        name = f"{rate} requests/s, depth {depth}"
+        before, after = (100 * found[f"utilisation{each}"] for each in ("_training", ""))
+        print(
+            f"{name}: {before:.1f} -> {after:.1f} % busy, {100 * accepted:.1f} % accepted, "
+            f"wait <= {wait_ms:.3g} ms"
+        )
+        checks.at_most(f"{name}, p50", found["lookup_p50_us"], LOOKUP_P50_US)
+        checks.at_most(f"{name}, p99", found["lookup_p99_us"], LOOKUP_P99_US)
+        checks.at_most(f"{name}, longest wait, ms", wait_ms, MAX_WAIT_MS)
+
+
 def main() -> int:
     """Prints all figures; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -279,6 +368,8 @@ def main() -> int:
     figure_12(checks)
     algorithm_1(checks)
     pipelines_or_replicas()
+    figure_13(checks, options.seed)
+    thousand_gpus(checks, options.seed)
     if checks.missed:
         print(f"\nmissed: {'; '.join(checks.missed)}")
     return 1 if checks.missed else 0
