@@ -527,6 +527,20 @@ def test_the_document_shows_the_example(tmp_path: Path, capsys: pytest.CaptureFi
     assert base == job
 
 
+def test_the_document_shows_the_prefills(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = (ROOT / "docs" / "geo.md").read_text(encoding="utf-8")
+    text = (ROOT / "examples" / "geo_bubbles.json").read_text(encoding="utf-8")
+    found = answer("bubbles", text, tmp_path, capsys)
+    before, after = found["utilisation_training"], found["utilisation"]
+    line = (
+        f"{len(found['placements'])} requests are placed, and `utilisation` grows from "
+        f"{100 * before:.0f} to {100 * after:.0f} %."
+    )
+    assert line in document
+
+
 @pytest.mark.parametrize("command", INPUTS)
 def test_the_help_names_every_field(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
