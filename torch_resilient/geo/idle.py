@@ -158,13 +158,14 @@ def gather_idle(cell: Cell, plan: CellPlan, period_ms: float) -> CellPlan:
         if slack.starts_ms == known_ms:
             break
     starts_ms = slack.starts_ms
+    sent = [
+        each._replace(
+            start_ms=starts_ms[node], end_ms=starts_ms[node] + (each.end_ms - each.start_ms)
+        )
+        for each, node in zip(plan.transfers, slack.sent, strict=True)
+    ]
     return replace(
         plan,
         starts_ms=[[[starts_ms[node] for node in nodes] for nodes in row] for row in slack.gpus],
-        transfers=[
-            each._replace(
-                start_ms=starts_ms[node], end_ms=starts_ms[node] + (each.end_ms - each.start_ms)
-            )
-            for each, node in zip(plan.transfers, slack.sent, strict=True)
-        ],
+        transfers=sorted(sent, key=lambda each: each.start_ms),
     )
