@@ -14,7 +14,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from test_geo_cell import cells
 
-from torch_resilient.geo.bubbles import idle_windows
+from torch_resilient.geo import bubbles
+from torch_resilient.geo.bubbles import Reservation, Table, Window, idle_windows
 from torch_resilient.geo.bubbles_input import solve_bubbles
 from torch_resilient.geo.cell import Cell, CellPlan, Transfer
 from torch_resilient.geo.cell_input import read_cell
@@ -338,6 +339,8 @@ def test_idle_time_is_gathered_in_a_valid_schedule(
     found = gather_idle(cell, plan, period_ms)
     assert faults_of(cell, found) == []
     assert found == replace(plan, starts_ms=found.starts_ms, transfers=found.transfers)
+    sent_ms = [each.start_ms for each in found.transfers]
+    assert sent_ms == sorted(sent_ms)
     before, after = squares(cell, plan, period_ms), squares(cell, found, period_ms)
     assert after >= before * (1 - 1e-6) - 1e-6
 
@@ -397,6 +400,26 @@ def test_requests_are_served_in_the_order_of_arrival() -> None:
     assert starts(found) == {1: 30, 2: 35, 0: 40}
     assert [each["request"] for each in found["placements"]] == [0, 1, 2]
     assert found["rejected"] == []
+
+
+def test_a_table_needs_the_order_of_arrival() -> None:
+    table = Table([Window(0, 0, 10, 30)], 50, cells=3, depth=2, guard_ms=0)
+    assert table.place(5, 2, 8) == Reservation(range(2), 0, 0, 10)
+    assert table.place(5, 2, 8) == Reservation(range(2), 0, 0, 12)
+    with pytest.raises(ValueError, match="arrival_ms: 4 comes after 5"):
+        table.place(4, 2, 8)
+    # The third cell belongs to no group.
+    assert Table([Window(0, 0, 10, 30)], 50, cells=1, depth=2, guard_ms=0).place(5, 2, 8) is None
+
+
+def test_a_table_forgets_what_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With tiny limits, the result is the same."""
+    asked = {"cell": FIGURE_13, "requests": prompts(100, 40, 2), "prefill": PREFILL}
+    found, _, _ = solve_bubbles(asked)
+    monkeypatch.setattr(bubbles, "_MAX_OPEN", 1)
+    again, _, _ = solve_bubbles(asked)
+    assert again["placements"] == found["placements"]
+    assert bubble_faults(asked, found) == []
 
 
 def test_parts_run_one_after_the_other_in_other_cells() -> None:

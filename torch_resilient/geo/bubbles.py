@@ -19,6 +19,9 @@ from torch_resilient.geo.cell import ROUNDING, Cell, CellPlan
 
 # A part of the time since the start. Times that differ by less are one moment.
 _EQUAL = 1e-12
+# The maximum of open windows that a table remembers. This many take about 100 MB; fewer cost time,
+# but only in cells with thousands of operations for each of hundreds of GPUs.
+_MAX_OPEN = 1_000_000
 
 
 class Request(NamedTuple):
@@ -161,13 +164,19 @@ class Table:
         # By number and period of a window, the groups that have prefills in it.
         self._used: dict[tuple[int, int], list[_Last]] = {}
         self._max_used = 1000
+        self._now_ms = -math.inf
 
     def place(self, arrival_ms: float, stage_ms: float, max_wait_ms: float) -> Reservation | None:
         """Reserves the earliest start of a prefill with stages of this length; None if it would
         have to wait longer than `max_wait_ms`, or fits into no window.
 
         Among equal starts, it takes the window that ends first, and keeps long windows free.
+
+        Raises ValueError if an earlier call had a later arrival.
         """
+        if arrival_ms < self._now_ms:
+            raise ValueError(f"arrival_ms: {arrival_ms} comes after {self._now_ms}")
+        self._now_ms = arrival_ms
         found = self._find(arrival_ms, stage_ms, max_wait_ms)
         if found is None:
             return None
@@ -229,6 +238,8 @@ class Table:
         interval = bisect.bisect_right(self._moments_ms, phase_ms) - 1
         known = self._open.get(interval)
         if known is None:
+            if len(self._open) * len(self._by_gpu) >= _MAX_OPEN:
+                self._open.clear()
             moment_ms = self._moments_ms[interval]
             found = []
             for numbers in self._by_gpu.values():
