@@ -50,6 +50,8 @@ CUDA_MODULE = "torch_resilient._cuda"
 VERBS_LIBRARY = "torch_resilient._verbs"
 # Not a Python module either: `torch-resilient shift` preloads it into other programs.
 SHIFT_LIBRARY = "torch_resilient._shift"
+# The libraries linked to libibverbs, and the names of what they provide.
+VERBS_PARTS = {VERBS_LIBRARY: "RDMA verbs", SHIFT_LIBRARY: "library for `torch-resilient shift`"}
 
 
 def sources(*patterns: str) -> list[str]:
@@ -242,11 +244,11 @@ class BuildForTorch(BuildExtension):
         try:
             super().build_extension(ext)
         except (CompileError, LinkError, RuntimeError):  # torch raises RuntimeError for ninja
-            reason = "the C++ compiler failed on them; its output is above"
+            reason = "the C++ compiler failed; its output is above"
             if ext.name == CUDA_MODULE:
                 self.drop_cuda(reason)
-            elif ext.name in (VERBS_LIBRARY, SHIFT_LIBRARY):
-                self.drop_verbs(reason)
+            elif ext.name in VERBS_PARTS:
+                self.drop_verbs(reason, ext.name)
             else:
                 raise
         finally:
@@ -281,11 +283,15 @@ class BuildForTorch(BuildExtension):
         elif not setup_support.has_header([*compiler, *options], "infiniband/verbs.h"):
             self.drop_verbs("there is no infiniband/verbs.h (Debian: libibverbs-dev)")
 
-    def drop_verbs(self, reason: str) -> None:
-        """Leaves the RDMA verbs out and prints the reason in one line; exits if required."""
-        self.leave_out(VERBS_LIBRARY)
-        self.leave_out(SHIFT_LIBRARY)
-        text = f"torch_resilient has no RDMA verbs: {reason}"
+    def drop_verbs(self, reason: str, failed: str | None = None) -> None:
+        """Leaves the RDMA verbs out and prints the reason in one line; exits if required.
+
+        failed: the only library to leave out; the other one works without it.
+        """
+        for name in VERBS_PARTS if failed is None else [failed]:
+            self.leave_out(name)
+        missing = VERBS_PARTS[VERBS_LIBRARY if failed is None else failed]
+        text = f"torch_resilient has no {missing}: {reason}"
         if VERBS_WANTED:
             sys.exit(f"{text}; TORCH_RESILIENT_VERBS=1 requires them")
         print(text, file=sys.stderr)

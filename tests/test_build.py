@@ -281,15 +281,27 @@ def test_a_header_is_looked_for_by_the_compiler() -> None:
     assert not support.has_header(["/no/such/compiler"], "vector")
 
 
-def test_a_failing_compiler_costs_an_installation_the_verbs_alone() -> None:
-    done = attempt("-c", COMPILER_FAILS, "torch_resilient._verbs")
+@pytest.mark.parametrize(
+    ("failing", "other", "missing"),
+    [
+        ("_verbs", "_shift", "RDMA verbs"),
+        ("_shift", "_verbs", "library for `torch-resilient shift`"),
+    ],
+)
+def test_a_failing_compiler_costs_an_installation_one_library(
+    failing: str, other: str, missing: str
+) -> None:
+    done = attempt("-c", COMPILER_FAILS, f"torch_resilient.{failing}")
     assert done.returncode == 0, done.stderr
     modules = json.loads(done.stdout)[1]
-    assert "torch_resilient._verbs" not in modules
+    assert f"torch_resilient.{failing}" not in modules
+    assert f"torch_resilient.{other}" in modules
     assert "torch_resilient._C" in modules
-    reason = "the C++ compiler failed on them; its output is above"
-    assert done.stderr == f"torch_resilient has no RDMA verbs: {reason}\n"
-    required = attempt("-c", COMPILER_FAILS, "torch_resilient._verbs", TORCH_RESILIENT_VERBS="1")
+    reason = "the C++ compiler failed; its output is above"
+    assert done.stderr == f"torch_resilient has no {missing}: {reason}\n"
+    required = attempt(
+        "-c", COMPILER_FAILS, f"torch_resilient.{failing}", TORCH_RESILIENT_VERBS="1"
+    )
     assert required.returncode == 1
 
 
@@ -406,7 +418,7 @@ def test_a_failing_compiler_costs_an_installation_the_kernels_alone() -> None:
     done = attempt("-c", COMPILER_FAILS, "torch_resilient._cuda")
     assert done.returncode == 0, done.stderr
     reason, modules = json.loads(done.stdout)
-    assert reason == "the C++ compiler failed on them; its output is above"
+    assert reason == "the C++ compiler failed; its output is above"
     assert done.stderr == f"torch_resilient has no CUDA kernels: {reason}\n"
     assert "torch_resilient._cuda" not in modules
     required = attempt("-c", COMPILER_FAILS, "torch_resilient._cuda", TORCH_RESILIENT_CUDA="1")
