@@ -78,11 +78,6 @@ bool record(Qp& qp, const ibv_send_wr& posted) {
   request->remoteAddress = posted.wr.rdma.remote_addr;
   request->remoteKey = posted.wr.rdma.rkey;
   request->operation = operationOf(posted.opcode);
-  if (request->operation == Operation::kAtomic) {
-    request->remoteKey = posted.wr.atomic.rkey;
-    request->compareAdd = posted.wr.atomic.compare_add;
-    request->swap = posted.wr.atomic.swap;
-  }
   request->isSignaled =
       qp.signalsAll || (posted.send_flags & IBV_SEND_SIGNALED) != 0;
   request->isMarked = (posted.send_flags & kNotAgain) != 0;
@@ -199,21 +194,11 @@ std::optional<uint32_t> remoteKeyOf(Qp& qp, const SendRequest& request) {
 }
 
 bool translateRemote(Qp& qp, const SendRequest& request, ibv_send_wr& out) {
-  if (request.operation == Operation::kOther) {
-    qp.untranslatable = "an operation that only one device knows was posted";
-    return false;
-  }
   const std::optional<uint32_t> key = remoteKeyOf(qp, request);
-  if (!key) {
-    return false;
-  }
-  if (request.operation == Operation::kAtomic) {
-    out.wr.atomic = {
-        request.remoteAddress, request.compareAdd, request.swap, *key};
-  } else {
+  if (key) {
     out.wr.rdma = {request.remoteAddress + request.landed, *key};
   }
-  return true;
+  return key.has_value();
 }
 
 bool translate(Qp& qp, SendRequest& request, ibv_send_wr& out) {
@@ -228,8 +213,8 @@ bool translate(Qp& qp, SendRequest& request, ibv_send_wr& out) {
   }
   if (request.operation == Operation::kAtomic ||
       request.operation == Operation::kOther) {
-    // Only what every operation has is recorded: no operands, no invalidated
-    // key.
+    // Operands and invalidated keys are not recorded: such a request cannot be
+    // repeated safely, and one that was held must not run without them.
     qp.untranslatable = "an operation that cannot be sent later was held";
     return false;
   }

@@ -39,9 +39,6 @@ struct Piece {
 struct SendRequest {
   uint64_t id = 0;
   uint64_t remoteAddress = 0;
-  // Operands of an atomic operation.
-  uint64_t compareAdd = 0;
-  uint64_t swap = 0;
   uint32_t remoteKey = 0;
   uint32_t immediate = 0;
   uint32_t opcode = 0; // of the verbs library, not interpreted here
