@@ -22,6 +22,7 @@ using namespace std::chrono_literals;
 constexpr auto kProbeLimit = 600ms;
 constexpr auto kRoundPause = 200ms;
 constexpr auto kAnswerLimit = 3s;
+constexpr auto kDrainLimit = 500ms;
 
 uint64_t randomNumber() {
   uint64_t number = 0;
@@ -619,7 +620,7 @@ void Session::tickReturn(Clock::time_point now) {
   } else if (isDrained && !isLeader && !isDrainedStated_) {
     isDrainedStated_ = true;
     runtime().store.put(key("d", epoch_, try_), "1");
-  } else if (isLeader && now - returnSince_ > kAnswerLimit / 6) {
+  } else if (isLeader && now - returnSince_ > kDrainLimit) {
     // The receiver may be waiting for what is held here.
     runtime().store.put(key("x", epoch_, try_), "1");
     cancelReturn();
