@@ -187,11 +187,12 @@ int initialize(Qp& qp, int path) {
   ibv_qp_attr init{};
   init.qp_state = IBV_QPS_INIT;
   init.port_num = qp.attributes.port_num;
-  init.qp_access_flags = qp.attributes.qp_access_flags;
+  // The probe is a WRITE, which a program that only sends may not allow. Its
+  // memory stays as protected as it was registered.
+  init.qp_access_flags =
+      qp.attributes.qp_access_flags | IBV_ACCESS_REMOTE_WRITE;
   if (path == 0) {
     init.pkey_index = qp.attributes.pkey_index;
-  } else {
-    init.qp_access_flags |= IBV_ACCESS_REMOTE_WRITE; // for the probe
   }
   return real().modifyQp(
       target,
