@@ -7,6 +7,7 @@
 
 #include "base/random.h"
 #include "shift/failover_qp.h"
+#include "shift/lookup.h"
 #include "tests/check.h"
 
 namespace resilient::shift {
@@ -41,6 +42,27 @@ void give(FailoverQp& qp) {
     qp.numberSend(*request);
     qp.sendPosted();
   }
+}
+
+TEST(shift_finds_objects_after_many_have_gone) {
+  static Lookup<uint64_t> table;
+  std::deque<uint64_t> present;
+  Prng random(1);
+  for (uint64_t i = 0; i < 100000; ++i) {
+    present.push_back(mixBits(i) | 2);
+    CHECK(table.insert(present.back(), &present.back()));
+    if (present.size() > 1000 || random.chance(0.4)) {
+      CHECK(table.find(present.front()) == &present.front());
+      table.erase(present.front());
+      CHECK(table.find(present.front()) == nullptr);
+      present.pop_front();
+    }
+  }
+  for (uint64_t& key : present) {
+    CHECK(table.find(key) == &key);
+    table.erase(key);
+  }
+  CHECK_EQ(table.used(), 0U);
 }
 
 TEST(shift_counts_packets) {
