@@ -308,8 +308,8 @@ bool acceptError(Qp& qp, int path, const ibv_wc& completion) {
 
 // Whether the application gets the completion.
 bool accept(Cq& cq, int path, ibv_wc& completion) {
-  ibv_context* context = path == 0 ? cq.device->app : cq.device->backup;
-  Qp* qp = runtime().qpByNumber.find(numberKey(context, completion.qp_num));
+  Qp* qp =
+      runtime().qpByNumber.find(numberKey(*cq.device, path, completion.qp_num));
   if (qp == nullptr) {
     return path == 0;
   }

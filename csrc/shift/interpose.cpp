@@ -6,7 +6,10 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
+#include <vector>
 
 #include "shift/data_path.h"
 #include "shift/real_verbs.h"
@@ -21,6 +24,8 @@ namespace {
 using namespace resilient::shift;
 
 constexpr uint32_t kPiecesMax = 64;
+// How long the destruction of a queue pair waits for a device.
+constexpr std::chrono::seconds kCallLimit(5);
 
 template <typename Map, typename Key>
 auto* findIn(const Map& map, Key key) {
@@ -110,9 +115,9 @@ void watchFd(int epollFd, int fd) {
   epoll_ctl(epollFd, EPOLL_CTL_ADD, fd, &event);
 }
 
-// Takes one event of the library below and acknowledges it at once: the number
-// of events that the application acknowledges is not that of one device.
-ibv_cq* takeEvent(ibv_comp_channel* channel, int fd) {
+// Takes one event of the library below. It is acknowledged there at once: the
+// number of events that the application acknowledges is not that of one device.
+Cq* takeEvent(ibv_comp_channel* channel, int fd, bool isBackup) {
   ibv_comp_channel view = *channel;
   view.fd = fd;
   ibv_cq* cq = nullptr;
@@ -120,12 +125,12 @@ ibv_cq* takeEvent(ibv_comp_channel* channel, int fd) {
   if (real().getCqEvent(&view, &cq, &context) != 0) {
     return nullptr;
   }
+  Cq* found = runtime().cqByHandle.find(keyOf(isBackup ? context : cq));
   real().ackCqEvents(cq, 1);
-  return cq;
+  return found;
 }
 
 Cq* takeOwnEvent(Channel& channel) {
-  const std::lock_guard guard(channel.mutex);
   if (channel.pending.empty()) {
     return nullptr;
   }
@@ -139,18 +144,52 @@ Cq* takeOwnEvent(Channel& channel) {
   return cq;
 }
 
+// The kernel wants the descriptor that it has made, and other threads may be
+// waiting on the one that the application knows: so it sees a copy.
+ibv_cq* createCqOn(
+    const Channel& channel,
+    ibv_context* context,
+    int cqe,
+    void* cqContext,
+    int vector) {
+  ibv_comp_channel view = *channel.app;
+  view.fd = channel.realFd;
+  ibv_cq* cq = real().createCq(context, cqe, cqContext, &view, vector);
+  if (cq != nullptr) {
+    // ibv_destroy_cq takes this back.
+    cq->channel = channel.app;
+    pthread_mutex_lock(&context->mutex);
+    ++channel.app->refcnt;
+    pthread_mutex_unlock(&context->mutex);
+  }
+  return cq;
+}
+
+// The queue stays valid until the application has acknowledged the event.
 Cq* takeAnyEvent(Channel& channel) {
-  if (Cq* cq = takeOwnEvent(channel); cq != nullptr) {
-    return cq;
+  const std::lock_guard guard(channel.mutex);
+  Cq* cq = takeOwnEvent(channel);
+  if (cq == nullptr) {
+    cq = takeEvent(channel.app, channel.realFd, false);
   }
-  if (ibv_cq* cq = takeEvent(channel.app, channel.realFd); cq != nullptr) {
-    return runtime().cqByHandle.find(keyOf(cq));
+  if (cq == nullptr) {
+    cq = takeEvent(channel.backup, channel.backup->fd, true);
   }
-  if (ibv_cq* cq = takeEvent(channel.backup, channel.backup->fd);
-      cq != nullptr) {
-    return static_cast<Cq*>(cq->cq_context);
+  cq == nullptr ? 0U : ++cq->events;
+  return cq;
+}
+
+// As ibv_destroy_cq of libibverbs does: waits until the application has
+// acknowledged all events. No thread finds the queue afterwards.
+void forgetCq(Cq& cq) {
+  if (cq.channel == nullptr) {
+    runtime().cqByHandle.erase(keyOf(cq.app));
+    return;
   }
-  return nullptr;
+  std::unique_lock guard(cq.channel->mutex);
+  cq.channel->acknowledged.wait(guard, [&cq] { return cq.events == 0; });
+  std::erase(cq.channel->pending, cq.app);
+  runtime().cqByHandle.erase(keyOf(cq.app));
 }
 
 // ---- Queue pairs ----
@@ -183,7 +222,7 @@ void shadowQp(Qp* qp) {
     return;
   }
   runtime().qpByNumber.insert(
-      numberKey(qp->device->backup, qp->backup->qp_num), qp);
+      numberKey(*qp->device, 1, qp->backup->qp_num), qp);
   qp->session->publish();
 }
 
@@ -210,7 +249,7 @@ void protectQp(
   qp->signalsAll = asked.sq_sig_all != 0;
   qp->session = std::make_shared<Session>(*qp);
   if (!all.qpByHandle.insert(keyOf(handle), qp) ||
-      !all.qpByNumber.insert(numberKey(pd->device->app, handle->qp_num), qp)) {
+      !all.qpByNumber.insert(numberKey(*pd->device, 0, handle->qp_num), qp)) {
     say("queue pair %u is not protected: there are too many", handle->qp_num);
     all.qpByHandle.erase(keyOf(handle));
     return;
@@ -228,6 +267,10 @@ void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
     }
   };
   take(IBV_QP_PORT, &ibv_qp_attr::port_num);
+  if ((mask & IBV_QP_PORT) != 0) {
+    const std::lock_guard guard(qp.lock);
+    qp.port = std::max<uint8_t>(set.port_num, 1);
+  }
   take(IBV_QP_PKEY_INDEX, &ibv_qp_attr::pkey_index);
   take(IBV_QP_ACCESS_FLAGS, &ibv_qp_attr::qp_access_flags);
   take(IBV_QP_AV, &ibv_qp_attr::ah_attr);
@@ -241,6 +284,19 @@ void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
   take(IBV_QP_TIMEOUT, &ibv_qp_attr::timeout);
   take(IBV_QP_RETRY_CNT, &ibv_qp_attr::retry_cnt);
   take(IBV_QP_RNR_RETRY, &ibv_qp_attr::rnr_retry);
+}
+
+// Whether another queue pair than the application's carries its requests.
+bool isElsewhere(Qp& qp) {
+  const std::lock_guard guard(qp.lock);
+  return qp.protection == Protection::kOn &&
+      (qp.core.active() == 1 || qp.isSwitching);
+}
+
+// Whether the queue pair has failed and the application should not see it.
+bool hidesError(Qp& qp, ibv_qp_state state) {
+  const std::lock_guard guard(qp.lock);
+  return qp.protection == Protection::kOn && qp.hasPeer && state == IBV_QPS_ERR;
 }
 
 void followState(Qp& qp, ibv_qp_state state) {
@@ -261,28 +317,71 @@ void followState(Qp& qp, ibv_qp_state state) {
     runtime().later([session = qp.session] { session->meetPeer(); });
   } else if (state == IBV_QPS_ERR || state == IBV_QPS_RESET) {
     // The application takes it down: what comes back is its own affair.
+    if (isElsewhere(qp)) {
+      qp.session->takeDown();
+      return;
+    }
     const std::lock_guard guard(qp.lock);
-    if (qp.core.active() == 0) {
+    if (qp.protection == Protection::kOn) {
       qp.protection = Protection::kOff;
     }
   }
 }
 
-void dropQp(ibv_qp* handle) {
+// Completions of the queue pair must not reach the application any more: they
+// may be of our own requests, and their numbers may be given to a new one.
+void discardCompletions(Qp& qp) {
+  const QueuesLock queues(qp);
+  {
+    const std::lock_guard guard(qp.lock);
+    qp.protection = Protection::kDead;
+  }
+  for (Cq* cq : {qp.sendCq, qp.receiveCq}) {
+    // In the default state, the application's queue holds nothing of ours.
+    cq->isSlow ? drain(*cq) : drainBackup(*cq);
+    std::erase_if(cq->ready, [&qp](const ibv_wc& completion) {
+      return completion.qp_num == qp.app->qp_num;
+    });
+  }
+  Runtime& all = runtime();
+  all.qpByHandle.erase(keyOf(qp.app));
+  all.qpByNumber.erase(numberKey(*qp.device, 0, qp.app->qp_num));
+  if (qp.backup != nullptr) {
+    all.qpByNumber.erase(numberKey(*qp.device, 1, qp.backup->qp_num));
+  }
+}
+
+// Those that the application has not destroyed before it closes the device.
+std::vector<ibv_qp*> queuePairsOf(const Device& device) {
+  std::vector<ibv_qp*> found;
+  for (const auto& [handle, qp] : runtime().qps) {
+    if (qp->device == &device) {
+      found.push_back(handle);
+    }
+  }
+  return found;
+}
+
+// Returns the backup, which the caller destroys without the mutex.
+ibv_qp* dropQp(std::unique_lock<std::recursive_mutex>& held, ibv_qp* handle) {
   Runtime& all = runtime();
   Qp* qp = findIn(all.qps, handle);
   if (qp == nullptr) {
-    return;
+    return nullptr;
   }
   all.catchUp();
   qp->session->end();
-  const QueuesLock queues(*qp);
-  all.qpByHandle.erase(keyOf(handle));
-  all.qpByNumber.erase(numberKey(qp->device->app, handle->qp_num));
-  if (qp->backup != nullptr) {
-    all.qpByNumber.erase(numberKey(qp->device->backup, qp->backup->qp_num));
-    real().destroyQp(qp->backup);
+  const bool isFree = all.waitForCalls(
+      held, kCallLimit, [qp] { return !qp->session->isCalling(); });
+  discardCompletions(*qp);
+  ibv_qp* backup = isFree ? qp->backup : nullptr;
+  auto gone = all.qps.extract(handle);
+  if (!isFree) {
+    say("a device does not answer: the backup of queue pair %u stays",
+        handle->qp_num);
+    all.abandoned.push_back(std::move(gone.mapped()));
   }
+  return backup;
 }
 
 } // namespace
@@ -317,9 +416,14 @@ EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 
 EXPORT int ibv_close_device(ibv_context* context) {
   Runtime& all = runtime();
-  const Guard guard(all.mutex);
+  std::unique_lock guard(all.mutex);
   if (Device* device = findIn(all.devices, context); device != nullptr) {
     all.catchUp();
+    for (ibv_qp* left : queuePairsOf(*device)) {
+      if (ibv_qp* backup = dropQp(guard, left); backup != nullptr) {
+        real().destroyQp(backup);
+      }
+    }
     all.deviceByContext.erase(keyOf(context));
     closeShadow(*device);
     all.devices.erase(context);
@@ -442,16 +546,11 @@ EXPORT ibv_cq* ibv_create_cq(
     int vector) {
   Runtime& all = runtime();
   const Guard guard(all.mutex);
-  const Channel* shadowChannel =
+  Channel* shadowChannel =
       channel == nullptr ? nullptr : findIn(all.channels, channel);
-  // The kernel wants the descriptor that it has made.
-  if (shadowChannel != nullptr) {
-    channel->fd = shadowChannel->realFd;
-  }
-  ibv_cq* cq = real().createCq(context, cqe, cqContext, channel, vector);
-  if (shadowChannel != nullptr) {
-    channel->fd = shadowChannel->epollFd;
-  }
+  ibv_cq* cq = shadowChannel == nullptr
+      ? real().createCq(context, cqe, cqContext, channel, vector)
+      : createCqOn(*shadowChannel, context, cqe, cqContext, vector);
   Device* device = findIn(all.devices, context);
   if (cq == nullptr || device == nullptr) {
     return cq;
@@ -460,7 +559,7 @@ EXPORT ibv_cq* ibv_create_cq(
   made->device = device;
   made->app = cq;
   made->cqe = cqe;
-  made->channel = channel == nullptr ? nullptr : findIn(all.channels, channel);
+  made->channel = shadowChannel;
   Cq* shadow = made.get();
   if (all.cqByHandle.insert(keyOf(cq), shadow)) {
     all.cqs[cq] = std::move(made);
@@ -471,10 +570,13 @@ EXPORT ibv_cq* ibv_create_cq(
 
 EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   Runtime& all = runtime();
+  // Without the mutex: the thread that acknowledges may need it.
+  if (Cq* shadow = all.cqByHandle.find(keyOf(cq)); shadow != nullptr) {
+    forgetCq(*shadow);
+  }
   const Guard guard(all.mutex);
   if (Cq* shadow = findIn(all.cqs, cq); shadow != nullptr) {
     all.catchUp();
-    all.cqByHandle.erase(keyOf(cq));
     if (shadow->backup != nullptr) {
       real().destroyCq(shadow->backup);
     }
@@ -512,10 +614,14 @@ ibv_get_cq_event(ibv_comp_channel* channel, ibv_cq** cq, void** cqContext) {
 }
 
 EXPORT void ibv_ack_cq_events(ibv_cq* cq, unsigned count) {
-  const Cq* shadow = runtime().cqByHandle.find(keyOf(cq));
+  Cq* shadow = runtime().cqByHandle.find(keyOf(cq));
   if (shadow == nullptr || shadow->channel == nullptr) {
     real().ackCqEvents(cq, count);
+    return;
   }
+  const std::lock_guard guard(shadow->channel->mutex);
+  shadow->events -= std::min(shadow->events, count);
+  shadow->channel->acknowledged.notify_all();
 }
 
 EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attributes) {
@@ -559,10 +665,9 @@ EXPORT int ibv_query_qp(
     ibv_qp_init_attr* init) {
   const int error = real().queryQp(qp, attributes, mask, init);
   const Guard guard(runtime().mutex);
-  const Qp* shadow = findIn(runtime().qps, qp);
+  Qp* shadow = findIn(runtime().qps, qp);
   if (error == 0 && shadow != nullptr &&
-      shadow->protection == Protection::kOn &&
-      (shadow->core.active() == 1 || shadow->isSwitching)) {
+      (isElsewhere(*shadow) || hidesError(*shadow, attributes->qp_state))) {
     // The failed queue pair is not what the application uses now.
     attributes->qp_state = attributes->cur_qp_state = IBV_QPS_RTS;
     qp->state = IBV_QPS_RTS;
@@ -571,11 +676,15 @@ EXPORT int ibv_query_qp(
 }
 
 EXPORT int ibv_destroy_qp(ibv_qp* qp) {
-  const Guard guard(runtime().mutex);
-  dropQp(qp);
-  const int error = real().destroyQp(qp);
-  runtime().qps.erase(qp);
-  return error;
+  ibv_qp* backup = nullptr;
+  {
+    std::unique_lock guard(runtime().mutex);
+    backup = dropQp(guard, qp);
+  }
+  if (backup != nullptr) {
+    real().destroyQp(backup);
+  }
+  return real().destroyQp(qp);
 }
 
 } // extern "C"

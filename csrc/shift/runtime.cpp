@@ -53,7 +53,12 @@ std::map<std::string, std::string> defaultPairs() {
   return pairs;
 }
 
-bool isDefault(const Qp& qp) {
+// More than one call for each queue pair never waits. If so many are blocked,
+// the devices are dead, and further ones wait until their sessions give up.
+constexpr size_t kHelpersMax = 64;
+
+bool isDefault(Qp& qp) {
+  const std::lock_guard guard(qp.lock);
   const bool isQuiet = qp.protection == Protection::kOff ||
       (qp.protection == Protection::kOn && qp.core.active() == 0 &&
        qp.core.receivePath() == 0 && !qp.isSwitching);
@@ -126,6 +131,49 @@ void Runtime::catchUp() {
 void Runtime::wake() {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = write(wakeFd_, &one, sizeof one);
+}
+
+void Runtime::aside(
+    std::function<void()> call,
+    std::function<void()> done,
+    bool isUrgent) {
+  const std::lock_guard guard(callsMutex_);
+  Call made{std::move(call), std::move(done)};
+  isUrgent ? calls_.push_front(std::move(made))
+           : calls_.push_back(std::move(made));
+  if (idleHelpers_ < calls_.size() && helpers_ < kHelpersMax) {
+    ++helpers_;
+    std::thread([this] { help(); }).detach();
+  }
+  callWaits_.notify_one();
+}
+
+void Runtime::help() {
+  pthread_setname_np(pthread_self(), "shift-call");
+  for (;;) {
+    Call next;
+    {
+      std::unique_lock guard(callsMutex_);
+      ++idleHelpers_;
+      callWaits_.wait(guard, [this] { return !calls_.empty(); });
+      --idleHelpers_;
+      next = std::move(calls_.front());
+      calls_.pop_front();
+    }
+    next.call();
+    const std::lock_guard guard(mutex);
+    next.done();
+    next = {};
+    callDone_.notify_all();
+    wake();
+  }
+}
+
+bool Runtime::waitForCalls(
+    std::unique_lock<std::recursive_mutex>& held,
+    std::chrono::milliseconds limit,
+    const std::function<bool()>& condition) {
+  return callDone_.wait_for(held, limit, condition);
 }
 
 void Runtime::run() {

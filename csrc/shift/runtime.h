@@ -1,6 +1,8 @@
 #pragma once
 
 #include <chrono>
+#include <condition_variable>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -33,11 +35,23 @@ class Runtime {
   // Runs what is waiting now; the caller holds the mutex.
   void catchUp();
   void wake();
+  // Runs a call that may block on a thread of its own without the mutex, then
+  // `done` with it. An urgent call overtakes the others that wait for a thread.
+  void
+  aside(std::function<void()> call, std::function<void()> done, bool isUrgent);
+  // Waits until `condition` is true after some `done`, at most for so long.
+  // Releases the mutex meanwhile; returns the condition.
+  bool waitForCalls(
+      std::unique_lock<std::recursive_mutex>& held,
+      std::chrono::milliseconds limit,
+      const std::function<bool()>& condition);
 
   // A path on which nothing completes for so long is given up.
   std::chrono::milliseconds silence{500};
   // A recovered path is used after this.
   std::chrono::milliseconds holdDown{500};
+  // A device that does not change a state of a queue pair for so long is dead.
+  std::chrono::milliseconds fenceLimit{2000};
 
   // For control verbs and the control thread, never for the data path.
   std::recursive_mutex mutex;
@@ -48,6 +62,9 @@ class Runtime {
   std::map<ibv_comp_channel*, std::unique_ptr<Channel>> channels;
   std::map<ibv_cq*, std::unique_ptr<Cq>> cqs;
   std::map<ibv_qp*, std::unique_ptr<Qp>> qps;
+  // Destroyed by the application while a device did not answer: a call uses
+  // them still.
+  std::vector<std::unique_ptr<Qp>> abandoned;
   // For the data path.
   Lookup<Device> deviceByContext;
   Lookup<Cq> cqByHandle;
@@ -62,6 +79,21 @@ class Runtime {
   // Returns whether a session needs attention soon.
   bool tick();
 
+  void help();
+
+  struct Call {
+    std::function<void()> call;
+    std::function<void()> done;
+  };
+
+  std::condition_variable_any callDone_;
+  std::mutex callsMutex_;
+  std::condition_variable callWaits_;
+  // Guarded by callsMutex_.
+  std::deque<Call> calls_;
+  size_t helpers_ = 0;
+  size_t idleHelpers_ = 0;
+
   bool isStarted_ = false;
   int wakeFd_ = -1;
   std::map<std::string, std::string> pairs_;
@@ -71,8 +103,8 @@ class Runtime {
 Runtime& runtime();
 
 // Completions name queue pairs by number, which only one device makes unique.
-inline uint64_t numberKey(const ibv_context* context, uint32_t number) {
-  return reinterpret_cast<uint64_t>(context) * 31 + number;
+inline uint64_t numberKey(const Device& device, int path, uint32_t number) {
+  return (uint64_t{device.id} * 2 + static_cast<uint64_t>(path)) << 32 | number;
 }
 
 } // namespace resilient::shift

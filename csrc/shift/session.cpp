@@ -1,7 +1,5 @@
 #include "shift/session.h"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <array>
 #include <charconv>
@@ -23,6 +21,11 @@ constexpr auto kProbeLimit = 600ms;
 constexpr auto kRoundPause = 200ms;
 constexpr auto kAnswerLimit = 3s;
 constexpr auto kDrainLimit = 500ms;
+// Each silent switch without progress doubles the silence before the next one,
+// this many times at most: the receiver may just be busy for long.
+constexpr int kSilenceDoublings = 7;
+// The same for attempts to return.
+constexpr int kReturnDoublings = 6;
 
 uint64_t randomNumber() {
   uint64_t number = 0;
@@ -86,10 +89,53 @@ void Session::ask(
     void (Session::*answer)(std::string_view)) {
   runtime().store.get(
       name, [self = weak_from_this(), answer](std::string_view value) {
-        if (const auto session = self.lock(); session && !session->isEnded_) {
+        if (const auto session = self.lock(); session && !session->isOver()) {
           (*session.*answer)(value);
         }
       });
+}
+
+void Session::state(const std::string& name, const std::string& value) {
+  runtime().store.put(name, value);
+  stated_.push_back(name);
+}
+
+Session::Seen Session::look() {
+  const std::lock_guard guard(qp_.lock);
+  return {
+      qp_.protection,
+      qp_.firstError.has_value(),
+      qp_.firstError ? qp_.firstError->status : IBV_WC_RETRY_EXC_ERR,
+      qp_.untranslatable,
+      qp_.missingKey};
+}
+
+void Session::aside(
+    std::function<void()> call,
+    std::function<void()> done,
+    bool isUrgent) {
+  calls_.push_back({std::move(call), std::move(done), isUrgent});
+  if (!isCalling_) {
+    nextCall();
+  }
+}
+
+void Session::nextCall() {
+  isCalling_ = !calls_.empty();
+  if (!isCalling_) {
+    return;
+  }
+  Call next = std::move(calls_.front());
+  calls_.pop_front();
+  runtime().aside(
+      std::move(next.call),
+      [self = shared_from_this(), done = std::move(next.done)] {
+        if (!self->isEnded_) {
+          done();
+        }
+        self->nextCall();
+      },
+      next.isUrgent);
 }
 
 // Paper: SHIFT §4.2: default QP route attributes -> backup QP route attributes
@@ -154,11 +200,18 @@ Remote Session::remoteOn(int path) const {
 }
 
 bool Session::tick(Clock::time_point now) {
-  if (isEnded_ || peer_.empty()) {
-    return false;
+  if (isFailing_ && now - failSince_ > runtime().fenceLimit) {
+    say("queue pair %u of %s: a device does not answer",
+        qp_.app->qp_num,
+        qp_.device->name.c_str());
+    tellFailure();
   }
-  if (qp_.protection != Protection::kOn) {
-    if (qp_.protection == Protection::kOff) {
+  if (isOver() || peer_.empty()) {
+    return isFailing_;
+  }
+  const Seen seen = look();
+  if (seen.protection != Protection::kOn) {
+    if (seen.protection == Protection::kOff) {
       refuse();
       isEnded_ = true;
     }
@@ -174,11 +227,11 @@ bool Session::tick(Clock::time_point now) {
   if (isSwitching_) {
     tickSwitch(now);
   } else {
-    watch(now);
-    tickReturn(now);
+    watch(now, seen);
+    tickReturn(now, seen);
   }
-  return isSwitching_ || isReturning_ || build_ == Build::kProbe ||
-      qp_.missingKey.has_value();
+  return isSwitching_ || isReturning_ || isFailing_ ||
+      build_ == Build::kProbe || seen.missingKey.has_value();
 }
 
 // ---- The idle path. Paper: SHIFT §4.3.3, probing for default path recovery
@@ -188,14 +241,29 @@ void Session::startRound() {
   ownVerdict_.reset();
   peerVerdict_.reset();
   ownPacket_ = static_cast<uint32_t>(randomNumber()) & kPacketMask;
-  build_ = Build::kExchange;
-  if (initialize(qp_, idlePath()) != 0) {
+  build_ = Build::kInitialize;
+  const auto error = std::make_shared<int>(0);
+  aside(
+      [control = PathControl(qp_, idlePath()), error] {
+        *error = control.initialize();
+      },
+      [this, error] { initialized(*error); });
+}
+
+void Session::initialized(int error) {
+  if (isOver() || build_ != Build::kInitialize) {
+    return;
+  }
+  if (error != 0) {
     // The peer waits for this round; it is tried again.
     build_ = Build::kPause;
     deadline_ = Clock::now() + kRoundPause;
     return;
   }
-  runtime().store.put(key("r", epoch_, round_), std::to_string(ownPacket_));
+  build_ = Build::kExchange;
+  oldStated_.insert(oldStated_.end(), stated_.begin(), stated_.end());
+  stated_.clear();
+  state(key("r", epoch_, round_), std::to_string(ownPacket_));
   ask(peerKey("r", epoch_, round_), &Session::peerPacketKnown);
 }
 
@@ -205,19 +273,38 @@ void Session::peerPacketKnown(std::string_view value) {
       build_ != Build::kExchange) {
     return;
   }
+  // The peer is in this round, so it has read what belongs to former ones.
+  for (const std::string& name : oldStated_) {
+    runtime().store.remove(name);
+  }
+  oldStated_.clear();
   peerPacket_ = static_cast<uint32_t>(packet);
-  const int path = idlePath();
   {
     const std::lock_guard guard(qp_.lock);
     qp_.probeResult.reset();
     qp_.isProbing = true;
   }
-  if (connect(qp_, path, remoteOn(path), ownPacket_, peerPacket_) != 0 ||
-      postProbe(qp_, path) != 0) {
-    qp_.probeResult = false;
+  build_ = Build::kConnect;
+  const auto error = std::make_shared<int>(0);
+  const int path = idlePath();
+  aside(
+      [control = PathControl(qp_, path),
+       remote = remoteOn(path),
+       own = ownPacket_,
+       peer = peerPacket_,
+       error] { *error = control.connect(remote, own, peer); },
+      [this, error] { connected(*error); });
+}
+
+void Session::connected(int error) {
+  if (isOver() || build_ != Build::kConnect) {
+    return;
   }
   build_ = Build::kProbe;
   deadline_ = Clock::now() + kProbeLimit;
+  if (error != 0 || postProbe(qp_, idlePath()) != 0) {
+    stateVerdict(false);
+  }
 }
 
 void Session::tickProbe(Clock::time_point now) {
@@ -227,21 +314,26 @@ void Session::tickProbe(Clock::time_point now) {
     qp_.sendCq->isSlow ? drain(*qp_.sendCq) : drainBackup(*qp_.sendCq);
     signalReady(*qp_.sendCq);
   }
-  if (qp_.probeResult) {
-    state(*qp_.probeResult);
+  std::optional<bool> result;
+  {
+    const std::lock_guard guard(qp_.lock);
+    result = qp_.probeResult;
+  }
+  if (result) {
+    stateVerdict(*result);
   } else if (now >= deadline_) {
-    state(false);
+    stateVerdict(false);
   }
 }
 
-void Session::state(bool isGood) {
+void Session::stateVerdict(bool isGood) {
   {
     const std::lock_guard guard(qp_.lock);
     qp_.isProbing = false;
   }
   ownVerdict_ = isGood;
   build_ = Build::kVerdict;
-  runtime().store.put(key("p", epoch_, round_), isGood ? "1" : "0");
+  state(key("p", epoch_, round_), isGood ? "1" : "0");
   ask(peerKey("p", epoch_, round_), &Session::peerProbed);
 }
 
@@ -269,42 +361,57 @@ void Session::roundDone() {
 
 // ---- Detection ----
 
-void Session::watch(Clock::time_point now) {
-  if (qp_.firstError) {
+void Session::watch(Clock::time_point now, const Seen& seen) {
+  if (seen.hasFailed) {
     switchWhenReady(now);
     return;
   }
-  if (qp_.untranslatable != nullptr) {
-    fail(qp_.untranslatable);
+  if (seen.untranslatable != nullptr) {
+    fail(seen.untranslatable);
     return;
   }
-  if (qp_.missingKey) {
-    lookUpKey();
+  if (seen.missingKey) {
+    lookUpKey(*seen.missingKey);
   }
-  bool isMoving = false;
+  noteProgress(now);
+  const auto limit =
+      runtime().silence * (1 << std::min(silentSwitches_, kSilenceDoublings));
+  if (now - lastProgress_ > limit && build_ == Build::kReady) {
+    nothingCompletes(now);
+  }
+}
+
+void Session::noteProgress(Clock::time_point now) {
+  const std::lock_guard guard(qp_.lock);
+  if (!qp_.core.isHeld()) {
+    postHeldSends(qp_);
+  }
+  postHeldReceives(qp_);
+  const bool hasCompleted = qp_.core.completedSends() !=
+      std::exchange(lastCompleted_, qp_.core.completedSends());
+  if (hasCompleted) {
+    silentSwitches_ = 0;
+  }
+  if (hasCompleted || qp_.core.isIdle() ||
+      lastProgress_ == Clock::time_point{}) {
+    lastProgress_ = now;
+  }
+}
+
+// Beyond the paper: a path that is silent gives no error completion, but an
+// application that does not poll is not a silent path.
+void Session::nothingCompletes(Clock::time_point now) {
+  lastProgress_ = now;
   bool isAwaited = false;
   {
     const std::lock_guard guard(qp_.lock);
-    if (!qp_.core.isHeld()) {
-      postHeldSends(qp_);
-    }
-    postHeldReceives(qp_);
-    isMoving = qp_.core.isIdle() || qp_.core.completedSends() != lastCompleted_;
     isAwaited = qp_.core.awaitsCompletion();
-    lastCompleted_ = qp_.core.completedSends();
   }
-  if (isMoving || lastProgress_ == Clock::time_point{}) {
-    lastProgress_ = now;
-  } else if (
-      now - lastProgress_ > runtime().silence && build_ == Build::kReady) {
-    lastProgress_ = now;
-    // Beyond the paper: a path that is silent gives no error completion, but
-    // an application that does not poll is not a silent path.
-    if (!isAwaited) {
-      askForCompletion();
-    } else if (!observeCompletions()) {
-      beginSwitch("nothing completes");
-    }
+  if (!isAwaited) {
+    askForCompletion();
+  } else if (!observeCompletions()) {
+    ++silentSwitches_;
+    beginSwitch("nothing completes");
   }
 }
 
@@ -349,7 +456,7 @@ bool Session::observeCompletions() {
 }
 
 void Session::portDown(int path) {
-  if (!isEnded_ && qp_.isReady && path == qp_.core.active()) {
+  if (!isOver() && qp_.isReady && path == qp_.core.active()) {
     beginSwitch("the port went down");
   }
 }
@@ -357,7 +464,7 @@ void Session::portDown(int path) {
 // ---- A switch. Paper: SHIFT §4.3.2, overall RDMA fallback procedure ----
 
 void Session::beginSwitch(const char* reason) {
-  if (isSwitching_ || qp_.protection != Protection::kOn) {
+  if (isSwitching_ || isOver() || look().protection != Protection::kOn) {
     return;
   }
   reason_ = reason;
@@ -403,16 +510,22 @@ std::string_view Session::holdSends() {
 void Session::freeze(int oldPath) {
   // Beyond the paper: nothing arrives here after this, so what is stated now is
   // final and a late packet cannot reach memory that is in use again.
-  fence(qp_, oldPath);
-  std::optional<uint32_t> next = nextPacketOf(qp_, oldPath);
-  for (int i = 0; i < 10; ++i) {
-    usleep(300);
-    const std::optional<uint32_t> again = nextPacketOf(qp_, oldPath);
-    if (std::exchange(next, again) == again) {
-      break;
-    }
+  const auto next = std::make_shared<std::optional<uint32_t>>();
+  aside(
+      [control = PathControl(qp_, oldPath), next] {
+        if (control.fence() == 0) {
+          *next = control.nextPacket();
+        }
+      },
+      [this, next] { fenced(*next); },
+      true);
+}
+
+void Session::fenced(std::optional<uint32_t> nextPacket) {
+  if (!isSwitching_) {
+    return;
   }
-  if (!next) {
+  if (!nextPacket) {
     fail("the failed queue pair does not tell its packet number");
     return;
   }
@@ -431,8 +544,9 @@ void Session::freeze(int oldPath) {
     postHeldReceives(qp_);
   }
   isStated_ = true;
-  runtime().store.put(
-      key("f", epoch_), std::to_string(received) + ":" + std::to_string(*next));
+  state(
+      key("f", epoch_),
+      std::to_string(received) + ":" + std::to_string(*nextPacket));
   if (peerProgress_) {
     finishSwitch();
   }
@@ -510,7 +624,9 @@ void Session::settle() {
 }
 
 void Session::tickSwitch(Clock::time_point now) {
-  if (now - switchSince_ > kAnswerLimit) {
+  if (!isStated_ && now - switchSince_ > runtime().fenceLimit) {
+    fail("the device does not answer");
+  } else if (now - switchSince_ > kAnswerLimit) {
     fail("the peer does not answer");
   } else if (!runtime().isUsable()) {
     fail("the store cannot be reached");
@@ -518,14 +634,14 @@ void Session::tickSwitch(Clock::time_point now) {
 }
 
 // Paper: SHIFT §4.2, memory region attributes are looked up on demand
-void Session::lookUpKey() {
-  if (keyAsked_ == qp_.missingKey) {
+void Session::lookUpKey(uint32_t missing) {
+  if (keyAsked_ == missing) {
     if (Clock::now() - switchSince_ > kAnswerLimit) {
       fail("the peer has not announced memory that a request uses");
     }
     return;
   }
-  keyAsked_ = qp_.missingKey;
+  keyAsked_ = missing;
   switchSince_ = Clock::now();
   ask("mr." + peerAddress_ + "." + std::to_string(*keyAsked_),
       &Session::regionKnown);
@@ -534,7 +650,7 @@ void Session::lookUpKey() {
 void Session::regionKnown(std::string_view value) {
   std::array<uint64_t, 4> numbers{};
   if (!parseNumbers(value, numbers) || numbers[0] > UINT32_MAX ||
-      numbers[1] > UINT32_MAX || numbers[0] != keyAsked_) {
+      numbers[1] > UINT32_MAX || keyAsked_ != numbers[0]) {
     return;
   }
   const auto original = static_cast<uint32_t>(numbers[0]);
@@ -552,23 +668,52 @@ void Session::regionKnown(std::string_view value) {
 }
 
 void Session::fail(const std::string& reason) {
-  isEnded_ = true;
-  isSwitching_ = false;
-  const ibv_wc_status status =
-      qp_.firstError ? qp_.firstError->status : IBV_WC_RETRY_EXC_ERR;
+  if (isOver()) {
+    return;
+  }
   say("queue pair %u of %s fails (%s): %s",
       qp_.app->qp_num,
       qp_.device->name.c_str(),
       reason_,
       reason.c_str());
-  {
-    const QueuesLock queues(qp_);
-    const std::lock_guard guard(qp_.lock);
-    failAll(qp_, status);
+  giveUp(look().error);
+}
+
+void Session::takeDown() {
+  if (!isOver()) {
+    giveUp(IBV_WC_WR_FLUSH_ERR);
   }
-  fence(qp_, 0);
-  fence(qp_, 1);
+}
+
+void Session::giveUp(ibv_wc_status status) {
+  isFailing_ = true;
+  isSwitching_ = isReturning_ = false;
+  failSince_ = Clock::now();
+  failStatus_ = status;
+  {
+    const std::lock_guard guard(qp_.lock);
+    qp_.core.hold();
+    qp_.isSwitching = true; // the outcome of the requests is decided
+  }
   refuse();
+  // The application may use its memory as soon as it has the errors.
+  aside(
+      [first = PathControl(qp_, 0), second = PathControl(qp_, 1)] {
+        first.fence();
+        second.fence();
+      },
+      [this] { tellFailure(); },
+      true);
+}
+
+void Session::tellFailure() {
+  if (!std::exchange(isFailing_, false)) {
+    return;
+  }
+  isEnded_ = true;
+  const QueuesLock queues(qp_);
+  const std::lock_guard guard(qp_.lock);
+  failAll(qp_, failStatus_);
 }
 
 // The peer must not wait for this end.
@@ -585,44 +730,67 @@ void Session::end() {
           "qp." + address + "." + std::to_string(qp_.app->qp_num));
     }
   }
-  if (!isEnded_) {
+  if (!isOver()) {
     refuse();
   }
+  for (const auto* names : {&stated_, &oldStated_}) {
+    for (const std::string& name : *names) {
+      runtime().store.remove(name);
+    }
+  }
   isEnded_ = true;
+  isFailing_ = false;
   qp_.isReady = qp_.hasPeer = false;
+  calls_.clear();
+  if (epoch_ > 1) {
+    // Its queue on the default device may still hold requests of this library.
+    aside(
+        [first = PathControl(qp_, 0), second = PathControl(qp_, 1)] {
+          first.fence();
+          second.fence();
+        },
+        [] {},
+        true);
+  }
 }
 
 // ---- The return. Paper: SHIFT §4.3.3, seamless recovery with ordering ----
 
-void Session::tickReturn(Clock::time_point now) {
+void Session::tickReturn(Clock::time_point now, const Seen& seen) {
+  if (qp_.core.active() == 0 || isSwitching_ || isOver()) {
+    return;
+  }
+  if (isReturning_) {
+    tickDraining(now);
+    return;
+  }
+  if (name_ < peer_ && build_ == Build::kReady &&
+      now - readySince_ > runtime().holdDown && now >= returnSince_ &&
+      !seen.missingKey && !isPeerRefusing_) {
+    state(key("w", epoch_, try_), "1");
+    ask(peerKey("d", epoch_, try_), &Session::peerDrained);
+    startReturn();
+  }
+}
+
+void Session::tickDraining(Clock::time_point now) {
   const bool isLeader = name_ < peer_;
-  if (qp_.core.active() == 0 || isSwitching_) {
-    return;
-  }
-  if (!isReturning_) {
-    if (isLeader && build_ == Build::kReady &&
-        now - readySince_ > runtime().holdDown && now >= returnSince_ &&
-        !qp_.missingKey && !isPeerRefusing_) {
-      runtime().store.put(key("w", epoch_, try_), "1");
-      ask(peerKey("d", epoch_, try_), &Session::peerDrained);
-      startReturn();
-    }
-    return;
-  }
+  bool isDrained = false;
   {
     const QueuesLock queues(qp_);
     drain(*qp_.sendCq);
     signalReady(*qp_.sendCq);
+    const std::lock_guard guard(qp_.lock);
+    isDrained = qp_.core.isDrained();
   }
-  const bool isDrained = qp_.core.isDrained();
   if (isDrained && isLeader && isPeerDrained_) {
     beginSwitch("the default path works again");
   } else if (isDrained && !isLeader && !isDrainedStated_) {
     isDrainedStated_ = true;
-    runtime().store.put(key("d", epoch_, try_), "1");
+    state(key("d", epoch_, try_), "1");
   } else if (isLeader && now - returnSince_ > kDrainLimit) {
     // The receiver may be waiting for what is held here.
-    runtime().store.put(key("x", epoch_, try_), "1");
+    state(key("x", epoch_, try_), "1");
     cancelReturn();
   }
 }
@@ -662,8 +830,9 @@ void Session::returnCancelled(std::string_view) {
 
 void Session::cancelReturn() {
   isReturning_ = false;
+  returnSince_ =
+      Clock::now() + 1s * (1 << std::min<int64_t>(try_, kReturnDoublings));
   ++try_;
-  returnSince_ = Clock::now() + 1s;
   const std::lock_guard guard(qp_.lock);
   qp_.core.cancelReturn();
   postHeldSends(qp_);

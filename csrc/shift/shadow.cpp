@@ -1,10 +1,12 @@
 #include "shift/shadow.h"
 
 #include <fcntl.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <utility>
 
 #include "shift/real_verbs.h"
 #include "shift/runtime.h"
@@ -67,19 +69,14 @@ std::optional<ibv_gid_entry> bestGid(ibv_context* context, uint8_t port) {
   return table.empty() ? std::nullopt : std::optional(table.front());
 }
 
-// The index of the own address on a path.
-int ownGidIndex(const Qp& qp, int path) {
-  if (path == 0) {
-    for (const ibv_gid_entry& entry :
-         gids(qp.device->app, qp.attributes.port_num)) {
-      if (addressText(entry.gid) == addressText(qp.ownAddress)) {
-        return static_cast<int>(entry.gid_index);
-      }
+// The index of an address, which may have changed; -1 if there is none.
+int indexOf(ibv_context* context, uint8_t port, const ibv_gid& address) {
+  for (const ibv_gid_entry& entry : gids(context, port)) {
+    if (addressText(entry.gid) == addressText(address)) {
+      return static_cast<int>(entry.gid_index);
     }
-    return qp.attributes.ah_attr.grh.sgid_index;
   }
-  const auto entry = bestGid(qp.device->backup, qp.attributes.port_num);
-  return entry ? static_cast<int>(entry->gid_index) : -1;
+  return -1;
 }
 
 } // namespace
@@ -108,6 +105,8 @@ std::vector<std::string> addressesOf(ibv_context* context, uint8_t port) {
 
 std::unique_ptr<Device> openShadow(ibv_context* app) {
   auto device = std::make_unique<Device>();
+  static uint32_t lastId = 0;
+  device->id = ++lastId;
   device->app = app;
   device->name = ibv_get_device_name(app->device);
   device->backupName = runtime().backupOf(device->name);
@@ -141,17 +140,20 @@ void closeShadow(Device& device) {
 bool makeBackupCq(Cq& cq) {
   ibv_comp_channel* channel =
       cq.channel == nullptr ? nullptr : cq.channel->backup;
-  cq.backup = real().createCq(
-      cq.device->backup,
-      cq.cqe + static_cast<int>(8 * kOwnRequests),
-      nullptr,
-      channel,
-      0);
-  if (cq.backup != nullptr) {
-    // An event of the backup names the queue that the application knows.
-    cq.backup->cq_context = &cq;
+  // An event of the backup names the queue that the application knows. Each
+  // queue pair may add kOwnRequests to those of the application.
+  ibv_cq* made = nullptr;
+  for (const int more : {cq.cqe / 4 + 16, 16, 0}) {
+    made = made != nullptr
+        ? made
+        : real().createCq(cq.device->backup, cq.cqe + more, cq.app, channel, 0);
   }
-  return cq.backup != nullptr;
+  if (made == nullptr) {
+    return false;
+  }
+  const std::lock_guard guard(cq.lock);
+  cq.backup = made;
+  return true;
 }
 
 bool makeBackupQp(Qp& qp) {
@@ -163,55 +165,63 @@ bool makeBackupQp(Qp& qp) {
       qp.pd->backup == nullptr) {
     return false;
   }
-  qp.backup = real().createQp(qp.pd->backup, &attributes);
-  return qp.backup != nullptr;
+  ibv_qp* made = real().createQp(qp.pd->backup, &attributes);
+  const std::lock_guard guard(qp.lock);
+  qp.backup = made;
+  return made != nullptr;
 }
 
 bool isPortActive(const Qp& qp, int path) {
   ibv_context* context = path == 0 ? qp.device->monitor : qp.device->backup;
   ibv_port_attr port{};
-  return ibv_query_port(
-             context, std::max<uint8_t>(qp.attributes.port_num, 1), &port) ==
-      0 &&
+  return ibv_query_port(context, qp.port, &port) == 0 &&
       port.state == IBV_PORT_ACTIVE;
 }
 
-int initialize(Qp& qp, int path) {
-  ibv_qp* target = onPath(qp, path);
+PathControl::PathControl(const Qp& qp, int path)
+    : target_(onPath(qp, path)),
+      path_(path),
+      context_(path == 0 ? qp.device->app : qp.device->backup),
+      attributes_(qp.attributes),
+      ownAddress_(qp.ownAddress),
+      hasSendAttributes_(qp.hasSendAttributes) {}
+
+int PathControl::initialize() const {
   ibv_qp_attr reset{};
   reset.qp_state = IBV_QPS_RESET;
-  if (const int error = real().modifyQp(target, &reset, IBV_QP_STATE);
+  if (const int error = real().modifyQp(target_, &reset, IBV_QP_STATE);
       error != 0) {
     return error;
   }
   ibv_qp_attr init{};
   init.qp_state = IBV_QPS_INIT;
-  init.port_num = qp.attributes.port_num;
+  init.port_num = attributes_.port_num;
   // The probe is a WRITE, which a program that only sends may not allow. Its
   // memory stays as protected as it was registered.
-  init.qp_access_flags =
-      qp.attributes.qp_access_flags | IBV_ACCESS_REMOTE_WRITE;
-  if (path == 0) {
-    init.pkey_index = qp.attributes.pkey_index;
-  }
+  init.qp_access_flags = attributes_.qp_access_flags | IBV_ACCESS_REMOTE_WRITE;
+  init.pkey_index = path_ == 0 ? attributes_.pkey_index : uint16_t{0};
   return real().modifyQp(
-      target,
+      target_,
       &init,
       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS);
 }
 
-int connect(
-    Qp& qp,
-    int path,
+int PathControl::connect(
     const Remote& remote,
     uint32_t ownPacket,
-    uint32_t peerPacket) {
-  ibv_qp* target = onPath(qp, path);
-  const int index = ownGidIndex(qp, path);
-  if (index < 0) {
-    return EADDRNOTAVAIL;
+    uint32_t peerPacket) const {
+  int index = attributes_.ah_attr.grh.sgid_index;
+  if (path_ == 0) {
+    const int found = indexOf(context_, attributes_.port_num, ownAddress_);
+    index = found < 0 ? index : found;
+  } else {
+    const auto entry = bestGid(context_, attributes_.port_num);
+    if (!entry) {
+      return EADDRNOTAVAIL;
+    }
+    index = static_cast<int>(entry->gid_index);
   }
-  ibv_qp_attr ready = qp.attributes;
+  ibv_qp_attr ready = attributes_;
   ready.qp_state = IBV_QPS_RTR;
   ready.ah_attr.is_global = 1;
   ready.ah_attr.grh.dgid = remote.gid;
@@ -221,13 +231,13 @@ int connect(
   const int toReceive = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
       IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
       IBV_QP_MIN_RNR_TIMER;
-  if (const int error = real().modifyQp(target, &ready, toReceive);
+  if (const int error = real().modifyQp(target_, &ready, toReceive);
       error != 0) {
     return error;
   }
   ready.qp_state = IBV_QPS_RTS;
   ready.sq_psn = ownPacket;
-  if (!qp.hasSendAttributes) {
+  if (!hasSendAttributes_) {
     ready.timeout = kTimeout;
     ready.retry_cnt = kRetries;
     ready.rnr_retry = 7;
@@ -235,23 +245,36 @@ int connect(
   }
   const int toSend = IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
       IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC;
-  return real().modifyQp(target, &ready, toSend);
+  return real().modifyQp(target_, &ready, toSend);
 }
 
-int fence(Qp& qp, int path) {
+int PathControl::fence() const {
   ibv_qp_attr error{};
   error.qp_state = IBV_QPS_ERR;
-  return real().modifyQp(onPath(qp, path), &error, IBV_QP_STATE);
+  return target_ == nullptr ? 0
+                            : real().modifyQp(target_, &error, IBV_QP_STATE);
 }
 
-std::optional<uint32_t> nextPacketOf(Qp& qp, int path) {
-  ibv_qp_attr attributes{};
-  ibv_qp_init_attr ignored{};
-  if (real().queryQp(onPath(qp, path), &attributes, IBV_QP_RQ_PSN, &ignored) !=
-      0) {
-    return std::nullopt;
+std::optional<uint32_t> PathControl::nextPacket() const {
+  const auto query = [this]() -> std::optional<uint32_t> {
+    ibv_qp_attr attributes{};
+    ibv_qp_init_attr ignored{};
+    if (real().queryQp(target_, &attributes, IBV_QP_RQ_PSN, &ignored) != 0) {
+      return std::nullopt;
+    }
+    return attributes.rq_psn & kPacketMask;
+  };
+  // A packet may still be in work in Soft-RoCE when the queue pair has changed
+  // its state.
+  std::optional<uint32_t> next = query();
+  for (int i = 0; i < 10; ++i) {
+    usleep(300);
+    const std::optional<uint32_t> again = query();
+    if (std::exchange(next, again) == again) {
+      break;
+    }
   }
-  return attributes.rq_psn & kPacketMask;
+  return next;
 }
 
 } // namespace resilient::shift

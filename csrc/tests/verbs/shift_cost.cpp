@@ -69,6 +69,7 @@ struct Bench {
     context.ops.poll_cq = fakePoll;
     handle.context = queue.context = &context;
     handle.qp_num = 17;
+    device.id = 1;
     device.app = &context;
     device.real = context.ops;
     cq.device = qp.device = &device;
@@ -80,7 +81,7 @@ struct Bench {
         reinterpret_cast<uint64_t>(&context), &device);
     runtime().cqByHandle.insert(reinterpret_cast<uint64_t>(&queue), &cq);
     runtime().qpByHandle.insert(reinterpret_cast<uint64_t>(&handle), &qp);
-    runtime().qpByNumber.insert(numberKey(&context, 17), &qp);
+    runtime().qpByNumber.insert(numberKey(device, 0, 17), &qp);
   }
 
   void use(bool isProtected) {
