@@ -155,9 +155,7 @@ class Programs:
         other = self.receiver.communicate(timeout=LIMIT_S)[0]
         sender = "\n".join([*self.words, said])
         for process, words in ((self.sender, sender), (self.receiver, other)):
-            # On a busy machine perftest cannot find out the processor's frequency; then its
-            # transfers are over, and it says so instead of a report.
-            assert process.returncode == 0 or "Can't produce a report" in sender + other, words
+            assert process.returncode == 0, words
             assert "ompletion with error" not in words
         return sender, other
 
@@ -293,6 +291,10 @@ PERFTEST = [
 
 def perftest(lab: VerbsLab, program: str, options: list[str], count: int) -> Programs:
     words = [program, "-d", "rxe0", "-p", str(next(PORTS)), "-n", str(count), *options]
+    if program.startswith("ib_"):
+        # perftest measures the frequency of the processor after its transfers. On a busy machine
+        # that fails; without -F it then exits with "Can't produce a report" and status 1.
+        words.append("-F")
     made = Programs.__new__(Programs)
     made.lab, made.words, made._stack = lab, [], contextlib.ExitStack()
     a, b = lab.guests.values()
@@ -326,6 +328,8 @@ def test_perftest_runs_without_a_fault(lab: VerbsLab, program: str, options: lis
             assert "now uses" not in said
 
 
+# The programs that measure latency spin. Where other programs want the processors too, each message
+# waits for a turn of the other guest, so 20000 of them took a minute and more.
 @pytest.mark.slow
 @pytest.mark.lab
 @pytest.mark.verbs
@@ -337,8 +341,8 @@ def test_perftest_runs_without_a_fault(lab: VerbsLab, program: str, options: lis
         ("ib_write_bw", [], 3000),
         ("ib_read_bw", [], 3000),
         ("ib_send_bw", ["-e"], 3000),
-        ("ib_write_lat", [], 20000),
-        ("ibv_rc_pingpong", ["-g", "1"], 3000),
+        ("ib_write_lat", [], 2000),
+        ("ibv_rc_pingpong", ["-g", "1"], 2000),
     ],
 )
 def test_perftest_runs_through_a_fault(
