@@ -165,12 +165,13 @@ def check(
     mode: str,
     count: int,
     qps: int = 1,
+    threads: int = 1,
+    directions: int = 1,
     events: bool = False,
     store: str | None = None,
 ) -> Programs:
-    port = str(next(PORTS))
-    words = [str(CHECK), mode, "rxe0", "1", port, str(count), str(qps), str(int(events))]
-    return Programs(lab, words, store)
+    numbers = [1, next(PORTS), count, qps, threads, directions, int(events)]
+    return Programs(lab, [str(CHECK), mode, "rxe0", *map(str, numbers)], store)
 
 
 FAULTS: dict[str, Callable[[VerbsLab], None]] = {
@@ -225,6 +226,50 @@ def test_nothing_is_lost_when_the_default_path_fails(lab: VerbsLab, mode: str, f
         for said in programs.ends():
             assert "done 1500" in said
             assert "now uses rxe1" in said
+
+
+@pytest.mark.lab
+@pytest.mark.verbs
+@pytest.mark.parametrize(
+    ("mode", "fault"),
+    [
+        ("simple", "switch"),
+        *(
+            pytest.param(mode, fault, marks=pytest.mark.slow)
+            for mode in ("send", "simple")
+            for fault in FAULTS
+            if (mode, fault) != ("simple", "switch")
+        ),
+    ],
+)
+def test_many_threads_lose_nothing_when_the_default_path_fails(
+    lab: VerbsLab, mode: str, fault: str
+) -> None:
+    """Eight queue pairs in four threads, in both directions, each fourth request signaled."""
+    with check(lab, mode, 200, qps=8, threads=4, directions=2, events=mode == "send") as programs:
+        programs.until("progress 100")
+        FAULTS[fault](lab)
+        for said in programs.ends():
+            assert "done 200" in said
+            assert len(re.findall("now uses rxe1", said)) >= 8
+
+
+@pytest.mark.slow
+@pytest.mark.lab
+@pytest.mark.verbs
+def test_many_threads_go_through_faults_and_returns(lab: VerbsLab) -> None:
+    with check(lab, "simple", 1 << 20, qps=8, threads=4, directions=2) as programs:
+        programs.until("progress 100")
+        for fault in FAULTS.values():
+            fault(lab)
+            for _ in range(8):
+                programs.until("now uses rxe1")
+            programs.until("progress")
+            lab.networks["eth0"].up()
+            for _ in range(8):
+                programs.until("now uses rxe0")
+            programs.until("progress")
+        assert "broken" not in "".join(programs.words)
 
 
 @pytest.mark.slow
