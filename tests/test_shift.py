@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -22,6 +23,8 @@ from torch_resilient.cli.shift_store import ShiftStore
 from torch_resilient.testing import Guest, LinkSettings, VerbsLab, verbs_unavailable
 
 CHECK = ROOT / "build" / "verbs-programs" / "shift_check"
+# The same program, which opens libibverbs itself.
+DLOPEN_CHECK = CHECK.with_name("shift_check_dlopen")
 # Far more than anything takes: the machine may be busy.
 LIMIT_S = 60
 PORTS = itertools.count(30400)
@@ -44,8 +47,9 @@ def require(reason: str | None) -> None:
 def unavailable() -> str | None:
     if shift.shared_object() is None:
         return "the library is not built: there is no infiniband/verbs.h"
-    if not CHECK.exists():
-        return f"{CHECK} is missing: run make -C csrc verbs-probe"
+    for program in (CHECK, DLOPEN_CHECK):
+        if not program.exists():
+            return f"{program} is missing: run make -C csrc verbs-probe"
     return verbs_unavailable()
 
 
@@ -169,9 +173,10 @@ def check(
     directions: int = 1,
     events: bool = False,
     store: str | None = None,
+    program: Path = CHECK,
 ) -> Programs:
     numbers = [1, next(PORTS), count, qps, threads, directions, int(events)]
-    return Programs(lab, [str(CHECK), mode, "rxe0", *map(str, numbers)], store)
+    return Programs(lab, [str(program), mode, "rxe0", *map(str, numbers)], store)
 
 
 FAULTS: dict[str, Callable[[VerbsLab], None]] = {
@@ -252,6 +257,17 @@ def test_many_threads_lose_nothing_when_the_default_path_fails(
         for said in programs.ends():
             assert "done 200" in said
             assert len(re.findall("now uses rxe1", said)) >= 8
+
+
+@pytest.mark.lab
+@pytest.mark.verbs
+def test_programs_that_open_libibverbs_themselves_are_protected(lab: VerbsLab) -> None:
+    with check(lab, "simple", 1000, program=DLOPEN_CHECK) as programs:
+        programs.until("progress 200")
+        FAULTS["switch"](lab)
+        for said in programs.ends():
+            assert "done 1000" in said
+            assert "now uses rxe1" in said
 
 
 @pytest.mark.slow

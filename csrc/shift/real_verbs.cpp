@@ -8,13 +8,16 @@
 namespace resilient::shift {
 namespace {
 
-// dlsym without a version may find the twin of 2006 with another layout.
+// RTLD_NEXT would find nothing in a program that has opened this library
+// itself, as NCCL does. dlsym without a version may find the twin of 2006 with
+// another layout.
 template <typename Function>
 void find(
     Function*& function,
     const char* name,
     const char* version = "IBVERBS_1.1") {
-  void* symbol = dlvsym(RTLD_NEXT, name, version);
+  static void* const library = dlopen("libibverbs.so.1", RTLD_LAZY);
+  void* symbol = library == nullptr ? nullptr : dlvsym(library, name, version);
   if (symbol == nullptr) {
     std::fprintf(
         stderr,

@@ -34,7 +34,8 @@ Protected are reliable connections (RC) that are made with ibv_create_qp. The pr
 as without this command if an atomic operation is in flight, if the store cannot be reached, or if
 the error is its own (a bad key, a bad length).
 
-The command sets LD_PRELOAD, TORCH_RESILIENT_SHIFT_STORE and TORCH_RESILIENT_SHIFT_BACKUP.
+The command sets LD_PRELOAD, NCCL_IBVERBS_LIB (for programs that open libibverbs themselves),
+TORCH_RESILIENT_SHIFT_STORE and TORCH_RESILIENT_SHIFT_BACKUP.
 
 exit status: that of the program; 2 for bad input.
 """
@@ -144,6 +145,8 @@ def environment(store: str, options: argparse.Namespace) -> dict[str, str]:
     return {
         **os.environ,
         "LD_PRELOAD": f"{shared_object()}:{before}" if before else str(shared_object()),
+        # The library finds what it does not replace in libibverbs, so it can stand for it.
+        "NCCL_IBVERBS_LIB": str(shared_object()),
         "TORCH_RESILIENT_SHIFT_STORE": store,
         "TORCH_RESILIENT_SHIFT_BACKUP": ",".join(options.backup),
         "TORCH_RESILIENT_SHIFT_SILENCE_MS": str(round(options.silence * 1000)),
