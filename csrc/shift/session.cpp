@@ -20,6 +20,9 @@ using namespace std::chrono_literals;
 constexpr auto kProbeLimit = 600ms;
 constexpr auto kRoundPause = 200ms;
 constexpr auto kAnswerLimit = 3s;
+// How long a failed path waits for the other one. Both may have failed for a
+// moment, or the machine may be too busy to connect it.
+constexpr auto kReadyLimit = 10s;
 constexpr auto kDrainLimit = 500ms;
 // Each silent switch without progress doubles the silence before the next one,
 // this many times at most: the receiver may just be busy for long.
@@ -437,7 +440,7 @@ void Session::switchWhenReady(Clock::time_point now) {
     failedSince_ = now;
   }
   if (qp_.isReady || isPeerRefusing_ || !runtime().isUsable() ||
-      now - *failedSince_ > kAnswerLimit) {
+      now - *failedSince_ > kReadyLimit) {
     failedSince_.reset();
     beginSwitch("a request failed");
   }

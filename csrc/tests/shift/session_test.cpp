@@ -274,6 +274,18 @@ TEST(shift_control_verbs_do_not_wait_for_a_silent_neighbour) {
   verbs.get();
 }
 
+TEST(shift_survives_a_failure_of_both_paths_that_ends) {
+  Connection connection;
+  connection.b.receive(1);
+  fake::setFault(0, Fault::kLoss);
+  fake::setFault(1, Fault::kLoss);
+  connection.a.send(1);
+  std::this_thread::sleep_for(4s);
+  fake::setFault(0, Fault::kNone);
+  CHECK_EQ(connection.a.completion().status, IBV_WC_SUCCESS);
+  CHECK_EQ(connection.b.completion().wr_id, 1U);
+}
+
 TEST(shift_gives_up_a_device_that_cannot_be_fenced) {
   Connection connection;
   fake::holdFences("a0", true);
