@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import itertools
 import os
@@ -101,16 +102,16 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def environment(lab: VerbsLab, store: str | None = None) -> dict[str, str]:
+def environment(
+    lab: VerbsLab, store: str | None = None, options: Sequence[str] = ()
+) -> dict[str, str]:
     """The environment that the command sets."""
-    address = lab.control.address(lab.guests["a"])
-    options = cli_options(["--store", store or f"{address}:{STORE_PORT}", "--backup", "rxe0=rxe1"])
-    return {**os.environ, **shift.environment(str(options.store), options)}
+    store = store or f"{lab.control.address(lab.guests['a'])}:{STORE_PORT}"
+    parsed = cli_options(["--store", store, "--backup", "rxe0=rxe1", *options])
+    return shift.environment(store, parsed)
 
 
-def cli_options(words: Sequence[str]) -> object:
-    import argparse
-
+def cli_options(words: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     shift.add_parser(parser.add_subparsers())
     return parser.parse_args(["shift", *words])
@@ -119,11 +120,17 @@ def cli_options(words: Sequence[str]) -> object:
 class Programs:
     """The same program on both guests: a receiver on a, a sender on b."""
 
-    def __init__(self, lab: VerbsLab, command: Sequence[str], store: str | None = None) -> None:
+    def __init__(
+        self,
+        lab: VerbsLab,
+        command: Sequence[str],
+        store: str | None = None,
+        options: Sequence[str] = (),
+    ) -> None:
         a, b = lab.guests.values()
         self.lab = lab
         self._stack = contextlib.ExitStack()
-        env = environment(lab, store)
+        env = environment(lab, store, options)
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": env}
         self.receiver = self._stack.enter_context(a.popen(command, **pipes))
         self.sender = self._start_sender(b, [*command, lab.control.address(a)], pipes)
@@ -174,9 +181,10 @@ def check(
     events: bool = False,
     store: str | None = None,
     program: Path = CHECK,
+    options: Sequence[str] = (),
 ) -> Programs:
     numbers = [1, next(PORTS), count, qps, threads, directions, int(events)]
-    return Programs(lab, [str(program), mode, "rxe0", *map(str, numbers)], store)
+    return Programs(lab, [str(program), mode, "rxe0", *map(str, numbers)], store, options)
 
 
 FAULTS: dict[str, Callable[[VerbsLab], None]] = {
@@ -302,6 +310,24 @@ def test_traffic_returns_to_the_default_path(lab: VerbsLab, fault: str) -> None:
         lab.networks["eth0"].up()
         programs.until("now uses rxe0")
         programs.until("progress")
+        programs.until("progress")
+        assert "broken" not in "".join(programs.words)
+
+
+@pytest.mark.slow
+@pytest.mark.lab
+@pytest.mark.verbs
+@pytest.mark.parametrize("guest", ["a", "b"])
+def test_a_spoiled_request_moves_traffic_and_it_returns(lab: VerbsLab, guest: str) -> None:
+    """Paper: SHIFT §5.1, a bad request is injected at one end."""
+    options = ["--spoil", "/run/spoil"]
+    with check(lab, "simple", 1 << 20, qps=2, directions=2, options=options) as programs:
+        programs.until("progress 200")
+        lab.guests[guest].run(["touch", "/run/spoil"])
+        for device in ("rxe1", "rxe0"):
+            for _ in range(2):
+                programs.until(f"now uses {device}")
+            programs.until("progress")
         programs.until("progress")
         assert "broken" not in "".join(programs.words)
 

@@ -2,10 +2,12 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
 #include <mutex>
+#include <utility>
 
 #include "shift/runtime.h"
 
@@ -103,6 +105,30 @@ bool recordAll(Qp& qp, ibv_send_wr* list, bool& isMarked) {
   return true;
 }
 
+// Paper: SHIFT §5.1, inject WQE errors: one wrong field, which makes the
+// request and the queue pair fail. It was recorded as the application posted
+// it.
+int postSpoiled(Qp& qp, ibv_send_wr* list, ibv_send_wr** bad) {
+  ibv_send_wr* victim = list;
+  while (victim != nullptr &&
+         (victim->num_sge == 0 || victim->sg_list->length == 0 ||
+          (victim->send_flags & IBV_SEND_INLINE) != 0)) {
+    victim = victim->next;
+  }
+  if (victim == nullptr) {
+    return qp.device->real.post_send(qp.app, list, bad);
+  }
+  std::array<ibv_sge, kPiecesMax> pieces;
+  std::copy_n(victim->sg_list, victim->num_sge, pieces.begin());
+  pieces.front().lkey = ~pieces.front().lkey;
+  ibv_sge* const given = std::exchange(victim->sg_list, pieces.data());
+  const int error = qp.device->real.post_send(qp.app, list, bad);
+  victim->sg_list = given;
+  qp.spoilsNext = false;
+  qp.isSpoiled = true;
+  return error;
+}
+
 int passSends(Qp& qp, ibv_send_wr* list, ibv_send_wr** bad, bool isMarked) {
   while (SendRequest* request = qp.core.firstHeldSend()) {
     qp.core.numberSend(*request);
@@ -112,7 +138,9 @@ int passSends(Qp& qp, ibv_send_wr* list, ibv_send_wr** bad, bool isMarked) {
        each = each->next) {
     each->send_flags &= ~kNotAgain;
   }
-  const int error = qp.device->real.post_send(qp.app, list, bad);
+  const int error = qp.spoilsNext
+      ? postSpoiled(qp, list, bad)
+      : qp.device->real.post_send(qp.app, list, bad);
   for (ibv_send_wr* each = error != 0 ? *bad : nullptr; each != nullptr;
        each = each->next) {
     qp.core.undoSend();
@@ -257,6 +285,8 @@ bool isOfThePath(const Qp& qp, int path, ibv_wc_status status) {
       return true;
     case IBV_WC_LOC_QP_OP_ERR: // Soft-RoCE without its network device
       return !isPortActive(qp, path);
+    case IBV_WC_LOC_PROT_ERR:
+      return qp.isSpoiled;
     default:
       return false;
   }

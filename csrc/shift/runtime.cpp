@@ -19,6 +19,7 @@ namespace {
 constexpr const char* kStoreVariable = "TORCH_RESILIENT_SHIFT_STORE";
 constexpr const char* kBackupVariable = "TORCH_RESILIENT_SHIFT_BACKUP";
 constexpr const char* kSilenceVariable = "TORCH_RESILIENT_SHIFT_SILENCE_MS";
+constexpr const char* kSpoilVariable = "TORCH_RESILIENT_SHIFT_SPOIL_FILE";
 
 std::map<std::string, std::string> parsePairs(const std::string& text) {
   std::map<std::string, std::string> pairs;
@@ -106,6 +107,9 @@ bool Runtime::start() {
   if (const char* limit = std::getenv(kSilenceVariable); limit != nullptr) {
     silence = std::chrono::milliseconds(
         std::max(std::strtol(limit, nullptr, 10), 50L));
+  }
+  if (const char* file = std::getenv(kSpoilVariable); file != nullptr) {
+    spoilFile_ = file;
   }
   wakeFd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   std::thread([this] { run(); }).detach();
@@ -196,7 +200,18 @@ void Runtime::run() {
         say("the store is lost: nothing is protected any more");
       }
     }
+    spoilIfAsked();
     isBusy = tick();
+  }
+}
+
+void Runtime::spoilIfAsked() {
+  if (spoilFile_.empty() || unlink(spoilFile_.c_str()) != 0) {
+    return;
+  }
+  for (const auto& [handle, qp] : qps) {
+    const std::lock_guard guard(qp->lock);
+    qp->spoilsNext = qp->core.active() == 0;
   }
 }
 

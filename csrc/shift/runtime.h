@@ -94,7 +94,11 @@ class Runtime {
   size_t helpers_ = 0;
   size_t idleHelpers_ = 0;
 
+  void spoilIfAsked();
+
   bool isStarted_ = false;
+  // When this file appears, the next request of each queue pair fails.
+  std::string spoilFile_;
   int wakeFd_ = -1;
   std::map<std::string, std::string> pairs_;
   std::vector<std::function<void()>> jobs_;

@@ -588,6 +588,7 @@ void Session::finishSwitch() {
       // Paper: SHIFT §4.3.2, step 3
       qp_.core.endSwitch(ownPacket_ + 1);
       qp_.isFrozen = qp_.isSwitching = qp_.isReady = false;
+      qp_.spoilsNext = qp_.isSpoiled = false;
       qp_.firstError.reset();
       qp_.remoteRegions.clear();
       qp_.missingKey.reset();

@@ -166,6 +166,9 @@ struct Qp {
   std::optional<uint32_t> missingKey;
   // Why a held request can never be sent; a literal.
   const char* untranslatable = nullptr;
+  // The next request is to fail on purpose, or one has been made to.
+  bool spoilsNext = false;
+  bool isSpoiled = false;
 
   // ---- Atomic: written by the control thread ----
   // The peer's session is known, so an error may be held back until the other

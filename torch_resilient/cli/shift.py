@@ -78,6 +78,11 @@ def add_parser(commands: Any) -> None:
         metavar="S",
         help="give a path up if nothing completes for so long (default: 0.5)",
     )
+    parser.add_argument(
+        "--spoil",
+        metavar="FILE",
+        help="when this file appears, let the next request of each queue pair fail, to try it out",
+    )
     parser.add_argument("program", nargs="*", metavar="PROGRAM", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
@@ -142,6 +147,7 @@ def _serve_until_interrupted(port: int) -> int:
 def environment(store: str, options: argparse.Namespace) -> dict[str, str]:
     """The environment of a program."""
     before = os.environ.get("LD_PRELOAD", "")
+    spoil = {} if options.spoil is None else {"TORCH_RESILIENT_SHIFT_SPOIL_FILE": options.spoil}
     return {
         **os.environ,
         "LD_PRELOAD": f"{shared_object()}:{before}" if before else str(shared_object()),
@@ -150,6 +156,7 @@ def environment(store: str, options: argparse.Namespace) -> dict[str, str]:
         "TORCH_RESILIENT_SHIFT_STORE": store,
         "TORCH_RESILIENT_SHIFT_BACKUP": ",".join(options.backup),
         "TORCH_RESILIENT_SHIFT_SILENCE_MS": str(round(options.silence * 1000)),
+        **spoil,
     }
 
 

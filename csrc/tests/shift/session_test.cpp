@@ -3,11 +3,13 @@
 // not answer.
 
 #include <poll.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <future>
 #include <memory>
@@ -43,11 +45,16 @@ void eventually(const char* what, const std::function<bool()>& condition) {
 
 // ---- Objects of an application ----
 
+std::string spoilFile() {
+  return "/tmp/shift-test-spoil-" + std::to_string(getpid());
+}
+
 // Before the first device is opened; the process keeps the settings.
 void configure() {
   const std::string address = "127.0.0.1:" + std::to_string(fake::storePort());
   setenv("TORCH_RESILIENT_SHIFT_STORE", address.c_str(), 1);
   setenv("TORCH_RESILIENT_SHIFT_BACKUP", "a0=a1,b0=b1", 1);
+  setenv("TORCH_RESILIENT_SHIFT_SPOIL_FILE", spoilFile().c_str(), 1);
   const std::lock_guard guard(runtime().mutex);
   runtime().silence = 300ms;
   runtime().holdDown = 50ms;
@@ -272,6 +279,27 @@ TEST(shift_control_verbs_do_not_wait_for_a_silent_neighbour) {
   fake::holdConnects(0, false);
   CHECK(isDone);
   verbs.get();
+}
+
+TEST(shift_repeats_a_request_that_was_spoiled_on_purpose) {
+  Connection connection;
+  CHECK(std::ofstream(spoilFile()).good());
+  eventually("the file is taken", [] {
+    return access(spoilFile().c_str(), F_OK) != 0;
+  });
+  connection.exchange(3);
+  CHECK(areOn(1));
+  connection.exchange(4);
+}
+
+TEST(shift_passes_errors_of_the_program_on) {
+  Connection connection;
+  connection.b.receive(3);
+  ++connection.a.mr->lkey;
+  connection.a.send(3);
+  --connection.a.mr->lkey;
+  CHECK_EQ(connection.a.completion().status, IBV_WC_LOC_PROT_ERR);
+  CHECK(areOn(0));
 }
 
 TEST(shift_survives_a_failure_of_both_paths_that_ends) {
