@@ -115,11 +115,19 @@ void watchFd(int epollFd, int fd) {
   epoll_ctl(epollFd, EPOLL_CTL_ADD, fd, &event);
 }
 
+// The channel with another descriptor. Not a copy: other threads count queues
+// in the channel.
+ibv_comp_channel viewOf(const ibv_comp_channel& channel, int fd) {
+  ibv_comp_channel view{};
+  view.context = channel.context;
+  view.fd = fd;
+  return view;
+}
+
 // Takes one event of the library below. It is acknowledged there at once: the
 // number of events that the application acknowledges is not that of one device.
 Cq* takeEvent(ibv_comp_channel* channel, int fd, bool isBackup) {
-  ibv_comp_channel view = *channel;
-  view.fd = fd;
+  ibv_comp_channel view = viewOf(*channel, fd);
   ibv_cq* cq = nullptr;
   void* context = nullptr;
   if (real().getCqEvent(&view, &cq, &context) != 0) {
@@ -152,8 +160,7 @@ ibv_cq* createCqOn(
     int cqe,
     void* cqContext,
     int vector) {
-  ibv_comp_channel view = *channel.app;
-  view.fd = channel.realFd;
+  ibv_comp_channel view = viewOf(*channel.app, channel.realFd);
   ibv_cq* cq = real().createCq(context, cqe, cqContext, &view, vector);
   if (cq != nullptr) {
     // ibv_destroy_cq takes this back.
