@@ -2,12 +2,14 @@
 
 #include <poll.h>
 #include <pthread.h>
+#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
+#include <system_error>
 #include <utility>
 
 #include "shift/data_path.h"
@@ -57,6 +59,23 @@ std::map<std::string, std::string> defaultPairs() {
 // More than one call for each queue pair never waits. If so many are blocked,
 // the devices are dead, and further ones wait until their sessions give up.
 constexpr size_t kHelpersMax = 64;
+
+// Signals are for the threads of the program: one that is interrupted or waits
+// for a signal must get it. Returns whether there is a thread.
+bool startThread(std::function<void()> body) {
+  sigset_t all;
+  sigset_t before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  bool isStarted = true;
+  try {
+    std::thread(std::move(body)).detach();
+  } catch (const std::system_error&) {
+    isStarted = false;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return isStarted;
+}
 
 bool isDefault(Qp& qp) {
   const std::lock_guard guard(qp.lock);
@@ -112,8 +131,11 @@ bool Runtime::start() {
     spoilFile_ = file;
   }
   wakeFd_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  std::thread([this] { run(); }).detach();
-  return true;
+  if (!startThread([this] { run(); })) {
+    say("nothing is protected: no thread can be started");
+    store.close();
+  }
+  return isUsable();
 }
 
 std::string Runtime::backupOf(const std::string& device) const {
@@ -145,9 +167,10 @@ void Runtime::aside(
   Call made{std::move(call), std::move(done)};
   isUrgent ? calls_.push_front(std::move(made))
            : calls_.push_back(std::move(made));
-  if (idleHelpers_ < calls_.size() && helpers_ < kHelpersMax) {
+  // Without a thread, the session that waits for the call gives up in time.
+  if (idleHelpers_ < calls_.size() && helpers_ < kHelpersMax &&
+      startThread([this] { help(); })) {
     ++helpers_;
-    std::thread([this] { help(); }).detach();
   }
   callWaits_.notify_one();
 }

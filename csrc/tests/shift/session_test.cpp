@@ -7,8 +7,10 @@
 
 #include <atomic>
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <future>
@@ -263,6 +265,36 @@ TEST(shift_returns_for_a_program_that_allows_no_remote_writes) {
   fake::setFault(0, Fault::kNone);
   eventually("the default path", [] { return areOn(0); });
   connection.exchange(1);
+}
+
+// A line of /proc/self/task/*/status, for the threads of the library.
+std::vector<std::string> ofOwnThreads(const std::string& name) {
+  std::vector<std::string> found;
+  for (const auto& task :
+       std::filesystem::directory_iterator("/proc/self/task")) {
+    std::ifstream status(task.path() / "status");
+    bool isOwn = false;
+    for (std::string line; std::getline(status, line);) {
+      isOwn |= line.starts_with("Name:\tshift") &&
+          !line.starts_with("Name:\tshift_tests");
+      if (isOwn && line.starts_with(name)) {
+        found.push_back(line.substr(name.size()));
+      }
+    }
+  }
+  return found;
+}
+
+TEST(shift_takes_no_signals_from_the_program) {
+  Connection connection;
+  const std::vector<std::string> blocked = ofOwnThreads("SigBlk:\t");
+  CHECK(blocked.size() >= 2);
+  for (const std::string& each : blocked) {
+    const uint64_t mask = std::stoull(each, nullptr, 16);
+    for (const int signal : {SIGINT, SIGALRM, SIGUSR1, SIGTERM}) {
+      CHECK((mask >> (signal - 1) & 1) != 0);
+    }
+  }
 }
 
 TEST(shift_control_verbs_do_not_wait_for_a_silent_neighbour) {
