@@ -93,6 +93,9 @@ class Host {
 constexpr uint32_t kSlots = 8;
 constexpr uint32_t kSlotBytes = 3000; // three packets
 constexpr uint32_t kInlineBytes = 48;
+// Of one type, as ibv_reg_mr wants it.
+constexpr int kLocalWrite = IBV_ACCESS_LOCAL_WRITE;
+constexpr int kRemoteWrite = kLocalWrite | IBV_ACCESS_REMOTE_WRITE;
 
 ibv_qp* makeQp(const Host& host, ibv_cq* cq) {
   ibv_qp_init_attr wanted{};
@@ -179,11 +182,7 @@ struct End {
       : host(owner),
         cq(ibv_create_cq(owner.context, 64, nullptr, channel, 0)),
         qp(makeQp(owner, cq)),
-        mr(ibv_reg_mr(
-            owner.pd,
-            memory.data(),
-            memory.size(),
-            IBV_ACCESS_LOCAL_WRITE)) {}
+        mr(ibv_reg_mr(owner.pd, memory.data(), memory.size(), kLocalWrite)) {}
   ~End() {
     if (qp != nullptr) {
       ibv_destroy_qp(qp);
@@ -498,22 +497,15 @@ struct Failures {
 class Group {
  public:
   Group(Host& host, Failures& failures, bool usesEvents)
-      : host_(host),
-        failures_(failures),
+      : failures_(failures),
         channel_(usesEvents ? ibv_create_comp_channel(host.context) : nullptr),
         cq_(ibv_create_cq(host.context, 256, nullptr, channel_, 0)) {
     for (Stream& stream : streams) {
       stream.qp = makeQp(host, cq_);
       stream.outMr = ibv_reg_mr(
-          host.pd,
-          stream.out.data(),
-          stream.out.size(),
-          IBV_ACCESS_LOCAL_WRITE);
-      stream.inMr = ibv_reg_mr(
-          host.pd,
-          stream.in.data(),
-          stream.in.size(),
-          IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+          host.pd, stream.out.data(), stream.out.size(), kLocalWrite);
+      stream.inMr =
+          ibv_reg_mr(host.pd, stream.in.data(), stream.in.size(), kRemoteWrite);
     }
   }
   ~Group() {
@@ -643,37 +635,52 @@ class Group {
 
   void poll() {
     const auto limit = std::chrono::steady_clock::now() + 6 * kLimit;
+    bool hasEvent = false;
     while (!isDone()) {
       if (std::chrono::steady_clock::now() > limit) {
         failures_.note("a stream does not end");
         return;
       }
-      if (channel_ != nullptr) {
-        waitForEvent();
+      hasEvent = hasEvent || (channel_ != nullptr && takeEvent(20));
+      const bool hasTaken = takeAll();
+      // An armed queue tells of each completion that comes after the last poll.
+      const bool isAwaited = channel_ != nullptr && hasTaken && !hasEvent;
+      hasEvent = isAwaited && takeEvent(2000);
+      if (isAwaited && !hasEvent) {
+        failures_.note("an event is missing");
       }
-      ibv_wc completions[4];
-      const int got = ibv_poll_cq(cq_, 4, completions);
-      for (int i = 0; i < got; ++i) {
-        take(completions[i]);
-      }
-      if (got == 0) {
+      if (!hasTaken) {
         std::this_thread::yield();
       }
     }
   }
 
-  void waitForEvent() {
-    pollfd waiting{channel_->fd, POLLIN, 0};
-    if (::poll(&waiting, 1, 20) == 1) {
-      ibv_cq* cq = nullptr;
-      void* context = nullptr;
-      if (ibv_get_cq_event(channel_, &cq, &context) != 0) {
-        failures_.note("get_cq_event");
-        return;
+  bool takeAll() {
+    ibv_wc completions[4];
+    bool hasTaken = false;
+    while (const int got = ibv_poll_cq(cq_, 4, completions)) {
+      for (int i = 0; i < got; ++i) {
+        take(completions[i]);
       }
-      ibv_ack_cq_events(cq, 1);
-      ibv_req_notify_cq(cq, 0);
+      hasTaken = true;
     }
+    return hasTaken;
+  }
+
+  bool takeEvent(int limitMs) {
+    pollfd waiting{channel_->fd, POLLIN, 0};
+    if (::poll(&waiting, 1, limitMs) != 1) {
+      return false;
+    }
+    ibv_cq* cq = nullptr;
+    void* context = nullptr;
+    if (ibv_get_cq_event(channel_, &cq, &context) != 0) {
+      failures_.note("get_cq_event");
+      return false;
+    }
+    ibv_ack_cq_events(cq, 1);
+    ibv_req_notify_cq(cq, 0);
+    return true;
   }
 
   void take(const ibv_wc& completion) {
@@ -709,7 +716,6 @@ class Group {
     ++stream.received;
   }
 
-  Host& host_;
   Failures& failures_;
   ibv_comp_channel* channel_;
   ibv_cq* cq_;
