@@ -16,8 +16,8 @@
 //   atomic  FETCH_AND_ADD one after another; ends at the first error
 //   badkey  one WRITE with a wrong key after COUNT good ones; ends at the error
 //
-// Prints a line "progress N" from time to time and in the end "done N" or
-// "failed STATUS N".
+// Prints how long a queue pair takes to connect (medians), a line "progress N"
+// from time to time and in the end "done N" or "failed STATUS N".
 
 #include <arpa/inet.h>
 #include <infiniband/verbs.h>
@@ -26,6 +26,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -517,6 +518,10 @@ class Check {
     for (Pair& pair : pairs_) {
       connectPair(pair);
     }
+    std::printf(
+        "connect RTR %.1f us RTS %.1f us\n",
+        medianMicroseconds(toReceive_),
+        medianMicroseconds(toSend_));
     char ignored = 0;
     exchange(fd_, &ignored, &ignored, 1);
   }
@@ -533,7 +538,7 @@ class Check {
       threads.emplace_back([&] {
         worker.exchangeAll();
         --working;
-        // Nobody leaves while the other end still needs its queue pair.
+        // The other end may still need the queue pairs.
         worker.takeUntil(isOver);
       });
     }
@@ -580,10 +585,10 @@ class Check {
   }
 
   void make(Pair& pair, Worker& worker) {
+    const int local = IBV_ACCESS_LOCAL_WRITE;
     const int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE |
         IBV_ACCESS_REMOTE_READ | IBV_ACCESS_REMOTE_ATOMIC;
-    pair.source = ibv_reg_mr(
-        pd_, pair.out.data(), pair.out.size(), IBV_ACCESS_LOCAL_WRITE);
+    pair.source = ibv_reg_mr(pd_, pair.out.data(), pair.out.size(), local);
     pair.data = ibv_reg_mr(pd_, pair.in.data(), pair.in.size(), access);
     pair.credits =
         ibv_reg_mr(pd_, const_cast<uint64_t*>(&pair.credit), 8, access);
@@ -641,6 +646,7 @@ class Check {
         static_cast<uint8_t>(settings_.gidIndex);
     attributes.ah_attr.grh.hop_limit = 64;
     attributes.ah_attr.port_num = 1;
+    const auto begin = std::chrono::steady_clock::now();
     require(
         ibv_modify_qp(
             pair.qp,
@@ -649,12 +655,16 @@ class Check {
                 IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                 IBV_QP_MIN_RNR_TIMER) == 0,
         "RTR");
+    const auto middle = std::chrono::steady_clock::now();
     attributes.qp_state = IBV_QPS_RTS;
     attributes.sq_psn = own.packet;
-    attributes.timeout = 14;
+    // 67 ms. With threads that spin, a busy machine may need more than 7 times
+    // that to answer: then 268 ms.
+    attributes.timeout = settings_.threads == 1 ? 14 : 16;
     attributes.retry_cnt = 6;
     attributes.rnr_retry = 7;
     attributes.max_rd_atomic = 1;
+    const auto again = std::chrono::steady_clock::now();
     require(
         ibv_modify_qp(
             pair.qp,
@@ -663,6 +673,8 @@ class Check {
                 IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC) ==
             0,
         "RTS");
+    toReceive_.push_back(middle - begin);
+    toSend_.push_back(std::chrono::steady_clock::now() - again);
   }
 
   void runUntilError() {
@@ -681,9 +693,20 @@ class Check {
     watcher.join();
   }
 
+  using Times = std::vector<std::chrono::steady_clock::duration>;
+
+  static double medianMicroseconds(Times& times) {
+    std::ranges::sort(times);
+    return std::chrono::duration<double, std::micro>(times[times.size() / 2])
+        .count();
+  }
+
   Settings settings_;
   std::vector<Pair> pairs_;
   std::deque<Worker> workers_;
+  // What connecting a queue pair takes.
+  Times toReceive_;
+  Times toSend_;
   ibv_context* context_ = nullptr;
   ibv_pd* pd_ = nullptr;
   int fd_ = -1;
