@@ -27,7 +27,8 @@ constexpr auto kDrainLimit = 500ms;
 // Each silent switch without progress doubles the silence before the next one,
 // this many times at most: the receiver may just be busy for long.
 constexpr int kSilenceDoublings = 7;
-// The same for attempts to return.
+// The same for attempts to return after the first ones.
+constexpr int kSoonReturns = 3;
 constexpr int kReturnDoublings = 6;
 
 uint64_t randomNumber() {
@@ -834,9 +835,10 @@ void Session::returnCancelled(std::string_view) {
 
 void Session::cancelReturn() {
   isReturning_ = false;
-  returnSince_ =
-      Clock::now() + 1s * (1 << std::min<int64_t>(try_, kReturnDoublings));
   ++try_;
+  const int64_t doublings =
+      std::clamp<int64_t>(try_ - kSoonReturns, 0, kReturnDoublings);
+  returnSince_ = Clock::now() + 1s * (1 << doublings);
   const std::lock_guard guard(qp_.lock);
   qp_.core.cancelReturn();
   postHeldSends(qp_);
