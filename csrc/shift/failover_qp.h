@@ -195,6 +195,9 @@ class FailoverQp {
     return receiveState_ == ReceiveState::kDefault ? 0 : 1;
   }
   void setPacketRules(uint32_t mtu, uint32_t nextPacket);
+  void setNextPacket(uint32_t nextPacket) {
+    nextPacket_ = nextPacket & kPacketMask;
+  }
 
  private:
   SendRequest& sendAt(uint64_t index) {

@@ -266,6 +266,7 @@ void protectQp(
 }
 
 // Attributes are recorded when they are set: no query, no second system call.
+// On the control thread, which alone needs them.
 void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
   ibv_qp_attr& kept = qp.attributes;
   const auto take = [&](int bit, auto member) {
@@ -274,10 +275,6 @@ void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
     }
   };
   take(IBV_QP_PORT, &ibv_qp_attr::port_num);
-  if ((mask & IBV_QP_PORT) != 0) {
-    const std::lock_guard guard(qp.lock);
-    qp.port = std::max<uint8_t>(set.port_num, 1);
-  }
   take(IBV_QP_PKEY_INDEX, &ibv_qp_attr::pkey_index);
   take(IBV_QP_ACCESS_FLAGS, &ibv_qp_attr::qp_access_flags);
   take(IBV_QP_AV, &ibv_qp_attr::ah_attr);
@@ -293,44 +290,61 @@ void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
   take(IBV_QP_RNR_RETRY, &ibv_qp_attr::rnr_retry);
 }
 
-// Whether another queue pair than the application's carries its requests.
-bool isElsewhere(Qp& qp) {
+// Whether the state of the application's queue pair is not what it should see:
+// another one carries its requests, or will.
+bool hidesState(Qp& qp, ibv_qp_state state) {
   const std::lock_guard guard(qp.lock);
   return qp.protection == Protection::kOn &&
-      (qp.core.active() == 1 || qp.isSwitching);
+      (qp.core.active() == 1 || qp.isSwitching ||
+       (qp.hasPeer && state == IBV_QPS_ERR));
 }
 
-// Whether the queue pair has failed and the application should not see it.
-bool hidesError(Qp& qp, ibv_qp_state state) {
+// What posts and completions need to know at once. Returns whether the
+// application takes down a queue pair whose requests are elsewhere.
+bool followState(Qp& qp, const ibv_qp_attr& set, int mask) {
   const std::lock_guard guard(qp.lock);
-  return qp.protection == Protection::kOn && qp.hasPeer && state == IBV_QPS_ERR;
+  if ((mask & IBV_QP_PORT) != 0) {
+    qp.port = std::max<uint8_t>(set.port_num, 1);
+  }
+  if ((mask & IBV_QP_STATE) == 0 || qp.protection != Protection::kOn) {
+    return false;
+  }
+  const bool isElsewhere = qp.core.active() == 1 || qp.isSwitching;
+  switch (set.qp_state) {
+    case IBV_QPS_RTR: // an end that only receives may stay in this state
+      qp.core.setPacketRules(128U << set.path_mtu, 0);
+      return false;
+    case IBV_QPS_RTS:
+      if ((mask & IBV_QP_SQ_PSN) != 0) {
+        qp.core.setNextPacket(set.sq_psn);
+      }
+      return false;
+    case IBV_QPS_ERR:
+    case IBV_QPS_RESET:
+      // The application takes it down: what comes back is its own affair.
+      if (!isElsewhere) {
+        qp.protection = Protection::kOff;
+      }
+      return isElsewhere;
+    default:
+      return false;
+  }
 }
 
-void followState(Qp& qp, ibv_qp_state state) {
-  if (state == IBV_QPS_RTS) {
-    const std::lock_guard guard(qp.lock);
+// The rest, on the control thread.
+void recordState(Qp& qp, const ibv_qp_attr& set, int mask) {
+  recordAttributes(qp, set, mask);
+  if ((mask & IBV_QP_STATE) == 0) {
+    return;
+  }
+  if (set.qp_state == IBV_QPS_RTS) {
     qp.hasSendAttributes = true;
-    qp.core.setPacketRules(
-        128U << qp.attributes.path_mtu, qp.attributes.sq_psn);
-  } else if (state == IBV_QPS_RTR) {
-    // An end that only receives may stay in this state.
-    const std::lock_guard guard(qp.lock);
-    qp.core.setPacketRules(128U << qp.attributes.path_mtu, 0);
+  } else if (set.qp_state == IBV_QPS_RTR) {
     if (qp.attributes.ah_attr.is_global == 0) {
       say("queue pair %u is not protected: it is addressed without a GID",
           qp.app->qp_num);
-      return;
-    }
-    runtime().later([session = qp.session] { session->meetPeer(); });
-  } else if (state == IBV_QPS_ERR || state == IBV_QPS_RESET) {
-    // The application takes it down: what comes back is its own affair.
-    if (isElsewhere(qp)) {
-      qp.session->takeDown();
-      return;
-    }
-    const std::lock_guard guard(qp.lock);
-    if (qp.protection == Protection::kOn) {
-      qp.protection = Protection::kOff;
+    } else {
+      qp.session->meetPeer();
     }
   }
 }
@@ -650,17 +664,19 @@ EXPORT ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* attributes) {
   return qp;
 }
 
+// Takes no mutex: the control thread may hold it while it makes the backups.
 EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
   const int error = real().modifyQp(qp, attributes, mask);
-  if (error != 0) {
+  Qp* shadow = error == 0 ? runtime().qpByHandle.find(keyOf(qp)) : nullptr;
+  if (shadow == nullptr) {
     return error;
   }
-  const Guard guard(runtime().mutex);
-  if (Qp* shadow = findIn(runtime().qps, qp); shadow != nullptr) {
-    recordAttributes(*shadow, *attributes, mask);
-    if ((mask & IBV_QP_STATE) != 0) {
-      followState(*shadow, attributes->qp_state);
-    }
+  if (followState(*shadow, *attributes, mask)) {
+    const Guard guard(runtime().mutex);
+    shadow->session->takeDown();
+  } else {
+    runtime().later(
+        [shadow, set = *attributes, mask] { recordState(*shadow, set, mask); });
   }
   return 0;
 }
@@ -671,10 +687,8 @@ EXPORT int ibv_query_qp(
     int mask,
     ibv_qp_init_attr* init) {
   const int error = real().queryQp(qp, attributes, mask, init);
-  const Guard guard(runtime().mutex);
-  Qp* shadow = findIn(runtime().qps, qp);
-  if (error == 0 && shadow != nullptr &&
-      (isElsewhere(*shadow) || hidesError(*shadow, attributes->qp_state))) {
+  Qp* shadow = error == 0 ? runtime().qpByHandle.find(keyOf(qp)) : nullptr;
+  if (shadow != nullptr && hidesState(*shadow, attributes->qp_state)) {
     // The failed queue pair is not what the application uses now.
     attributes->qp_state = attributes->cur_qp_state = IBV_QPS_RTS;
     qp->state = IBV_QPS_RTS;

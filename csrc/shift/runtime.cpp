@@ -144,12 +144,20 @@ std::string Runtime::backupOf(const std::string& device) const {
 }
 
 void Runtime::later(std::function<void()> job) {
-  jobs_.push_back(std::move(job));
+  {
+    const std::lock_guard guard(jobsMutex_);
+    jobs_.push_back(std::move(job));
+  }
   wake();
 }
 
 void Runtime::catchUp() {
-  for (const auto& job : std::exchange(jobs_, {})) {
+  std::vector<std::function<void()>> jobs;
+  {
+    const std::lock_guard guard(jobsMutex_);
+    jobs.swap(jobs_);
+  }
+  for (const auto& job : jobs) {
     job();
   }
 }

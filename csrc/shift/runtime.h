@@ -29,7 +29,7 @@ class Runtime {
   bool isUsable() const {
     return !store.isLost();
   }
-  // Runs a job on the control thread, in order.
+  // Runs a job on the control thread, in order. Needs no mutex.
   // Paper: SHIFT §4.2, shadow control verbs
   void later(std::function<void()> job);
   // Runs what is waiting now; the caller holds the mutex.
@@ -101,7 +101,8 @@ class Runtime {
   std::string spoilFile_;
   int wakeFd_ = -1;
   std::map<std::string, std::string> pairs_;
-  std::vector<std::function<void()>> jobs_;
+  std::mutex jobsMutex_;
+  std::vector<std::function<void()>> jobs_; // guarded by jobsMutex_
 };
 
 Runtime& runtime();

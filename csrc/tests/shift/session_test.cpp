@@ -312,6 +312,23 @@ TEST(shift_control_verbs_do_not_wait_for_a_silent_neighbour) {
   verbs.get();
 }
 
+TEST(shift_changes_states_while_the_control_thread_is_busy) {
+  Host hostA("a0");
+  Host hostB("b0");
+  End a(hostA);
+  End b(hostB);
+  std::unique_lock busy(runtime().mutex);
+  auto states = std::async(std::launch::async, [&] {
+    connectQp(a.qp, b.qp, hostB.gid, false);
+    connectQp(b.qp, a.qp, hostA.gid, false);
+  });
+  const bool isDone = states.wait_for(kLimit) == std::future_status::ready;
+  busy.unlock();
+  CHECK(isDone);
+  states.get();
+  eventually("the backups are connected", areReady);
+}
+
 TEST(shift_repeats_a_request_that_was_spoiled_on_purpose) {
   Connection connection;
   CHECK(std::ofstream(spoilFile()).good());
