@@ -282,7 +282,7 @@ def test_programs_that_open_libibverbs_themselves_are_protected(lab: VerbsLab) -
 @pytest.mark.lab
 @pytest.mark.verbs
 def test_many_threads_go_through_faults_and_returns(lab: VerbsLab) -> None:
-    # With events: threads that spin leave a busy machine too little to keep connections alive.
+    # Threads that spin leave a busy machine too little to keep connections alive, so these sleep.
     with check(lab, "simple", 1 << 20, qps=8, threads=4, directions=2, events=True) as programs:
         programs.until("progress 100")
         for fault in FAULTS.values():

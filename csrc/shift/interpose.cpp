@@ -186,8 +186,8 @@ Cq* takeAnyEvent(Channel& channel) {
   return cq;
 }
 
-// As ibv_destroy_cq of libibverbs does: waits until the application has
-// acknowledged all events. No thread finds the queue afterwards.
+// Waits until the application has acknowledged all events, as ibv_destroy_cq of
+// libibverbs does. No thread finds the queue afterwards.
 void forgetCq(Cq& cq) {
   if (cq.channel == nullptr) {
     runtime().cqByHandle.erase(keyOf(cq.app));
@@ -266,7 +266,7 @@ void protectQp(
 }
 
 // Attributes are recorded when they are set: no query, no second system call.
-// On the control thread, which alone needs them.
+// The control thread alone needs them.
 void recordAttributes(Qp& qp, const ibv_qp_attr& set, int mask) {
   ibv_qp_attr& kept = qp.attributes;
   const auto take = [&](int bit, auto member) {
@@ -331,7 +331,7 @@ bool followState(Qp& qp, const ibv_qp_attr& set, int mask) {
   }
 }
 
-// The rest, on the control thread.
+// What the control thread needs.
 void recordState(Qp& qp, const ibv_qp_attr& set, int mask) {
   recordAttributes(qp, set, mask);
   if ((mask & IBV_QP_STATE) == 0) {
@@ -372,7 +372,8 @@ void discardCompletions(Qp& qp) {
   }
 }
 
-// Those that the application has not destroyed before it closes the device.
+// The queue pairs that the application has not destroyed before it closes the
+// device.
 std::vector<ibv_qp*> queuePairsOf(const Device& device) {
   std::vector<ibv_qp*> found;
   for (const auto& [handle, qp] : runtime().qps) {
@@ -591,7 +592,7 @@ EXPORT ibv_cq* ibv_create_cq(
 
 EXPORT int ibv_destroy_cq(ibv_cq* cq) {
   Runtime& all = runtime();
-  // Without the mutex: the thread that acknowledges may need it.
+  // This takes no mutex: the thread that acknowledges may need it.
   if (Cq* shadow = all.cqByHandle.find(keyOf(cq)); shadow != nullptr) {
     forgetCq(*shadow);
   }

@@ -56,8 +56,8 @@ std::map<std::string, std::string> defaultPairs() {
   return pairs;
 }
 
-// More than one call for each queue pair never waits. If so many are blocked,
-// the devices are dead, and further ones wait until their sessions give up.
+// A queue pair has at most one call under way. If so many are blocked, the
+// devices are dead, and further ones wait until their sessions give up.
 constexpr size_t kHelpersMax = 64;
 
 // Signals are for the threads of the program: one that is interrupted or waits

@@ -189,8 +189,8 @@ bool makeBackupQp(Qp& qp);
 inline ibv_qp* onPath(const Qp& qp, int path) {
   return path == 0 ? qp.app : qp.backup;
 }
-// Whether the port that a path uses at this end is active. Also for the data
-// path, with the lock held.
+// Whether the port that a path uses at this end is active. The data path may
+// ask with the lock of the queue pair held.
 bool isPortActive(const Qp& qp, int path);
 // The RoCE v2 addresses of a device as 32 hexadecimal digits.
 std::vector<std::string> addressesOf(ibv_context* context, uint8_t port);
@@ -202,8 +202,8 @@ struct Remote {
 };
 
 // The states of a queue pair on one path, with attributes that were copied when
-// the object was made. For calls that may block, without any lock: connect()
-// blocks for a second if the neighbour does not answer, and any of them for
+// the object was made. The calls need no lock, because they may block:
+// connect() for a second if the neighbour does not answer, and any of them for
 // longer if the device is dead.
 class PathControl {
  public:

@@ -731,7 +731,7 @@ void holdFences(const char* device, bool isHeld) {
 
 namespace resilient::shift {
 
-// In place of csrc/shift/real_verbs.cpp.
+// This replaces csrc/shift/real_verbs.cpp.
 const RealVerbs& real() {
   static const RealVerbs functions{
       fake::openDevice,

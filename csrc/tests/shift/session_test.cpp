@@ -51,7 +51,7 @@ std::string spoilFile() {
   return "/tmp/shift-test-spoil-" + std::to_string(getpid());
 }
 
-// Before the first device is opened; the process keeps the settings.
+// The settings hold from the first device on, for the whole process.
 void configure() {
   const std::string address = "127.0.0.1:" + std::to_string(fake::storePort());
   setenv("TORCH_RESILIENT_SHIFT_STORE", address.c_str(), 1);
@@ -93,7 +93,7 @@ class Host {
 constexpr uint32_t kSlots = 8;
 constexpr uint32_t kSlotBytes = 3000; // three packets
 constexpr uint32_t kInlineBytes = 48;
-// Of one type, as ibv_reg_mr wants it.
+// The macro ibv_reg_mr wants rights of one type.
 constexpr int kLocalWrite = IBV_ACCESS_LOCAL_WRITE;
 constexpr int kRemoteWrite = kLocalWrite | IBV_ACCESS_REMOTE_WRITE;
 
