@@ -23,7 +23,11 @@ constexpr auto kAnswerLimit = 3s;
 // How long a failed path waits for the other one. Both may have failed for a
 // moment, or the machine may be too busy to connect it.
 constexpr auto kReadyLimit = 10s;
+// How long the first attempt to return waits for both ends to drain. The next
+// ones wait longer, because a slow path needs it, but not for ever: what one
+// end holds may be what the other end waits for.
 constexpr auto kDrainLimit = 500ms;
+constexpr int kDrainDoublings = 2;
 // Each silent switch without progress doubles the silence before the next one,
 // this many times at most: the receiver may just be busy for long.
 constexpr int kSilenceDoublings = 7;
@@ -780,6 +784,8 @@ void Session::tickReturn(Clock::time_point now, const Seen& seen) {
 
 void Session::tickDraining(Clock::time_point now) {
   const bool isLeader = name_ < peer_;
+  const auto drainLimit =
+      kDrainLimit * (1 << std::min<int64_t>(try_, kDrainDoublings));
   bool isDrained = false;
   {
     const QueuesLock queues(qp_);
@@ -793,7 +799,7 @@ void Session::tickDraining(Clock::time_point now) {
   } else if (isDrained && !isLeader && !isDrainedStated_) {
     isDrainedStated_ = true;
     state(key("d", epoch_, try_), "1");
-  } else if (isLeader && now - returnSince_ > kDrainLimit) {
+  } else if (isLeader && now - returnSince_ > drainLimit) {
     // The receiver may be waiting for what is held here.
     state(key("x", epoch_, try_), "1");
     cancelReturn();

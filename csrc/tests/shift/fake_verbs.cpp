@@ -91,6 +91,7 @@ struct Qp {
   std::deque<Receive> receives;
   uint32_t sentOfFirst = 0; // packets of the first send
   std::optional<Clock::time_point> stuckSince;
+  Clock::time_point nextPacketAt{};
   uint32_t nextToSend = 0;
   uint32_t nextToReceive = 0;
 };
@@ -98,6 +99,7 @@ struct Qp {
 struct World {
   std::array<Device, 4> devices;
   std::array<std::atomic<Fault>, 2> faults{};
+  std::array<std::atomic<std::chrono::milliseconds>, 2> paces{};
   std::array<std::atomic<uint64_t>, 2> delivered{};
   std::atomic<uint64_t> fences{0};
   std::mutex holdMutex;
@@ -347,7 +349,12 @@ bool World::step(Qp& from) {
   if (from.state != IBV_QPS_RTS || from.sends.empty()) {
     return false;
   }
-  const Fault fault = faults[static_cast<size_t>(from.device->network)];
+  const auto network = static_cast<size_t>(from.device->network);
+  if (Clock::now() < from.nextPacketAt) {
+    return false;
+  }
+  from.nextPacketAt = Clock::now() + paces[network].load();
+  const Fault fault = faults[network];
   const bool isAnswered = fault == Fault::kNone;
   const bool isWhole = from.sentOfFirst != 0 &&
       from.sentOfFirst * mtuOf(from) >= from.sends.front().length;
@@ -697,6 +704,10 @@ void setFault(int network, Fault fault) {
       }
     }
   }
+}
+
+void setPace(int network, std::chrono::milliseconds pace) {
+  world().paces[static_cast<size_t>(network)] = pace;
 }
 
 uint64_t delivered(int network) {

@@ -2,6 +2,7 @@
 
 #include <infiniband/verbs.h>
 
+#include <chrono>
 #include <cstdint>
 
 // Devices in memory in place of libibverbs, for tests of the library that
@@ -27,6 +28,8 @@ enum class Fault : uint8_t {
 };
 
 void setFault(int network, Fault fault);
+// From now on, a network carries a packet of each queue pair in so long.
+void setPace(int network, std::chrono::milliseconds pace);
 // The packets that a network has delivered.
 uint64_t delivered(int network);
 // How often a queue pair of a device was moved to the error state on purpose.

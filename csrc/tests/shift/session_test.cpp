@@ -234,6 +234,7 @@ struct Connection {
   ~Connection() {
     fake::setFault(0, Fault::kNone);
     fake::setFault(1, Fault::kNone);
+    fake::setPace(1, 0ms);
     fake::holdConnects(0, false);
     fake::holdFences("a0", false);
   }
@@ -294,6 +295,30 @@ TEST(shift_takes_no_signals_from_the_program) {
       CHECK((mask >> (signal - 1) & 1) != 0);
     }
   }
+}
+
+TEST(shift_returns_although_a_slow_path_takes_long_to_drain) {
+  Connection connection;
+  connection.moveToBackup();
+  // 16 requests take longer than the first attempt waits.
+  fake::setPace(1, 45ms);
+  for (uint64_t i = 0; i < kSlots; ++i) {
+    connection.b.receive(i);
+  }
+  for (uint64_t i = 0; i < uint64_t{2} * kSlots; ++i) {
+    connection.a.send(i);
+  }
+  fake::setFault(0, Fault::kNone);
+  eventually("the default path", [&] {
+    ibv_wc one{};
+    while (ibv_poll_cq(connection.b.cq, 1, &one) == 1) {
+      connection.b.receive(0);
+    }
+    while (ibv_poll_cq(connection.a.cq, 1, &one) == 1) {
+      connection.a.send(0);
+    }
+    return areOn(0);
+  });
 }
 
 TEST(shift_control_verbs_do_not_wait_for_a_silent_neighbour) {
