@@ -320,10 +320,12 @@ def test_traffic_returns_to_the_default_path(lab: VerbsLab, fault: str) -> None:
 @pytest.mark.parametrize("guest", ["a", "b"])
 def test_a_spoiled_request_moves_traffic_and_it_returns(lab: VerbsLab, guest: str) -> None:
     """Paper: SHIFT §5.1, a bad request is injected at one end."""
-    options = ["--spoil", "/run/spoil"]
+    # A program of an earlier test that is being killed must not take the file.
+    file = f"/run/spoil-{guest}"
+    options = ["--spoil", file]
     with check(lab, "simple", 1 << 20, qps=2, directions=2, options=options) as programs:
         programs.until("progress 200")
-        lab.guests[guest].run(["touch", "/run/spoil"])
+        lab.guests[guest].run(["touch", file], check=True)
         for device in ("rxe1", "rxe0"):
             for _ in range(2):
                 programs.until(f"now uses {device}")
