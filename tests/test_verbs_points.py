@@ -144,7 +144,7 @@ def one_point(lab: VerbsLab, chance: random.Random, operation: str, kind: str) -
         f"{counts} {errors}",
         flush=True,
     )
-    # Of both together: on a busy machine, the path of one may count as silent all the time.
+    # The sum of both: on a busy machine, the path of one may count as silent all the time.
     assert counts["bytes"] > 0, f"{what}: RDMA carried nothing"
     assert all(row["wrong"] == 0 for row in done + left), what
     assert all(not row["left"] for row in left), f"{what}: {left}"

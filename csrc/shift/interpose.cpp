@@ -182,7 +182,9 @@ Cq* takeAnyEvent(Channel& channel) {
   if (cq == nullptr) {
     cq = takeEvent(channel.backup, channel.backup->fd, true);
   }
-  cq == nullptr ? 0U : ++cq->events;
+  if (cq != nullptr) {
+    ++cq->events;
+  }
   return cq;
 }
 
@@ -299,7 +301,7 @@ bool hidesState(Qp& qp, ibv_qp_state state) {
        (qp.hasPeer && state == IBV_QPS_ERR));
 }
 
-// What posts and completions need to know at once. Returns whether the
+// Tells posts and completions what they need at once. Returns whether the
 // application takes down a queue pair whose requests are elsewhere.
 bool followState(Qp& qp, const ibv_qp_attr& set, int mask) {
   const std::lock_guard guard(qp.lock);
@@ -331,7 +333,7 @@ bool followState(Qp& qp, const ibv_qp_attr& set, int mask) {
   }
 }
 
-// What the control thread needs.
+// Keeps what the control thread needs.
 void recordState(Qp& qp, const ibv_qp_attr& set, int mask) {
   recordAttributes(qp, set, mask);
   if ((mask & IBV_QP_STATE) == 0) {

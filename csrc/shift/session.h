@@ -66,7 +66,7 @@ class Session : public std::enable_shared_from_this<Session> {
     kVerdict,
     kReady
   };
-  // What the data path has left for this thread.
+  // The state that the data path has left for this thread.
   struct Seen {
     Protection protection = Protection::kOn;
     bool hasFailed = false;

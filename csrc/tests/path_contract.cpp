@@ -592,7 +592,7 @@ void shows_the_silence_of_the_network(PathHelper& helper) {
   CHECK_EQ(a.closed.load(), 0);
 }
 
-// What a rule holds back looks as if the network had lost it.
+// A rule that holds data back looks like a network that loses it.
 bool showsSilence(PathHelper& helper, PathUser& user) {
   return helper.tellsEvidence() ? user.path().evidence().kernelOwes
                                 : !user.path().usable();

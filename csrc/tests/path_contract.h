@@ -100,8 +100,8 @@ class PathHelper {
   virtual bool noticesEnd() const = 0;
   // It obeys fault rules. Other kinds carry nothing while there is one.
   virtual bool obeysRules() const = 0;
-  // What a rule holds back shows in the path's evidence. Otherwise the path
-  // judges by itself, and cannot be used.
+  // The path's evidence shows what a rule holds back. Otherwise the path judges
+  // by itself, and cannot be used.
   virtual bool tellsEvidence() const {
     return obeysRules();
   }

@@ -574,7 +574,7 @@ TEST(verbs_loans_settle_from_the_beginning) {
     return settled == all.size();
   });
   CHECK(told > 0);
-  // Whatever a path looks for lies in one piece.
+  // One piece has whatever a path looks for.
   pair.users[0].run([&] {
     for (size_t at = 0; at + VerbsLoans::kMaxFound <= all.size();
          at += 333333) {

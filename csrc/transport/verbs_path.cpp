@@ -705,8 +705,8 @@ void VerbsPath::prove() {
 
 // --- injected faults
 
-// In order. What a stall or silence holds back is due, and has no answer: so it
-// shows as silence.
+// Posts slots in their order. Those that a stall or silence holds back are due,
+// and have no answer: so it shows as silence.
 Status VerbsPath::releaseHeld() {
   Status status;
   while (status.ok() && !held_.empty()) {
