@@ -178,8 +178,8 @@ void VerbsLoans::registered(
     found->second.registered.push_back(std::move(memory));
   }
   Tensor& of = found->second.memory[tensor];
-  if (of.missing[piece] != 0 && --of.missing[piece] == 0 &&
-      of.settled == piece) {
+  --of.missing[piece];
+  if (of.missing[piece] == 0 && of.settled == piece) {
     while (of.settled < of.missing.size() && of.missing[of.settled] == 0) {
       ++of.settled;
     }
