@@ -59,7 +59,7 @@ def prompts(rate: float, seconds: float, seed: int) -> list[list[float]]:
 
 
 def length_ms(asked: dict[str, Any], tokens: int) -> float:
-    """Of a part of a prefill."""
+    """The time of a part of a prefill."""
     times, depth = asked["prefill"], asked.get("depth", 1)
     whole = (
         times.get("base_ms", 0)
@@ -322,7 +322,7 @@ def test_few_are_rejected_that_the_reference_accepts(cells: int, depth: int, rat
 
 
 def squares(cell: Cell, plan: CellPlan, period_ms: float) -> float:
-    """Of the idle windows: larger if the same time is in fewer of them."""
+    """The sum of squared idle windows: larger if the same time is in fewer of them."""
     return math.fsum(
         (each.end_ms - each.start_ms) ** 2 for each in idle_windows(cell, plan, period_ms, None)
     )
@@ -461,7 +461,7 @@ def test_one_site_only() -> None:
 
 
 def test_utilisation_counts_whole_periods() -> None:
-    """Of 50 ms, training uses 30."""
+    """Training uses 30 of 50 ms."""
     found = solved(requests=[[30, 18]])
     assert found["utilisation_training"] == pytest.approx(0.6)
     assert found["utilisation"] == pytest.approx(0.96)

@@ -138,7 +138,7 @@ struct Pair {
   ibv_qp* qp = nullptr;
   Address peer{};
   uint32_t index = 0;
-  // What is sent, and what is received.
+  // The bytes to send, and those received.
   std::vector<uint8_t> out = std::vector<uint8_t>(size_t{kSlots} * kSlotBytes);
   std::vector<uint8_t> in = std::vector<uint8_t>(size_t{kSlots} * kSlotBytes);
   // How many messages the peer allows, which it writes, and how many it is
@@ -704,7 +704,7 @@ class Check {
   Settings settings_;
   std::vector<Pair> pairs_;
   std::deque<Worker> workers_;
-  // What connecting a queue pair takes.
+  // The time to connect a queue pair.
   Times toReceive_;
   Times toSend_;
   ibv_context* context_ = nullptr;
