@@ -58,11 +58,11 @@ def iperf(source: Host, target: Host, address: str, seconds: float, *more: str) 
 
 
 def goodput(lab: NetworkLab, link: Network, seconds: float, *more: str) -> tuple[float, float]:
-    """(bit/s that the receiver got over TCP, cores that the relay used)."""
+    """(bit/s that the receiver got over TCP, cores that the carrier used)."""
     a, b = link.hosts
-    used, start = lab.relay_cpu_s, time.monotonic()
+    used, start = lab.carrier_cpu_s, time.monotonic()
     end = iperf(a, b, link.address(b), seconds, "--omit", "1", *more)
-    cores = (lab.relay_cpu_s - used) / (time.monotonic() - start)
+    cores = (lab.carrier_cpu_s - used) / (time.monotonic() - start)
     return end["sum_received"]["bits_per_second"], cores
 
 
@@ -157,10 +157,10 @@ def measure(quick: bool) -> Iterator[Row]:
 
 def describe_row(row: Row) -> str:
     """One line for people."""
-    cores = f"relay {row['cores']:.2f} cores" if "cores" in row else ""
+    cores = f"carrier {row['cores']:.2f} cores" if "cores" in row else ""
     match row["table"]:
         case "lab":
-            return f"relay at real-time priority: {row['realtime']}"
+            return f"carrier at real-time priority: {row['realtime']}"
         case "unshaped":
             gbit = row["bit_per_s"] / 1e9
             return f"unshaped, {row['streams']:2} streams: {gbit:.1f} Gbit/s, {cores}"

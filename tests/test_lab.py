@@ -335,10 +335,10 @@ def test_counters_are_exact_for_each_direction(pair: tuple[Host, Host, Network])
 
 
 def test_counters_of_thousands_of_directions(pair: tuple[Host, Host, Network]) -> None:
-    """As many as 80 hosts on one network have: more than the relay can send in one message."""
+    """As many as 80 hosts on one network have: more than the carrier can send in one message."""
     a, b, link = pair
     more = range(2, 80 * 79)
-    link._lab._relay.ask([f"pipe {pipe} 0 1 {pipe}" for pipe in more])
+    link._lab._carrier.ask([f"pipe {pipe} 0 1 {pipe}" for pipe in more])
     link._pipes.update({(0, -pipe): pipe for pipe in more})
     with udp(b, link.address(b)) as target, udp(a, link.address(a)) as sock:
         sock.sendto(b"by the last one", target.getsockname())
@@ -455,12 +455,12 @@ def test_a_nic_that_its_host_removes(lab: NetworkLab) -> None:
     other = lab.link(a, b)
 
     def devices() -> int:
-        fds = Path(f"/proc/{lab._relay.process.pid}/fd")
+        fds = Path(f"/proc/{lab._carrier.process.pid}/fd")
         return sum(os.readlink(fd) == "/dev/net/tun" for fd in fds.iterdir())
 
     assert devices() == 4
     a._ip(["link delete eth0"])
-    # Otherwise the kernel would wake the relay repeatedly, at real-time priority.
+    # Otherwise the kernel would wake the carrier repeatedly, at real-time priority.
     eventually(lambda: devices() == 3)
     with echo(b, other.address(b)) as target, udp(a, other.address(a)) as sock:
         round_trip_s(sock, target)
@@ -669,7 +669,7 @@ link = lab.link(a, b)
 first = a.popen(["sh", "-c", "trap '' TERM INT HUP; setsid sleep 1000 & sleep 1000"])
 b.run(["sh", "-c", "setsid sleep 1000 >/dev/null 2>&1 &"], check=True)
 inodes = [os.fstat(fd).st_ino for h in (a, b) for fd in (h._spaces.net, h._spaces.mounts)]
-print(*inodes, os.fstat(lab._relay.pid_namespace).st_ino, flush=True)
+print(*inodes, os.fstat(lab._carrier.pid_namespace).st_ino, flush=True)
 """
 
 
@@ -704,7 +704,7 @@ def test_nothing_stays_however_the_owner_ends(lab: NetworkLab, tmp_path: Path, e
         assert owner.stdin is not None
         inodes = {int(word) for word in owner.stdout.readline().split()}
         assert len(inodes) == 5
-        # The relay, sh and its two sleeps, the orphan's sleep.
+        # The carrier, sh and its two sleeps, the orphan's sleep.
         eventually(lambda: len(processes_in(inodes)) == 5)
         owner.stdin.write("\n")
         owner.stdin.close()
@@ -739,13 +739,13 @@ def test_close_leaves_nothing_in_this_process() -> None:
         link.set(delay_s=1)
 
 
-def test_a_dead_relay_takes_the_hosts_processes_along(lab: NetworkLab) -> None:
+def test_a_dead_carrier_takes_the_hosts_processes_along(lab: NetworkLab) -> None:
     a, b = lab.host("a"), lab.host("b")
     link = lab.link(a, b)
     process = a.popen(["sleep", "1000"])
-    lab._relay.process.kill()
+    lab._carrier.process.kill()
     assert process.wait(10) == -signal.SIGKILL
-    with pytest.raises(ChildProcessError, match="relay"):
+    with pytest.raises(ChildProcessError, match="carrier"):
         link.set(delay_s=1)
 
 

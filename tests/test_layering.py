@@ -43,7 +43,7 @@ PURE |= {"collectives", "planning", "lab"}
 # base holds the checked system calls and the system's random numbers and, for the time of day
 # in a message, the log; lab what carries real packets.
 IMPURE_FILES = {"base/syscall.h", "base/syscall.cpp", "base/random.cpp", "base/log.cpp"}
-IMPURE_FILES.add("lab/relay.cpp")
+IMPURE_FILES.add("lab/carrier.cpp")
 IMPURE_HEADER = re.compile(
     r"(sys|netinet|arpa|net|linux|infiniband)/.*"
     r"|unistd\.h|poll\.h|fcntl\.h|netdb\.h|ifaddrs\.h|pthread\.h|signal\.h"
@@ -283,7 +283,7 @@ def test_the_cpp_check_finds(name: str, line: str, fault: str) -> None:
         ("base/syscall.cpp", "#include <unistd.h>"),
         ("planning/x.cpp", '#include "base/random.h"'),
         ("planning/bindings.cpp", "#include <pybind11/stl.h>"),
-        ("lab/relay.cpp", "#include <sys/socket.h>"),
+        ("lab/carrier.cpp", "#include <sys/socket.h>"),
         ("verbs/x.h", '#include "transport/verbs_api.h"'),
         ("verbs/x.cpp", "#include <infiniband/verbs.h>"),
         ("path/x.h", "// steady_clock::now() is the caller's business"),

@@ -539,7 +539,7 @@ lab = VerbsLab(memory_bytes=256 << 20)
 a, b = lab.guests.values()
 jobs = [guest.popen(["sh", "-c", "setsid sleep 1000 & sleep 1000"]) for guest in (a, b)]
 spaces = [os.fstat(fd).st_ino for g in (a, b) for fd in (g._spaces.net, g._spaces.mounts)]
-print(*spaces, os.fstat(lab._relay.pid_namespace).st_ino, flush=True)
+print(*spaces, os.fstat(lab._carrier.pid_namespace).st_ino, flush=True)
 """
 
 
@@ -581,7 +581,7 @@ def test_nothing_stays_however_the_owner_ends(tmp_path: Path, end: str) -> None:
         assert owner.stdin is not None
         inodes = {int(word) for word in owner.stdout.readline().split()}
         assert len(inodes) == 5
-        # The relay; for each guest its kernel, the processes in it and a client.
+        # The carrier; for each guest its kernel, the processes in it and a client.
         assert len(processes_in(inodes)) > 5
         owner.stdin.write("\n")
         owner.stdin.close()

@@ -712,8 +712,8 @@ PeerLink& Engine::link(const Uid& uid) {
 }
 
 // Decides whether a signed refusal counts as evidence that the peer is dead. A
-// relay that leads to another member, or back to this process, proves nothing
-// (engineTakesNoRelayedRefusalForADeath). In doubt the answer is true.
+// proxy that leads to another member, or back to this process, proves nothing
+// (engineTakesNoProxiedRefusalForADeath). In doubt the answer is true.
 bool Engine::mayBeAt(const Uid& process, const SocketAddress& at) const {
   if (process == self_.uid) {
     return false;

@@ -1,6 +1,6 @@
 #include <pybind11/pybind11.h>
 
-#include "lab/relay.h"
+#include "lab/carrier.h"
 
 namespace resilient::lab {
 namespace {
@@ -9,8 +9,8 @@ namespace py = pybind11;
 
 PYBIND11_MODULE(_lab, m) {
   m.def(
-      "relay",
-      &relay,
+      "carrier",
+      &carrier,
       py::arg("control"),
       py::arg("owner"),
       py::call_guard<py::gil_scoped_release>());

@@ -79,7 +79,7 @@ inline constexpr uint64_t kInFlightBytesMax = 256ull << 20;
 // much time on the link: its first bytes must not wait too long.
 inline constexpr Nanos kPieceTimeMax = std::chrono::microseconds(500);
 
-// Thread: the relay's. Time must not go backwards between calls.
+// Thread: the carrier's. Time must not go backwards between calls.
 class Emulator {
  public:
   // Called for each packet that arrives; false if the NIC refused it. It runs

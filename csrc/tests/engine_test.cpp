@@ -783,9 +783,9 @@ uint16_t portOf(const Engine& engine) {
 
 // Takes connections and leads the nth to a port of this host that `target`
 // names. Knows no secret, reads nothing.
-class BlindRelay {
+class BlindProxy {
  public:
-  explicit BlindRelay(std::function<uint16_t(int)> target)
+  explicit BlindProxy(std::function<uint16_t(int)> target)
       : target_(std::move(target)),
         listener_(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
@@ -793,7 +793,7 @@ class BlindRelay {
     CHECK_EQ(::listen(listener_.get(), 64), 0);
     thread_ = std::thread([this] { run(); });
   }
-  ~BlindRelay() {
+  ~BlindProxy() {
     ending_.store(true);
     thread_.join();
   }
@@ -850,16 +850,16 @@ class BlindRelay {
   std::thread thread_;
 };
 
-// A relay makes members of the job sign that they are not the one that was
+// A proxy makes members of the job sign that they are not the one that was
 // called.
-TEST(engineTakesNoRelayedRefusalForADeath) {
+TEST(engineTakesNoProxiedRefusalForADeath) {
   constexpr int kMisled = 16; // four in a row are a death
   const auto map = std::make_shared<MapStore>();
   EngineOptions options;
   options.interface = "lo"; // one address for each
   options.reconnect_max_s = options.reconnect_min_s;
   std::array<std::atomic<uint16_t>, 3> ports;
-  BlindRelay relay([&](int nth) -> uint16_t {
+  BlindProxy proxy([&](int nth) -> uint16_t {
     return nth < kMisled / 2 ? ports[0] : nth < kMisled ? ports[2] : ports[1];
   });
   std::vector<Rank> ranks =
@@ -869,7 +869,7 @@ TEST(engineTakesNoRelayedRefusalForADeath) {
         }
         map->moved = placeIn(*started[1].engine);
         map->to = map->moved.substr(0, map->moved.rfind(':') + 1) +
-            std::to_string(relay.port());
+            std::to_string(proxy.port());
       });
   std::vector<float> data(10, 7), received(10);
   std::atomic<bool> ended{false};
@@ -879,7 +879,7 @@ TEST(engineTakesNoRelayedRefusalForADeath) {
     ended.store(true);
   });
   const auto limit = std::chrono::steady_clock::now() + kLong;
-  while (!ended.load() && relay.connections() <= kMisled &&
+  while (!ended.load() && proxy.connections() <= kMisled &&
          std::chrono::steady_clock::now() < limit) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
@@ -887,7 +887,7 @@ TEST(engineTakesNoRelayedRefusalForADeath) {
   receiver.join();
   CHECK_EQ(status.message(), "");
   CHECK(received == data);
-  CHECK(relay.connections() > kMisled);
+  CHECK(proxy.connections() > kMisled);
   leave(ranks);
 }
 

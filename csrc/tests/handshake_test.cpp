@@ -334,7 +334,7 @@ TEST(refusals_name_their_reason) {
   }
 }
 
-// A process that is known to live elsewhere was reached by way of a relay.
+// A process that is known to live elsewhere was reached by way of a proxy.
 TEST(another_process_proves_a_death_only_where_it_may_be) {
   for (bool mayBeThere : {false, true}) {
     World world;

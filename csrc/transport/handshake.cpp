@@ -231,7 +231,7 @@ void OutgoingHandshake::pump() {
 }
 
 // A refusal is signed, but a signature does not say that nothing stands between
-// us: a relay, or a forwarded port, may have led us to any member of the job.
+// us: a proxy, or a forwarded port, may have led us to any member of the job.
 //
 // The peer counts as gone in two cases. Its own process has signed WRONG_PEER:
 // it has given us up. Or another member has signed it, was reached at the

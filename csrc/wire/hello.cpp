@@ -304,7 +304,7 @@ void ClientHandshake::onChallenge() {
 
 // Everything is checked before anything is taken over: a verdict with a wrong
 // signature leaves accepted() as it was. An acceptance must also be signed by
-// the process that was asked for; a relay could have led us to another member
+// the process that was asked for; a proxy could have led us to another member
 // (only_the_process_that_was_asked_for_can_accept).
 void ClientHandshake::onAccept() {
   auto error = headerError(input_, kAcceptKind, kAcceptBytes);

@@ -98,7 +98,7 @@ struct AcceptInfo {
   HelloCode code = HelloCode::kOk;
   uint64_t eagerBudgetBytes = 0;
   // The process that signed the verdict, and the address at which the
-  // connection reached it. Without them a verdict would prove nothing: a relay
+  // connection reached it. Without them a verdict would prove nothing: a proxy
   // that connects the caller to any member gets one that is signed.
   Uid signer{};
   HelloEndpoint reachedAt;

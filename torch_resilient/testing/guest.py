@@ -3,7 +3,7 @@
 A guest is a User Mode Linux, one process of the host (and one for each address space inside). It
 sees the file system of the host, below an overlay: this Python, torch and build are there, and what
 it writes is lost at its end. Its NICs are TAP devices in a network namespace of the host, where the
-lab's relay reads and writes their packets.
+lab's carrier reads and writes their packets.
 """
 
 from __future__ import annotations
@@ -422,7 +422,7 @@ def _is_python_program(command: Sequence[str]) -> bool:
 
 
 def attach(nic: Nic) -> socket.socket:
-    """The host's half of a guest's NIC, for the relay. Raises OSError."""
+    """The host's half of a guest's NIC, for the carrier. Raises OSError."""
     host = nic.host
     host._spaces.call(lambda: namespaces.make_tap(nic.device))
     host._ip([f"link set {nic.device} mtu {nic.mtu} up"])

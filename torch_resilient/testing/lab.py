@@ -1,13 +1,13 @@
 """Hosts, networks between them, and faults, on one machine.
 
 Each host is a set of namespaces (network, host name, mounts) with a NIC, a TUN device, for each
-network that it is on. A separate process, the relay (csrc/lab), carries packets between the NICs
+network that it is on. A separate process, the carrier (csrc/lab), carries packets between the NICs
 and applies the settings to them. The lab never uses `tc netem`, even where the kernel has it: the
-relay behaves the same on every kernel, and only one implementation needs tests.
+carrier behaves the same on every kernel, and only one implementation needs tests.
 
 The lab needs root. Nothing outlives the lab or the program that made it, even if the program is
-killed: all processes are in one PID namespace with the relay as its first process, the relay ends
-with the program, and nothing has a name in the file system.
+killed: all processes are in one PID namespace; its first process is the carrier, which ends with
+the program. Nothing has a name in the file system.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch_resilient.testing import namespaces
-from torch_resilient.testing.relay import Relay, module_path
+from torch_resilient.testing.carrier import Carrier, module_path
 from torch_resilient.testing.script import Event, Player, parse_script
 from torch_resilient.testing.settings import Counters, LinkSettings
 
@@ -43,7 +43,7 @@ _COUNT_MAX = 250
 _TABLE = 1000
 # Queue length in super-packets, at most 32 MB; the sender's kernel drops further packets.
 _DEVICE_QUEUE_PACKETS = 500
-# An answer of the relay has at most 208 KiB (a kernel limit); a pipe's counters have up to 441
+# An answer of the carrier has at most 208 KiB (a kernel limit); a pipe's counters have up to 441
 # bytes.
 _PIPES_ASKED_MAX = 256
 _HAS_V6 = os.path.exists("/proc/sys/net/ipv6")
@@ -81,7 +81,7 @@ def unavailable() -> str | None:
 
 
 def _digits(address: str) -> str:
-    """An address in the relay's format: 16 bytes, IPv4 mapped into IPv6."""
+    """An address in the carrier's format: 16 bytes, IPv4 mapped into IPv6."""
     number = ipaddress.ip_address(address)
     return f"{'0' * 20}ffff{int(number):08x}" if number.version == 4 else f"{int(number):032x}"
 
@@ -95,7 +95,7 @@ class Nic:
     device: str
     address: str
     address_v6: str
-    index: int = dataclasses.field(repr=False)  # the relay's number
+    index: int = dataclasses.field(repr=False)  # the carrier's number
     mtu: int = dataclasses.field(default=1500, repr=False)
 
     @property
@@ -426,7 +426,7 @@ class Network:
         return [pipe for ends, pipe in self._pipes.items() if chosen.intersection(ends)]
 
     def _send(self, pipes: Iterable[int]) -> None:
-        """Sends the current settings of these pipes to the relay."""
+        """Sends the current settings of these pipes to the carrier."""
         ends = {pipe: pair for pair, pipe in self._pipes.items()}
         lines = []
         for pipe in pipes:
@@ -449,10 +449,10 @@ class Network:
             words = [f"{name}={float(value)!r}" for name, value in numbers.items()]
             shared = ",".join(map(str, self._shared.get(pipe, ())))
             lines.append(f"set {pipe} {' '.join(words)} shared={shared}")
-        self._lab._relay.ask(lines)
+        self._lab._carrier.ask(lines)
 
     def _replace_address(self, nic: Nic, moved: Nic) -> None:
-        self._lab._relay.ask([f"address {nic.index} {_digits(moved.address)}"])
+        self._lab._carrier.ask([f"address {nic.index} {_digits(moved.address)}"])
         nic.host._ip(
             [
                 f"rule delete from {nic.address} lookup {nic.table}",
@@ -466,7 +466,7 @@ class Network:
 
     def _switch(self, nic: Nic, kind: str, on: bool) -> None:
         if kind == "carrier":
-            self._lab._relay.ask([f"carrier {nic.index} {int(on)}"])
+            self._lab._carrier.ask([f"carrier {nic.index} {int(on)}"])
         else:
             nic.host.call(namespaces.set_device_up, nic.device, on)
             if on:
@@ -484,7 +484,7 @@ class SharedRate:
         """Changes the rate immediately; None: no limit. Raises TypeError, ValueError."""
         settings = LinkSettings(rate_bytes_per_s=rate_bytes_per_s, queue_bytes=queue_bytes)
         rate, queue = float(settings.rate_bytes_per_s or 0), settings.queue_limit_bytes()
-        self._lab._relay.ask([f"limiter {self._index} {rate!r} {queue}"])
+        self._lab._carrier.ask([f"limiter {self._index} {rate!r} {queue}"])
 
 
 class NetworkLab:
@@ -513,7 +513,7 @@ class NetworkLab:
         self._pipe_count = 0
         self._limiter_count = 0
         self._closed = False
-        self._relay = Relay()
+        self._carrier = Carrier()
 
     def __enter__(self) -> NetworkLab:
         return self
@@ -529,7 +529,7 @@ class NetworkLab:
         self._check_name("host", name, self.hosts)
         self._check_open()
         with self._lock:
-            spaces = namespaces.Namespaces.create(name, self._relay.pid_namespace)
+            spaces = namespaces.Namespaces.create(name, self._carrier.pid_namespace)
             host = self.hosts[name] = Host(self, name, spaces)
             host._ip(["link set lo up"])
             for key, value in {**_SYSCTLS, **(sysctl or {})}.items():
@@ -588,7 +588,7 @@ class NetworkLab:
                         self._pipe_count += 1
                         seed = ((self.seed << 20) + pipe) % 2**64
                         lines.append(f"pipe {pipe} {source.index} {target.index} {seed}")
-            self._relay.ask(lines)
+            self._carrier.ask(lines)
             network._send(network._pipes.values())
             self._write_hosts_files()
             return network
@@ -637,13 +637,13 @@ class NetworkLab:
 
     @property
     def is_real_time(self) -> bool:
-        """Whether the relay has real-time priority. Without it, delays depend on the load."""
-        return "realtime=1" in self._relay.ask(["counters"])
+        """Whether the carrier has real-time priority. Without it, delays depend on the load."""
+        return "realtime=1" in self._carrier.ask(["counters"])
 
     @property
-    def relay_cpu_s(self) -> float:
-        """Processor time that the relay has used. Raises OSError after close()."""
-        with open(f"/proc/{self._relay.process.pid}/stat", encoding="ascii") as file:
+    def carrier_cpu_s(self) -> float:
+        """Processor time that the carrier has used. Raises OSError after close()."""
+        with open(f"/proc/{self._carrier.process.pid}/stat", encoding="ascii") as file:
             fields = file.read().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -655,16 +655,16 @@ class NetworkLab:
             self._closed = True
         for player in self._players:
             player.cancel()
-        self._relay.kill()
-        # Before the relay: the kernel keeps the first process of the namespace until all others are
-        # reaped.
+        self._carrier.kill()
+        # Before the carrier: the kernel keeps the first process of the namespace until all others
+        # are reaped.
         for process in self._processes:
             process.wait()
             for stream in (process.stdin, process.stdout, process.stderr):
                 if stream is not None:
                     with contextlib.suppress(OSError):
                         stream.close()
-        self._relay.wait()
+        self._carrier.wait()
         for host in self.hosts.values():
             host._spaces.close()
 
@@ -701,12 +701,12 @@ class NetworkLab:
         host.nics.append(nic)
 
     def _attach(self, nic: Nic) -> None:
-        """Makes the device of a NIC, for its host and for the relay."""
+        """Makes the device of a NIC, for its host and for the carrier."""
         host, network, device = nic.host, nic.network, nic.device
         tun = host.call(namespaces.open_tun, device)
         try:
             digits = [_digits(nic.address), _digits(nic.address_v6)]
-            self._relay.ask([f"nic {nic.index} {network._index} {' '.join(digits)}"], tun)
+            self._carrier.ask([f"nic {nic.index} {network._index} {' '.join(digits)}"], tun)
         finally:
             os.close(tun)
         # Packets from this NIC's address leave through this NIC, for every target.
@@ -741,6 +741,6 @@ class NetworkLab:
         found: list[Counters] = []
         for begin in range(0, len(pipes), _PIPES_ASKED_MAX):
             numbers = " ".join(map(str, pipes[begin : begin + _PIPES_ASKED_MAX]))
-            lines = self._relay.ask([f"counters {numbers}"]).splitlines()[1:]
+            lines = self._carrier.ask([f"counters {numbers}"]).splitlines()[1:]
             found += map(Counters.parse, lines)
         return found

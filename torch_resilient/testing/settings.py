@@ -112,7 +112,7 @@ class Counters:
 
     @staticmethod
     def parse(line: str) -> Counters:
-        """From the relay's numbers."""
+        """From the carrier's numbers."""
         numbers = [int(word) for word in line.split()]
         names = [field.name for field in dataclasses.fields(Counters)][:-1]
         pairs = zip(numbers[:-1:2], numbers[1:-1:2], strict=True)

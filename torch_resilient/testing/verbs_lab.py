@@ -2,7 +2,7 @@
 
 Each host is a guest (testing/guest.py): a User Mode Linux with Soft-RoCE (rxe), the software RDMA
 of the Linux kernel, on its data NICs. Real programs with real verbs run there. The networks are
-those of NetworkLab: the same relay, settings, faults and scripts. Like a NetworkLab, a verbs lab
+those of NetworkLab: the same carrier, settings, faults and scripts. Like a NetworkLab, a verbs lab
 needs root, and nothing outlives it or the program that made it.
 """
 
@@ -116,7 +116,7 @@ class VerbsLab(NetworkLab):
         self._check_not_built()
         with self._lock:
             self._check_name("guest", name, self.hosts)
-            spaces = namespaces.Namespaces.create(name, self._relay.pid_namespace)
+            spaces = namespaces.Namespaces.create(name, self._carrier.pid_namespace)
             guest = self.guests[name] = Guest(self, name, spaces, self._settings)
             self.hosts[name] = guest
             attach_agent(guest)
@@ -152,4 +152,4 @@ class VerbsLab(NetworkLab):
         address = "0" * 20 + mac_address(nic.index).replace(":", "")
         with attach(nic) as sock:
             line = f"ethernet {nic.index} {nic.network._index} {address}"
-            self._relay.ask([line], sock.fileno())
+            self._carrier.ask([line], sock.fileno())

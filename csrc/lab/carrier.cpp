@@ -1,4 +1,4 @@
-#include "lab/relay.h"
+#include "lab/carrier.h"
 
 #include <linux/if_tun.h>
 #include <sched.h>
@@ -55,9 +55,9 @@ struct Nic {
 
 // One thread and one epoll set for the devices, the owner and a timer. The
 // kernel's clock is read here and handed to the emulator, which has none.
-class Relay {
+class Carrier {
  public:
-  Relay(int control, int owner)
+  Carrier(int control, int owner)
       : control_(control), emulator_([this](size_t pipe, const Packet& packet) {
           return write(pipe, packet);
         }) {
@@ -421,11 +421,11 @@ class Relay {
 
 } // namespace
 
-void relay(int control, int owner) {
+void carrier(int control, int owner) {
   // This process is the first of the lab's PID namespace, so it inherits
   // orphans; the kernel then buries them.
   std::signal(SIGCHLD, SIG_IGN);
-  Relay(control, owner).run();
+  Carrier(control, owner).run();
 }
 
 } // namespace resilient::lab

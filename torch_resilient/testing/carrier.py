@@ -19,7 +19,7 @@ import importlib.util, sys
 spec = importlib.util.spec_from_file_location("torch_resilient._lab", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-module.relay(int(sys.argv[2]), int(sys.argv[3]))
+module.carrier(int(sys.argv[2]), int(sys.argv[3]))
 """
 # No answer takes longer than a few milliseconds; the machine may be busy.
 _ANSWER_TIMEOUT_S = 30.0
@@ -38,8 +38,8 @@ def module_path() -> str:
     return spec.origin
 
 
-class Relay:
-    """csrc/lab/relay.h as a process. Its end ends all others of its PID namespace."""
+class Carrier:
+    """csrc/lab/carrier.h as a process. Its end ends all others of its PID namespace."""
 
     def __init__(self) -> None:
         path = module_path()
@@ -67,7 +67,7 @@ class Relay:
         self._lock = threading.Lock()
 
     def ask(self, lines: Sequence[str], fd: int | None = None) -> str:
-        """Sends requests in order and returns what the relay answers after "ok".
+        """Sends requests in order and returns what the carrier answers after "ok".
 
         Raises RuntimeError if it refuses one, ChildProcessError if it has ended.
         """
@@ -87,15 +87,15 @@ class Relay:
             socket.send_fds(self._socket, [message.encode()], fds)
             reply = self._socket.recv(_REPLY_BYTES_MAX).decode()
         except OSError as error:
-            raise ChildProcessError(f"the lab's relay does not answer: {error}") from error
+            raise ChildProcessError(f"the lab's carrier does not answer: {error}") from error
         if not reply:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(5)
             raise ChildProcessError(
-                f"the lab's relay has ended with status {self.process.returncode}"
+                f"the lab's carrier has ended with status {self.process.returncode}"
             )
         if not reply.startswith("ok"):
-            raise RuntimeError(f"the lab's relay refused: {reply}")
+            raise RuntimeError(f"the lab's carrier refused: {reply}")
         return reply[2:]
 
     def kill(self) -> None:

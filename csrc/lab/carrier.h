@@ -29,11 +29,11 @@ namespace resilient::lab {
 //
 // A device is passed with its line by SCM_RIGHTS, one for each message.
 // Requests are answered in order, between packets. Messages have at most 128
-// KiB; the owner cuts longer lists (testing/relay.py). Both descriptors are
+// KiB; the owner cuts longer lists (testing/carrier.py). Both descriptors are
 // borrowed.
 //
 // Call it in a process of its own: it takes real-time priority if that is
 // allowed, locks its memory, and ignores SIGCHLD.
-void relay(int control, int owner);
+void carrier(int control, int owner);
 
 } // namespace resilient::lab
