@@ -216,6 +216,10 @@ void Channel::setSelfAcknowledging(PathId path, bool ordered) {
   p.window = kOpenWindowBytes; // nothing that it has is in danger
 }
 
+void Channel::setOverRelay(PathId path) {
+  state(path).overRelay = true;
+}
+
 void Channel::setCapacity(PathId path, double bytesPerS) {
   state(path).knownBytesPerS = bytesPerS;
 }
@@ -309,9 +313,9 @@ void Channel::fail(const Status& status) {
     release(*m);
   }
   out_.clear();
-  for (size_t c = 0; c < kTrafficClassCount; ++c) {
-    ready_[c].clear();
-    blocked_[c].clear();
+  for (size_t queue = 0; queue < kQueueCount; ++queue) {
+    ready_[queue].clear();
+    blocked_[queue].clear();
   }
   control_.clear();
   lent_.clear();

@@ -199,7 +199,8 @@ class Channel {
   void cancelSend(SendOp* op, const std::string& reason, TimePoint now);
   // At most kMaxControlBytes. It reaches the peer exactly once, but in no order
   // with messages or other control frames. After fail() it is dropped.
-  void sendControl(std::vector<std::byte> payload);
+  // `direct`: not over a relay, as what is about relays itself.
+  void sendControl(std::vector<std::byte> payload, bool direct = false);
   // The goodbye may overtake messages on another path, so call it only once
   // drained() holds. It asks for an acknowledgement at once.
   void sendBye();
@@ -266,6 +267,11 @@ class Channel {
   // sends acknowledgements over it. Both must call this before the first frame.
   // `ordered`: frames arrive in the order of writing.
   void setSelfAcknowledging(PathId path, bool ordered = true);
+  // The path goes over a relay. So it carries no message that is relayed itself
+  // (kRelayGroup), nor direct control frames: two processes that relay for each
+  // other would otherwise wrap messages without end. Other control frames take
+  // it only if no other path works, since all others are shorter.
+  void setOverRelay(PathId path);
   // A number beyond what was written counts as that, and a lower one than
   // before is ignored.
   void delivered(PathId path, uint64_t frames, TimePoint now);
@@ -408,7 +414,7 @@ class Channel {
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
   static PathLoad loadOf(const PathState& p, TimePoint now);
-  OutMessage* worthTaking(const PathState& p, size_t cls, TimePoint now);
+  OutMessage* worthTaking(const PathState& p, size_t queue, TimePoint now);
   uint32_t chunkBytesFor(uint64_t messageBytes) const;
   void trackChunks(OutMessage& m);
   void takeBack(InFlight& f, bool pathIsGone);
@@ -416,6 +422,7 @@ class Channel {
   bool takeCredit(OutMessage& m, uint64_t bytes);
   std::deque<std::unique_ptr<Control>>::const_iterator controlFor(
       PathId path) const;
+  bool anyDirect() const;
   const OutFrame* pullControl(PathId path, TimePoint now);
   const OutFrame* pullChunk(PathState& p, TimePoint now);
   const OutFrame* pullUnreliable(PathState& p, TimePoint now);
@@ -477,12 +484,12 @@ class Channel {
   // sending
   uint64_t lastMessage_ = 0;
   std::unordered_map<uint64_t, std::unique_ptr<OutMessage>> out_;
-  // Messages with chunks to send, by class; and those that wait for credit. A
+  // Messages with chunks to send, by queue; and those that wait for credit. A
   // message is in one of these queues at most, and once (OutMessage::queued),
   // and stays in out_ while it is. One with nothing left to send is removed
   // only when nextSendable() meets it at the front.
-  std::array<std::deque<uint64_t>, kTrafficClassCount> ready_;
-  std::array<std::deque<uint64_t>, kTrafficClassCount> blocked_;
+  std::array<std::deque<uint64_t>, kQueueCount> ready_;
+  std::array<std::deque<uint64_t>, kQueueCount> blocked_;
   ClassScheduler scheduler_;
   uint64_t chargedBytes_ = 0; // of peerEagerBytes
   size_t offers_ = 0; // announced, not granted

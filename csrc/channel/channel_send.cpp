@@ -306,7 +306,7 @@ void Channel::enqueue(OutMessage& m, bool front) {
     return;
   }
   m.queued = true;
-  auto& queue = ready_[static_cast<size_t>(m.header.trafficClass)];
+  auto& queue = ready_[m.queue()];
   if (front) {
     queue.push_front(m.number());
   } else {
@@ -316,9 +316,11 @@ void Channel::enqueue(OutMessage& m, bool front) {
 
 // Credit has come back: those who waited for it go first, in their order.
 void Channel::unblock() {
-  for (size_t c = 0; c < kTrafficClassCount; ++c) {
-    ready_[c].insert(ready_[c].begin(), blocked_[c].begin(), blocked_[c].end());
-    blocked_[c].clear();
+  for (size_t queue = 0; queue < kQueueCount; ++queue) {
+    auto& ready = ready_[queue];
+    auto& blocked = blocked_[queue];
+    ready.insert(ready.begin(), blocked.begin(), blocked.end());
+    blocked.clear();
   }
 }
 
@@ -412,10 +414,8 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
         continue;
       }
       OutMessage& m = *found->second;
-      const auto cls = static_cast<unsigned>(m.header.trafficClass);
       if (m.abandoned || !m.allHandedOut() ||
-          m.acknowledgedChunks.contains(f.chunk) ||
-          (p.classes >> cls & 1) == 0) {
+          m.acknowledgedChunks.contains(f.chunk) || !p.carries(m.queue())) {
         continue;
       }
       if (hedge.worthIt(ahead, f.bytes)) {
@@ -448,10 +448,10 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
 // without it. A path that has idled for kExploreAfter gets a chunk without
 // proof if enough waits.
 Channel::OutMessage*
-Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
+Channel::worthTaking(const PathState& p, size_t queue, TimePoint now) {
   // Beyond these, every path has enough to do.
   constexpr size_t kLookAhead = 16;
-  OutMessage& front = *out_.at(ready_[cls].front());
+  OutMessage& front = *out_.at(ready_[queue].front());
   if (paths_.size() == 1) {
     return &front;
   }
@@ -460,7 +460,7 @@ Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
       std::min<uint64_t>(front.header.chunkBytes, front.unsentBytes()));
   for (const auto& [id, other] : paths_) {
     if (&other != &p && !other.suspect && !other.onProbation &&
-        (other.classes >> cls & 1) != 0) {
+        other.carries(queue)) {
       order.addOther(loadOf(other, now));
     }
   }
@@ -469,9 +469,9 @@ Channel::worthTaking(const PathState& p, size_t cls, TimePoint now) {
     return &front;
   }
   const size_t max =
-      config_.paced ? 1 : std::min(kLookAhead, ready_[cls].size());
+      config_.paced ? 1 : std::min(kLookAhead, ready_[queue].size());
   for (size_t i = 1; i < max; ++i) {
-    OutMessage& m = *out_.at(ready_[cls][i]);
+    OutMessage& m = *out_.at(ready_[queue][i]);
     backlog += m.unsentBytes();
     const bool credit = m.granted ||
         (!m.awaitsReceive &&
@@ -499,23 +499,23 @@ Channel::OutMessage* Channel::nextSendable(
     bool& repeated) {
   repeated = false;
   for (;;) {
-    std::array<bool, kTrafficClassCount> waiting;
-    for (size_t c = 0; c < kTrafficClassCount; ++c) {
-      waiting[c] = !ready_[c].empty() && (p.classes >> c & 1) != 0;
+    std::array<bool, kQueueCount> waiting;
+    for (size_t queue = 0; queue < kQueueCount; ++queue) {
+      waiting[queue] = !ready_[queue].empty() && p.carries(queue);
     }
-    const size_t c = scheduler_.pick(waiting);
-    if (c == kTrafficClassCount) {
+    const size_t queue = scheduler_.pick(waiting);
+    if (queue == kQueueCount) {
       return nullptr;
     }
-    auto found = out_.find(ready_[c].front());
+    auto found = out_.find(ready_[queue].front());
     assert(found != out_.end());
     if (OutMessage& front = *found->second; !front.hasUnsent()) {
-      ready_[c].pop_front();
+      ready_[queue].pop_front();
       front.queued = false;
       eraseIfDone(front);
       continue;
     }
-    OutMessage* const chosen = worthTaking(p, c, now);
+    OutMessage* const chosen = worthTaking(p, queue, now);
     if (chosen == nullptr) {
       askAgainAt_ = std::min(askAgainAt_, now + kAskAgain);
       return nullptr;
@@ -525,16 +525,16 @@ Channel::OutMessage* Channel::nextSendable(
       chunk = m.retransmits.back(); // was charged when it was sent first
       m.retransmits.pop_back();
       repeated = true;
-      scheduler_.served(c, m.chunkPayload(chunk), waiting);
+      scheduler_.served(queue, m.chunkPayload(chunk), waiting);
       return &m;
     }
     if (takeCredit(m, m.chunkPayload(m.nextChunk))) {
       chunk = m.nextChunk++;
-      scheduler_.served(c, m.chunkPayload(chunk), waiting);
+      scheduler_.served(queue, m.chunkPayload(chunk), waiting);
       return &m;
     }
-    ready_[c].pop_front();
-    blocked_[c].push_back(m.number());
+    ready_[queue].pop_front();
+    blocked_[queue].push_back(m.number());
     // Any chunk announces the message; without one it takes an offer.
     if (m.nextChunk == 0 && !m.offered && offers_ < kMaxOffers) {
       m.offered = true;
@@ -591,13 +591,28 @@ const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
 // The first that may leave by this path.
 std::deque<std::unique_ptr<Channel::Control>>::const_iterator
 Channel::controlFor(PathId path) const {
+  const bool overRelay = state(path).overRelay;
+  if (overRelay && anyDirect()) {
+    return control_.end();
+  }
   return std::find_if(control_.begin(), control_.end(), [&](const auto& c) {
+    if (overRelay && c->direct) {
+      return false;
+    }
     if (!c->via || *c->via == path) {
       return true;
     }
     const auto via = paths_.find(*c->via);
     return via == paths_.end() || via->second.suspect ||
         via->second.onProbation;
+  });
+}
+
+// Some path that goes over no relay is neither in doubt nor on probation.
+bool Channel::anyDirect() const {
+  return std::any_of(paths_.begin(), paths_.end(), [](const auto& each) {
+    const PathState& p = each.second;
+    return !p.overRelay && !p.suspect && !p.onProbation;
   });
 }
 
@@ -966,11 +981,12 @@ void Channel::queueControl(
   control_.push_back(std::move(c));
 }
 
-void Channel::sendControl(std::vector<std::byte> payload) {
+void Channel::sendControl(std::vector<std::byte> payload, bool direct) {
   if (failure_.ok()) {
     FrameHeader about;
     about.message = ++lastControl_;
     queueControl(FrameType::kControl, about, std::move(payload));
+    control_.back()->direct = direct;
     ready();
   }
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "channel/channel.h"
+#include "wire/relay.h"
 
 // The private structures of Channel, shared by its three source files.
 
@@ -124,6 +125,9 @@ struct Channel::OutMessage {
   uint64_t number() const {
     return header.message;
   }
+  size_t queue() const {
+    return queueOf(header.trafficClass, header.group == kRelayGroup);
+  }
   bool allHandedOut() const {
     return nextChunk == chunks && retransmits.empty();
   }
@@ -165,6 +169,7 @@ struct Channel::Control {
   std::vector<std::byte> payload;
   // Not behind what this path acknowledges: it leaves there, if it still can.
   std::optional<PathId> via;
+  bool direct = false; // not over a relay
 };
 
 // A frame handed to a path and not acknowledged: a chunk, or a control frame.
@@ -214,6 +219,7 @@ struct Channel::PathState {
   bool selfAcknowledging = false;
   double knownBytesPerS = 0; // by its transport; 0: only by acknowledgements
   bool ordered = true;
+  bool overRelay = false;
   bool onProbation = false;
   uint32_t pingsAnswered = 0; // while on probation
   bool suspect = false;
@@ -228,6 +234,11 @@ struct Channel::PathState {
 
   LinkStatistics statistics;
   PathCounters counters;
+
+  bool carries(size_t queue) const {
+    return (classes >> classOf(queue) & 1) != 0 &&
+        !(overRelay && isForOthers(queue));
+  }
 };
 
 } // namespace resilient

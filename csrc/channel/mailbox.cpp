@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "channel/channel.h"
+#include "wire/relay.h"
 
 namespace resilient {
 namespace {
@@ -122,6 +123,16 @@ void Mailbox::matchOrdered(Ordered& stream) {
 
 void Mailbox::onArrival(InMessage& message) {
   const FrameHeader& h = message.header;
+  if (h.group == kRelayGroup) {
+    if (RecvOp* const op = listener_.onRelayed(h, message.channel)) {
+      op->message = nullptr;
+      bind(op, message);
+    } else {
+      message.channel.reject(
+          message, StatusCode::kAborted, "this rank does not relay it");
+    }
+    return;
+  }
   if (closed_.contains(h.group)) {
     message.channel.reject(
         message, StatusCode::kPeerLeft, "the receiver has left the group");

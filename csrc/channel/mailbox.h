@@ -26,6 +26,14 @@ inline constexpr uint64_t kCollectiveBit = uint64_t(1) << 63;
 class MailboxListener {
  public:
   virtual ~MailboxListener() = default;
+  // A message that this process is to pass on, or that was passed on to it
+  // (kRelayGroup): returns a receive of its size, which need not be ordered,
+  // lent like one given to Mailbox::post(); null refuses the message.
+  virtual RecvOp* onRelayed(const FrameHeader& header, Channel& channel) {
+    (void)header;
+    (void)channel;
+    return nullptr;
+  }
   // A peer runs something else as collective `sequence` than we do (or did).
   // `remote` is the description it sent along.
   virtual void onCollectiveMismatch(

@@ -6,6 +6,7 @@
 #include "base/random.h"
 #include "base/text.h"
 #include "delegate/member_list.h"
+#include "wire/relay.h"
 
 namespace resilient {
 namespace {
@@ -104,7 +105,8 @@ Membership::Terms Membership::agree(
   Terms terms;
   const bool numbered = !words.empty() && words[0].size() == 16 &&
       std::from_chars(words[0].data(), words[0].data() + 16, terms.group, 16)
-              .ptr == words[0].data() + 16;
+              .ptr == words[0].data() + 16 &&
+      terms.group != kRelayGroup;
   if (!numbered || words.size() != (given.empty() ? 3 : 2) ||
       (given.empty() && words[2].size() != 2 * kSecretBytes)) {
     refuse(Status(

@@ -6,15 +6,15 @@
 namespace resilient::test {
 namespace {
 
-using Waiting = std::array<bool, kTrafficClassCount>;
+using Waiting = std::array<bool, kQueueCount>;
 
 TEST(class_scheduler_serves_the_most_urgent) {
   ClassScheduler scheduler(1 << 20);
-  CHECK_EQ(scheduler.pick(Waiting{}), kTrafficClassCount);
-  for (unsigned mask = 1; mask < 16; ++mask) {
+  CHECK_EQ(scheduler.pick(Waiting{}), kQueueCount);
+  for (unsigned mask = 1; mask < 256; ++mask) {
     Waiting waiting{};
-    size_t first = kTrafficClassCount;
-    for (size_t c = kTrafficClassCount; c-- > 0;) {
+    size_t first = kQueueCount;
+    for (size_t c = kQueueCount; c-- > 0;) {
       waiting[c] = (mask >> c & 1) != 0;
       if (waiting[c]) {
         first = c;
@@ -50,19 +50,19 @@ TEST(class_scheduler_bounds_every_wait) {
     const uint64_t starvation = 1 + prng.below(5000);
     const uint64_t chunk = 1 + prng.below(1000);
     ClassScheduler scheduler(starvation);
-    std::array<uint64_t, kTrafficClassCount> passed{};
+    std::array<uint64_t, kQueueCount> passed{};
     for (int i = 0; i < 2000; ++i) {
       Waiting waiting;
-      for (size_t c = 0; c < kTrafficClassCount; ++c) {
+      for (size_t c = 0; c < kQueueCount; ++c) {
         waiting[c] = c == 3 || prng.chance(0.7);
       }
       const size_t c = scheduler.pick(waiting);
-      CHECK(c < kTrafficClassCount && waiting[c]);
+      CHECK(c < kQueueCount && waiting[c]);
       const uint64_t bytes = 1 + prng.below(chunk);
       scheduler.served(c, bytes, waiting);
-      for (size_t k = 0; k < kTrafficClassCount; ++k) {
+      for (size_t k = 0; k < kQueueCount; ++k) {
         passed[k] = k == c || !waiting[k] ? 0 : passed[k] + bytes;
-        CHECK(passed[k] <= starvation + 2 * kTrafficClassCount * chunk);
+        CHECK(passed[k] <= starvation + 2 * kQueueCount * chunk);
       }
     }
   });

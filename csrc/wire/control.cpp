@@ -224,10 +224,23 @@ std::vector<std::byte> encode(const VerbsOffer& offer) {
       .take();
 }
 
+std::vector<std::byte> encode(const RelayNote& note) {
+  return Writer(ControlKind::kRelayNote)
+      .put(static_cast<uint8_t>(note.what))
+      .put(static_cast<uint8_t>(note.hop))
+      .put(static_cast<uint8_t>(note.fromOpener))
+      .put(note.flow.opener)
+      .put(note.flow.other)
+      .put(note.flow.number)
+      .put(note.delivered)
+      .put(note.text)
+      .take();
+}
+
 // The upper bound is the last kind: move it with a new one.
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
   if (payload.empty() || payload[0] < std::byte(1) ||
-      payload[0] > static_cast<std::byte>(ControlKind::kVerbsOffer)) {
+      payload[0] > static_cast<std::byte>(ControlKind::kRelayNote)) {
     return std::nullopt;
   }
   return static_cast<ControlKind>(payload[0]);
@@ -363,6 +376,32 @@ std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload) {
   const bool sound = answer <= 1 && offer.queuePair <= kNumberMax &&
       offer.firstPacket <= kNumberMax;
   return in.complete() && sound ? std::optional(offer) : std::nullopt;
+}
+
+std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kRelayNote)) {
+    return std::nullopt;
+  }
+  RelayNote note;
+  uint8_t what = 0;
+  uint8_t hop = 0;
+  uint8_t fromOpener = 0;
+  Reader in(payload);
+  in.get(what);
+  in.get(hop);
+  in.get(fromOpener);
+  in.get(note.flow.opener);
+  in.get(note.flow.other);
+  in.get(note.flow.number);
+  in.get(note.delivered);
+  in.getText(note.text);
+  note.what = static_cast<RelayNote::What>(what);
+  note.hop = static_cast<RelayHop>(hop);
+  note.fromOpener = fromOpener == 1;
+  const bool sound = what >= 1 &&
+      what <= static_cast<uint8_t>(RelayNote::What::kClose) && hop >= 1 &&
+      hop <= 2 && fromOpener <= 1 && note.flow.opener != note.flow.other;
+  return in.complete() && sound ? std::optional(note) : std::nullopt;
 }
 
 std::vector<std::byte> encodeResidual(

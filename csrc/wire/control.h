@@ -10,6 +10,7 @@
 
 #include "base/signature.h"
 #include "base/status.h"
+#include "wire/relay.h"
 
 namespace resilient {
 
@@ -58,6 +59,7 @@ enum class ControlKind : uint8_t {
   kAddresses = 6,
   kDatagramOffer = 7,
   kVerbsOffer = 8,
+  kRelayNote = 9,
 };
 
 // "This collective has failed here". The other ranks then need not wait for
@@ -153,6 +155,34 @@ struct VerbsOffer {
   std::string text; // the name of the device, or why not
 };
 
+// About a flow over a relay (wire/relay.h), which passes it on like a message.
+//
+// kOpen: "I shall send you frames this way". kAccept: the answer. kDelivered:
+// the acknowledgement, where no frame goes that could carry it. kClose: from
+// either end, or from the relay: "nothing comes this way any more".
+struct RelayNote {
+  enum class What : uint8_t {
+    kOpen = 1,
+    kAccept = 2,
+    kDelivered = 3,
+    kClose = 4,
+  };
+
+  What what = What::kOpen;
+  RelayHop hop = RelayHop::kToRelay;
+  bool fromOpener = true;
+  RelayFlow flow;
+  uint64_t delivered = 0; // as RelayHeader has it
+  std::string text; // why it is closed
+
+  const Uid& source() const {
+    return fromOpener ? flow.opener : flow.other;
+  }
+  const Uid& target() const {
+    return fromOpener ? flow.other : flow.opener;
+  }
+};
+
 // "This is where we are now": a NIC has another address than the store says.
 // The receiver parses it like a text from the store, and accepts it only with
 // the peer's own uid and the same number of addresses.
@@ -170,6 +200,7 @@ std::vector<std::byte> encode(const SharedOffer& offer);
 std::vector<std::byte> encode(const Addresses& addresses);
 std::vector<std::byte> encode(const DatagramOffer& offer);
 std::vector<std::byte> encode(const VerbsOffer& offer);
+std::vector<std::byte> encode(const RelayNote& note);
 
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload);
 // Nothing if the bytes are not exactly one message of that kind.
@@ -187,5 +218,7 @@ std::optional<DatagramOffer> decodeDatagramOffer(
     std::span<const std::byte> payload);
 // Only numbers that a queue pair can have.
 std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload);
+// Not of a flow from a process to itself.
+std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload);
 
 } // namespace resilient
