@@ -510,6 +510,9 @@ void closes_from_within_on_path_use(PathHelper& helper) {
     return; // it can always be used
   }
   for (const bool bySilence : {false, true}) {
+    if (!bySilence && helper.ignoresRules()) {
+      continue;
+    }
     Ends ends(helper);
     ends.a.run([&] { ends.a.whenUse = [](Path& path) { path.close(kOver); }; });
     if (!bySilence) {
@@ -673,7 +676,7 @@ void is_cut_by_rule(PathHelper& helper) {
 }
 
 void is_not_used_under_rules_it_cannot_obey(PathHelper& helper) {
-  if (helper.obeysRules()) {
+  if (helper.obeysRules() || helper.ignoresRules()) {
     return;
   }
   Ends ends(helper);

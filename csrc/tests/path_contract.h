@@ -100,6 +100,10 @@ class PathHelper {
   virtual bool noticesEnd() const = 0;
   // It obeys fault rules. Other kinds carry nothing while there is one.
   virtual bool obeysRules() const = 0;
+  // Rules are about another network than the one that it uses.
+  virtual bool ignoresRules() const {
+    return false;
+  }
   // The path's evidence shows what a rule holds back. Otherwise the path judges
   // by itself, and cannot be used.
   virtual bool tellsEvidence() const {

@@ -12,6 +12,8 @@ const char* nameOf(PathKind kind) {
       return "rdma";
     case PathKind::kDatagram:
       return "udp";
+    case PathKind::kRelay:
+      return "relay";
   }
   return "";
 }

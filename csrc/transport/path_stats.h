@@ -9,9 +9,9 @@
 
 namespace resilient {
 
-enum class PathKind : uint8_t { kTcp, kShared, kDatagram, kVerbs };
+enum class PathKind : uint8_t { kTcp, kShared, kDatagram, kVerbs, kRelay };
 
-// "tcp", "shm", "udp" or "rdma".
+// "tcp", "shm", "udp", "rdma" or "relay".
 const char* nameOf(PathKind kind);
 
 // The packets of a datagram path, since it was made.
@@ -46,10 +46,19 @@ struct VerbsStats {
   uint64_t placedBytes = 0; // of these, straight to a tensor
 };
 
+// A path over another rank.
+struct RelayStats {
+  int rank = -1; // of the relay, in the default group; -1: unknown
+  std::string host; // of the relay
+  bool ours = false; // this process has opened it
+  uint64_t windowBytes = 0; // may be under way
+};
+
 // One path to a peer for stats(); docs/operations.md describes the fields.
 struct PathStats {
   PathKind kind = PathKind::kTcp;
-  // The connection index, or the route of a datagram or RDMA path.
+  // The connection index, the route of a datagram or RDMA path, or the place in
+  // the list of those over relays.
   int index = 0;
   // A state of failover/path_state.h, "reserve" (it works, and is not needed),
   // "connecting", or "unused".
@@ -70,6 +79,7 @@ struct PathStats {
   std::string lastError;
   std::optional<DatagramStats> datagrams; // of a datagram path
   std::optional<VerbsStats> verbs; // of an RDMA path
+  std::optional<RelayStats> relay; // of a path over a relay
 
   void add(const PathCounters& counters);
 };

@@ -1,0 +1,151 @@
+#pragma once
+
+#include <deque>
+#include <list>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "channel/operation.h"
+#include "path/number_set.h"
+#include "path/relay_window.h"
+#include "transport/event_loop.h"
+#include "transport/path.h"
+#include "wire/control.h"
+#include "wire/relay.h"
+
+namespace resilient {
+
+struct RelayPathConfig {
+  RelayFlow flow;
+  bool opener = true; // this end has opened the flow
+  uint64_t maxWindowBytes = 32u << 20;
+  // The least silence that is suspicious; the round trip adds to it.
+  Nanos suspectAfter = std::chrono::milliseconds(50);
+  std::string relay; // "rank 1 (host node7, ...)", for messages
+  int relayRank = -1; // in the default group
+  std::string relayHost;
+};
+
+// Another rank as a way to a peer. A frame becomes a message of the channel to
+// that rank, which passes it on (delegate/relay_service.h). So it takes every
+// path of that channel and of the relay's own, with their failover, classes and
+// caps, and no connection is made for it.
+//
+// Frames arrive in any order. Each end numbers its reliable frames, and the far
+// end tells up to which one they have arrived; that says nothing about the
+// relay but that it works. So whatever becomes of the relay, the channel knows
+// what to send again.
+//
+// It judges its own health: it is silent if frames are under way and no answer
+// comes. Whether an idle one works is not known.
+//
+// Thread: loop thread. Lifetime: owned by its PeerLink. The channel to the
+// relay outlives it.
+class RelayPath final : public Path {
+ public:
+  // The far end of an open flow is ready; the opener waits for its answer.
+  RelayPath(
+      EventLoop& loop,
+      Channel& channel,
+      PathId id,
+      Channel& toRelay,
+      RelayPathConfig config,
+      PathOwner& owner);
+  ~RelayPath() override;
+
+  const RelayFlow& flow() const {
+    return config_.flow;
+  }
+  bool opener() const {
+    return config_.opener;
+  }
+  const std::string& relay() const {
+    return config_.relay;
+  }
+  // The far end has answered.
+  bool proven() const {
+    return proven_;
+  }
+  bool silent() const {
+    return silent_;
+  }
+
+  // What has come over the relay for this end of the flow.
+  void onNote(const RelayNote& note);
+  void onFrame(const RelayHeader& header, std::span<const std::byte> frame);
+
+  // Path
+  bool usable() const override {
+    return !closed_ && proven_ && !silent_;
+  }
+  bool hasRoom() const override {
+    return usable() && underWayBytes_ < window_.bytes();
+  }
+  size_t takeFrame(bool chunks = true) override;
+  bool flush() override;
+  void close(const Status& why) override;
+  TimePoint heardAt() const override {
+    return heardAt_;
+  }
+  // Rules are about the way between the two ends, and this is another one.
+  void faultsChanged(bool) override {}
+  void fill(PathStats& stats) const override;
+
+ private:
+  // A frame as a message to the relay.
+  struct Part : SendOp {
+    explicit Part(RelayPath& p) : path(p) {}
+    void finished(const Status& status) override;
+
+    RelayPath& path;
+    std::list<Part>::iterator self;
+    std::unique_ptr<std::byte[]> content;
+  };
+  // A reliable frame that the far end has not told of.
+  struct UnderWay {
+    uint64_t bytes = 0;
+    TimePoint at{};
+    bool full = false; // it has filled the window
+  };
+
+  void say(RelayNote::What what, const std::string& text = "");
+  void onHeard();
+  void onDelivered(uint64_t count);
+  Status receive(const RelayHeader& header, std::span<const std::byte> frame);
+  void owe(uint64_t bytes, bool now);
+  void acknowledge();
+  Nanos silenceLimit() const;
+  void look();
+  void arm();
+
+  EventLoop& loop_;
+  Channel& toRelay_;
+  const RelayPathConfig config_;
+  bool proven_;
+  bool silent_ = false;
+  int patience_ = 1; // grows with false alarms
+  const TimePoint startedAt_;
+  TimePoint heardAt_;
+  TimePoint progressAt_; // the last answer to a frame
+  TimerId timer_ = 0;
+  TimePoint timerAt_ = kNever;
+
+  // sending
+  std::list<Part> parts_; // that the relay does not have yet
+  std::deque<UnderWay> underWay_;
+  uint64_t underWayBytes_ = 0;
+  uint64_t lastNumber_ = 0, delivered_ = 0;
+  RelayWindow window_;
+  Nanos roundTrip_{}; // smoothed; 0: unknown
+
+  // receiving
+  NumberSet received_;
+  uint64_t arrived_ = 0; // without a gap
+  uint64_t told_ = 0; // of these, to the far end
+  uint64_t untoldBytes_ = 0;
+  bool tellNow_ = false;
+  TimerId tellTimer_ = 0;
+};
+
+} // namespace resilient
