@@ -14,11 +14,13 @@ from torch_resilient._reports.stats import (
     PathStats,
     PeerStats,
     RdmaStats,
+    RelayCounts,
 )
 
 _LISTENER = ListenerStats(
     accepted=0, admitted=0, refused=0, timed_out=0, broken_off=0, dropped=0, pending=0
 )
+_RELAY = RelayCounts(flows=0, messages=0, bytes=0, held_bytes=0, refused=0)
 
 
 def datagram_stats(**values: Any) -> DatagramStats:
@@ -87,6 +89,7 @@ def path_stats(**values: Any) -> PathStats:
         last_error="",
         datagrams=None,
         rdma=None,
+        relay=None,
     )
     return replace(up, **values)
 
@@ -120,6 +123,7 @@ def group_stats(*peers: PeerStats) -> GroupStats:
         operations_pending=1,
         peers=peers,
         listener=_LISTENER,
+        relay=_RELAY,
         events=(),
     )
 
@@ -136,6 +140,7 @@ def process_snapshot(*peers: PeerStats, **values: Any) -> Snapshot:
         groups=(GroupCounts(group="0", rank=0, size=2, collectives=7, operations_pending=1),),
         peers=peers,
         listener=_LISTENER,
+        relay=_RELAY,
         events=(),
     )
     return replace(running, **values)

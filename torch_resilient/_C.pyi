@@ -61,6 +61,9 @@ class Options:
     wan: str
     wan_recovery: str
     wan_parity: str
+    relay: str
+    relays_per_peer: int
+    relay_bytes: _Bytes
     rdma: str
     rdma_devices: str
     rdma_gid_index: str
@@ -113,6 +116,9 @@ class Options:
         wan: str = ...,
         wan_recovery: str = ...,
         wan_parity: str = ...,
+        relay: str = ...,
+        relays_per_peer: int = ...,
+        relay_bytes: int | str = ...,
         rdma: str = ...,
         rdma_devices: str = ...,
         rdma_gid_index: str = ...,

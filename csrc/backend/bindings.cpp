@@ -344,6 +344,15 @@ py::dict toPython(const PathStats& s) {
   d["last_error"] = s.lastError;
   d["datagrams"] =
       s.datagrams ? py::object(toPython(*s.datagrams)) : py::object(py::none());
+  d["relay"] = py::none();
+  if (s.relay) {
+    py::dict relay;
+    relay["rank"] = s.relay->rank;
+    relay["host"] = s.relay->host;
+    relay["ours"] = s.relay->ours;
+    relay["window_bytes"] = s.relay->windowBytes;
+    d["relay"] = std::move(relay);
+  }
   d["rdma"] = s.verbs ? py::object(toPython(*s.verbs)) : py::object(py::none());
   return d;
 }
@@ -392,6 +401,13 @@ py::dict toPython(const GroupStats& s) {
   listener["dropped"] = s.listener.dropped;
   listener["pending"] = s.listener.pending;
   d["listener"] = std::move(listener);
+  py::dict relay;
+  relay["flows"] = s.relay.flows;
+  relay["messages"] = s.relay.messages;
+  relay["bytes"] = s.relay.bytes;
+  relay["held_bytes"] = s.relay.heldBytes;
+  relay["refused"] = s.relay.refused;
+  d["relay"] = std::move(relay);
   return d;
 }
 

@@ -122,6 +122,15 @@ class TcpConnector final : public Connector, private FailoverHost {
   // FailoverHost
   ConnectionFacts facts(size_t c) const override;
   PathEvidence evidence(size_t c) const override;
+  std::vector<ConnectionView> relays(TimePoint now) const override {
+    return link_.relays(now);
+  }
+  void askRelays(Nanos age) override {
+    link_.askRelays(age);
+  }
+  TimePoint relaysHeardAt() const override {
+    return link_.relaysHeardAt();
+  }
   bool busy() const override;
   void wakeAt(TimePoint when) override;
   void attempt(size_t c, const AttemptPlan& plan) override;

@@ -115,6 +115,10 @@ class Link {
   virtual void onPeerGone(const AttemptFailure& last) = 0;
   // The classes of the paths have changed.
   virtual void onRoles(const Roles& roles) = 0;
+  // As in FailoverHost.
+  virtual std::vector<ConnectionView> relays(TimePoint now) const = 0;
+  virtual void askRelays(Nanos age) = 0;
+  virtual TimePoint relaysHeardAt() const = 0;
 
  protected:
   static constexpr Nanos kLogPeriod = std::chrono::seconds(10);

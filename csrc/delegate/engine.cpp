@@ -344,6 +344,7 @@ Engine::Engine(
   if (const auto level = logLevelFromName(options_.log_level)) {
     setLogLevel(*level);
   }
+  relays_ = std::make_unique<RelayService>(*this);
   setLogRank(globalRank);
   faults_.begin(startedAt_);
   staging_.limit = static_cast<uint64_t>(options_.staging_bytes);
@@ -707,8 +708,49 @@ PeerLink& Engine::link(const Uid& uid) {
   auto& link = links_[uid];
   if (!link) {
     link = std::make_unique<PeerLink>(*this, uid, ++lastChannelId_);
+    byChannel_.push_back(link.get());
   }
   return *link;
+}
+
+PeerLink* Engine::linkOf(const Channel& channel) {
+  return byChannel_[channel.id() - 1];
+}
+
+// One for each host, the one at our own place among the ranks of its host: then
+// the ranks of a host choose different ones. The list begins with the host
+// behind ours, so that hosts choose different ones, too.
+std::vector<Uid> Engine::relaysTo(const Link& peer) const {
+  using Ranks = std::map<int64_t, Uid>;
+  std::map<std::string, Ranks> hosts; // of our site
+  for (const auto& [id, group] : groups_) {
+    group->eachMember([&](const PeerAddress& member, int64_t globalRank) {
+      if (member.site == self_.site && member.uid != peer.uid() &&
+          member.hostId != peer.address()->hostId) {
+        hosts[member.hostId][globalRank] = member.uid;
+      }
+    });
+  }
+  Ranks& ours = hosts[self_.hostId];
+  ours[globalRank_] = self_.uid;
+  const auto place =
+      static_cast<size_t>(std::distance(ours.begin(), ours.find(globalRank_)));
+  std::map<int64_t, Uid> behind, before; // ours, by the host's first rank
+  for (const auto& [hostId, ranks] : hosts) {
+    if (hostId != self_.hostId) {
+      const auto at = std::next(
+          ranks.begin(), static_cast<ptrdiff_t>(place % ranks.size()));
+      const int64_t first = ranks.begin()->first;
+      (first > ours.begin()->first ? behind : before)[first] = at->second;
+    }
+  }
+  std::vector<Uid> relays;
+  for (const auto* part : {&behind, &before}) {
+    for (const auto& [rank, uid] : *part) {
+      relays.push_back(uid);
+    }
+  }
+  return relays;
 }
 
 // Decides whether a signed refusal counts as evidence that the peer is dead. A
@@ -899,6 +941,7 @@ void Engine::stop(Nanos linger) {
           "is left: the process group was destroyed");
     }
     completions_.drain();
+    relays_->close();
     listener_.reset();
     linkWatch_.reset();
     verbsWatch_.reset();
@@ -1149,6 +1192,10 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
             decodeDatagramOffer(payload), [&](const DatagramOffer& offer) {
               link.datagrams().onOffer(offer);
             });
+      case ControlKind::kRelayNote:
+        return with(decodeRelayNote(payload), [&](const RelayNote& note) {
+          relays_->onNote(link, note);
+        });
       case ControlKind::kVerbsOffer:
         return with(decodeVerbsOffer(payload), [&](const VerbsOffer& offer) {
           // Not now, either: an answer may close the path that brought it.
@@ -1229,6 +1276,10 @@ void Engine::onLinkClosed(PeerLink& link, const Status& why) {
   logMessage(
       link.state() == Link::State::kDead ? LogLevel::kWarning : LogLevel::kInfo,
       why.message());
+  relays_->onLinkClosed(link);
+  eachLink([&](PeerLink& other) {
+    other.relays().onRelayClosed(link.uid(), why.message());
+  });
   for (auto& [id, group] : groups_) {
     group->onLinkClosed(link);
   }

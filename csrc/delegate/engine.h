@@ -22,6 +22,7 @@
 #include "delegate/group.h"
 #include "delegate/link_host.h"
 #include "delegate/peer_link.h"
+#include "delegate/relay_service.h"
 #include "delegate/signal_dump.h"
 #include "delegate/unknown_callers.h"
 #include "path/faults.h"
@@ -176,6 +177,14 @@ class Engine final : public MailboxListener, public LinkHost {
   // Whether this process of the job can have that address now: it is not this
   // process, nor one that is known to be elsewhere.
   bool mayBeAt(const Uid& process, const SocketAddress& at) const override;
+  PeerLink* linkTo(const Uid& uid) override {
+    return knownLink(uid);
+  }
+  PeerLink* linkOf(const Channel& channel) override;
+  std::vector<Uid> relaysTo(const Link& peer) const override;
+  RelayCounters relayCounters() const {
+    return relays_->counters();
+  }
   PathId nextPathId() override {
     return ++lastPathId_;
   }
@@ -255,6 +264,9 @@ class Engine final : public MailboxListener, public LinkHost {
   void onFirstFailure(const Status& status);
 
   // MailboxListener
+  RecvOp* onRelayed(const FrameHeader& header, Channel& channel) override {
+    return relays_->receive(header, channel);
+  }
   void onCollectiveMismatch(
       uint64_t group,
       uint64_t sequence,
@@ -328,6 +340,8 @@ class Engine final : public MailboxListener, public LinkHost {
   // Grows only: by one link for each process that a group has found in its
   // store.
   std::map<Uid, std::unique_ptr<PeerLink>> links_;
+  std::vector<PeerLink*> byChannel_; // by the id of the channel, less 1
+  std::unique_ptr<RelayService> relays_;
   std::unique_ptr<UnknownCallers> unknown_;
   std::optional<std::set<std::string>> memberIps_; // none: to be gathered
   // By number. Not owned; a group removes itself in shutdown().

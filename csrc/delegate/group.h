@@ -144,6 +144,14 @@ struct ListenerCounters {
   uint64_t pending = 0; // now
 };
 
+// What this process does for flows over relays between others.
+struct RelayCounters {
+  uint64_t flows = 0; // now
+  uint64_t messages = 0, bytes = 0; // passed on
+  uint64_t heldBytes = 0; // now, also of what comes for this rank
+  uint64_t refused = 0; // messages, and flows
+};
+
 struct GroupStats {
   std::string group;
   int rank = 0, size = 1;
@@ -151,6 +159,7 @@ struct GroupStats {
   uint64_t operationsPending = 0;
   std::vector<PeerStats> peers;
   ListenerCounters listener; // of the process, all groups
+  RelayCounters relay; // likewise
 };
 
 // A group of ranks on the process's one engine. Thread-safe: every method may

@@ -269,6 +269,7 @@ GroupStats GroupImpl::stats() {
       }
     }
     stats.listener = engine_->listenerCounters();
+    stats.relay = engine_->relayCounters();
   });
   return stats;
 }
@@ -328,6 +329,18 @@ void GroupImpl::need(int rank) {
   }
   if (lookTimer_ == 0) {
     lookIn(kFirstLook);
+  }
+}
+
+void GroupImpl::eachMember(
+    const std::function<void(const PeerAddress&, int64_t globalRank)>& call)
+    const {
+  for (const Member& m : members_) {
+    if (m.address) {
+      call(*m.address, m.globalRank);
+    } else if (m.link != nullptr && m.link->address() && m.link->usable()) {
+      call(*m.link->address(), m.globalRank);
+    }
   }
 }
 

@@ -133,6 +133,10 @@ class GroupImpl final : public Group,
   void lookUp(int64_t globalRank);
   // Adds the addresses of members that are known and have no link.
   void addMemberIps(std::set<std::string>& ips) const;
+  // Those that are known, without this rank.
+  void eachMember(
+      const std::function<void(const PeerAddress&, int64_t globalRank)>& call)
+      const;
   // Counts if it comes from the member that it names as its reporter. Acts in a
   // later turn, because the frame is still being read.
   void onNotice(const Uid& sender, const Notice& notice);

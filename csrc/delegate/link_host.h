@@ -26,7 +26,9 @@
 
 namespace resilient {
 
+class Link;
 class PeerLink;
+class RelayService;
 
 // The state that all links of a process share, as a link and its connectors see
 // it. The Engine implements it.
@@ -91,6 +93,14 @@ class LinkHost {
   virtual void onControl(
       PeerLink& link,
       std::span<const std::byte> payload) = 0;
+
+  // The link with a process that a group has as a member, or null; and the one
+  // with this channel.
+  virtual PeerLink* linkTo(const Uid& uid) = 0;
+  virtual PeerLink* linkOf(const Channel& channel) = 0;
+  // Ranks that can relay to this peer, best first: on our site, on hosts that
+  // are neither ours nor the peer's, one of each.
+  virtual std::vector<Uid> relaysTo(const Link& peer) const = 0;
 
   // --- for paths
   virtual PathId nextPathId() = 0;

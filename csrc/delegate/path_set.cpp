@@ -11,7 +11,8 @@ constexpr int kPumpRounds = 8;
 } // namespace
 
 void PathSet::add(std::unique_ptr<Path> path) {
-  const bool inTurn = path->kind() == PathKind::kTcp;
+  const bool inTurn =
+      path->kind() == PathKind::kTcp || path->kind() == PathKind::kRelay;
   paths_.insert(
       inTurn ? paths_.end()
              : paths_.begin() + static_cast<ptrdiff_t>(inTurnBegin_),

@@ -53,8 +53,8 @@ class PathSet {
   void charge(uint64_t bytes);
 
   Channel& channel_;
-  // First those that take all they can, then the connections, which take one
-  // frame each in turn.
+  // First those that take all they can, then the connections and the paths over
+  // relays, which take one frame each in turn.
   std::vector<std::unique_ptr<Path>> paths_;
   size_t inTurnBegin_ = 0; // in paths_
   size_t nextTurn_ = 0; // of the connections

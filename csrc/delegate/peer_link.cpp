@@ -42,10 +42,16 @@ PeerLink::PeerLink(LinkHost& host, const Uid& uid, uint32_t channelId)
       shared_(*this),
       datagrams_(*this, tcp_),
       verbs_(*this, tcp_),
+      relays_(*this),
       paths_(channel_) {}
 
 PeerLink::~PeerLink() {
   loop().cancel(channelTimer_);
+}
+
+std::string PeerLink::pathSummary() const {
+  const std::string relays = relays_.summary();
+  return tcp_.summary() + (relays.empty() ? "" : "; " + relays);
 }
 
 std::optional<TimePoint> PeerLink::heardAt() const {
@@ -85,6 +91,7 @@ void PeerLink::setAddress(
   shared_.offer();
   datagrams_.offer();
   verbs_.offer();
+  relays_.offer();
 }
 
 void PeerLink::onPeerAddresses(const std::string& text) {
@@ -119,6 +126,7 @@ void PeerLink::addInterest() {
   if (state_ == State::kUnconnected && neededSince_ == kNever) {
     neededSince_ = loop().now();
   }
+  relays_.onNeeded();
   tcp_.failover().setNeeded(true, loop().now());
 }
 
@@ -152,6 +160,8 @@ Connector& PeerLink::connectorOf(const Path& path) {
       return datagrams_;
     case PathKind::kVerbs:
       return verbs_;
+    case PathKind::kRelay:
+      return relays_;
     case PathKind::kTcp:
       break;
   }
@@ -233,6 +243,7 @@ void PeerLink::onConnection() {
   shared_.offer();
   datagrams_.offer();
   verbs_.offer();
+  relays_.offer();
   changed();
 }
 
@@ -286,6 +297,7 @@ void PeerLink::close(State state, StatusCode code, const std::string& how) {
   shared_.close();
   datagrams_.close();
   verbs_.close();
+  relays_.close();
   while (!paths_.empty()) {
     // Removed by onPathClosed(). A goodbye must still arrive.
     if (state == State::kLeft) {
@@ -381,7 +393,7 @@ void PeerLink::fillStats(PeerStats& stats) const {
       stats.state = "unconnected";
       break;
     case State::kUp:
-      stats.state = tcp_.anyAnswers() ? "up" : "suspect";
+      stats.state = tcp_.anyAnswers() || relays_.usable() ? "up" : "suspect";
       break;
     case State::kDead:
       stats.state = "dead";
@@ -403,6 +415,7 @@ void PeerLink::fillStats(PeerStats& stats) const {
   datagrams_.fillStats(stats);
   verbs_.fillStats(stats);
   tcp_.fillStats(stats);
+  relays_.fillStats(stats);
 }
 
 } // namespace resilient

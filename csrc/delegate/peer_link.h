@@ -9,6 +9,7 @@
 
 #include "channel/channel.h"
 #include "delegate/connect_datagram.h"
+#include "delegate/connect_relay.h"
 #include "delegate/connect_shared.h"
 #include "delegate/connect_tcp.h"
 #include "delegate/connect_verbs.h"
@@ -47,6 +48,9 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   VerbsConnector& verbs() {
     return verbs_;
   }
+  RelayConnector& relays() {
+    return relays_;
+  }
   // The message lacks the subject, which is this peer: each group has a name
   // of its own for it.
   const Status& closedBecause() const {
@@ -54,10 +58,8 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   }
   // Last time that any byte came from it; nothing: never.
   std::optional<TimePoint> heardAt() const;
-  // The state of its connections in a few words.
-  std::string pathSummary() const {
-    return tcp_.summary();
-  }
+  // The state of its connections, and of other ways, in a few words.
+  std::string pathSummary() const;
 
   // Its addresses and the secret that proves our membership. `globalRank` may
   // be -1 if unknown. Each group calls it; the later ones change nothing but
@@ -113,6 +115,15 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   void onNoConnection() override;
   void onPeerGone(const AttemptFailure& last) override;
   void onRoles(const Roles& roles) override;
+  std::vector<ConnectionView> relays(TimePoint now) const override {
+    return relays_.views(now);
+  }
+  void askRelays(Nanos age) override {
+    relays_.ask(age);
+  }
+  TimePoint relaysHeardAt() const override {
+    return relays_.heardAt();
+  }
 
   bool dirty = false; // in the engine's list of links to pump
 
@@ -139,6 +150,7 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   SharedConnector shared_;
   DatagramConnector datagrams_;
   VerbsConnector verbs_;
+  RelayConnector relays_;
   PathSet paths_; // destroyed first: connectors hold parts of them
 };
 

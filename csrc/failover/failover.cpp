@@ -121,6 +121,14 @@ std::vector<ConnectionView> Failover::views(TimePoint now) const {
   return all;
 }
 
+// With the paths over other ranks behind the connections.
+std::vector<ConnectionView> Failover::allWays(TimePoint now) const {
+  std::vector<ConnectionView> all = views(now);
+  const std::vector<ConnectionView> relays = host_.relays(now);
+  all.insert(all.end(), relays.begin(), relays.end());
+  return all;
+}
+
 bool Failover::answers(size_t c) const {
   const PathState& s = connections_[c].state;
   return s.connected && s.doubt == Doubt::kNone && !s.nicDown;
@@ -203,6 +211,7 @@ void Failover::assignRoles(TimePoint now) {
   input.routes = routes_;
   input.routePaths = routePaths_;
   input.sharedMemory = sharedMemory_;
+  input.relays = std::ranges::any_of(host_.relays(now), isGood);
   for (size_t c = 0; c < connections_.size(); ++c) {
     input.connections.push_back(
         {routeOf(c), answers(c) && !state(c).proving(), wanted(c)});
@@ -371,7 +380,8 @@ void Failover::onCarried(size_t c, TimePoint now) {
 // Whether the attempts of all ways to the peer have now been refused. Counted
 // while no connection stands.
 bool Failover::peerIsGone(size_t c, const AttemptFailure& how, TimePoint now) {
-  if (connections_[c].triesOffRoute || live() != 0) {
+  if (connections_[c].triesOffRoute || live() != 0 ||
+      anyCanTakeOver(host_.relays(now))) {
     return false;
   }
   if (!how.refused) {
@@ -513,7 +523,7 @@ void Failover::lookIn(Nanos delay, TimePoint now) {
 }
 
 Nanos Failover::lookInterval() const {
-  if (live() < 2) {
+  if (live() + (host_.relaysHeardAt() != TimePoint{}) < 2) {
     return kIdleLook;
   }
   for (size_t c = 0; c < connections_.size(); ++c) {
@@ -574,12 +584,13 @@ void Failover::askOthers(size_t c, TimePoint now) {
       ping(i, now);
     }
   }
+  host_.askRelays(recentAnswer());
 }
 
 // The connection is silent. Others that have not answered lately would be the
 // next: they must show that they work before they get anything.
 void Failover::doubt(size_t c, TimePoint now) {
-  const SilenceVerdict verdict = judgeSilence(views(now), c, recentAnswer());
+  const SilenceVerdict verdict = judgeSilence(allWays(now), c, recentAnswer());
   // If no connection can take over, it is the network or the peer that is
   // silent. Then nothing is gained by suspicion, and much is lost: all that is
   // in flight would go twice, and what came back would have to prove itself.
@@ -589,6 +600,9 @@ void Failover::doubt(size_t c, TimePoint now) {
   }
   if (!state(c).suspect()) {
     for (const size_t i : verdict.doubtful) {
+      if (i >= connections_.size()) {
+        continue; // over a relay: judged elsewhere
+      }
       connections_[i].taintedAt = now;
       ping(i, now);
       apply(i, PathEvent::kSilent, now);
@@ -606,6 +620,7 @@ PathEvidence Failover::gatherEvidence(size_t c) const {
   const TimePoint owesSince = std::min(host_.facts(c).waitingSince, x.pingAt);
   evidence.owes = owesSince != kNever;
   evidence.owesSince = evidence.owes ? owesSince : TimePoint{};
+  evidence.othersAt = host_.relaysHeardAt();
   for (size_t i = 0; i < connections_.size(); ++i) {
     if (i == c || !state(i).connected) {
       continue;
@@ -764,7 +779,7 @@ void Failover::leaveDownNics(TimePoint now) {
       lost[nicOf(c)].push_back(c);
     }
   }
-  if (lost.empty() || !anyCanTakeOver(views(now))) {
+  if (lost.empty() || !anyCanTakeOver(allWays(now))) {
     return;
   }
   for (const auto& [nic, connections] : lost) {

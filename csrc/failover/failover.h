@@ -74,6 +74,19 @@ class FailoverHost {
   virtual ConnectionFacts facts(size_t connection) const = 0;
   // From its transport; may cost a system call.
   virtual PathEvidence evidence(size_t connection) const = 0;
+  // Paths to the peer over other ranks, if any: they can take over, and vouch
+  // for the peer, but are made and judged elsewhere.
+  virtual std::vector<ConnectionView> relays(TimePoint now) const {
+    (void)now;
+    return {};
+  }
+  // Those that have not answered for so long shall say whether they work.
+  virtual void askRelays(Nanos age) {
+    (void)age;
+  }
+  virtual TimePoint relaysHeardAt() const { // TimePoint(): there are none
+    return {};
+  }
   // Some operation waits for the peer, or something is not acknowledged.
   virtual bool busy() const = 0;
   // deadline() is not later than this any more.
@@ -257,6 +270,7 @@ class Failover {
   // The only way to change a PathState.
   void apply(size_t c, PathEvent event, TimePoint now);
   std::vector<ConnectionView> views(TimePoint now) const;
+  std::vector<ConnectionView> allWays(TimePoint now) const;
   ConnectionView viewOf(size_t c, TimePoint now) const;
   bool mayReplace(size_t c, TimePoint now) const;
   bool anyWorks() const;

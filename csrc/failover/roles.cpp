@@ -79,6 +79,7 @@ Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
   const bool anyWorks =
       std::find(works.begin(), works.end(), true) != works.end() ||
       RESILIENT_PLANTED(reserveWhenNothingWorks);
+  roles.relays = input.relays && !anyWorks ? kAllClasses : uint8_t{0};
   const bool standby = policy.standby && anyWorks;
   std::vector<uint8_t> classes = classesByNic(policy, works);
   if (standby) {

@@ -35,6 +35,7 @@ struct RoleInput {
   // be shorter.
   std::vector<bool> routePaths;
   bool sharedMemory = false; // usable
+  bool relays = false; // a path over another rank is usable
 };
 
 // Which traffic classes each path carries, a bit each (1 << class); 0: it is in
@@ -43,6 +44,7 @@ struct Roles {
   std::vector<uint8_t> connections;
   std::vector<uint8_t> routePaths; // by route
   uint8_t sharedMemory = 0;
+  uint8_t relays = 0; // each path over another rank
 };
 
 inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
@@ -50,7 +52,8 @@ inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 // Shared memory carries everything while it is usable, and a route path
 // everything of its route. Connections in excess, and those of NICs on standby,
 // are in reserve, and a class that keeps to a NIC takes no other, not even if
-// its own is on standby. Nothing is in reserve while what it stands by for does
+// its own is on standby. Paths over other ranks stand by for everything else.
+// Nothing is in reserve while what it stands by for does
 // not work.
 //
 // Pure. roles_test.cpp compares it with a second version of these rules.

@@ -56,6 +56,13 @@ _OF_RDMA = (
     ("read_bytes", "counter", "Payload read from tensors of the peer."),
     ("placed_bytes", "counter", "Of these bytes, those read straight into tensors."),
 )
+_OF_RELAY = (
+    ("flows", "gauge", "Paths that other ranks have over this one."),
+    ("messages", "counter", "Parts of messages passed on for others."),
+    ("bytes", "counter", "Bytes of these, with headers."),
+    ("held_bytes", "gauge", "Bytes in memory for it, also of what others have passed on to us."),
+    ("refused", "counter", "Messages and flows that were refused."),
+)
 _OF_PEERS = (
     ("messages_sent", "counter", "Messages acknowledged completely."),
     ("messages_received", "counter", "Messages received completely."),
@@ -132,6 +139,8 @@ def render(snapshot: Snapshot) -> str:
         _add_peer(out, peer)
     if snapshot.listener is not None:
         _add_listener(out, snapshot.listener)
+    if snapshot.relay is not None:
+        out.add_all("relay", _OF_RELAY, snapshot.relay)
     return out.text()
 
 

@@ -17,6 +17,7 @@ from torch_resilient._reports.stats import (
     ListenerStats,
     PeerStats,
     Record,
+    RelayCounts,
     stats,
 )
 from torch_resilient._version import __version__
@@ -35,7 +36,7 @@ class Snapshot(Record):
         rank, world_size: of the default group; None while there is none.
         groups: all groups of this backend.
         peers: one entry for each other rank, with its rank in the default group.
-        listener: None while there is no group.
+        listener, relay: None while there is no group.
         events: recent decisions and changes, oldest first.
     """
 
@@ -48,12 +49,14 @@ class Snapshot(Record):
     groups: tuple[GroupCounts, ...]
     peers: tuple[PeerStats, ...]
     listener: ListenerStats | None
+    relay: RelayCounts | None
     events: tuple[Event, ...]
 
     nested: ClassVar = {
         "groups": GroupCounts,
         "peers": PeerStats,
         "listener": ListenerStats,
+        "relay": RelayCounts,
         "events": Event,
     }
 
@@ -64,14 +67,14 @@ def snapshot() -> Snapshot:
 
     groups: list[GroupCounts] = []
     peers: dict[int, PeerStats] = {}
-    listener = None
+    listener, relay = None, None
     for group in _groups.all_groups():
         try:
             found = stats(group)
             ranks = dist.get_process_group_ranks(group)
         except (ValueError, RuntimeError, KeyError):
             continue  # of another backend, or destroyed meanwhile
-        listener = found.listener
+        listener, relay = found.listener, found.relay
         groups.append(found.counts)
         for peer in found.peers:
             rank = ranks[peer.rank]
@@ -91,5 +94,6 @@ def snapshot() -> Snapshot:
         groups=tuple(groups),
         peers=tuple(peers[rank] for rank in sorted(peers)),
         listener=listener,
+        relay=relay,
         events=event_log.recent(),
     )

@@ -33,7 +33,7 @@ __all__ = [
     "stats",
 ]
 
-PathKind = Literal["tcp", "shm", "udp", "rdma"]
+PathKind = Literal["tcp", "shm", "udp", "rdma", "relay"]
 PathState = Literal[
     "up", "reserve", "suspect", "stalled", "proving", "connecting", "down", "unused"
 ]
@@ -150,12 +150,29 @@ class RdmaStats(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class RelayStats(Record):
+    """A path over a third rank.
+
+    Attributes:
+        rank: of the relay, in the default group; -1 while unknown.
+        host: host name of the relay.
+        ours: this rank has opened the path, over a rank of its own site.
+        window_bytes: what may be under way to the peer and not acknowledged.
+    """
+
+    rank: int
+    host: str
+    ours: bool
+    window_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class PathStats(Record):
     """One path to a peer.
 
     Attributes:
         kind: "tcp" (a connection), "shm" (memory shared with a rank of the same host), "udp"
-            (datagrams) or "rdma".
+            (datagrams), "rdma" or "relay" (over another rank).
         index: its number among the peer's paths of this kind, from 0.
         state: "up"; "reserve" (works, not needed now); "suspect" (silent, other paths have taken
             over); "stalled" (silent, and no other path is left); "proving" (back, on probation);
@@ -175,6 +192,7 @@ class PathStats(Record):
         last_error: why it broke last, or an empty string.
         datagrams: packet counters of a UDP path, None of any other.
         rdma: queue pair and counters of an RDMA path, None of any other.
+        relay: the rank that passes the messages on, None of any other path.
     """
 
     kind: PathKind
@@ -199,8 +217,9 @@ class PathStats(Record):
     last_error: str
     datagrams: DatagramStats | None
     rdma: RdmaStats | None
+    relay: RelayStats | None
 
-    nested: ClassVar = {"datagrams": DatagramStats, "rdma": RdmaStats}
+    nested: ClassVar = {"datagrams": DatagramStats, "rdma": RdmaStats, "relay": RelayStats}
 
     @property
     def key(self) -> tuple[PathKind, int]:
@@ -275,6 +294,25 @@ class ListenerStats(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class RelayCounts(Record):
+    """What this process passes on between other ranks.
+
+    Attributes:
+        flows: pairs of ranks that have a path over this rank now, each path counted.
+        messages: parts of messages passed on.
+        bytes: their bytes, with headers.
+        held_bytes: bytes in memory now, also of what others have passed on to this rank.
+        refused: messages and flows that were refused: unknown, forged, or beyond `relay_bytes`.
+    """
+
+    flows: int
+    messages: int
+    bytes: int
+    held_bytes: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
 class GroupCounts(Record):
     """A group as this process sees it, without its peers.
 
@@ -300,29 +338,37 @@ class GroupStats(GroupCounts):
         group, rank, size, collectives, operations_pending: see GroupCounts.
         peers: one entry for each other rank, in order of rank.
         listener: of the process; all its groups share it.
+        relay: likewise.
         events: recent decisions and changes of this process, oldest first.
     """
 
     peers: tuple[PeerStats, ...]
     listener: ListenerStats
+    relay: RelayCounts
     events: tuple[Event, ...]
 
-    nested: ClassVar = {"peers": PeerStats, "listener": ListenerStats, "events": Event}
+    nested: ClassVar = {
+        "peers": PeerStats,
+        "listener": ListenerStats,
+        "relay": RelayCounts,
+        "events": Event,
+    }
 
     @property
     def counts(self) -> GroupCounts:
-        """The same without peers, listener and events."""
+        """The same without peers, listener, relay and events."""
         return GroupCounts(*(getattr(self, each.name) for each in fields(GroupCounts)))
 
 
 def _path(native: dict[str, Any]) -> PathStats:
     round_trips_s, datagrams = tuple(native.pop("round_trips_s")), native.pop("datagrams")
-    rdma = native.pop("rdma")
+    rdma, relay = native.pop("rdma"), native.pop("relay")
     return PathStats(
         **native,
         round_trips_s=round_trips_s,
         datagrams=None if datagrams is None else DatagramStats(**datagrams),
         rdma=None if rdma is None else RdmaStats(**rdma),
+        relay=None if relay is None else RelayStats(**relay),
     )
 
 
@@ -341,9 +387,11 @@ def stats(group: ProcessGroup | None = None) -> GroupStats:
     """
     native: dict[str, Any] = _native.load().stats(_groups.find_backend(group))
     peers, listener = native.pop("peers"), native.pop("listener")
+    relay = native.pop("relay")
     return GroupStats(
         **native,
         peers=tuple(map(_peer, peers)),
         listener=ListenerStats(**listener),
+        relay=RelayCounts(**relay),
         events=event_log.recent(),
     )

@@ -299,7 +299,11 @@ def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
             for path in peer.paths:
                 _, was = old_paths.get((peer.rank, path.key), (None, None))
                 good = peer.state in ("up", "unconnected")
-                has_nics = path.nic and path.kind != "shm"
+                over = "local"
+                if path.relay is not None:
+                    over = f"over rank {path.relay.rank}"
+                elif path.nic and path.kind != "shm":
+                    over = f"{path.nic}-{path.remote_nic}"
                 rows.append(
                     (
                         name,
@@ -312,7 +316,7 @@ def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
                         str(path.chunks_retransmitted),
                         str(path.reconnects),
                         str(path.times_suspect),
-                        f"{path.nic}-{path.remote_nic}" if has_nics else "local",
+                        over,
                     )
                 )
     pending = sum(group.operations_pending for told in now for group in told.groups)
@@ -322,7 +326,8 @@ def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
         f"{len(now)} of {size or '?'} ranks, on {hosts}; {pending} operations pending; "
         f"{time.strftime('%H:%M:%S')}"
     )
-    more = [table(rows) for rows in (_datagrams(old, now), _rdma(now)) if rows]
+    tables = (_datagrams(old, now), _rdma(now), _relays(old, now))
+    more = [table(rows) for rows in tables if rows]
     return "\n\n".join([head, table(rows), *more])
 
 
@@ -355,6 +360,29 @@ def _datagrams(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[
         "zero-filled",
         "forged",
     )
+    return [head, *rows] if rows else []
+
+
+def _relays(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
+    """The rows of a table of the ranks that relay for others; empty if none does."""
+    rows = []
+    for told, earlier in zip(now, old, strict=True):
+        relay, was = told.relay, earlier.relay if earlier else None
+        if relay is None or not (relay.flows or relay.messages or relay.refused):
+            continue
+        elapsed_s = told.time_s - earlier.time_s if earlier else 0.0
+        sent = sum(path.bytes_sent for peer in told.peers for path in peer.paths)
+        rows.append(
+            (
+                _rank_name(told),
+                str(relay.flows),
+                _rate(relay.bytes, was.bytes if was else None, elapsed_s),
+                _share(relay.bytes, sent),
+                f"{relay.held_bytes / 1e6:.1f}",
+                str(relay.refused),
+            )
+        )
+    head = ("relay", "flows", "for others MB/s", "of all sent %", "waiting MB", "refused")
     return [head, *rows] if rows else []
 
 

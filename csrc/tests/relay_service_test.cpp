@@ -1,0 +1,429 @@
+#include "delegate/relay_service.h"
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <vector>
+
+#include "base/random.h"
+#include "channel/mailbox.h"
+#include "delegate/peer_link.h"
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+// A process with links to ranks 1, 2, ... whose frames the test reads and
+// writes. Nothing connects: no address is known.
+class RelayHost final : public LinkHost, public MailboxListener {
+ public:
+  explicit RelayHost(uint64_t relayBytes = 64u << 20) {
+    options_.relay_bytes = static_cast<int64_t>(relayBytes);
+    self_.uid = uidOf(0);
+    service = std::make_unique<RelayService>(*this);
+  }
+  ~RelayHost() override {
+    for (auto& [uid, link] : links_) {
+      link->close(Link::State::kLeft, StatusCode::kAborted, "is left: the end");
+    }
+    completions_.drain();
+    service->close();
+    CHECK_EQ(service->counters().heldBytes, 0u);
+    graveyard_.clear();
+  }
+
+  static Uid uidOf(uint8_t rank) {
+    Uid uid{};
+    uid[0] = rank;
+    return uid;
+  }
+  PeerLink& peer(uint8_t rank) {
+    auto& link = links_[uidOf(rank)];
+    if (!link) {
+      link = std::make_unique<PeerLink>(
+          *this, uidOf(rank), static_cast<uint32_t>(byChannel_.size() + 1));
+      byChannel_.push_back(link.get());
+      link->channel().addPath(rank, loop_.now());
+    }
+    return *link;
+  }
+  // The next frame for that rank.
+  struct Frame {
+    FrameHeader header;
+    std::vector<std::byte> payload;
+  };
+  std::optional<Frame> next(uint8_t rank) {
+    Channel& channel = peer(rank).channel();
+    completions_.drain();
+    const OutFrame* const f = channel.pull(rank, loop_.now());
+    if (f == nullptr) {
+      return std::nullopt;
+    }
+    Frame frame;
+    CHECK(decodeFrame(f->header, frame.header).ok());
+    if (f->payloadBytes != 0) {
+      frame.payload.assign(f->payload, f->payload + f->payloadBytes);
+    }
+    channel.popWritten(rank);
+    return frame;
+  }
+  std::optional<RelayNote> nextNote(uint8_t rank) {
+    const auto frame = next(rank);
+    return frame ? decodeRelayNote(frame->payload) : std::nullopt;
+  }
+  // That rank sends this; false if it is refused before it has come.
+  bool give(uint8_t rank, const std::vector<std::byte>& content) {
+    FrameHeader header;
+    header.group = kRelayGroup;
+    header.totalBytes = content.size();
+    header.trafficClass = TrafficClass::kGradient;
+    RecvOp* const op = service->receive(header, peer(rank).channel());
+    if (op == nullptr) {
+      return false;
+    }
+    CHECK_EQ(op->bytes, content.size());
+    std::memcpy(op->data, content.data(), content.size());
+    op->finished(Status());
+    return true;
+  }
+
+  // LinkHost
+  EventLoop& loop() override {
+    return loop_;
+  }
+  const EngineOptions& options() const override {
+    return options_;
+  }
+  const PeerAddress& self() const override {
+    return self_;
+  }
+  std::string addressText() const override {
+    return "";
+  }
+  int32_t globalRank() const override {
+    return 0;
+  }
+  Mailbox& mailbox() override {
+    return mailbox_;
+  }
+  CompletionQueue& completions() override {
+    return completions_;
+  }
+  StagingBudget& staging() override {
+    return staging_;
+  }
+  FaultPlan& faults() override {
+    return faults_;
+  }
+  SocketOptions socketOptions(const std::string*) const override {
+    return {};
+  }
+  int dscpOf(const std::string&) const override {
+    return 0;
+  }
+  bool datagramsTo(const std::string&) const override {
+    return false;
+  }
+  RecoverySchemes recoveryTo(const std::string&) const override {
+    return {};
+  }
+  VerbsApi* verbs() override {
+    return nullptr;
+  }
+  const std::vector<VerbsPort>& verbsPorts() override {
+    return ports_;
+  }
+  VerbsLoans* loans() override {
+    return nullptr;
+  }
+  const VerbsChoice& verbsChoice() const override {
+    return verbsChoice_;
+  }
+  RateLimit* rateLimit(const std::string&) override {
+    return nullptr;
+  }
+  void waitForTurn(const std::string&) override {}
+  const BufferLimits& bufferLimits() const override {
+    return limits_;
+  }
+  const std::string& congestionControl() const override {
+    return none_;
+  }
+  bool mayChangeCongestionControl() const override {
+    return false;
+  }
+  const std::array<std::string, kTrafficClassCount>& nicClasses()
+      const override {
+    return nicClasses_;
+  }
+  std::optional<std::string> secretOf(const KeyId&) override {
+    return std::nullopt;
+  }
+  bool mayBeAt(const Uid&, const SocketAddress&) const override {
+    return true;
+  }
+  void membersMoved() override {}
+  void letIn(PeerLink&) override {}
+  void onLinkUp(PeerLink&) override {}
+  void onLinkClosed(PeerLink& link, const Status&) override {
+    service->onLinkClosed(link);
+  }
+  void onControl(PeerLink&, std::span<const std::byte>) override {}
+  PeerLink* linkTo(const Uid& uid) override {
+    const auto found = links_.find(uid);
+    return found == links_.end() ? nullptr : found->second.get();
+  }
+  PeerLink* linkOf(const Channel& channel) override {
+    return byChannel_[channel.id() - 1];
+  }
+  std::vector<Uid> relaysTo(const Link&) const override {
+    return {};
+  }
+  PathId nextPathId() override {
+    return ++lastPath_;
+  }
+  void markDirty(PeerLink&) override {}
+  void destroyLater(std::shared_ptr<void> object) override {
+    graveyard_.push_back(std::move(object));
+  }
+  SharedRendezvous* sharedRendezvous() override {
+    return nullptr;
+  }
+  void noSharedMemory(const std::string&) override {}
+
+  // MailboxListener
+  void onCollectiveMismatch(
+      uint64_t,
+      uint64_t,
+      const OpSignature&,
+      const FrameHeader&,
+      Channel&) override {}
+
+  std::unique_ptr<RelayService> service;
+  EngineOptions options_;
+
+ private:
+  EventLoop loop_;
+  PeerAddress self_;
+  CompletionQueue completions_;
+  StagingBudget staging_;
+  Mailbox mailbox_{completions_, *this};
+  FaultPlan faults_;
+  std::vector<VerbsPort> ports_;
+  VerbsChoice verbsChoice_{EngineOptions()};
+  BufferLimits limits_;
+  std::string none_;
+  std::array<std::string, kTrafficClassCount> nicClasses_;
+  std::map<Uid, std::unique_ptr<PeerLink>> links_;
+  std::vector<PeerLink*> byChannel_;
+  std::vector<std::shared_ptr<void>> graveyard_;
+  PathId lastPath_ = 1000;
+};
+
+RelayFlow flow(uint8_t opener, uint8_t other, uint64_t number = 1) {
+  return {RelayHost::uidOf(opener), RelayHost::uidOf(other), number};
+}
+
+RelayNote noteOf(
+    RelayNote::What what,
+    const RelayFlow& flow,
+    bool fromOpener = true,
+    RelayHop hop = RelayHop::kToRelay) {
+  RelayNote note;
+  note.what = what;
+  note.hop = hop;
+  note.fromOpener = fromOpener;
+  note.flow = flow;
+  return note;
+}
+
+// A PING that travels over a relay.
+std::vector<std::byte> messageOf(
+    const RelayFlow& flow,
+    bool fromOpener = true,
+    RelayHop hop = RelayHop::kToRelay) {
+  RelayHeader header;
+  header.hop = hop;
+  header.fromOpener = fromOpener;
+  header.flow = flow;
+  std::vector<std::byte> content(kRelayHeaderBytes + kFrameHeaderBytes);
+  encodeRelay(header, std::span(content).first<kRelayHeaderBytes>());
+  FrameHeader ping;
+  ping.type = FrameType::kPing;
+  FrameBytes bytes;
+  encodeFrame(ping, bytes);
+  std::memcpy(&content[kRelayHeaderBytes], bytes.data(), bytes.size());
+  return content;
+}
+
+using What = RelayNote::What;
+
+TEST(relay_service_passes_on_what_belongs_to_a_flow) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  PeerLink& b = host.peer(2);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  auto note = host.nextNote(2);
+  CHECK(note && note->what == What::kOpen);
+  CHECK(note->hop == RelayHop::kFromRelay && note->flow == flow(1, 2));
+  host.service->onNote(b, noteOf(What::kAccept, flow(1, 2), false));
+  note = host.nextNote(1);
+  CHECK(note && note->what == What::kAccept && !note->fromOpener);
+
+  const auto content = messageOf(flow(1, 2));
+  CHECK(host.give(1, content));
+  const auto frame = host.next(2);
+  CHECK(frame.has_value());
+  CHECK_EQ(frame->header.group, kRelayGroup);
+  CHECK(frame->header.trafficClass == TrafficClass::kGradient);
+  CHECK(frame->payload == messageOf(flow(1, 2), true, RelayHop::kFromRelay));
+  CHECK(host.give(2, messageOf(flow(1, 2), false)));
+  CHECK(host.next(1).has_value());
+  RelayCounters counters = host.service->counters();
+  CHECK_EQ(counters.flows, 1u);
+  CHECK_EQ(counters.messages, 2u);
+  CHECK_EQ(counters.bytes, 2 * content.size());
+  CHECK_EQ(counters.refused, 0u);
+
+  host.service->onNote(a, noteOf(What::kClose, flow(1, 2)));
+  note = host.nextNote(2);
+  CHECK(note && note->what == What::kClose);
+  CHECK_EQ(host.service->counters().flows, 0u);
+}
+
+// What is refused reaches nobody but, with the reason, its sender.
+TEST(relay_service_is_no_open_proxy) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  (void)host.peer(2);
+  PeerLink& c = host.peer(3);
+  uint64_t refused = 0;
+  const auto isRefused = [&](uint8_t sender) {
+    const auto answer = host.nextNote(sender);
+    CHECK(answer && answer->what == What::kClose);
+    CHECK(!answer->text.empty());
+    CHECK_EQ(host.service->counters().refused, ++refused);
+    for (uint8_t rank = 1; rank <= 3; ++rank) {
+      CHECK(!host.next(rank).has_value());
+    }
+  };
+  // To nobody that a group knows, and in another's name.
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 9)));
+  isRefused(1);
+  host.service->onNote(c, noteOf(What::kOpen, flow(1, 2)));
+  isRefused(3);
+  CHECK(host.give(1, messageOf(flow(1, 2)))); // not open
+  isRefused(1);
+
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  CHECK(host.give(1, messageOf(flow(1, 2, 77)))); // another number
+  isRefused(1);
+  CHECK(host.give(3, messageOf(flow(1, 2)))); // another sender
+  isRefused(3);
+  CHECK(host.give(1, messageOf(flow(1, 2), false))); // as the other end
+  isRefused(1);
+  // What a relay has passed on goes no further, and is for its target only.
+  CHECK(host.give(1, messageOf(flow(1, 2), true, RelayHop::kFromRelay)));
+  isRefused(1);
+  CHECK(host.give(1, messageOf(flow(3, 0), true, RelayHop::kFromRelay)));
+  isRefused(1);
+
+  host.options_.relay = "off";
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2, 5)));
+  isRefused(1);
+  // Nonsense has no answer: it names no flow.
+  CHECK(host.give(1, std::vector<std::byte>(200, std::byte(7))));
+  CHECK_EQ(host.service->counters().refused, refused + 1);
+  CHECK(!host.next(1).has_value());
+}
+
+TEST(relay_service_bounds_its_memory) {
+  constexpr uint64_t kLimit = 4u << 20;
+  RelayHost host(kLimit);
+  (void)host.peer(1);
+  FrameHeader header;
+  header.group = kRelayGroup;
+  for (const uint64_t bytes : {uint64_t(0), uint64_t(63), kLimit + 1}) {
+    header.totalBytes = bytes;
+    CHECK(host.service->receive(header, host.peer(1).channel()) == nullptr);
+  }
+  header.totalBytes = kLimit / 2;
+  RecvOp* const one = host.service->receive(header, host.peer(1).channel());
+  RecvOp* const two = host.service->receive(header, host.peer(1).channel());
+  CHECK(one != nullptr && two != nullptr);
+  header.totalBytes = kRelayHeaderBytes;
+  CHECK(host.service->receive(header, host.peer(1).channel()) == nullptr);
+  one->finished(Status(StatusCode::kAborted, "given up"));
+  CHECK_EQ(host.service->counters().heldBytes, kLimit / 2);
+  two->finished(Status(StatusCode::kAborted, "given up"));
+  CHECK_EQ(host.service->counters().heldBytes, 0u);
+}
+
+TEST(relay_service_tells_both_ends_when_a_link_closes) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  PeerLink& b = host.peer(2);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  CHECK(host.give(1, messageOf(flow(1, 2))));
+  b.close(Link::State::kDead, StatusCode::kPeerDied, "died: for the test");
+  const auto note = host.nextNote(1);
+  CHECK(note && note->what == What::kClose && !note->fromOpener);
+  CHECK_CONTAINS(note->text, "died: for the test");
+  CHECK_EQ(host.service->counters().flows, 0u);
+  CHECK_EQ(host.service->counters().heldBytes, 0u);
+}
+
+// Any notes and messages of members, in any order: nothing crashes, leaks, or
+// reaches a rank that is neither an end of its flow nor its sender.
+TEST(relay_service_bears_anything) {
+  forSeeds(300, [](uint64_t seed) {
+    Prng prng(seed);
+    RelayHost host(8u << 20);
+    for (uint8_t rank = 1; rank <= 3; ++rank) {
+      (void)host.peer(rank);
+    }
+    for (int i = 0; i < 200; ++i) {
+      const auto rank = static_cast<uint8_t>(1 + prng.below(3));
+      const auto some = [&] { return static_cast<uint8_t>(prng.below(5)); };
+      RelayFlow f = flow(some(), some(), prng.below(3));
+      const bool fromOpener = prng.chance(0.6);
+      const auto hop =
+          prng.chance(0.8) ? RelayHop::kToRelay : RelayHop::kFromRelay;
+      if (f.opener == f.other) {
+        continue; // no bytes decode to that
+      }
+      if (prng.chance(0.5)) {
+        const auto what = static_cast<What>(1 + prng.below(4));
+        host.service->onNote(host.peer(rank), noteOf(what, f, fromOpener, hop));
+      } else {
+        auto content = messageOf(f, fromOpener, hop);
+        if (prng.chance(0.2)) {
+          content[prng.below(content.size())] = std::byte(prng.below(256));
+        }
+        (void)host.give(rank, content);
+      }
+      if (prng.chance(0.02)) {
+        host.peer(rank).close(
+            Link::State::kDead, StatusCode::kPeerDied, "died");
+      }
+      for (uint8_t to = 1; to <= 3; ++to) {
+        while (const auto frame = host.next(to)) {
+          RelayHeader header;
+          std::span<const std::byte> rest;
+          if (frame->header.type == FrameType::kData) {
+            CHECK(decodeRelay(frame->payload, header, rest).ok());
+            CHECK(header.target() == RelayHost::uidOf(to));
+            CHECK(header.hop == RelayHop::kFromRelay);
+          }
+        }
+      }
+    }
+  });
+}
+
+} // namespace
+} // namespace resilient::test
