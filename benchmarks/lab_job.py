@@ -22,6 +22,7 @@ def start_job(
     arguments: Mapping[str, Any],
     *,
     environment: Mapping[str, str] | None = None,
+    sites: Sequence[str] | None = None,
     port: int = PORT,
 ) -> LabJob:
     """`script --worker JSON` on each host; the store goes over `control`."""
@@ -30,6 +31,7 @@ def start_job(
         hosts,
         control,
         environment={"PYTHONPATH": str(ROOT), **(environment or {})},
+        sites=sites,
         port=port,
     )
 

@@ -37,7 +37,13 @@ LAB_SCRIPTS = (
 # Takes five minutes even if quick.
 LONG_SCRIPTS = ("stragglers.py",)
 # Run only if named.
-NAMED_SCRIPTS = ("lab_calibration.py", "verbs_lab.py", "verbs_speed.py", "verbs_failover.py")
+NAMED_SCRIPTS = (
+    "lab_calibration.py",
+    "relays.py",
+    "verbs_lab.py",
+    "verbs_speed.py",
+    "verbs_failover.py",
+)
 ALL_SCRIPTS = SCRIPTS + LAB_SCRIPTS + LONG_SCRIPTS + NAMED_SCRIPTS
 
 ABOUT = """\

@@ -41,7 +41,7 @@ from torch_resilient import (
 )
 from torch_resilient._observe import endpoint, observers, prometheus, recorder
 from torch_resilient._observe.snapshot import Snapshot
-from torch_resilient._reports.stats import PeerState
+from torch_resilient._reports.stats import PeerState, RelayCounts, RelayStats
 from torch_resilient.cli import top
 
 LABEL = r'\w+="(?:[^"\\\n]|\\[\\"n])*",?'
@@ -99,7 +99,7 @@ def test_the_document_lists_every_metric() -> None:
         names = re.findall(r"`(torch_resilient_\w+|\.\.\._\w+)`", row)
         for name in names:
             if not name.startswith("..."):
-                prefix = re.match(r"torch_resilient_(?:peer|path|datagrams|rdma)|", name)[0]
+                prefix = re.match(r"torch_resilient_(?:peer|path|datagrams|rdma|relay)|", name)[0]
             listed.add(name.replace("...", prefix))
     assert listed == rendered
 
@@ -494,6 +494,19 @@ def test_rdma_has_numbers_of_its_own() -> None:
         name = prometheus.metric_name("torch_resilient_rdma", attribute, kind)
         assert found[name] == {labels: counts[attribute]}
     assert not any("rdma" in name for name in samples(prometheus.render(told())))
+
+
+def test_relays_have_a_table_of_their_own() -> None:
+    relay = RelayCounts(flows=3, messages=9, bytes=2_000_000, held_bytes=500_000, refused=4)
+    over = RelayStats(rank=2, host="c", ours=True, window_bytes=1)
+    path = path_stats(kind="relay", relay=over, bytes_sent=8_000_000)
+    before = process_snapshot(peer_stats(path))
+    now = process_snapshot(peer_stats(path), relay=relay, time_s=before.time_s + 2)
+    lines = top.frame([before], [now]).splitlines()
+    assert lines[3].endswith("over rank 2")
+    assert re.split(r"\s{2,}", lines[6]) == ["0", "3", "1.0", "25.0", "0.5", "4"]
+    # Who relays for nobody is not listed.
+    assert "for others" not in top.frame([], [before])
 
 
 def watched(rank: int) -> str:

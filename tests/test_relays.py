@@ -236,7 +236,8 @@ def test_without_any_way_the_error_names_the_ways(sites: Sites) -> None:
     row = job.until(lambda row: row["kind"] == "error" and row["rank"] == 0, "error", PATIENCE_S)
     assert "rank 2" in row["text"]
     ways = row["text"].partition("over relays: ")[2]
-    assert "rank 1 (host a1" in ways and "rank 3 (host b1" in ways, row["text"]
+    assert "rank 1 (host a1" in ways, row["text"]
+    assert "rank 3 (host b1" in ways, row["text"]
 
 
 @pytest.mark.parametrize("where", ["everywhere", "relay"])

@@ -13,6 +13,7 @@ from torch_resilient._reports.stats import (
     PeerState,
     PeerStats,
     RdmaStats,
+    RelayCounts,
 )
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -104,7 +105,7 @@ class _Text:
         self,
         prefix: str,
         rows: tuple[tuple[str, str, str], ...],
-        values: PathStats | DatagramStats | RdmaStats | PeerStats,
+        values: PathStats | DatagramStats | RdmaStats | RelayCounts | PeerStats,
         /,
         **labels: object,
     ) -> None:
