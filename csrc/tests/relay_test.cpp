@@ -1,7 +1,9 @@
 #include <array>
 #include <cstring>
 #include <deque>
+#include <list>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "base/random.h"
@@ -169,11 +171,13 @@ TEST(relay_window_keeps_to_its_limit) {
 // A process's channel to the relay, and the frames on it. There is no relay in
 // between: what one end sends as for a relay, the other one gets as from one.
 //
-// Thread: the loop of its user.
+// Thread: the loop of its user. It outlives that, and so may the other end:
+// frames lie in an inbox, at which each end looks by itself.
 class ToRelay final : public TestProcess {
  public:
   ToRelay(EventLoop& l, uint32_t id) : TestProcess(config(), id), loop(l) {
     channel.addPath(kOnly, loop.now());
+    look();
   }
 
   void onHeld(const FrameHeader& header, std::vector<std::byte> content) {
@@ -185,8 +189,8 @@ class ToRelay final : public TestProcess {
       path->onFrame(relay, frame);
     }
   }
-  void joins(ToRelay& other) {
-    far = &other;
+  void joins(const ToRelay& other) {
+    out = other.in;
     pump();
   }
   void setSilent(bool now) {
@@ -197,12 +201,15 @@ class ToRelay final : public TestProcess {
   }
 
   EventLoop& loop;
-  ToRelay* far = nullptr;
   RelayPath* path = nullptr; // the newest
   bool silent = false; // what arrives waits
 
  private:
   static constexpr PathId kOnly = 1;
+  struct Inbox {
+    std::mutex mutex;
+    std::vector<std::vector<std::byte>> frames; // by mutex
+  };
   struct Held : RecvOp {
     void finished(const Status& status) override {
       if (status.ok()) {
@@ -252,7 +259,7 @@ class ToRelay final : public TestProcess {
     }
   }
   void pump() {
-    while (far != nullptr) {
+    while (out) {
       const OutFrame* const f = channel.pull(kOnly, loop.now());
       if (f == nullptr) {
         break;
@@ -263,9 +270,8 @@ class ToRelay final : public TestProcess {
         std::memcpy(&bytes[kFrameHeaderBytes], f->payload, f->payloadBytes);
       }
       channel.popWritten(kOnly);
-      far->loop.post([to = far, bytes = std::move(bytes)]() mutable {
-        to->read(std::move(bytes));
-      });
+      const std::lock_guard lock(out->mutex);
+      out->frames.push_back(std::move(bytes));
     }
     completions.drain();
     if (timer == 0 && channel.deadline() != kNever) {
@@ -275,6 +281,15 @@ class ToRelay final : public TestProcess {
         pump();
       });
     }
+  }
+  void look() {
+    std::unique_lock lock(in->mutex);
+    const auto frames = std::exchange(in->frames, {});
+    lock.unlock();
+    for (const auto& frame : frames) {
+      read(frame);
+    }
+    loop.after(100us, [this] { look(); });
   }
   void read(std::vector<std::byte> bytes) {
     if (silent) {
@@ -292,6 +307,8 @@ class ToRelay final : public TestProcess {
     channelReady(channel);
   }
 
+  const std::shared_ptr<Inbox> in = std::make_shared<Inbox>();
+  std::shared_ptr<Inbox> out; // of the other end
   std::list<Held> held;
   std::vector<std::vector<std::byte>> kept;
   bool dirty = false;
@@ -323,7 +340,7 @@ class RelayHelper final : public PathHelper {
             user.loop, user.channel, id, ways_[side]->channel, config, user);
         ways_[side]->path = path.get();
         if (side == 1) {
-          ways_[1]->far = ways_[0].get();
+          ways_[1]->joins(*ways_[0]);
           ways_[0]->loop.post([this] { ways_[0]->joins(*ways_[1]); });
         }
         return path;
