@@ -4,29 +4,47 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
 #include <deque>
-#include <set>
+#include <optional>
+#include <stdexcept>
 
 #include "base/syscall.h"
 
 namespace resilient::test {
 namespace {
 
+class Device;
 class Memory;
 class QueuePair;
+
+// A device from the time when it comes until it fails.
+struct Life {
+  explicit Life(std::string n) : name(std::move(n)) {}
+
+  const std::string name;
+  const FileDescriptor fd{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  std::vector<VerbsEvent> events;
+  bool failed = false;
+  bool removed = false; // from the list
+  bool hangs = false;
+};
 
 } // namespace
 
 struct VerbsFake::World {
-  struct Events {
-    FileDescriptor fd{::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
-    std::vector<VerbsEvent> events;
-  };
+  // Returns when the device does not hang.
+  void answer(std::unique_lock<std::mutex>& lock, const Life& life) {
+    answers.wait(lock, [&] { return !life.hangs; });
+  }
 
   std::mutex mutex;
-  std::map<std::string, Events> events; // by device; never removed
-  std::vector<std::string> devices;
+  std::condition_variable answers;
+  std::vector<std::shared_ptr<Life>> devices, past;
+  std::map<std::string, std::weak_ptr<Device>> open;
+  size_t openDevices = 0;
+  std::optional<VerbsPort::Gid> address;
   std::map<uint32_t, QueuePair*> queuePairs;
   std::map<uint32_t, Memory*> memory; // by key
   uint32_t lastKey = 0x100;
@@ -45,21 +63,22 @@ constexpr uint16_t kReads = 4;
 
 class Memory final : public VerbsMemory {
  public:
+  // With the lock of the world.
   Memory(
       std::shared_ptr<World> world,
       std::span<std::byte> b,
-      std::string d,
+      std::shared_ptr<Life> d,
       bool reads)
       : bytes(b),
         device(std::move(d)),
         forReads(reads),
         world_(std::move(world)) {
-    std::lock_guard lock(world_->mutex);
     key_ = ++world_->lastKey;
     world_->memory[key_] = this;
   }
   ~Memory() override {
-    std::lock_guard lock(world_->mutex);
+    std::unique_lock lock(world_->mutex);
+    world_->answer(lock, *device);
     world_->memory.erase(key_);
   }
   uint32_t remoteKey() const override {
@@ -70,7 +89,7 @@ class Memory final : public VerbsMemory {
   }
 
   const std::span<std::byte> bytes;
-  const std::string device;
+  const std::shared_ptr<Life> device;
   const bool forReads;
 
  private:
@@ -80,17 +99,23 @@ class Memory final : public VerbsMemory {
 
 class QueuePair final : public VerbsQueuePair {
  public:
-  QueuePair(std::shared_ptr<World> world, VerbsPort port, uint32_t depth)
+  // With the lock of the world.
+  QueuePair(
+      std::shared_ptr<World> world,
+      std::shared_ptr<Life> device,
+      VerbsPort port,
+      uint32_t depth)
       : world_(std::move(world)),
+        device_(std::move(device)),
         port_(std::move(port)),
         depth_(depth),
         wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
-    std::lock_guard lock(world_->mutex);
     number_ = ++world_->last;
     world_->queuePairs[number_] = this;
   }
   ~QueuePair() override {
-    std::lock_guard lock(world_->mutex);
+    std::unique_lock lock(world_->mutex);
+    world_->answer(lock, *device_);
     world_->queuePairs.erase(number_);
   }
 
@@ -184,12 +209,16 @@ class QueuePair final : public VerbsQueuePair {
     (void)!::read(wake_.get(), &count, sizeof(count));
   }
   Status fence() override {
-    std::lock_guard lock(world_->mutex);
+    std::unique_lock lock(world_->mutex);
+    world_->answer(lock, *device_);
     fail(Result::kFlushed, "flushed");
     return Status();
   }
 
   // With the lock of the world.
+  bool isOf(const Life& device) const {
+    return device_.get() == &device;
+  }
   void setSilent(bool silent) {
     silent_ = silent;
     for (auto& [number, other] : world_->queuePairs) {
@@ -233,7 +262,7 @@ class QueuePair final : public VerbsQueuePair {
       size_t posted) {
     const auto& m = static_cast<const Memory&>(memory);
     const auto* at = static_cast<const std::byte*>(data);
-    if (m.device != port_.device) {
+    if (m.device != device_) {
       world_->faults.push_back("memory of another device");
     }
     if (!m.covers(at, bytes)) {
@@ -254,8 +283,7 @@ class QueuePair final : public VerbsQueuePair {
   bool fetch(QueuePair& far, Send& read) {
     const auto theirs = world_->memory.find(read.remoteKey);
     const bool allowed = theirs != world_->memory.end() &&
-        theirs->second->forReads &&
-        theirs->second->device == far.port_.device &&
+        theirs->second->forReads && theirs->second->device == far.device_ &&
         theirs->second->covers(read.from, read.into.size());
     if (!allowed || !world_->memory.contains(read.localKey)) {
       ++world_->refusedReads;
@@ -314,6 +342,7 @@ class QueuePair final : public VerbsQueuePair {
   }
 
   const std::shared_ptr<World> world_;
+  const std::shared_ptr<Life> device_;
   const VerbsPort port_;
   const uint32_t depth_;
   const FileDescriptor wake_;
@@ -328,54 +357,104 @@ class QueuePair final : public VerbsQueuePair {
 
 class Device final : public VerbsDevice {
  public:
-  Device(std::shared_ptr<World> world, std::string name)
-      : world_(std::move(world)), name_(std::move(name)) {}
+  // With the lock of the world.
+  Device(std::shared_ptr<World> world, std::shared_ptr<Life> life)
+      : world_(std::move(world)), life_(std::move(life)) {
+    ++world_->openDevices;
+  }
+  ~Device() override {
+    std::lock_guard lock(world_->mutex);
+    --world_->openDevices;
+  }
   Status registerMemory(
       std::span<std::byte> bytes,
       bool forReads,
       std::unique_ptr<VerbsMemory>& memory) override {
-    memory = std::make_unique<Memory>(world_, bytes, name_, forReads);
+    std::unique_lock lock(world_->mutex);
+    world_->answer(lock, *life_);
+    if (life_->failed) {
+      return failure();
+    }
+    memory = std::make_unique<Memory>(world_, bytes, life_, forReads);
     return Status();
   }
   Status makeQueuePair(
       const VerbsPort& port,
       const VerbsQueuePairConfig& config,
       std::unique_ptr<VerbsQueuePair>& queuePair) override {
-    queuePair = std::make_unique<QueuePair>(world_, port, config.depth);
+    std::unique_lock lock(world_->mutex);
+    world_->answer(lock, *life_);
+    if (life_->failed) {
+      return failure();
+    }
+    queuePair = std::make_unique<QueuePair>(world_, life_, port, config.depth);
     return Status();
   }
   int eventsFd() const override {
-    std::lock_guard lock(world_->mutex);
-    return world_->events[name_].fd.get();
+    return life_->fd.get();
   }
   void takeEvents(std::vector<VerbsEvent>& events) override {
     std::lock_guard lock(world_->mutex);
-    World::Events& own = world_->events[name_];
     uint64_t count = 0;
-    (void)!::read(own.fd.get(), &count, sizeof(count));
-    for (const VerbsEvent& event : std::exchange(own.events, {})) {
+    (void)!::read(life_->fd.get(), &count, sizeof(count));
+    for (const VerbsEvent& event : std::exchange(life_->events, {})) {
       events.push_back(event);
     }
   }
 
  private:
+  Status failure() const {
+    return Status(StatusCode::kNetwork, life_->name + " has failed");
+  }
+
   const std::shared_ptr<World> world_;
-  const std::string name_;
+  const std::shared_ptr<Life> life_;
 };
+
+std::shared_ptr<Life>& deviceOf(World& world, const std::string& name) {
+  const auto found = std::ranges::find(
+      world.devices, name, [](const auto& d) { return d->name; });
+  if (found == world.devices.end()) {
+    throw std::out_of_range("no device " + name);
+  }
+  return *found;
+}
+
+void raiseOn(Life& device, const VerbsEvent& event) {
+  device.events.push_back(event);
+  const uint64_t one = 1;
+  (void)!::write(device.fd.get(), &one, sizeof(one));
+}
 
 } // namespace
 
 VerbsFake::VerbsFake(int devices) : world_(std::make_shared<World>()) {
   for (int i = 0; i < devices; ++i) {
-    world_->devices.push_back("fake" + std::to_string(i));
+    world_->devices.push_back(
+        std::make_shared<Life>("fake" + std::to_string(i)));
   }
 }
 
+Status VerbsFake::devices(std::set<std::string>& names) {
+  std::lock_guard lock(world_->mutex);
+  for (const auto& device : world_->devices) {
+    if (!device->failed && !device->removed) {
+      names.insert(device->name);
+    }
+  }
+  return Status();
+}
+
 Status VerbsFake::ports(std::vector<VerbsPort>& ports) {
+  std::lock_guard lock(world_->mutex);
   for (size_t i = 0; i < world_->devices.size(); ++i) {
+    if (world_->devices[i]->failed || world_->devices[i]->removed) {
+      continue;
+    }
     VerbsPort port;
-    port.device = world_->devices[i];
+    port.device = world_->devices[i]->name;
     port.gid[15] = static_cast<std::byte>(i + 1);
+    port.gid = world_->address.value_or(port.gid);
     port.interfaceIndex = static_cast<uint32_t>(i + 1);
     port.mtuBytes = 4096;
     port.active = true;
@@ -387,11 +466,66 @@ Status VerbsFake::ports(std::vector<VerbsPort>& ports) {
 Status VerbsFake::open(
     const std::string& name,
     std::shared_ptr<VerbsDevice>& device) {
-  if (std::ranges::count(world_->devices, name) == 0) {
-    return Status(StatusCode::kInvalidArgument, "no device " + name);
+  std::lock_guard lock(world_->mutex);
+  std::shared_ptr<Device> known = world_->open[name].lock();
+  if (known == nullptr) {
+    const auto found =
+        std::ranges::find_if(world_->devices, [&](const auto& d) {
+          return d->name == name && !d->failed && !d->removed;
+        });
+    if (found == world_->devices.end()) {
+      return Status(StatusCode::kInvalidArgument, "no device " + name);
+    }
+    known = std::make_shared<Device>(world_, *found);
+    world_->open[name] = known;
   }
-  device = std::make_shared<Device>(world_, name);
+  device = known;
   return Status();
+}
+
+void VerbsFake::forget(const VerbsDevice& device) {
+  std::vector<std::shared_ptr<Device>> held; // the last ones take the lock
+  std::lock_guard lock(world_->mutex);
+  std::erase_if(world_->open, [&](const auto& entry) {
+    return held.emplace_back(entry.second.lock()).get() == &device;
+  });
+}
+
+void VerbsFake::setAddress(const VerbsPort::Gid& gid) {
+  std::lock_guard lock(world_->mutex);
+  world_->address = gid;
+}
+
+void VerbsFake::fail(const std::string& device) {
+  std::lock_guard lock(world_->mutex);
+  Life& failing = *deviceOf(*world_, device);
+  failing.failed = true;
+  for (auto& [number, queuePair] : world_->queuePairs) {
+    if (queuePair->isOf(failing)) {
+      queuePair->setSilent(true);
+    }
+  }
+  raiseOn(failing, {.kind = VerbsEvent::Kind::kDeviceFailed});
+}
+
+void VerbsFake::bringBack(const std::string& device) {
+  std::lock_guard lock(world_->mutex);
+  std::shared_ptr<Life>& life = deviceOf(*world_, device);
+  world_->past.push_back(std::exchange(life, std::make_shared<Life>(device)));
+}
+
+void VerbsFake::remove(const std::string& device, bool removed) {
+  std::lock_guard lock(world_->mutex);
+  deviceOf(*world_, device)->removed = removed;
+}
+
+void VerbsFake::hang(const std::string& device, bool hangs) {
+  std::lock_guard lock(world_->mutex);
+  deviceOf(*world_, device)->hangs = hangs;
+  for (const std::shared_ptr<Life>& life : world_->past) {
+    life->hangs = life->hangs && (hangs || life->name != device);
+  }
+  world_->answers.notify_all();
 }
 
 void VerbsFake::silence(uint32_t queuePair, bool silent) {
@@ -401,10 +535,7 @@ void VerbsFake::silence(uint32_t queuePair, bool silent) {
 
 void VerbsFake::raise(const std::string& device, const VerbsEvent& event) {
   std::lock_guard lock(world_->mutex);
-  World::Events& own = world_->events[device];
-  own.events.push_back(event);
-  const uint64_t one = 1;
-  (void)!::write(own.fd.get(), &one, sizeof(one));
+  raiseOn(*deviceOf(*world_, device), event);
 }
 
 void VerbsFake::giveUp(uint32_t queuePair) {
@@ -431,6 +562,11 @@ uint64_t VerbsFake::bytesRead() const {
 uint64_t VerbsFake::refusedReads() const {
   std::lock_guard lock(world_->mutex);
   return world_->refusedReads;
+}
+
+size_t VerbsFake::openDevices() const {
+  std::lock_guard lock(world_->mutex);
+  return world_->openDevices;
 }
 
 size_t VerbsFake::memories() const {

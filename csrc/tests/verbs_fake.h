@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -16,15 +17,32 @@ namespace resilient::test {
 // must be registered with the same device, no more may be posted than the depth
 // allows, and a send must find a receive.
 //
+// A device can fail and come back: it is then another device of the same name,
+// and nothing that was made from the former one works with it.
+//
 // Thread: any. Lifetime: queue pairs may outlive it.
 class VerbsFake final : public VerbsApi {
  public:
   // Two devices by default: "fake0" and "fake1".
   explicit VerbsFake(int devices = 2);
 
+  Status devices(std::set<std::string>& names) override;
   Status ports(std::vector<VerbsPort>& ports) override;
   Status open(const std::string& name, std::shared_ptr<VerbsDevice>& device)
       override;
+  void forget(const VerbsDevice& device) override;
+
+  // All devices have this address, instead of one each.
+  void setAddress(const VerbsPort::Gid& gid);
+  // The device fails: nothing that was made from it answers any more, and it
+  // cannot be opened until it is back. The event is raised.
+  void fail(const std::string& device);
+  void bringBack(const std::string& device);
+  // The host removes the device, which works as long as somebody has it open.
+  void remove(const std::string& device, bool removed);
+  // Calls that make, register, deregister, fence or destroy something of the
+  // device, as it is now, do not return until this is false again.
+  void hang(const std::string& device, bool hangs);
 
   // The network drops all that is for this queue pair: what others send to it,
   // and the answers to what it sends. Both go on when it ends, as retries do.
@@ -38,6 +56,8 @@ class VerbsFake final : public VerbsApi {
   // Queue pairs that exist.
   size_t queuePairs() const;
   size_t memories() const; // registered
+  // Devices that are open, failed ones included.
+  size_t openDevices() const;
   uint64_t bytesRead() const; // from memory of far ends
   uint64_t refusedReads() const;
 

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -160,13 +161,19 @@ class VerbsDevice {
 class VerbsApi {
  public:
   virtual ~VerbsApi() = default;
+  // The names of the devices that the host has now. It opens none.
+  virtual Status devices(std::set<std::string>& names) = 0;
   // The addresses of all devices, RoCE v2 and InfiniBand ones, of ports that
   // are up or down.
   virtual Status ports(std::vector<VerbsPort>& ports) = 0;
-  // Opens the device, or gives the one that is open already.
+  // Opens the device, or gives the one that is open already. May block if the
+  // device does not answer.
   virtual Status open(
       const std::string& name,
       std::shared_ptr<VerbsDevice>& device) = 0;
+  // This one has failed: the next open() opens it anew. It and what was made
+  // from it stay valid objects.
+  virtual void forget(const VerbsDevice& device) = 0;
 };
 
 // The library that is installed with this package, or null; `why` tells then
@@ -179,6 +186,6 @@ constexpr const char* kVerbsOpenName = "resilient_verbs_open";
 using VerbsOpen = VerbsApi*(uint32_t version);
 // Raise it with every change of this file. With classes of another layout,
 // calls into the library would overwrite memory.
-constexpr uint32_t kVerbsApiVersion = 3;
+constexpr uint32_t kVerbsApiVersion = 4;
 
 } // namespace resilient

@@ -5,6 +5,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -133,9 +134,11 @@ class RealVerbs final : public VerbsApi {
     ibv_fork_init();
   }
 
+  Status devices(std::set<std::string>& names) override;
   Status ports(std::vector<VerbsPort>& ports) override;
   Status open(const std::string& name, std::shared_ptr<VerbsDevice>& device)
       override;
+  void forget(const VerbsDevice& device) override;
 
  private:
   static Status openNew(
@@ -145,6 +148,17 @@ class RealVerbs final : public VerbsApi {
   std::mutex mutex_;
   std::map<std::string, std::weak_ptr<VerbsDevice>> open_; // under mutex_
 };
+
+Status RealVerbs::devices(std::set<std::string>& names) {
+  DeviceList devices;
+  if (Status status = devices.read(); !status.ok()) {
+    return status;
+  }
+  for (const ibv_device* device : devices) {
+    names.insert(device->name);
+  }
+  return {};
+}
 
 // A device that cannot be opened or read is left out, unless all are like that.
 Status RealVerbs::ports(std::vector<VerbsPort>& ports) {
@@ -172,17 +186,36 @@ Status RealVerbs::ports(std::vector<VerbsPort>& ports) {
   return isAnyReadable ? Status() : failure;
 }
 
+// Not under the mutex while it opens one: a device that does not answer must
+// not hold up the others. If two threads open one at a time, the first wins.
 Status RealVerbs::open(
     const std::string& name,
     std::shared_ptr<VerbsDevice>& device) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  device = open_[name].lock();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    device = open_[name].lock();
+  }
   if (device != nullptr) {
     return {};
   }
-  Status status = openNew(name, device);
-  open_[name] = device;
-  return status;
+  if (Status status = openNew(name, device); !status.ok()) {
+    return status;
+  }
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::weak_ptr<VerbsDevice>& known = open_[name];
+  if (std::shared_ptr<VerbsDevice> other = known.lock()) {
+    device = std::move(other);
+  } else {
+    known = device;
+  }
+  return {};
+}
+
+void RealVerbs::forget(const VerbsDevice& device) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  std::erase_if(open_, [&](const auto& entry) {
+    return entry.second.lock().get() == &device;
+  });
 }
 
 Status RealVerbs::openNew(
