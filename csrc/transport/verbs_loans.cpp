@@ -1,9 +1,6 @@
 #include "transport/verbs_loans.h"
 
 #include <algorithm>
-#include <condition_variable>
-#include <deque>
-#include <mutex>
 #include <thread>
 #include <utility>
 
@@ -22,81 +19,54 @@ Status deviceIsStuck() {
 
 } // namespace
 
-// One thread registers and deregisters, in order. A device that does not answer
-// holds it up, and with it all memory: other devices may have it, too.
-struct VerbsLoans::Shared {
-  std::mutex mutex;
-  std::condition_variable work;
-  EventLoop* loop = nullptr; // null: nobody is interested any more
-  std::deque<std::function<void()>> jobs;
-  bool running = false; // the thread
-
-  // Calls it in the loop, if the loans are still there then. Any thread.
-  static void post(
-      const std::shared_ptr<Shared>& shared,
-      std::function<void()> call) {
-    const std::lock_guard lock(shared->mutex);
-    if (shared->loop != nullptr) {
-      shared->loop->post([shared, call = std::move(call)] {
-        if (shared->loop != nullptr) { // changed in the loop only
-          call();
-        }
-      });
-    }
-  }
-
-  static void run(const std::shared_ptr<Shared>& shared) {
-    // An idle thread costs little, but a process that uses RDMA no more should
-    // not keep it.
-    constexpr auto kIdle = std::chrono::seconds(10);
-    std::unique_lock lock(shared->mutex);
-    for (;;) {
-      shared->work.wait_for(lock, kIdle, [&] {
-        return !shared->jobs.empty() || shared->loop == nullptr;
-      });
-      if (shared->jobs.empty()) {
-        shared->running = false;
-        return;
-      }
-      const std::function<void()> job = std::move(shared->jobs.front());
-      shared->jobs.pop_front();
-      lock.unlock();
-      job();
-      lock.lock();
-    }
-  }
-
-  static void add(
-      const std::shared_ptr<Shared>& shared,
-      std::function<void()> job) {
-    const std::lock_guard lock(shared->mutex);
-    shared->jobs.push_back(std::move(job));
-    shared->work.notify_one();
-    if (!std::exchange(shared->running, true)) {
-      std::thread([shared] { run(shared); }).detach();
-    }
-  }
-};
-
 VerbsLoans::VerbsLoans(EventLoop& loop, Limits limits)
-    : loop_(loop), limits_(limits), shared_(std::make_shared<Shared>()) {
-  shared_->loop = &loop;
-}
+    : loop_(loop), limits_(limits), calls_(std::make_shared<LoopCalls>(loop)) {}
 
 VerbsLoans::~VerbsLoans() {
   for (auto& [loan, lent] : loans_) {
     loop_.cancel(lent.timer);
     letGo(std::move(lent), nullptr);
   }
-  const std::lock_guard lock(shared_->mutex);
-  shared_->loop = nullptr;
-  shared_->work.notify_one();
+  calls_->end();
 }
 
 void VerbsLoans::use(const std::shared_ptr<VerbsDevice>& device) {
-  if (std::ranges::find(devices_, device) == devices_.end()) {
-    devices_.push_back(device);
+  if (std::ranges::find(devices_, device, &Device::device) == devices_.end()) {
+    devices_.push_back(
+        {++lastDevice_, device, std::make_shared<DeviceThread>()});
   }
+}
+
+// The threads of the device hold what is left of it, and end with it.
+void VerbsLoans::drop(const VerbsDevice& device) {
+  const auto found = std::ranges::find_if(
+      devices_, [&](const Device& d) { return d.device.get() == &device; });
+  if (found == devices_.end()) {
+    return;
+  }
+  Device dropped = std::move(*found);
+  devices_.erase(found);
+  for (auto& [loan, lent] : loans_) {
+    Lent failed;
+    failed.threads = {dropped.thread};
+    std::erase_if(lent.registered, [&](Registered& each) {
+      const bool isOfDevice = each.device == &device;
+      if (isOfDevice) {
+        failed.registered.push_back(std::move(each));
+      }
+      return isOfDevice;
+    });
+    letGo(std::move(failed), nullptr);
+    for (Tensor& tensor : lent.memory) {
+      for (std::set<uint64_t>& missing : tensor.missing) {
+        missing.erase(dropped.id);
+      }
+      settle(tensor);
+    }
+  }
+  // Closing it may block.
+  dropped.thread->run([held = std::move(dropped.device)] {});
+  tellSettled();
 }
 
 VerbsLoans::Loan VerbsLoans::lend(
@@ -105,14 +75,18 @@ VerbsLoans::Loan VerbsLoans::lend(
     return 0;
   }
   Lent lent;
+  std::set<uint64_t> asked;
+  for (const Device& device : devices_) {
+    lent.threads.insert(device.thread);
+    asked.insert(device.id);
+  }
   for (const std::span<std::byte> each : memory) {
     if (each.size() >= limits_.fromBytes) {
       lent.bytes += each.size();
       Tensor& tensor = lent.memory.emplace_back();
       tensor.bytes = each;
       tensor.missing.assign(
-          (each.size() + limits_.pieceBytes - 1) / limits_.pieceBytes,
-          devices_.size());
+          (each.size() + limits_.pieceBytes - 1) / limits_.pieceBytes, asked);
     }
   }
   if (lent.bytes == 0 || lent.bytes > limits_.totalBytes - lentBytes_) {
@@ -138,20 +112,27 @@ void VerbsLoans::registerPieces(Loan loan, size_t tensor) {
     const std::span<std::byte> bytes = from.bytes.subspan(
         begin,
         std::min(from.bytes.size() - begin, limits_.pieceBytes + kMaxFound));
-    for (const std::shared_ptr<VerbsDevice>& device : devices_) {
-      Shared::add(
-          shared_,
-          [this, shared = shared_, loan, tensor, piece, bytes, device] {
-            auto made = std::make_shared<Registered>();
-            made->device = device.get();
-            made->bytes = bytes;
-            const Status status =
-                device->registerMemory(bytes, /*forReads=*/true, made->memory);
-            // If nobody takes it, `made` deregisters it, on whichever thread.
-            Shared::post(shared, [this, loan, tensor, piece, made, status] {
-              registered(loan, tensor, piece, std::move(*made), status);
-            });
-          });
+    for (const Device& device : devices_) {
+      device.thread->run([this,
+                          calls = calls_,
+                          loan,
+                          tensor,
+                          piece,
+                          bytes,
+                          id = device.id,
+                          thread = device.thread,
+                          device = device.device] {
+        auto made = std::make_shared<Registered>();
+        made->device = device.get();
+        made->thread = thread;
+        made->bytes = bytes;
+        const Status status =
+            device->registerMemory(bytes, /*forReads=*/true, made->memory);
+        // If nobody takes it, `made` deregisters it, on whichever thread.
+        LoopCalls::post(calls, [this, loan, tensor, piece, id, made, status] {
+          registered(loan, tensor, piece, id, std::move(*made), status);
+        });
+      });
     }
   }
 }
@@ -160,6 +141,7 @@ void VerbsLoans::registered(
     Loan loan,
     size_t tensor,
     size_t piece,
+    uint64_t device,
     Registered memory,
     const Status& status) {
   if (!status.ok() && !std::exchange(saidRefused_, true)) {
@@ -168,8 +150,11 @@ void VerbsLoans::registered(
         "RDMA copies tensors that cannot be registered: " + status.message());
   }
   const auto found = loans_.find(loan);
-  if (found == loans_.end()) {
-    Lent late; // the operation was faster
+  const bool isInUse =
+      std::ranges::find(devices_, device, &Device::id) != devices_.end();
+  if (found == loans_.end() || !isInUse) {
+    Lent late; // the operation was faster, or the device has failed
+    late.threads = {memory.thread};
     late.registered.push_back(std::move(memory));
     letGo(std::move(late), nullptr);
     return;
@@ -178,13 +163,21 @@ void VerbsLoans::registered(
     found->second.registered.push_back(std::move(memory));
   }
   Tensor& of = found->second.memory[tensor];
-  --of.missing[piece];
-  if (of.missing[piece] == 0 && of.settled == piece) {
-    while (of.settled < of.missing.size() && of.missing[of.settled] == 0) {
-      ++of.settled;
-    }
+  of.missing[piece].erase(device);
+  if (settle(of)) {
     tellSettled();
   }
+}
+
+// Counts the first pieces that all devices know or have refused. True if there
+// are more than before.
+bool VerbsLoans::settle(Tensor& tensor) {
+  const size_t before = tensor.settled;
+  while (tensor.settled < tensor.missing.size() &&
+         tensor.missing[tensor.settled].empty()) {
+    ++tensor.settled;
+  }
+  return tensor.settled != before;
 }
 
 void VerbsLoans::giveUpWaiting(Loan loan) {
@@ -250,20 +243,29 @@ VerbsMemory* VerbsLoans::find(
   return nullptr;
 }
 
-// On the thread, behind all registrations of it that may still be under way.
-void VerbsLoans::letGo(Lent lent, std::function<void()> gone) {
-  if (lent.registered.empty() && !gone) {
-    return;
+// On the threads, behind all registrations of it that may still be under way.
+// Each of them holds `kept` until its device has let go.
+void VerbsLoans::letGo(
+    Lent lent,
+    std::function<void()> gone,
+    std::shared_ptr<void> kept) {
+  // Destroyed with the last of the jobs.
+  const std::shared_ptr<void> last(nullptr, [calls = calls_, gone](void*) {
+    if (gone) {
+      LoopCalls::post(calls, gone);
+    }
+  });
+  for (const std::shared_ptr<DeviceThread>& thread : lent.threads) {
+    auto held = std::make_shared<std::vector<std::unique_ptr<VerbsMemory>>>();
+    for (Registered& each : lent.registered) {
+      if (each.thread == thread) {
+        held->push_back(std::move(each.memory));
+      }
+    }
+    if (!held->empty() || gone) {
+      thread->run([held, kept, last] { held->clear(); });
+    }
   }
-  auto held = std::make_shared<Lent>(std::move(lent));
-  Shared::add(
-      shared_,
-      [held = std::move(held), shared = shared_, gone = std::move(gone)] {
-        held->registered.clear();
-        if (gone) {
-          Shared::post(shared, gone);
-        }
-      });
 }
 
 void VerbsLoans::end(Loan loan) {
@@ -288,18 +290,24 @@ void VerbsLoans::end(Loan loan) {
     if (other == loans_.end()) {
       return false;
     }
+    other->second.threads.insert(each.thread);
     other->second.registered.push_back(std::move(each));
     return true;
   });
   letGo(std::move(lent), nullptr);
 }
 
-// What the thread registers for it meanwhile is never used: registered() finds
+// What the threads register for it meanwhile is never used: registered() finds
 // no loan.
-void VerbsLoans::revoke(Loan loan, std::function<void(const Status&)> gone) {
+void VerbsLoans::revoke(
+    Loan loan,
+    std::function<void(const Status&)> gone,
+    std::function<std::shared_ptr<void>()> hold) {
   const uint64_t call = ++lastCall_;
   Waiting& waiting = waiting_[call];
   waiting.gone = std::move(gone);
+  waiting.hold = std::move(hold);
+  waiting.kept = std::make_shared<std::shared_ptr<void>>();
   waiting.timer = loop_.after(
       limits_.letGoWithin, [this, call] { over(call, deviceIsStuck()); });
   Lent lent;
@@ -309,7 +317,7 @@ void VerbsLoans::revoke(Loan loan, std::function<void(const Status&)> gone) {
     loop_.cancel(lent.timer);
     lentBytes_ -= lent.bytes;
   }
-  letGo(std::move(lent), [this, call] { over(call, Status()); });
+  letGo(std::move(lent), [this, call] { over(call, Status()); }, waiting.kept);
 }
 
 void VerbsLoans::over(uint64_t call, const Status& status) {
@@ -320,6 +328,9 @@ void VerbsLoans::over(uint64_t call, const Status& status) {
   const Waiting waiting = std::move(found->second);
   waiting_.erase(found);
   loop_.cancel(waiting.timer);
+  if (!status.ok() && waiting.hold) {
+    *waiting.kept = waiting.hold();
+  }
   waiting.gone(status);
 }
 
@@ -334,9 +345,9 @@ void VerbsLoans::destroy(
     std::function<void()> gone) {
   std::thread([object = std::move(object),
                gone = std::move(gone),
-               shared = shared_]() mutable {
+               calls = calls_]() mutable {
     object.reset();
-    Shared::post(shared, std::move(gone));
+    LoopCalls::post(calls, std::move(gone));
   }).detach();
 }
 

@@ -5,10 +5,12 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <set>
 #include <span>
 #include <vector>
 
 #include "base/status.h"
+#include "transport/device_thread.h"
 #include "transport/event_loop.h"
 #include "transport/verbs_api.h"
 
@@ -18,8 +20,8 @@ namespace resilient {
 // There it lies for the devices of other ranks to read, and for ours to write
 // to.
 //
-// How it works. lend() returns at once, and a thread registers the memory with
-// every device in use, piece by piece. Messages wait for their pieces: that
+// How it works. lend() returns at once, and a thread for each device in use
+// registers the memory, piece by piece. Messages wait for their pieces: that
 // takes a fraction of the time of a copy. Memory is registered anew for each
 // operation: a registration pins pages, and nothing tells when the program
 // unmaps them and maps others at the same address. So none outlives its
@@ -28,7 +30,8 @@ namespace resilient {
 // An operation that has ended well takes its memory back at once: no device
 // accesses it any more (see Channel::pin), so deregistering may take its time.
 // After an error, late packets may still read or write, and the memory is free
-// when the devices have let go of it.
+// when the devices have let go of it. If a device does not answer, the memory
+// is kept until it does, at worst as long as the process lives.
 //
 // Thread: loop thread. It outlives the paths that use it.
 class VerbsLoans {
@@ -53,6 +56,10 @@ class VerbsLoans {
 
   // From now on, memory is registered with the device, too.
   void use(const std::shared_ptr<VerbsDevice>& device);
+  // The device has failed. Memory is not registered with it any more, and what
+  // is registered is deregistered; revoke() still waits for that. No path of
+  // the device may be left.
+  void drop(const VerbsDevice& device);
   // 0 if no device is in use, the memory is too small, or too much is lent.
   Loan lend(std::span<const std::span<std::byte>> memory);
   // How many of the first bytes the devices know by now, or never will: all, if
@@ -69,7 +76,12 @@ class VerbsLoans {
   void end(Loan loan);
   // The operation has failed: calls `gone` when no device can access the
   // memory, in a later turn. Not ok: a device has not let go of it in time.
-  void revoke(Loan loan, std::function<void(const Status&)> gone);
+  // Then `hold`, unless it is null, is called just before, and its result lives
+  // until the device has: it owns the memory.
+  void revoke(
+      Loan loan,
+      std::function<void(const Status&)> gone,
+      std::function<std::shared_ptr<void>()> hold = nullptr);
   // Destroys an object of a device on a thread of its own, then calls `gone`.
   void destroy(std::shared_ptr<void> object, std::function<void()> gone);
   // No call of revoke() is open.
@@ -81,52 +93,68 @@ class VerbsLoans {
   void giveUp();
 
  private:
+  struct Device {
+    uint64_t id = 0; // an address may come again
+    std::shared_ptr<VerbsDevice> device;
+    std::shared_ptr<DeviceThread> thread;
+  };
   struct Registered {
-    const VerbsDevice* device = nullptr;
+    const VerbsDevice* device = nullptr; // in use
+    std::shared_ptr<DeviceThread> thread; // the device's
     std::span<std::byte> bytes;
     std::unique_ptr<VerbsMemory> memory;
   };
   struct Tensor {
     std::span<std::byte> bytes;
-    std::vector<size_t> missing; // of each piece: devices that are asked
+    // Of each piece: devices that have not answered yet.
+    std::vector<std::set<uint64_t>> missing;
     size_t settled = 0; // pieces, from the first on
   };
   struct Lent {
     uint64_t bytes = 0;
     std::vector<Tensor> memory;
     std::vector<Registered> registered;
+    // Of all devices that may have to do with it.
+    std::set<std::shared_ptr<DeviceThread>> threads;
     TimerId timer = 0; // gives up waiting
   };
-  // What threads share with the loop.
-  struct Shared;
+  struct Waiting { // of revoke()
+    std::function<void(const Status&)> gone;
+    std::function<std::shared_ptr<void>()> hold;
+    // Also held by the threads, until the devices have let go.
+    std::shared_ptr<std::shared_ptr<void>> kept;
+    TimerId timer = 0;
+  };
 
   void registerPieces(Loan loan, size_t tensor);
   void registered(
       Loan loan,
       size_t tensor,
       size_t piece,
+      uint64_t device,
       Registered memory,
       const Status& status);
+  static bool settle(Tensor& tensor);
   void giveUpWaiting(Loan loan);
   void tellSettled();
-  void letGo(Lent lent, std::function<void()> gone);
+  void letGo(
+      Lent lent,
+      std::function<void()> gone,
+      std::shared_ptr<void> kept = nullptr);
   void over(uint64_t call, const Status& status);
 
   EventLoop& loop_;
   const Limits limits_;
-  std::vector<std::shared_ptr<VerbsDevice>> devices_;
+  const std::shared_ptr<LoopCalls> calls_;
+  std::vector<Device> devices_;
+  uint64_t lastDevice_ = 0;
   std::map<Loan, Lent> loans_;
   Loan last_ = 0;
   uint64_t lentBytes_ = 0;
-  struct Waiting { // of revoke()
-    std::function<void(const Status&)> gone;
-    TimerId timer = 0;
-  };
   std::map<uint64_t, Waiting> waiting_;
   std::vector<std::weak_ptr<std::function<void()>>> watchers_;
   uint64_t lastCall_ = 0;
   bool saidRefused_ = false;
-  std::shared_ptr<Shared> shared_;
 };
 
 } // namespace resilient
