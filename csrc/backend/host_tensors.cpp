@@ -330,6 +330,14 @@ std::string HostTensors::waitsFor() const {
   return text;
 }
 
+std::vector<at::Tensor> HostTensors::hosts() const {
+  std::vector<at::Tensor> tensors;
+  for (const Slot& slot : slots_) {
+    tensors.push_back(slot.host);
+  }
+  return tensors;
+}
+
 void HostTensors::dropTemporaries() {
   for (Slot& slot : slots_) {
     if (!slot.direct) {

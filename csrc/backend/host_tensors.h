@@ -70,6 +70,9 @@ class HostTensors {
   // The memory that add() has given out, of tensors that are not small.
   std::vector<std::span<std::byte>> memory() const;
 
+  // The tensors with that memory: the user's, or temporaries.
+  std::vector<at::Tensor> hosts() const;
+
   // Anything else that must live as long.
   void keep(std::shared_ptr<void> thing) {
     kept_.push_back(std::move(thing));

@@ -392,6 +392,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec.body = std::move(body);
   spec.memory = WorkResilient::stagedMemory(work);
   spec.tensors = work->tensors().memory();
+  spec.hold = [work = work.get()] { return work->holdMemory(); };
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   const TimePoint called = std::chrono::steady_clock::now();
   std::optional<CallOrder::Call> call(std::in_place, *order_, work->title());
@@ -437,9 +438,9 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
 }
 
 // A message has no sequence number, so one that cannot be received is refused
-// here only: the peer's message matches the next receive. `zeroFilled` refers
-// to the Work without holding it, since `done`, which is called later, holds
-// it.
+// here only: the peer's message matches the next receive. `zeroFilled` and
+// `hold` refer to the Work without holding it, since `done`, which is called
+// later, holds it.
 ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
     c10::intrusive_ptr<WorkResilient> work,
     int peer,
@@ -469,6 +470,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   }
   work->tensors().copyIn();
   spec->memory = WorkResilient::stagedMemory(work);
+  spec->hold = [work = work.get()] { return work->holdMemory(); };
   work->setPlace(CallOrder::message(work->title()));
   const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(

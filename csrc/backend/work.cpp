@@ -363,6 +363,14 @@ std::shared_ptr<StagedMemory> WorkResilient::stagedMemory(
   return pieces;
 }
 
+std::shared_ptr<void> WorkResilient::holdMemory() const {
+  auto tensors = std::make_shared<std::vector<at::Tensor>>(tensors_.hosts());
+  auto* const all = tensors.get();
+  return {all, [tensors = std::move(tensors)](void*) mutable {
+            FutureThreads::post(0, [held = std::move(tensors)] {});
+          }};
+}
+
 bool WorkResilient::hasEnded() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return completed_;

@@ -94,6 +94,9 @@ class WorkResilient : public c10d::Work {
   // Tells the engine of pieces until all have come or the operation has ended.
   // Call it once the operation has been handed over.
   static void followPieces(const c10::intrusive_ptr<WorkResilient>& work);
+  // Owns the tensors, and drops them on another thread in the end. Loop thread,
+  // before end().
+  std::shared_ptr<void> holdMemory() const;
   // For callbacks of the future.
   void setPlace(CallPlace place) {
     place_ = std::move(place);

@@ -87,6 +87,10 @@ struct CollectiveSpec {
   std::shared_ptr<StagedMemory> memory;
   // The large parts of that memory, for RDMA devices.
   std::vector<std::span<std::byte>> tensors;
+  // Gives what owns that memory. Called at most once, just before `done`, if an
+  // RDMA device does not let go of the memory: the engine keeps the result
+  // until it does. Null: nothing has to be kept.
+  std::function<std::shared_ptr<void>()> hold;
   // Called exactly once on the loop thread (or on the caller's, if the group is
   // closed already): ok, or a Status whose message has the full context. It
   // must not block or throw.
@@ -108,6 +112,7 @@ struct PointToPointSpec {
   void* data = nullptr;
   size_t bytes = 0;
   std::shared_ptr<StagedMemory> memory; // as above
+  std::function<std::shared_ptr<void>()> hold; // as above
   // As in SendOp: a send is not ok if its data is not there.
   Status failure;
   // Of a send. Unless it is exact, `zeroFilled` is called before `done`, if all

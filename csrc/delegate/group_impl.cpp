@@ -808,7 +808,8 @@ void GroupImpl::finished(
       status,
       // Keeps what the operation has borrowed.
       [ended = std::move(ended),
-       done = std::move(run.spec().done)](const Status& s) { done(s); });
+       done = std::move(run.spec().done)](const Status& s) { done(s); },
+      std::move(run.spec().hold));
 }
 
 void GroupImpl::finished(
@@ -823,6 +824,7 @@ void GroupImpl::finished(
     engine_->onFirstFailure(status);
   }
   auto done = std::move(run.spec().done);
+  auto hold = std::move(run.spec().hold);
   const VerbsLoans::Loan loan = run.loan();
   std::shared_ptr<PointToPointRun> ended;
   auto found = pointToPoints_.find(run.id());
@@ -835,7 +837,8 @@ void GroupImpl::finished(
       loan,
       status,
       [ended = std::move(ended), done = std::move(done), sourceRank](
-          const Status& s) { done(s, sourceRank); });
+          const Status& s) { done(s, sourceRank); },
+      std::move(hold));
 }
 
 // The memory of an operation that has failed is its owner's again when no RDMA
@@ -843,7 +846,8 @@ void GroupImpl::finished(
 void GroupImpl::takeBack(
     VerbsLoans::Loan loan,
     const Status& status,
-    std::function<void(const Status&)> done) {
+    std::function<void(const Status&)> done,
+    std::function<std::shared_ptr<void>()> hold) {
   VerbsLoans* const loans = engine_->loans();
   if (loan == 0) {
     done(status);
@@ -860,7 +864,8 @@ void GroupImpl::takeBack(
                         : Status(
                               status.code(),
                               status.message() + "; " + held.message()));
-        });
+        },
+        std::move(hold));
   }
 }
 

@@ -203,7 +203,8 @@ class GroupImpl final : public Group,
   void takeBack(
       VerbsLoans::Loan loan,
       const Status& status,
-      std::function<void(const Status&)> done);
+      std::function<void(const Status&)> done,
+      std::function<std::shared_ptr<void>()> hold);
   void start(std::shared_ptr<CollectiveRun> run);
   void start(std::shared_ptr<PointToPointRun> run);
   void onWatchdog();
