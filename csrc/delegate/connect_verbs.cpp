@@ -14,6 +14,13 @@ namespace {
 // Connecting takes milliseconds, or a second without an answer.
 constexpr Nanos kLookAgain = std::chrono::milliseconds(2);
 
+// The device may take its time to let go of it.
+void destroyElsewhere(std::unique_ptr<VerbsEnd> end) {
+  if (end != nullptr) {
+    std::thread([end = std::move(end)]() mutable { end.reset(); }).detach();
+  }
+}
+
 VerbsOffer offerOf(size_t connection, uint64_t number, VerbsEnd& end) {
   const VerbsAddress address = end.queuePair().address();
   VerbsOffer offer;
@@ -101,6 +108,7 @@ Status VerbsConnector::sendOffer(size_t route, size_t connection) {
     return status;
   }
   attempt.connection = connection;
+  attempt.device = attempt.end->port().device;
   fillRandom(&attempt.number, sizeof(attempt.number));
   link_.channel().sendControl(
       encode(offerOf(connection, attempt.number, *attempt.end)));
@@ -111,6 +119,7 @@ Status VerbsConnector::sendOffer(size_t route, size_t connection) {
 void VerbsConnector::forgetOffer(size_t route) {
   if (const auto found = attempts_.find(route); found != attempts_.end()) {
     link_.loop().cancel(found->second.timer);
+    destroyElsewhere(std::move(found->second.end));
     attempts_.erase(found);
   }
 }
@@ -180,6 +189,7 @@ void VerbsConnector::answer(const VerbsOffer& offer, size_t route) {
     refuse(offer.connection, offer.number, status.message());
     return;
   }
+  attempt.device = attempt.end->port().device;
   attempts_[route] = std::move(attempt);
   connect(route, offer, /*initiator=*/false);
 }
@@ -226,6 +236,21 @@ void VerbsConnector::closeWhere(
   }
   for (const size_t route : lost) {
     path(route)->close(Status(StatusCode::kNetwork, why));
+  }
+}
+
+// A thread has the end that is being connected.
+void VerbsConnector::dropOffers(const std::string& device) {
+  std::vector<size_t> lost;
+  for (auto& [route, attempt] : attempts_) {
+    if (attempt.device == device && attempt.end == nullptr) {
+      attempt.isDeviceLost = true;
+    } else if (attempt.device == device) {
+      lost.push_back(route);
+    }
+  }
+  for (const size_t route : lost) {
+    offerLater(route, device + " failed");
   }
 }
 
@@ -291,9 +316,10 @@ void VerbsConnector::onEvent(
           [&](size_t, const Live& live) { return isOfPort(live); },
           "the port of " + device + " went down");
     case VerbsEvent::Kind::kDeviceFailed:
-      return closeWhere(
+      closeWhere(
           [&](size_t, const Live& live) { return isOfDevice(live); },
           device + " failed");
+      return dropOffers(device);
     case VerbsEvent::Kind::kQueuePairFailed:
       return closeWhere(
           [&](size_t, const Live& live) {
@@ -311,6 +337,7 @@ void VerbsConnector::onEvent(
           device + " lost the address of the route");
       break;
     case VerbsEvent::Kind::kPortUp:
+    case VerbsEvent::Kind::kDeviceBack:
       break;
   }
   for (size_t route = 0; route < routes(); ++route) {
@@ -363,7 +390,12 @@ void VerbsConnector::connected(size_t route, Connecting& connecting) {
   answered(route);
   Attempt attempt = std::move(attempts_.at(route));
   attempts_.erase(route);
+  if (attempt.isDeviceLost) {
+    connecting.status =
+        Status(StatusCode::kNetwork, attempt.device + " failed");
+  }
   if (!connecting.status.ok()) {
+    destroyElsewhere(std::move(connecting.end));
     if (!connecting.initiator) {
       refuse(attempt.connection, attempt.number, connecting.status.message());
     }

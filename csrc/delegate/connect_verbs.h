@@ -24,6 +24,8 @@ namespace resilient {
 // and sends first: at that moment the far end can receive. Connecting may take
 // a second, so a thread does it, and a timer looks whether it has ended.
 //
+// A device that has failed is no device until it is open again (VerbsWatch).
+//
 // An end that closes its queue pair says so over another path, by a "no" with
 // the number of its offer: the far end then leaves the path at once, and need
 // not wait for silence. The answering end asks for an offer when its port is
@@ -59,7 +61,8 @@ class VerbsConnector final : public RoutePathConnector {
     size_t connection = 0; // beside which it is
     uint64_t number = 0; // an answer repeats it
     std::unique_ptr<VerbsEnd> end; // null while it is being connected
-    std::string remoteDevice;
+    std::string device, remoteDevice;
+    bool isDeviceLost = false; // ours has failed meanwhile
     TimerId timer = 0; // looks for the end of connecting
   };
   // The end of a path, while there is one.
@@ -87,6 +90,7 @@ class VerbsConnector final : public RoutePathConnector {
   void closeWhere(
       const std::function<bool(size_t route, const Live& live)>& isLost,
       const std::string& why);
+  void dropOffers(const std::string& device);
   // Without a word to the peer: it knows.
   void closeTold(size_t route, const std::string& why);
   void connectAgain(size_t route);

@@ -1023,11 +1023,10 @@ VerbsApi* Engine::verbs() {
           loop_,
           *api,
           devices,
-          [this](const std::string& device, const VerbsEvent& event) {
-            verbsPortsAt_ = TimePoint(); // the list may be out of date
-            eachLink(
-                [&](PeerLink& link) { link.verbs().onEvent(device, event); });
-          });
+          [this](
+              const std::string& name,
+              const VerbsDevice& device,
+              const VerbsEvent& event) { onVerbs(name, device, event); });
     } else if (!verbsChoice_.off()) {
       logMessage(
           LogLevel::kDebug,
@@ -1035,6 +1034,19 @@ VerbsApi* Engine::verbs() {
     }
   }
   return *verbs_;
+}
+
+// The links first: none of their paths uses the device any more when its memory
+// is deregistered.
+void Engine::onVerbs(
+    const std::string& name,
+    const VerbsDevice& device,
+    const VerbsEvent& event) {
+  verbsPortsAt_ = TimePoint(); // the list may be out of date
+  eachLink([&](PeerLink& link) { link.verbs().onEvent(name, event); });
+  if (loans_ != nullptr && event.kind == VerbsEvent::Kind::kDeviceFailed) {
+    loans_->drop(device);
+  }
 }
 
 // Many links ask when a job starts, for each route. The answer may be a little
@@ -1046,6 +1058,9 @@ const std::vector<VerbsPort>& Engine::verbsPorts() {
     verbsPorts_.clear();
     (void)verbs()->ports(verbsPorts_);
     verbsPorts_ = verbsChoice_.of(verbsPorts_);
+    std::erase_if(verbsPorts_, [this](const VerbsPort& port) {
+      return verbsWatch_ != nullptr && verbsWatch_->isFailed(port.device);
+    });
     verbsPortsAt_ = loop_.now();
   }
   return verbsPorts_;

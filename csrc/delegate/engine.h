@@ -284,6 +284,10 @@ class Engine final : public MailboxListener, public LinkHost {
   void startThread();
   void chooseDatagrams();
   void checkVerbs();
+  void onVerbs(
+      const std::string& name,
+      const VerbsDevice& device,
+      const VerbsEvent& event);
   void onNotice(PeerLink& link, const Notice& notice);
   void chooseCongestionControl();
   void startListening(const std::string& storeHost);

@@ -3,6 +3,7 @@
 #include <memory>
 #include <set>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -20,9 +21,10 @@ struct Watching {
           user.loop,
           fake,
           devices,
-          [this](const std::string& device, const VerbsEvent& event) {
-            seen.emplace_back(device, event);
-          });
+          [this](
+              const std::string& name,
+              const VerbsDevice&,
+              const VerbsEvent& event) { seen.emplace_back(name, event); });
     });
   }
   ~Watching() {
@@ -58,6 +60,64 @@ TEST(verbs_watch_tells_the_events_of_each_device) {
     CHECK(seen[2].second.kind == Kind::kQueuePairFailed);
     CHECK_EQ(seen[2].second.queuePair, 7u);
   });
+}
+
+TEST(verbs_watch_opens_a_device_anew_that_has_failed) {
+  using Kind = VerbsEvent::Kind;
+  Watching watching({"fake0", "fake1"});
+  watching.fake.fail("fake1");
+  watching.until(1);
+  watching.user.run([&] {
+    CHECK_EQ(watching.seen[0].first, "fake1");
+    CHECK(watching.seen[0].second.kind == Kind::kDeviceFailed);
+    CHECK(watching.watch->isFailed("fake1"));
+    CHECK(!watching.watch->isFailed("fake0"));
+  });
+  watching.user.until(
+      "it is closed", [&] { return watching.fake.openDevices() == 1; });
+  watching.fake.bringBack("fake1");
+  watching.until(2); // the watch looks by itself, after a pause
+  watching.user.run([&] {
+    CHECK_EQ(watching.seen[1].first, "fake1");
+    CHECK(watching.seen[1].second.kind == Kind::kDeviceBack);
+    CHECK(!watching.watch->isFailed("fake1"));
+  });
+  watching.fake.raise("fake1", {.kind = Kind::kPortDown, .port = 1});
+  watching.until(3);
+  watching.user.run(
+      [&] { CHECK(watching.seen[2].second.kind == Kind::kPortDown); });
+}
+
+// Soft-RoCE removes a device only when nobody has it open.
+TEST(verbs_watch_lets_go_of_a_device_that_is_being_removed) {
+  using Kind = VerbsEvent::Kind;
+  Watching watching({"fake0"});
+  const auto look = [&] { watching.user.run([&] { watching.watch->look(); }); };
+  look(); // in vain
+  watching.fake.remove("fake0", true);
+  look();
+  watching.until(1);
+  watching.user.run(
+      [&] { CHECK(watching.seen[0].second.kind == Kind::kDeviceFailed); });
+  watching.user.until(
+      "it is closed", [&] { return watching.fake.openDevices() == 0; });
+  watching.fake.remove("fake0", false);
+  look();
+  watching.until(2);
+  watching.user.run(
+      [&] { CHECK(watching.seen[1].second.kind == Kind::kDeviceBack); });
+}
+
+TEST(hotplug_watch_knows_rdma_devices) {
+  using namespace std::string_view_literals;
+  CHECK(
+      HotplugWatch::concerns(
+          "remove@/devices/virtual/infiniband_verbs/uverbs0\0ACTION=remove\0"
+          "SUBSYSTEM=infiniband_verbs\0SEQNUM=7\0"sv));
+  CHECK(HotplugWatch::concerns("add@/x\0SUBSYSTEM=infiniband"sv));
+  CHECK(!HotplugWatch::concerns("add@/x\0SUBSYSTEM=infiniband_mad\0"sv));
+  CHECK(!HotplugWatch::concerns("add@/x\0OTHER_SUBSYSTEM=infiniband\0"sv));
+  CHECK(!HotplugWatch::concerns(""sv));
 }
 
 } // namespace

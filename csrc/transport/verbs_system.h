@@ -15,4 +15,8 @@ VerbsApi* openVerbsLibrary(const std::string& path, std::string& why);
 // "/a/_verbs.cpython-311.so" for "/a/_C.cpython-311.so".
 std::string verbsLibraryBeside(const std::string& module);
 
+// From now on, systemVerbs() gives this one: devices in memory, for tests of
+// what is above them. Null: the library again. Any thread.
+void replaceSystemVerbs(VerbsApi* api);
+
 } // namespace resilient
