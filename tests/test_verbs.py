@@ -154,6 +154,19 @@ def test_both_ends_hear_of_a_port_that_goes_down(lab: VerbsLab, job: LabJob, end
     end_well(job)
 
 
+def test_a_device_that_is_removed_and_added_carries_again(lab: VerbsLab, job: LabJob) -> None:
+    """Soft-RoCE waits with the removal until no program has the device open."""
+    guest = lab.guests["b"]
+    removal = guest.popen(["rdma", "link", "delete", "rxe0"])
+    job.until(on_both(1), "one network is left", LIMIT_S)
+    assert removal.wait(LIMIT_S) == 0
+    rounds_pass(job)
+    guest.run(["rdma", "link", "add", "rxe0", "type", "rxe", "netdev", "eth0"], check=True)
+    job.until(on_both(2), "both carry again", LIMIT_S)
+    rounds_pass(job)
+    end_well(job)
+
+
 def test_connections_carry_where_memory_cannot_be_locked(lab: VerbsLab) -> None:
     command = ["prlimit", "--memlock=65536:65536", "setpriv", "--bounding-set=-ipc_lock"]
     guests = list(lab.guests.values())
