@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.verbs]
 
 PROGRAM = Path(__file__).with_name("verbs_program.py")
 LATE_PROGRAM = Path(__file__).with_name("verbs_late_program.py")
+CANCEL_PROGRAM = Path(__file__).with_name("verbs_cancel_program.py")
 # Far more than anything takes: the machine may be busy.
 LIMIT_S = 90
 PORTS = itertools.count(29500)
@@ -282,6 +283,40 @@ def test_late_packets_change_no_byte_while_the_nic_is_off_and_on(
 ) -> None:
     """Whether that resets the path is chance: its device must have a packet to send meanwhile."""
     late_packets(lab, direction, 0.6, by_nic=True)
+
+
+def test_memory_of_a_receive_that_has_timed_out_is_not_read_into(lab: VerbsLab) -> None:
+    """The device has requests for the rest of the message when the operation ends."""
+    networks = [lab.networks[name] for name in ("eth0", "eth1")]
+    environment = {
+        **PATIENT,
+        "TORCH_RESILIENT_INTERFACE": "eth0,eth1",
+        "TORCH_RESILIENT_RDMA_TIMEOUT": "18",
+    }
+    command = [sys.executable, str(CANCEL_PROGRAM)]
+    guests = list(lab.guests.values())
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as job:
+        try:
+            assert all(job.row("ready", LIMIT_S)["both_up"] for _ in guests)
+            for network in networks:
+                network.set(rate_bytes_per_s=10e6)
+            job.tell("go")
+            failed = {row["rank"]: row for row in (job.row("failed", LIMIT_S) for _ in guests)}
+            assert "Timed out" in failed[0]["error"], failed
+            assert 0 < failed[0]["placed"] < failed[0]["bytes"], failed
+            time.sleep(1.5)  # what was under way would have arrived
+            job.tell("nothing is under way")
+            results = [job.row("result", LIMIT_S) for _ in guests]
+            assert [row["changed"] for row in results] == [0, 0], results
+            for network in networks:
+                network.set(rate_bytes_per_s=None)
+            job.tell("the networks are fast")
+            after = [job.row("after", LIMIT_S) for _ in guests]
+            assert all(row["right"] and row["both_up"] for row in after), after
+            assert job.wait(LIMIT_S) == [0, 0], job.words(0) + job.words(1)
+        finally:
+            for network in networks:
+                network.set(rate_bytes_per_s=None)
 
 
 def test_the_smaller_mtu_counts(lab: VerbsLab, job: LabJob) -> None:
