@@ -19,9 +19,12 @@ constexpr Nanos kWorthTrying = std::chrono::seconds(10);
 // --- offering
 
 void RoutePathConnector::learnRoutes() {
-  const Nanos longest = fromSeconds(link_.host().options().hold_down_max_s);
+  const EngineOptions& options = link_.host().options();
+  const RouteReturn returns(
+      fromSeconds(options.hold_down_max_s),
+      fromSeconds(options.suspect_after_s));
   while (routes_.size() < connections_.routes()) {
-    routes_.emplace_back(longest);
+    routes_.emplace_back(returns);
   }
 }
 
@@ -86,7 +89,8 @@ void RoutePathConnector::offerLater(size_t route, const std::string& why) {
     return;
   }
   const int doublings = std::min(r.failures++, kMaxDoublings);
-  offerAt(route, link_.loop().now() + kOfferAgain * (1 << doublings));
+  const TimePoint next = link_.loop().now() + kOfferAgain * (1 << doublings);
+  offerAt(route, std::max(next, r.returns.notBefore()));
 }
 
 void RoutePathConnector::offerAt(size_t route, TimePoint when) {
@@ -108,7 +112,7 @@ void RoutePathConnector::offerSoon(size_t route) {
   }
   link_.loop().cancel(r.timer);
   r.failures = 0;
-  offerAt(route, std::max(link_.loop().now(), r.lostAt + r.damping.holdDown()));
+  offerAt(route, std::max(link_.loop().now(), r.returns.notBefore()));
 }
 
 // --- paths
@@ -127,25 +131,74 @@ void RoutePathConnector::onPathUse(Path& path) {
   const std::string where =
       name_ + " with " + link_.describe() + ": " + p.where();
   Channel& channel = link_.channel();
-  const bool wasSilent = channel.isSuspect(p.id());
-  if (p.silent() && !wasSilent) {
-    link_.say(
-        LogLevel::kWarning,
-        where + " was last heard " +
-            durationText(link_.loop().now() - p.heardAt()) +
-            " ago: connections take over");
-  } else if (!p.silent() && wasSilent) {
-    link_.say(LogLevel::kInfo, where + " is heard again");
+  const bool isSuspect = channel.isSuspect(p.id());
+  const TimePoint now = link_.loop().now();
+  if (p.silent()) {
+    link_.loop().cancel(std::exchange(r.rest, 0));
+    if (!isSuspect) {
+      if (restsAfterSilence()) {
+        r.returns.onSilent(now);
+      }
+      channel.setSuspect(p.id(), true);
+      link_.say(
+          LogLevel::kWarning,
+          where + " was last heard " + durationText(now - p.heardAt()) +
+              " ago: connections take over");
+    }
+  } else if (isSuspect && r.rest == 0) {
+    heardAgain(p);
   } else if (r.upAt == TimePoint()) { // it has just shown that it works
-    r.upAt = link_.loop().now();
-    r.damping.onUp(r.upAt);
+    r.upAt = now;
+    r.returns.onUp(now);
     ++r.timesUp;
     r.errorIsSaid = false;
     link_.say(
         LogLevel::kInfo,
         name_ + " with " + link_.describe() + ": " + p.about());
   }
-  channel.setSuspect(p.id(), p.silent());
+}
+
+// While it rests, the path stays suspect in the channel: it gets no frames, and
+// so it cannot be lost with some.
+void RoutePathConnector::heardAgain(RoutePath& path) {
+  const size_t route = path.route();
+  Route& r = routes_[route];
+  const TimePoint now = link_.loop().now();
+  TimePoint at = restsAfterSilence() ? r.returns.onHeard(now) : now;
+  if (isAlone()) {
+    at = now;
+  }
+  link_.say(
+      LogLevel::kInfo,
+      name_ + " with " + link_.describe() + ": " + path.where() +
+          " is heard again" +
+          (at > now ? ", and rests for " + durationText(at - now) : ""));
+  if (at == now) {
+    carryAgain(route);
+    return;
+  }
+  r.rest = link_.loop().at(at, [this, route] { carryAgain(route); });
+}
+
+bool RoutePathConnector::isAlone() const {
+  return connections_.failover().live() == 0 && !carriesAny();
+}
+
+void RoutePathConnector::onUseChanged() {
+  for (size_t route = 0; route < routes_.size(); ++route) {
+    if (routes_[route].rest != 0 && isAlone()) {
+      link_.loop().cancel(routes_[route].rest);
+      carryAgain(route);
+    }
+  }
+}
+
+void RoutePathConnector::carryAgain(size_t route) {
+  Route& r = routes_[route];
+  r.rest = 0;
+  r.returns.onUp(link_.loop().now());
+  link_.channel().setSuspect(r.path->id(), false);
+  link_.useChanged();
 }
 
 void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
@@ -162,12 +215,12 @@ void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
     r.past.verbs->queuePair = 0;
   }
   r.path = nullptr;
+  link_.loop().cancel(std::exchange(r.rest, 0));
   const TimePoint now = link_.loop().now();
-  if (r.upAt != TimePoint()) {
-    r.failures = now - r.upAt > kWorthTrying ? 0 : r.failures;
-    r.damping.onLost(now);
-    r.lostAt = now;
+  if (r.upAt != TimePoint() && now - r.upAt > kWorthTrying) {
+    r.failures = 0;
   }
+  r.returns.onClosed(now);
   r.upAt = TimePoint();
   if (link_.usable()) {
     offerLater(route, why.message());
@@ -211,6 +264,7 @@ void RoutePathConnector::fillStats(PeerStats& stats) const {
       const bool inReserve = link_.channel().classes(r.path->id()) == 0;
       p.state = !r.path->proven()          ? "proving"
           : r.path->silent()               ? "suspect"
+          : r.rest != 0                    ? "proving"
           : !r.path->usable() || inReserve ? "reserve"
                                            : "up";
       r.path->fill(p);

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "delegate/connector.h"
-#include "failover/health.h"
+#include "failover/route_return.h"
 #include "transport/route_path.h"
 
 namespace resilient {
@@ -22,15 +22,15 @@ class TcpConnector;
 // A path that is closed is offered again, at first after a second and later
 // after up to 64 s; ten seconds of use reset the pause. offerSoon() shortens it
 // when the cause of the failure has gone; a path that is lost again and again
-// then waits as long as a connection would (FlapDamping). Only the offering
-// side retries. Meanwhile the connections carry everything, so a failure here
-// costs no message.
+// then waits longer each time (RouteReturn). Only the offering side retries.
+// Meanwhile the connections carry everything, so a failure here costs no
+// message. A path that was only silent rests as long, if its kind wants that.
 class RoutePathConnector : public Connector {
  public:
   // The path of the route carries, so its connections are in reserve.
   bool carries(size_t route) const {
     return route < routes_.size() && routes_[route].path != nullptr &&
-        routes_[route].path->usable();
+        routes_[route].path->usable() && routes_[route].rest == 0;
   }
   size_t routes() const {
     return routes_.size();
@@ -43,6 +43,10 @@ class RoutePathConnector : public Connector {
     }
     return false;
   }
+
+  // A path of any kind works, or does not any more. If none is left, one that
+  // rests carries at once.
+  void onUseChanged();
 
   // Connector
   void offer() override;
@@ -72,6 +76,10 @@ class RoutePathConnector : public Connector {
   virtual bool possible(size_t connection) const = 0;
   // Sends an offer over this connection. If that fails, it is tried later.
   virtual Status sendOffer(size_t route, size_t connection) = 0;
+  // Whether a path that was silent rests before it carries again.
+  virtual bool restsAfterSilence() const {
+    return false;
+  }
   // Drops what belongs to an offer that is over.
   virtual void forgetOffer(size_t route) = 0;
   // Offers that came before the peer's address did.
@@ -95,7 +103,7 @@ class RoutePathConnector : public Connector {
 
  private:
   struct Route {
-    explicit Route(Nanos longestHoldDown) : damping(longestHoldDown) {}
+    explicit Route(const RouteReturn& r) : returns(r) {}
 
     RoutePath* path = nullptr; // the link's
     TimerId timer = 0; // the offer gets no answer, or the next one is due
@@ -103,8 +111,8 @@ class RoutePathConnector : public Connector {
     int failures = 0; // in a row
     TimePoint upAt{}; // proven then
     uint64_t timesUp = 0; // of all its paths
-    TimePoint lostAt{}; // the last one that had been proven
-    FlapDamping damping;
+    TimerId rest = 0; // ends the rest of the path, which was silent
+    RouteReturn returns;
     PathStats past; // of paths that are closed
     std::string lastError; // kept when a path works again
     bool errorIsSaid = false; // since one has last worked
@@ -112,6 +120,9 @@ class RoutePathConnector : public Connector {
 
   void offer(size_t route);
   void offerAt(size_t route, TimePoint when);
+  bool isAlone() const;
+  void heardAgain(RoutePath& path);
+  void carryAgain(size_t route);
 
   const PathKind kind_;
   const std::string name_;

@@ -208,6 +208,7 @@ void PeerLink::changed() {
 void PeerLink::useChanged() {
   Failover& failover = tcp_.failover();
   failover.setSharedMemory(shared_.sharing());
+  verbs_.onUseChanged();
   const size_t routes = std::max(datagrams_.routes(), verbs_.routes());
   for (size_t route = 0; route < routes; ++route) {
     failover.setRoutePath(

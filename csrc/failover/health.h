@@ -158,10 +158,12 @@ class PathHealth {
 
 // How long a path that has come back must prove itself before it carries
 // anything that matters. Each loss soon after a return doubles it, so a link
-// that flaps comes to rest on the others; quiet halves it again.
+// that flaps comes to rest on the others; quiet halves it again. Where others
+// carry as well, it may be doubled several times for each.
 class FlapDamping {
  public:
-  explicit FlapDamping(Nanos longest) : longest_(longest) {}
+  explicit FlapDamping(Nanos longest, int doublings = 1)
+      : longest_(longest), doublings_(doublings) {}
 
   void onUp(TimePoint now) {
     upAt_ = now;
@@ -177,13 +179,14 @@ class FlapDamping {
     }
   }
   Nanos holdDown() const {
-    return std::min(kMin * (int64_t{1} << level_), longest_);
+    return std::min(kMin * (int64_t{1} << (doublings_ * level_)), longest_);
   }
 
  private:
   static constexpr Nanos kMin = std::chrono::milliseconds(150);
   static constexpr Nanos kQuiet = std::chrono::seconds(5);
   Nanos longest_;
+  int doublings_;
   int level_ = 0;
   TimePoint upAt_{};
 };
