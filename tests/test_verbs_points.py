@@ -29,6 +29,8 @@ SEED = int(os.environ.get("RESILIENT_VERBS_SEED", "1"))
 LIMIT_S = 90
 PORTS = itertools.count(30500)
 NICS = ("eth0", "eth1")
+# Of an operation whose peer dies: silence is no evidence before.
+TIMEOUT_S = 3
 # At least as many travel for each element of an operation: four rounds of a float.
 BYTES_PER_ELEMENT = 16
 
@@ -67,7 +69,20 @@ def kinds(lab: VerbsLab, nic: str) -> dict[str, tuple[Callable[[], object], Call
         found[f"NIC of {name}"] = (lambda off=off: off("admin"), network.up)  # type: ignore[misc]
         found[f"cable of {name}"] = (lambda off=off: off("carrier"), network.up)  # type: ignore[misc]
         found[f"only {name} to {peer}"] = (silence, network.up)
+
+        # heal() ends it.
+        def all_off(end: str = name) -> None:
+            for each in NICS:
+                lab.networks[each].down("admin", end=end)
+
         found[f"{name} frozen"] = (guest.freeze, guest.thaw)
+        found[f"both NICs of {name}"] = (all_off, network.up)
+
+    def all_silent() -> None:
+        for each in NICS:
+            lab.networks[each].down()
+
+    found["both switches"] = (all_silent, network.up)
     return found
 
 
@@ -151,6 +166,50 @@ def one_point(lab: VerbsLab, chance: random.Random, operation: str, kind: str) -
     return [{**row, "hit": hit} for row in done]
 
 
+def killed_point(lab: VerbsLab, chance: random.Random, operation: str) -> None:
+    """One guest dies in an operation, as by a power failure: the other names its rank."""
+    names = list(lab.guests)
+    victim = chance.randrange(len(names))
+    numel = int(2 ** chance.uniform(16, 19))
+    position = int((BYTES_PER_ELEMENT * numel) ** chance.uniform(0.4, 1))
+    seed = chance.randrange(1 << 16)
+    what = f"{operation}({numel}) byte {position} guest {names[victim]} killed"
+    command = [sys.executable, str(PROGRAM), operation, str(numel), str(seed), str(TIMEOUT_S)]
+    guests = list(lab.guests.values())
+    for guest in guests:
+        guest.wait_for_preload()
+    environment = {
+        "TORCH_RESILIENT_INTERFACE": ",".join(NICS),
+        "TORCH_RESILIENT_LINGER_S": "1",  # for a peer that has gone
+    }
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as job:
+        ready = [job.row("ready", LIMIT_S) for _ in guests]
+        assert all(row["both_up"] for row in ready), f"{what}: RDMA is not up on both networks"
+        first = carried(lab)
+        job.tell("go")
+        while carried(lab) < first + position:
+            pass
+        guests[victim].kill()
+        job.tell("the fault has ended")  # should the operation have been faster
+        failed = job.row("failed", LIMIT_S)
+        left = job.row("left", LIMIT_S)
+        status = job.wait(LIMIT_S)[1 - victim]
+        print(f"{what}: {failed['error']}", flush=True)
+        assert status == 0, what + job.words(1 - victim)
+    assert failed["rank"] == 1 - victim, what
+    assert f"rank {victim} (host {names[victim]}" in failed["error"], what
+    assert "does not respond" in failed["error"], what
+    assert failed["wrong"] == 0, what
+    assert not left["left"], f"{what}: {left}"
+
+
+def boot_killed(lab: VerbsLab) -> None:
+    """A program waits until the guest has imported torch again."""
+    for guest in lab.guests.values():
+        if not guest.is_running:
+            guest.boot()
+
+
 def check(lab: VerbsLab, seed: int, points: int) -> None:
     print(f"seed {seed}, {points} points")
     chance = random.Random(seed)
@@ -163,7 +222,16 @@ def test_twenty_fault_points(lab: VerbsLab) -> None:
     check(lab, SEED, POINTS)
 
 
+def test_a_killed_guest_is_named(lab: VerbsLab) -> None:
+    chance = random.Random(SEED)
+    killed_point(lab, chance, chance.choice(OPERATIONS))
+    boot_killed(lab)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 110))
 def test_two_hundred_fault_points(lab: VerbsLab, seed: int) -> None:
-    check(lab, seed, 20)
+    check(lab, seed, 19)
+    chance = random.Random(seed)
+    killed_point(lab, chance, chance.choice(OPERATIONS))
+    boot_killed(lab)

@@ -1,11 +1,12 @@
 """A rank of test_verbs_points.py: one operation that a fault hits, checked to the last bit.
 
-    python verbs_points_program.py OPERATION NUMEL SEED
+    python verbs_points_program.py OPERATION NUMEL SEED [TIMEOUT_S]
 
 Rows: "ready" once RDMA carries on both networks; then, after a line on standard input, "done" with
 the number of wrong tensors and what the RDMA paths have seen. After another line, which says that
 the fault has ended, the operation runs once more. "left" names what is there after the end of the
-group and was not before.
+group and was not before. With TIMEOUT_S the other rank is expected to die on the way: "failed" has
+the error of this one, and the number of wrong messages among those that have arrived.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,8 @@ FIRST = "tcp://127.0.0.1:29399"
 
 # The received tensor, and the right one.
 Checked = tuple[Tensor, Tensor]
+# What has arrived with other bytes than were sent.
+WRONG: list[str] = []
 
 
 def values(numel: int, *key: int) -> Tensor:
@@ -53,12 +57,15 @@ def all_values(numel: int, *key: int) -> list[Tensor]:
 def send_recv(rank: int, numel: int, seed: int) -> Checked:
     works = [dist.isend(values(numel, seed, i, rank), 1 - rank, tag=i) for i in range(3)]
     got = [torch.empty(numel) for _ in range(3)]
+    wanted = [values(numel, seed, i, 1 - rank) for i in range(3)]
     for i in (2, 0, 1):
         dist.recv(got[i], 1 - rank, tag=i)
+        if not torch.equal(got[i], wanted[i]):  # even if a later one fails
+            WRONG.append(f"message {i}")
     for work in works:
         assert work is not None
         work.wait()
-    return torch.cat(got), torch.cat([values(numel, seed, i, 1 - rank) for i in range(3)])
+    return torch.cat(got), torch.cat(wanted)
 
 
 def all_reduce(rank: int, numel: int, seed: int) -> Checked:
@@ -138,15 +145,41 @@ def say(kind: str, **row: object) -> None:
     print(json.dumps({"kind": kind, **row}), flush=True)
 
 
+def run(operation: Callable[[int, int, int], Checked], rank: int, numel: int, seed: int) -> None:
+    """Runs it before and after a fault."""
+    sys.stdin.readline()
+    for number in range(ROUNDS):
+        check(*operation(rank, numel, seed * ROUNDS + number))
+    paths = rdma_paths()
+    say(
+        "done",
+        wrong=len(WRONG),
+        bytes=sum(path.bytes_sent for path in paths),
+        silent=sum(path.times_suspect for path in paths),
+        repeated=sum(path.chunks_retransmitted for path in paths),
+        errors=sorted({path.last_error for path in paths} - {""}),
+    )
+    sys.stdin.readline()  # the fault has ended
+    check(*operation(rank, numel, seed * ROUNDS - 1))
+    dist.barrier()
+
+
+def check(got: Tensor, wanted: Tensor) -> None:
+    """Compares the bits."""
+    if not torch.equal(got.view(torch.int32), wanted.view(torch.int32)):
+        WRONG.append("operation")
+
+
 def main() -> None:
     """Runs the rank."""
     operation, numel, seed = OPERATIONS[sys.argv[1]], int(sys.argv[2]), int(sys.argv[3])
+    timeout = timedelta(seconds=float(sys.argv[4])) if len(sys.argv) > 4 else None
     torch.set_num_threads(1)
     # The first group of a process leaves a few descriptors for the later ones, in torch, too.
     dist.init_process_group("resilient", init_method=FIRST, rank=0, world_size=1)
     dist.destroy_process_group()
     before = held()
-    dist.init_process_group("resilient")
+    dist.init_process_group("resilient", timeout=timeout)
     rank = dist.get_rank()
     dist.all_reduce(torch.ones(1))
     both_up = until(lambda: sum(path.state == "up" for path in rdma_paths()) == 2)
@@ -154,24 +187,12 @@ def main() -> None:
     both_up = both_up and held()["rdma"] != before["rdma"]
     dist.barrier()
     say("ready", both_up=both_up)
-    sys.stdin.readline()
-    wrong = 0
-    for number in range(ROUNDS):
-        got, wanted = operation(rank, numel, seed * ROUNDS + number)
-        wrong += not torch.equal(got.view(torch.int32), wanted.view(torch.int32))
-    paths = rdma_paths()
-    say(
-        "done",
-        wrong=wrong,
-        bytes=sum(path.bytes_sent for path in paths),
-        silent=sum(path.times_suspect for path in paths),
-        repeated=sum(path.chunks_retransmitted for path in paths),
-        errors=sorted({path.last_error for path in paths} - {""}),
-    )
-    sys.stdin.readline()  # the fault has ended
-    got, wanted = operation(rank, numel, seed * ROUNDS - 1)
-    wrong = int(not torch.equal(got.view(torch.int32), wanted.view(torch.int32)))
-    dist.barrier()
+    try:
+        run(operation, rank, numel, seed)
+    except dist.DistError as error:
+        if timeout is None:
+            raise
+        say("failed", wrong=len(WRONG), error=str(error))
     dist.destroy_process_group()
     after = held()
 
@@ -182,7 +203,7 @@ def main() -> None:
 
     until(is_clean)
     left = {key: [before[key], after[key]] for key in before if before[key] != after[key]}
-    say("left", wrong=wrong, left=left)
+    say("left", wrong=len(WRONG), left=left)
 
 
 if __name__ == "__main__":
