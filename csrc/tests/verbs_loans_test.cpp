@@ -87,6 +87,27 @@ TEST(verbs_loans_give_up_waiting_for_a_device_that_hangs) {
       "it is deregistered", [&] { return lender.fake.memories() == 0; });
 }
 
+TEST(verbs_loans_wait_for_a_device_that_hangs_once_only) {
+  VerbsLoans::Limits limits;
+  limits.registerWithin = 1s;
+  Lender lender(limits);
+  lender.fake.hang("fake1", true);
+  lender.lend();
+  lender.user.until("it is given up", [&] { return lender.isSettled(); });
+  const auto settlesAtOnce = [&] {
+    const auto begin = std::chrono::steady_clock::now();
+    lender.lend();
+    lender.user.until("it is settled", [&] { return lender.isSettled(); });
+    return std::chrono::steady_clock::now() - begin < limits.registerWithin;
+  };
+  CHECK(settlesAtOnce());
+  // It has answered: it is waited for again.
+  lender.fake.hang("fake1", false);
+  lender.user.until("both devices know it", [&] { return lender.isKnown(1); });
+  lender.fake.hang("fake1", true);
+  CHECK(!settlesAtOnce());
+}
+
 TEST(verbs_loans_wait_for_no_device_that_has_failed) {
   VerbsLoans::Limits limits;
   limits.registerWithin = limits.letGoWithin = 1h;

@@ -78,7 +78,9 @@ VerbsLoans::Loan VerbsLoans::lend(
   std::set<uint64_t> asked;
   for (const Device& device : devices_) {
     lent.threads.insert(device.thread);
-    asked.insert(device.id);
+    if (!device.isLate) {
+      asked.insert(device.id);
+    }
   }
   for (const std::span<std::byte> each : memory) {
     if (each.size() >= limits_.fromBytes) {
@@ -150,9 +152,11 @@ void VerbsLoans::registered(
         "RDMA copies tensors that cannot be registered: " + status.message());
   }
   const auto found = loans_.find(loan);
-  const bool isInUse =
-      std::ranges::find(devices_, device, &Device::id) != devices_.end();
-  if (found == loans_.end() || !isInUse) {
+  const auto answering = std::ranges::find(devices_, device, &Device::id);
+  if (answering != devices_.end()) {
+    answering->isLate = false;
+  }
+  if (found == loans_.end() || answering == devices_.end()) {
     Lent late; // the operation was faster, or the device has failed
     late.threads = {memory.thread};
     late.registered.push_back(std::move(memory));
@@ -188,6 +192,11 @@ void VerbsLoans::giveUpWaiting(Loan loan) {
   found->second.timer = 0;
   for (Tensor& tensor : found->second.memory) {
     tensor.settled = tensor.missing.size();
+    for (const std::set<uint64_t>& missing : tensor.missing) {
+      for (Device& device : devices_) {
+        device.isLate = device.isLate || missing.contains(device.id);
+      }
+    }
   }
   tellSettled();
 }

@@ -41,7 +41,8 @@ class VerbsLoans {
     uint64_t totalBytes = uint64_t(4) << 30;
     // Large memory is registered in pieces of this size.
     uint64_t pieceBytes = 16u << 20;
-    // Messages wait no longer for their memory, and are copied.
+    // Messages wait no longer for their memory, and are copied. They do not
+    // wait again for a device that was late, until it has answered.
     Nanos registerWithin = std::chrono::seconds(1);
     // How long a device may take to let go of memory.
     Nanos letGoWithin = std::chrono::seconds(5);
@@ -97,6 +98,7 @@ class VerbsLoans {
     uint64_t id = 0; // an address may come again
     std::shared_ptr<VerbsDevice> device;
     std::shared_ptr<DeviceThread> thread;
+    bool isLate = false; // it has not answered in time, and not since
   };
   struct Registered {
     const VerbsDevice* device = nullptr; // in use
