@@ -79,6 +79,16 @@ class TwoHosts {
       }
     });
   }
+  // One message, in one direction.
+  void send(int from) {
+    test::onEach(ranks, [&](int r) {
+      std::vector<float> data(kCount, r == from ? 7.0F : 0.0F);
+      const Status status = ranks[static_cast<size_t>(r)].message(
+          r == from, 1 - r, 2, data, test::kLong);
+      CHECK_EQ(status.message(), "");
+      CHECK(std::ranges::count(data, 7.0F) == ptrdiff_t(kCount));
+    });
+  }
   // Exchanges messages meanwhile.
   void until(const char* what, const std::function<bool()>& met) {
     const auto end = std::chrono::steady_clock::now() + 60s;
@@ -162,6 +172,43 @@ TEST(engine_makes_a_queue_pair_anew_that_has_failed) {
   hosts.untilItCarries();
   CHECK(hosts.rdma(0).verbs->queuePair != before);
   hosts.until("tensors are read", [&] { return hosts.isRead(); });
+}
+
+TEST(engine_copies_what_an_rdma_device_does_not_register) {
+  TwoHosts hosts;
+  hosts.untilItCarries();
+  hosts.until("tensors are read", [&] { return hosts.isRead(); });
+  hosts.fake.hang("fake0", true);
+  const uint64_t read = hosts.fake.bytesRead();
+  const uint64_t sent = hosts.rdma(0).bytesSent;
+  hosts.send(0);
+  CHECK_EQ(hosts.fake.bytesRead(), read);
+  CHECK(hosts.rdma(0).bytesSent > sent); // in slots
+  hosts.fake.hang("fake0", false);
+  hosts.until("tensors are read again", [&] { return hosts.isRead(); });
+}
+
+TEST(engine_lets_an_rdma_path_rest_that_was_silent) {
+  TwoHosts hosts;
+  hosts.untilItCarries();
+  const uint32_t number = hosts.rdma(0).verbs->queuePair;
+  std::string state;
+  for (int outage = 0; outage < 3; ++outage) {
+    hosts.untilItCarries();
+    hosts.fake.silence(number, true);
+    hosts.until(
+        "it is silent", [&] { return hosts.rdma(0).state == "suspect"; });
+    std::this_thread::sleep_for(150ms); // longer than a late answer
+    CHECK_EQ(hosts.rdma(0).verbs->queuePair, number);
+    hosts.fake.silence(number, false);
+    hosts.until("it is heard", [&] {
+      state = hosts.rdma(0).state;
+      return state != "suspect";
+    });
+  }
+  CHECK_EQ(state, "proving"); // for 2.4 s
+  hosts.untilItCarries();
+  CHECK_EQ(hosts.rdma(0).verbs->queuePair, number);
 }
 
 TEST(engine_keeps_memory_of_an_rdma_device_that_does_not_answer) {
