@@ -1,0 +1,96 @@
+#include "transport/verbs_end.h"
+
+#include <sys/mman.h>
+
+#include <utility>
+
+#include "transport/verbs_loans.h"
+
+namespace resilient {
+namespace {
+
+static_assert(VerbsEnd::kMaxReadBytes <= VerbsLoans::kMaxFound);
+
+constexpr size_t kMemoryBytes = 2 * VerbsEnd::kSlots * VerbsEnd::kSlotBytes;
+
+} // namespace
+
+void VerbsEnd::Free::operator()(std::byte* memory) const {
+  ::munmap(memory, kMemoryBytes);
+}
+
+Status VerbsEnd::make(
+    VerbsApi& api,
+    const VerbsPort& port,
+    VerbsQueuePairConfig config,
+    std::unique_ptr<VerbsEnd>& end) {
+  config.depth = kSlots + kReads;
+  std::unique_ptr<VerbsEnd> made(new VerbsEnd());
+  made->port_ = port;
+  void* const memory = ::mmap(
+      nullptr,
+      kMemoryBytes,
+      PROT_READ | PROT_WRITE,
+      MAP_PRIVATE | MAP_ANONYMOUS,
+      -1,
+      0);
+  if (memory == MAP_FAILED) {
+    return Status(StatusCode::kInternal, "no memory for an RDMA connection");
+  }
+  made->memory_.reset(static_cast<std::byte*>(memory));
+  // A child has no use for it. Kernels before 5.12 would give the pages that
+  // the device knows to whichever process writes first after a fork.
+  (void)::madvise(memory, kMemoryBytes, MADV_DONTFORK);
+  Status status = api.open(port.device, made->device_);
+  if (status.ok()) {
+    status = made->device_->registerMemory(
+        {made->memory_.get(), kMemoryBytes},
+        /*forReads=*/false,
+        made->registered_);
+  }
+  if (status.ok()) {
+    status = made->device_->makeQueuePair(port, config, made->queuePair_);
+  }
+  for (uint32_t slot = 0; status.ok() && slot < kSlots; ++slot) {
+    status = made->receive(slot);
+  }
+  if (status.ok()) {
+    end = std::move(made);
+  }
+  return status;
+}
+
+// The queue pair must be gone before its memory is deregistered.
+VerbsEnd::~VerbsEnd() {
+  if (queuePair_) {
+    (void)queuePair_->fence();
+    queuePair_.reset();
+  }
+}
+
+Status VerbsEnd::send(uint32_t slot, size_t bytes) {
+  return queuePair_->postSend(slot, *registered_, {sendSlot(slot), bytes});
+}
+
+Status VerbsEnd::receive(uint32_t slot) {
+  return queuePair_->postReceive(
+      kReceives + slot, *registered_, {receiveSlot(slot), kSlotBytes});
+}
+
+Status VerbsEnd::readBuffer(std::span<std::byte>& bytes, VerbsMemory*& memory) {
+  if (readBufferMemory_ == nullptr) {
+    readBuffer_ = std::make_unique_for_overwrite<std::byte[]>(kMaxReadBytes);
+    const Status status = device_->registerMemory(
+        {readBuffer_.get(), kMaxReadBytes},
+        /*forReads=*/false,
+        readBufferMemory_);
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  bytes = {readBuffer_.get(), kMaxReadBytes};
+  memory = readBufferMemory_.get();
+  return Status();
+}
+
+} // namespace resilient
