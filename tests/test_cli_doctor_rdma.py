@@ -9,8 +9,9 @@ from typing import Any
 
 from test_cli_doctor import host, only
 
+from torch_resilient import _native
 from torch_resilient.cli import doctor_rdma
-from torch_resilient.cli.doctor_checks import Facts, Finding, Link, Rdma, RdmaPort
+from torch_resilient.cli.doctor_checks import Facts, Finding, Link, Rdma, RdmaGpu, RdmaPort
 
 
 def port(**values: Any) -> RdmaPort:
@@ -95,8 +96,34 @@ def test_pairs_of_a_job() -> None:
     assert "1024 and 4096" in finding.seen
 
 
+def test_how_devices_register_the_memory_of_gpus() -> None:
+    ways = {0: ("dmabuf", ""), 1: ("staging", "its tensors are in expandable segments")}
+    has = rdma(port(), port(device="mlx5_1", is_seen=False))
+    doctor_rdma.look_at_gpus(has, {0: 512, 1: 1024}, lambda _, gpu, address: ways[gpu])
+    assert [(pair.device, pair.gpu, pair.way) for pair in has.gpus] == [
+        ("mlx5_0", 0, "dmabuf"),
+        ("mlx5_0", 1, "staging"),
+    ]
+    first, second = doctor_rdma.about(host(rdma=has))[2:]
+    assert first.endswith(
+        "RDMA mlx5_0 and GPU 0: its memory can be registered by dmabuf, which is not used yet; "
+        "tensors are copied through pinned host memory"
+    )
+    assert second.endswith(
+        "RDMA mlx5_0 and GPU 1: its memory cannot be registered (its tensors are in expandable "
+        "segments); tensors are copied through pinned host memory"
+    )
+
+
+def test_the_extension_names_a_device_that_is_missing() -> None:
+    way, why = _native.load().rdma_gpu_way("no_such_device", 0, 0)
+    assert way == "staging"
+    assert "no_such_device" in why or "without them" in why  # without the library of verbs
+
+
 def test_facts_travel_as_json() -> None:
-    facts = host(0, rdma=rdma(memlock_bytes=1))
+    pair = RdmaGpu("mlx5_0", 0, "peermem", "no dmabuf")
+    facts = host(0, rdma=rdma(memlock_bytes=1, gpus=[pair]))
     assert Facts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 

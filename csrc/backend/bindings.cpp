@@ -22,6 +22,7 @@
 #include "backend/traffic_choice.h"
 #include "base/log.h"
 #include "delegate/engine_control.h"
+#include "transport/gpu_way.h"
 #include "transport/verbs_api.h"
 
 namespace py = pybind11;
@@ -318,6 +319,24 @@ py::tuple rdmaPorts() {
     list.append(std::move(d));
   }
   return py::make_tuple(list, why);
+}
+
+// For the doctor: how an RDMA device can register the memory of a GPU, tried
+// with the memory at this address, and why not better.
+py::tuple rdmaGpuWay(const std::string& device, int gpu, uintptr_t address) {
+  GpuRegistration made;
+  std::shared_ptr<VerbsDevice> opened;
+  if (VerbsApi* const api = systemVerbs(made.why); api != nullptr) {
+    const py::gil_scoped_release release;
+    if (const Status status = api->open(device, opened); !status.ok()) {
+      made.why = status.message();
+    } else {
+      // NOLINTNEXTLINE(performance-no-int-to-ptr): from a tensor
+      const auto* const at = reinterpret_cast<const std::byte*>(address);
+      made = registerGpuMemory(gpuSystem(), *opened, {gpu, at}, 1);
+    }
+  }
+  return py::make_tuple(nameOf(made.way), made.why);
 }
 
 py::dict toPython(const PathStats& s) {
@@ -643,6 +662,14 @@ void bindControl(py::module_& m) {
       &rdmaPorts,
       "The addresses of RDMA devices that this process could use, and why not "
       "more.");
+  m.def(
+      "rdma_gpu_way",
+      &rdmaGpuWay,
+      py::arg("device"),
+      py::arg("gpu"),
+      py::arg("address"),
+      "How an RDMA device can register GPU memory at this address: \"dmabuf\", "
+      "\"peermem\" or \"staging\", and why the ways before that are none.");
   m.def("set_traffic_class", &setTrafficClass, py::arg("traffic_class"));
   m.def(
       "set_tolerance",

@@ -86,6 +86,8 @@ DType dtypeOf(const at::Tensor& tensor) {
 
 namespace {
 
+constexpr size_t kNotSmall = 64u << 10;
+
 bool usableDirectly(const at::Tensor& t) {
   // Conjugated, negated and zero tensors hold other bytes than they show.
   return !onDevice(t) && t.is_contiguous() && !t.is_conj() && !t.is_neg() &&
@@ -205,8 +207,18 @@ uint64_t HostTensors::bytes() const {
   return sum;
 }
 
+GpuAddress HostTensors::gpu() const {
+  for (const Slot& slot : slots_) {
+    if (slot.user.is_cuda() && slot.host.nbytes() >= kNotSmall) {
+      return {
+          slot.user.device().index(),
+          static_cast<const std::byte*>(slot.user.const_data_ptr())};
+    }
+  }
+  return {};
+}
+
 std::vector<std::span<std::byte>> HostTensors::memory() const {
-  constexpr size_t kNotSmall = 64u << 10;
   std::vector<std::span<std::byte>> all;
   for (const Slot& slot : slots_) {
     if (slot.host.nbytes() >= kNotSmall) {

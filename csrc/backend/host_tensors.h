@@ -14,6 +14,7 @@
 #include "backend/device_staging.h"
 #include "backend/staged_pieces.h"
 #include "base/signature.h"
+#include "transport/gpu_driver.h"
 
 namespace resilient {
 
@@ -69,6 +70,8 @@ class HostTensors {
 
   // The memory that add() has given out, of tensors that are not small.
   std::vector<std::span<std::byte>> memory() const;
+  // The first one of these that lies on a GPU.
+  GpuAddress gpu() const;
 
   // The tensors with that memory: the user's, or temporaries.
   std::vector<at::Tensor> hosts() const;

@@ -393,6 +393,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   spec.memory = WorkResilient::stagedMemory(work);
   spec.tensors = work->tensors().memory();
   spec.hold = [work = work.get()] { return work->holdMemory(); };
+  spec.gpu = work->tensors().gpu();
   auto shared = std::make_shared<CollectiveSpec>(std::move(spec));
   const TimePoint called = std::chrono::steady_clock::now();
   std::optional<CallOrder::Call> call(std::in_place, *order_, work->title());
@@ -471,6 +472,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
   work->tensors().copyIn();
   spec->memory = WorkResilient::stagedMemory(work);
   spec->hold = [work = work.get()] { return work->holdMemory(); };
+  spec->gpu = work->tensors().gpu();
   work->setPlace(CallOrder::message(work->title()));
   const TimePoint called = std::chrono::steady_clock::now();
   queue_->push(

@@ -20,6 +20,7 @@
 #include "delegate/group_impl.h"
 #include "delegate/resolver.h"
 #include "path/congestion_choice.h"
+#include "transport/gpu_way.h"
 
 namespace resilient {
 namespace {
@@ -1013,7 +1014,10 @@ VerbsApi* Engine::verbs() {
         VerbsLoans::Limits limits;
         limits.fromBytes = options_.rdma_zero_copy_from_bytes;
         limits.totalBytes = options_.rdma_registered_bytes;
-        loans_ = std::make_unique<VerbsLoans>(loop_, limits);
+        loans_ = std::make_unique<VerbsLoans>(
+            loop_, limits, [](VerbsDevice& device, const GpuAddress& where) {
+              return tryGpuWay(gpuSystem(), device, where);
+            });
       }
       std::set<std::string> devices;
       for (const VerbsPort& port : ports) {

@@ -18,6 +18,7 @@
 #include "operation/task.h"
 #include "operation/topology.h"
 #include "path/recent_samples.h"
+#include "transport/gpu_driver.h"
 #include "transport/path_stats.h"
 #include "wire/control.h"
 
@@ -91,6 +92,8 @@ struct CollectiveSpec {
   // RDMA device does not let go of the memory: the engine keeps the result
   // until it does. Null: nothing has to be kept.
   std::function<std::shared_ptr<void>()> hold;
+  // A large tensor in the memory of a GPU, if there is one.
+  GpuAddress gpu;
   // Called exactly once on the loop thread (or on the caller's, if the group is
   // closed already): ok, or a Status whose message has the full context. It
   // must not block or throw.
@@ -113,6 +116,7 @@ struct PointToPointSpec {
   size_t bytes = 0;
   std::shared_ptr<StagedMemory> memory; // as above
   std::function<std::shared_ptr<void>()> hold; // as above
+  GpuAddress gpu; // as above
   // As in SendOp: a send is not ok if its data is not there.
   Status failure;
   // Of a send. Unless it is exact, `zeroFilled` is called before `done`, if all

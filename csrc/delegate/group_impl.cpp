@@ -728,6 +728,7 @@ void GroupImpl::start(std::shared_ptr<CollectiveRun> run) {
   lastSignature_ = run->spec().signature;
   collectives_.emplace(run->sequence(), run);
   if (VerbsLoans* const loans = engine_->loans()) {
+    loans->meetGpu(run->spec().gpu);
     run->setLoan(loans->lend(run->spec().tensors));
   }
   run->start();
@@ -741,6 +742,7 @@ void GroupImpl::start(std::shared_ptr<PointToPointRun> run) {
   if (VerbsLoans* const loans = engine_->loans()) {
     const std::span<std::byte> memory(
         static_cast<std::byte*>(run->spec().data), run->spec().bytes);
+    loans->meetGpu(run->spec().gpu);
     run->setLoan(loans->lend({&memory, 1}));
   }
   run->start();

@@ -1,6 +1,7 @@
 #include "tests/verbs_fake.h"
 
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -52,6 +53,11 @@ struct VerbsFake::World {
   std::vector<std::string> faults;
   uint64_t bytesRead = 0;
   uint64_t refusedReads = 0;
+  Gpu gpu;
+
+  bool isOnGpu(std::span<const std::byte> bytes) { // with the lock
+    return gpu.has && gpu.has(bytes.data());
+  }
 };
 
 namespace {
@@ -68,11 +74,13 @@ class Memory final : public VerbsMemory {
       std::shared_ptr<World> world,
       std::span<std::byte> b,
       std::shared_ptr<Life> d,
-      bool reads)
+      bool reads,
+      std::byte* mapped = nullptr)
       : bytes(b),
         device(std::move(d)),
         forReads(reads),
-        world_(std::move(world)) {
+        world_(std::move(world)),
+        mapped_(mapped) {
     key_ = ++world_->lastKey;
     world_->memory[key_] = this;
   }
@@ -80,6 +88,13 @@ class Memory final : public VerbsMemory {
     std::unique_lock lock(world_->mutex);
     world_->answer(lock, *device);
     world_->memory.erase(key_);
+    if (mapped_ != nullptr) {
+      ::munmap(mapped_, bytes.size());
+    }
+  }
+  // Where the device finds the byte that requests name so.
+  std::byte* inDevice(const std::byte* at) const {
+    return (mapped_ != nullptr ? mapped_ : bytes.data()) + (at - bytes.data());
   }
   uint32_t remoteKey() const override {
     return key_;
@@ -94,6 +109,7 @@ class Memory final : public VerbsMemory {
 
  private:
   const std::shared_ptr<World> world_;
+  std::byte* const mapped_; // of a dma-buf
   uint32_t key_ = 0;
 };
 
@@ -291,7 +307,10 @@ class QueuePair final : public VerbsQueuePair {
       fail(Result::kFailed, "remote access error");
       return false;
     }
-    std::memcpy(read.into.data(), read.from, read.into.size());
+    std::memcpy(
+        world_->memory.at(read.localKey)->inDevice(read.into.data()),
+        theirs->second->inDevice(read.from),
+        read.into.size());
     read.landed = true;
     world_->bytesRead += read.into.size();
     return true;
@@ -366,6 +385,9 @@ class Device final : public VerbsDevice {
     std::lock_guard lock(world_->mutex);
     --world_->openDevices;
   }
+  const std::string& name() const override {
+    return life_->name;
+  }
   Status registerMemory(
       std::span<std::byte> bytes,
       bool forReads,
@@ -375,7 +397,37 @@ class Device final : public VerbsDevice {
     if (life_->failed) {
       return failure();
     }
+    if (world_->isOnGpu(bytes) && !world_->gpu.takesPeerMemory) {
+      return Status(StatusCode::kNetwork, life_->name + ": Bad address");
+    }
     memory = std::make_unique<Memory>(world_, bytes, life_, forReads);
+    return Status();
+  }
+  Status registerDmabuf(
+      int dmabuf,
+      uint64_t offset,
+      std::span<std::byte> bytes,
+      bool forReads,
+      std::unique_ptr<VerbsMemory>& memory) override {
+    if (!world_->gpu.takesDmabuf) {
+      return Status(
+          StatusCode::kNetwork, life_->name + ": Operation not supported");
+    }
+    const off_t begin = ::lseek(dmabuf, 0, SEEK_CUR);
+    void* const mapped = ::mmap(
+        nullptr,
+        bytes.size(),
+        PROT_READ | PROT_WRITE,
+        MAP_SHARED,
+        dmabuf,
+        begin + static_cast<off_t>(offset));
+    if (begin < 0 || mapped == MAP_FAILED) {
+      return Status(StatusCode::kNetwork, life_->name + ": Invalid argument");
+    }
+    std::unique_lock lock(world_->mutex);
+    world_->answer(lock, *life_);
+    memory = std::make_unique<Memory>(
+        world_, bytes, life_, forReads, static_cast<std::byte*>(mapped));
     return Status();
   }
   Status makeQueuePair(
@@ -567,6 +619,11 @@ uint64_t VerbsFake::refusedReads() const {
 size_t VerbsFake::openDevices() const {
   std::lock_guard lock(world_->mutex);
   return world_->openDevices;
+}
+
+void VerbsFake::setGpu(Gpu gpu) {
+  std::lock_guard lock(world_->mutex);
+  world_->gpu = std::move(gpu);
 }
 
 size_t VerbsFake::memories() const {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -15,7 +16,8 @@ namespace resilient::test {
 // RDMA devices in memory. A send lands in the far end's oldest receive at once,
 // and both have a completion. The rules of real devices are checked: memory
 // must be registered with the same device, no more may be posted than the depth
-// allows, and a send must find a receive.
+// allows, and a send must find a receive. A dma-buf is any file that can be
+// mapped; its first byte is where its descriptor stands.
 //
 // A device can fail and come back: it is then another device of the same name,
 // and nothing that was made from the former one works with it.
@@ -60,6 +62,14 @@ class VerbsFake final : public VerbsApi {
   size_t openDevices() const;
   uint64_t bytesRead() const; // from memory of far ends
   uint64_t refusedReads() const;
+  // The address lies in the memory of a GPU: it can be registered only in these
+  // ways, and the process itself must not touch it.
+  struct Gpu {
+    std::function<bool(const void* address)> has;
+    bool takesDmabuf = false;
+    bool takesPeerMemory = false;
+  };
+  void setGpu(Gpu gpu);
 
   struct World; // what the devices share
 

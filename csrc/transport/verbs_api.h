@@ -142,8 +142,18 @@ class VerbsQueuePair {
 class VerbsDevice {
  public:
   virtual ~VerbsDevice() = default;
+  virtual const std::string& name() const = 0; // "mlx5_0"
   // `forReads`: the far ends of queue pairs of this device may read it, too.
   virtual Status registerMemory(
+      std::span<std::byte> bytes,
+      bool forReads,
+      std::unique_ptr<VerbsMemory>& memory) = 0;
+  // Memory that another device has exported as a dma-buf, from `offset` on.
+  // `bytes`: the addresses by which requests name it. The caller keeps the
+  // descriptor, and may close it afterwards.
+  virtual Status registerDmabuf(
+      int dmabuf,
+      uint64_t offset,
       std::span<std::byte> bytes,
       bool forReads,
       std::unique_ptr<VerbsMemory>& memory) = 0;

@@ -19,8 +19,11 @@ Status deviceIsStuck() {
 
 } // namespace
 
-VerbsLoans::VerbsLoans(EventLoop& loop, Limits limits)
-    : loop_(loop), limits_(limits), calls_(std::make_shared<LoopCalls>(loop)) {}
+VerbsLoans::VerbsLoans(EventLoop& loop, Limits limits, GpuTrial trial)
+    : loop_(loop),
+      limits_(limits),
+      gpuTrial_(std::move(trial)),
+      calls_(std::make_shared<LoopCalls>(loop)) {}
 
 VerbsLoans::~VerbsLoans() {
   for (auto& [loan, lent] : loans_) {
@@ -67,6 +70,22 @@ void VerbsLoans::drop(const VerbsDevice& device) {
   // Closing it may block.
   dropped.thread->run([held = std::move(dropped.device)] {});
   tellSettled();
+}
+
+// Not on the thread that registers: a driver that does not answer must not hold
+// up other memory.
+void VerbsLoans::meetGpu(const GpuAddress& where) {
+  if (where.gpu < 0 || !gpuTrial_) {
+    return;
+  }
+  for (const Device& each : devices_) {
+    const std::shared_ptr<VerbsDevice> device = each.device;
+    if (gpusTried_.emplace(device->name(), where.gpu).second) {
+      std::thread([trial = gpuTrial_, device, where] {
+        logMessage(LogLevel::kInfo, trial(*device, where));
+      }).detach();
+    }
+  }
 }
 
 VerbsLoans::Loan VerbsLoans::lend(

@@ -7,11 +7,14 @@
 #include <memory>
 #include <set>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
 #include "transport/device_thread.h"
 #include "transport/event_loop.h"
+#include "transport/gpu_driver.h"
 #include "transport/verbs_api.h"
 
 namespace resilient {
@@ -48,8 +51,12 @@ class VerbsLoans {
     Nanos letGoWithin = std::chrono::seconds(5);
   };
   using Loan = uint64_t; // 0: none
+  // Tries how a device can register the memory of a GPU; returns a line for the
+  // log. May block; called on a thread of its own.
+  using GpuTrial =
+      std::function<std::string(VerbsDevice& device, const GpuAddress& where)>;
 
-  VerbsLoans(EventLoop& loop, Limits limits);
+  VerbsLoans(EventLoop& loop, Limits limits, GpuTrial trial = {});
   // Nothing is called any more. Threads that wait for a device go on.
   ~VerbsLoans();
   VerbsLoans(const VerbsLoans&) = delete;
@@ -61,6 +68,8 @@ class VerbsLoans {
   // is registered is deregistered; revoke() still waits for that. No path of
   // the device may be left.
   void drop(const VerbsDevice& device);
+  // An operation has a tensor there. Each device in use tries each GPU once.
+  void meetGpu(const GpuAddress& where);
   // 0 if no device is in use, the memory is too small, or too much is lent.
   Loan lend(std::span<const std::span<std::byte>> memory);
   // How many of the first bytes the devices know by now, or never will: all, if
@@ -147,9 +156,11 @@ class VerbsLoans {
 
   EventLoop& loop_;
   const Limits limits_;
+  const GpuTrial gpuTrial_;
   const std::shared_ptr<LoopCalls> calls_;
   std::vector<Device> devices_;
   uint64_t lastDevice_ = 0;
+  std::set<std::pair<std::string, int>> gpusTried_; // device, GPU
   std::map<Loan, Lent> loans_;
   Loan last_ = 0;
   uint64_t lentBytes_ = 0;

@@ -22,6 +22,14 @@ class RegisteredMemory final : public VerbsMemory {
       std::span<std::byte> bytes,
       bool forReads,
       std::unique_ptr<VerbsMemory>& memory);
+  // As VerbsDevice::registerDmabuf().
+  static Status fromDmabuf(
+      const std::shared_ptr<OpenDevice>& device,
+      int dmabuf,
+      uint64_t offset,
+      std::span<std::byte> bytes,
+      bool forReads,
+      std::unique_ptr<VerbsMemory>& memory);
 
   // Whether the bytes belong to this memory, and this to the domain.
   bool covers(std::span<const std::byte> bytes, const ibv_pd* domain) const;
@@ -33,10 +41,15 @@ class RegisteredMemory final : public VerbsMemory {
   }
 
  private:
-  RegisteredMemory(std::shared_ptr<OpenDevice> device, RegionHandle region)
-      : device_(std::move(device)), region_(std::move(region)) {}
+  RegisteredMemory(
+      std::shared_ptr<OpenDevice> device,
+      std::span<const std::byte> bytes,
+      RegionHandle region)
+      : device_(std::move(device)), bytes_(bytes), region_(std::move(region)) {}
 
   std::shared_ptr<OpenDevice> device_;
+  // libibverbs says the offset instead of the address for a dma-buf.
+  std::span<const std::byte> bytes_;
   RegionHandle region_;
 };
 

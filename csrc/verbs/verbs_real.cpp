@@ -61,11 +61,23 @@ class RealDevice final : public VerbsDevice {
   explicit RealDevice(std::shared_ptr<OpenDevice> device)
       : device_(std::move(device)) {}
 
+  const std::string& name() const override {
+    return device_->name;
+  }
   Status registerMemory(
       std::span<std::byte> bytes,
       bool forReads,
       std::unique_ptr<VerbsMemory>& memory) override {
     return RegisteredMemory::make(device_, bytes, forReads, memory);
+  }
+  Status registerDmabuf(
+      int dmabuf,
+      uint64_t offset,
+      std::span<std::byte> bytes,
+      bool forReads,
+      std::unique_ptr<VerbsMemory>& memory) override {
+    return RegisteredMemory::fromDmabuf(
+        device_, dmabuf, offset, bytes, forReads, memory);
   }
   Status makeQueuePair(
       const VerbsPort& port,

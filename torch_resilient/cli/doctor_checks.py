@@ -130,10 +130,24 @@ class RdmaPort:
 
 
 @dataclass
+class RdmaGpu:
+    """How an RDMA device can register the memory of a GPU.
+
+    `way`: dmabuf, peermem or staging; `why`: the reason against the ways before it.
+    """
+
+    device: str
+    gpu: int
+    way: str
+    why: str = ""
+
+
+@dataclass
 class Rdma:
     """The RDMA devices of a host, and what this process needs for them.
 
     Attributes:
+        gpus: each pair of a device that the backend sees and a GPU that torch sees.
         has_module: ib_uverbs is loaded.
         nodes: the device files of /dev/infiniband; denied: those that this process may not open.
         memlock_bytes: the limit on locked memory, None without one; may_lock: it does not hold.
@@ -147,6 +161,7 @@ class Rdma:
     memlock_bytes: int | None = None
     may_lock: bool = False
     verbs_error: str = ""
+    gpus: list[RdmaGpu] = field(default_factory=list)
 
 
 @dataclass
@@ -219,7 +234,8 @@ class Facts:
         values["interfaces"] = [Interface(**each) for each in told["interfaces"]]
         if told["rdma"] is not None:
             ports = [RdmaPort(**each) for each in told["rdma"]["ports"]]
-            values["rdma"] = Rdma(**{**told["rdma"], "ports": ports})
+            gpus = [RdmaGpu(**each) for each in told["rdma"]["gpus"]]
+            values["rdma"] = Rdma(**{**told["rdma"], "ports": ports, "gpus": gpus})
         values["links"] = [Link(**each) for each in told["links"]]
         values["nofile"] = tuple(told["nofile"])
         values["toward_master"] = tuple(told["toward_master"]) if told["toward_master"] else None

@@ -13,6 +13,10 @@ import socket
 import struct
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 from torch_resilient._version import __version__
 from torch_resilient.cli import doctor_rdma, third_party
@@ -41,6 +45,7 @@ _IFF_UP, _IFF_RUNNING = 0x1, 0x40
 _SIOCGIFADDR = 0x8915
 _SO_SNDBUFFORCE = 32
 _TRIAL_S = 20.0
+_GPU_TRIAL_BYTES = 2 << 20
 
 
 def _read(path: str) -> str:
@@ -234,10 +239,29 @@ def _look_at_build(facts: Facts) -> None:
     ]
     if facts.rdma is not None:
         doctor_rdma.look(facts.rdma, *native.rdma_ports())
+        if any(port.is_seen for port in facts.rdma.ports):
+            tensors = _tensors_on_gpus()
+            addresses = {gpu: tensor.data_ptr() for gpu, tensor in tensors.items()}
+            doctor_rdma.look_at_gpus(facts.rdma, addresses, native.rdma_gpu_way)
     with contextlib.suppress(ValueError):  # the trial reports it
         options = native.Options()
         facts.socket_buffer_bytes = options.socket_buffer_bytes
         facts.wan_connections = options.wan_connections
+
+
+def _tensors_on_gpus() -> dict[int, torch.Tensor]:
+    """A tensor on each GPU that has room; in a torchrun job on that of this rank only."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    count = torch.cuda.device_count()
+    local = os.environ.get("LOCAL_RANK", "")
+    found = {}
+    for gpu in [int(local) % count] if local.isdecimal() else range(count):
+        with contextlib.suppress(RuntimeError):  # no memory is left
+            found[gpu] = torch.empty(_GPU_TRIAL_BYTES, dtype=torch.uint8, device=f"cuda:{gpu}")
+    return found
 
 
 def start_no_watchers() -> None:

@@ -9,11 +9,11 @@ import ipaddress
 import os
 import re
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torch_resilient.cli.doctor_checks import Facts, Finding, Link, Rdma, RdmaPort
+from torch_resilient.cli.doctor_checks import Facts, Finding, Link, Rdma, RdmaGpu, RdmaPort
 
 if TYPE_CHECKING:
     from torch_resilient import _C
@@ -95,15 +95,43 @@ def look(rdma: Rdma, ports: Sequence[_C.RdmaPort], why: str) -> None:
                 port.is_seen = True
 
 
+def look_at_gpus(
+    rdma: Rdma, tensors: Mapping[int, int], way: Callable[[str, int, int], tuple[str, str]]
+) -> None:
+    """Adds the pairs of devices and GPUs.
+
+    `tensors`: an address on each GPU; `way`: rdma_gpu_way() of the extension.
+    """
+    devices = dict.fromkeys(port.device for port in rdma.ports if port.is_seen)
+    rdma.gpus = [
+        RdmaGpu(device, gpu, *way(device, gpu, address))
+        for device in devices
+        for gpu, address in tensors.items()
+    ]
+
+
+def _about_gpu(pair: RdmaGpu) -> str:
+    because = f" ({pair.why})" if pair.why else ""
+    if pair.way == "staging":
+        found = f"its memory cannot be registered{because}"
+    else:
+        found = f"its memory can be registered by {pair.way}{because}, which is not used yet"
+    return (
+        f"RDMA {pair.device} and GPU {pair.gpu}: {found}; tensors are copied through pinned "
+        "host memory"
+    )
+
+
 def about(facts: Facts) -> list[str]:
-    """One line for each port."""
+    """One line for each port, and for each pair of a device and a GPU."""
+    gpus = facts.rdma.gpus if facts.rdma is not None else []
     return [
         f"{facts.where}: RDMA {port.device} port {port.port} on {port.nic or 'no interface'}: "
         f"{port.state}, {port.link_layer or 'unknown link'}, "
         f"MTU {port.mtu_bytes or 'unknown'}, firmware {port.firmware or 'unknown'}; "
         f"addresses {', '.join(port.gids) or 'none'}"
         for port in (facts.rdma.ports if facts.rdma is not None else ())
-    ]
+    ] + [f"{facts.where}: {_about_gpu(pair)}" for pair in gpus]
 
 
 def check_rdma(facts: Facts) -> Iterator[Finding]:

@@ -1,5 +1,6 @@
 #include "tests/device/strict_memory.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <stdexcept>
+#include <string>
 
 namespace resilient::strict {
 
@@ -35,13 +37,12 @@ char* map(int file, int protection) {
 } // namespace
 
 DeviceMemory::DeviceMemory(int device) : device_(device) {
-  const int file = ::memfd_create("strict-device", MFD_CLOEXEC);
-  if (file < 0 || ::ftruncate(file, kMemoryBytes) != 0) {
+  file_ = ::memfd_create("strict-device", MFD_CLOEXEC);
+  if (file_ < 0 || ::ftruncate(file_, kMemoryBytes) != 0) {
     throw std::runtime_error("strict device: no file for its memory");
   }
-  visible_ = map(file, PROT_NONE);
-  task_ = map(file, PROT_READ | PROT_WRITE);
-  ::close(file);
+  visible_ = map(file_, PROT_NONE);
+  task_ = map(file_, PROT_READ | PROT_WRITE);
 }
 
 void* DeviceMemory::allocate(size_t bytes, Stream& stream) {
@@ -116,6 +117,30 @@ bool DeviceMemory::contains(const void* pointer) const {
 
 char* DeviceMemory::inTask(const void* pointer) const {
   return task_ + (static_cast<const char*>(pointer) - visible_);
+}
+
+std::optional<DeviceMemory::Range> DeviceMemory::blockOf(
+    const void* pointer) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  auto it = live_.upper_bound(const_cast<void*>(pointer));
+  if (it == live_.begin()) {
+    return std::nullopt;
+  }
+  --it;
+  auto* const begin = static_cast<char*>(it->first);
+  if (static_cast<const char*>(pointer) >= begin + it->second.bytes) {
+    return std::nullopt;
+  }
+  return Range{begin, it->second.bytes};
+}
+
+int DeviceMemory::openAt(const void* pointer) const {
+  const std::string path = "/proc/self/fd/" + std::to_string(file_);
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (file >= 0) {
+    ::lseek(file, static_cast<const char*>(pointer) - visible_, SEEK_SET);
+  }
+  return file;
 }
 
 DeviceMemory& memory(int device) {

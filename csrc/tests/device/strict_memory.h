@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <vector>
 
@@ -37,6 +38,15 @@ class DeviceMemory {
   bool contains(const void* pointer) const;
   // The address at which a task finds the byte that a tensor has at `pointer`.
   char* inTask(const void* pointer) const;
+  // The block that an address lies in, or nothing.
+  struct Range {
+    char* begin = nullptr;
+    size_t bytes = 0;
+  };
+  std::optional<Range> blockOf(const void* pointer) const;
+  // A new descriptor of the memory, which stands at that byte: so the device
+  // exports a block. -1 with errno if there is none.
+  int openAt(const void* pointer) const;
 
  private:
   struct Block {
@@ -54,6 +64,7 @@ class DeviceMemory {
   void reclaim();
 
   const int device_;
+  int file_ = -1; // kept open
   char* visible_ = nullptr; // to tensors; no access
   char* task_ = nullptr; // the same bytes, for tasks
   mutable std::mutex mutex_;

@@ -11,6 +11,7 @@
 //   exchange   SENDS messages of BYTES each way; checks all contents
 //   lose       sends until a request fails, which takes a fault
 //   fence      rank 0 fences its end and counts what comes back
+//   dmabuf     tries to register a file that is no dma-buf; prints the refusal
 //   reconnect  new queue pairs
 //   end        so does the end of the input
 //
@@ -19,6 +20,7 @@
 #include <arpa/inet.h>
 #include <netdb.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -148,6 +150,15 @@ class Rank {
     require(again == device_, "the device was opened twice");
     check(device_->registerMemory(buffers_, false, memory_));
     connect();
+  }
+
+  // Soft-RoCE knows no dma-buf, and says so.
+  void tryDmabuf() {
+    const FileDescriptor file(::memfd_create("not-a-dmabuf", MFD_CLOEXEC));
+    std::unique_ptr<VerbsMemory> memory;
+    const Status status =
+        device_->registerDmabuf(file.get(), 0, buffer(0), true, memory);
+    row("dmabuf", "\"why\": " + quoted(status.message()));
   }
 
   void connect();
@@ -378,6 +389,8 @@ void runRank(VerbsApi& api, int count, char** arguments) {
       rank.lose();
     } else if (line == "fence") {
       rank.fence();
+    } else if (line == "dmabuf") {
+      rank.tryDmabuf();
     } else if (line == "reconnect") {
       rank.connect();
     } else {
