@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from test_cli_doctor import host, only
 
 from torch_resilient import _native
@@ -57,6 +61,57 @@ def test_what_keeps_a_process_from_its_devices() -> None:
     assert "may not open /dev/infiniband/uverbs0" in finding.seen
     finding = only(check(rdma(verbs_error="libibverbs.so.1: cannot open")))
     assert finding.seen == "this host has mlx5_0, but: libibverbs.so.1: cannot open"
+    assert "apt install libibverbs1" in finding.remedy
+
+
+def test_a_container_without_the_right_to_open_devices_needs_no_library() -> None:
+    # The rights of the files allow it, the device rules of the container do not.
+    finding = only(check(rdma(refused=["uverbs0"])))
+    assert "refuses to open /dev/infiniband/uverbs0 (EPERM)" in finding.seen
+    assert "--device=/dev/infiniband" in finding.remedy
+    assert "libibverbs" not in finding.remedy
+    error = (
+        "mlx5_0: open it: Operation not permitted; the process needs read and write access to "
+        "/dev/infiniband"
+    )
+    finding = only(check(rdma(verbs_error=error)))
+    assert "--device=/dev/infiniband" in finding.remedy
+    assert "libibverbs" not in finding.remedy
+    finding = only(check(rdma(verbs_error="mlx5_0: read port 1: Input/output error")))
+    assert "libibverbs" not in finding.remedy
+
+
+def test_why_a_device_file_does_not_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("sys/class/infiniband/rxe0/ports", "dev/infiniband"):
+        (tmp_path / name).mkdir(parents=True)
+    errors = {"uverbs0": 0, "uverbs1": errno.EACCES, "uverbs2": errno.EPERM, "uverbs3": errno.EIO}
+    for name in errors:
+        (tmp_path / "dev/infiniband" / name).touch()
+    really_open = os.open
+
+    def opened(path: Path, flags: int) -> int:
+        if error := errors[path.name]:
+            raise OSError(error, os.strerror(error))
+        return really_open(path, flags)
+
+    monkeypatch.setattr(os, "open", opened)
+    found = doctor_rdma.collect(tmp_path)
+    assert found is not None
+    assert found.nodes == sorted(errors)
+    assert (found.denied, found.refused) == (["uverbs1"], ["uverbs2"])
+
+
+def test_texts_that_choose_a_remedy_are_those_of_the_backend() -> None:
+    csrc = Path(__file__).resolve().parent.parent / "csrc"
+    texts = "".join(
+        re.sub(r'"\s*"', "", path.read_text(encoding="utf-8"))
+        for folder in ("verbs", "transport", "delegate")
+        for path in (csrc / folder).glob("*.cpp")
+    )
+    for part, _ in doctor_rdma._REMEDIES:
+        assert part in texts, part
+    for part in ("the far end: ", "uses no RDMA", "has the address of this route", "the port of "):
+        assert part in texts, part
 
 
 def test_ports_and_addresses() -> None:
@@ -83,6 +138,34 @@ def pair(state: str, error: str = "", mtus: tuple[int, int] = (4096, 4096)) -> l
         facts.links.append(Link(1 - rank, "rdma", 0, "eth0", "eth0", state, error))
         job.append(facts)
     return list(doctor_rdma.check_pairs(job))
+
+
+def far_end(error: str, **others: Any) -> Finding:
+    """Rank 0 has a device that works, and rank 1 has answered so."""
+    job = [host(0, rdma=rdma()), host(1, **others)]
+    job[0].links.append(Link(1, "rdma", 0, "eth0", "eth1", "down", f"the far end: {error}"))
+    finding = only(list(doctor_rdma.check_pairs(job)))
+    assert finding.check == "rdma-pair"
+    assert error in finding.seen
+    assert "4791" not in finding.remedy  # it is no firewall
+    return finding
+
+
+def test_a_far_end_without_rdma_is_not_a_firewall() -> None:
+    finding = far_end("this process uses no RDMA")
+    assert f"{host(1).where} has no RDMA device" in finding.remedy
+    off = {"TORCH_RESILIENT_RDMA": "off"}
+    finding = far_end("this process uses no RDMA", rdma=rdma(), environment=off)
+    assert finding.remedy == f"`unset TORCH_RESILIENT_RDMA` on {host(1).where}"
+    finding = far_end("this process uses no RDMA", rdma=rdma(nodes=[]))
+    assert f"doctor` says of RDMA on {host(1).where}" in finding.remedy
+    finding = far_end("no RDMA device has the address of this route", rdma=rdma())
+    assert "has no RDMA device on eth1: `export TORCH_RESILIENT_INTERFACE=eth0`" in finding.remedy
+    finding = far_end("the port of mlx5_0 is down", rdma=rdma())
+    assert "rdma link show" in finding.remedy
+    text = "mlx5_0: register 4194304 bytes: Cannot allocate memory; this process may lock 64 KiB of"
+    finding = far_end(f"{text} memory (RLIMIT_MEMLOCK)", rdma=rdma())
+    assert finding.remedy.startswith(f"on {host(1).where}: `ulimit -l unlimited`")
 
 
 def test_pairs_of_a_job() -> None:

@@ -149,7 +149,8 @@ class Rdma:
     Attributes:
         gpus: each pair of a device that the backend sees and a GPU that torch sees.
         has_module: ib_uverbs is loaded.
-        nodes: the device files of /dev/infiniband; denied: those that this process may not open.
+        nodes: the device files of /dev/infiniband; denied: those whose rights keep this process
+            out; refused: those that rights would allow, but the kernel does not.
         memlock_bytes: the limit on locked memory, None without one; may_lock: it does not hold.
         verbs_error: why the backend cannot use them, or an empty string.
     """
@@ -158,6 +159,7 @@ class Rdma:
     has_module: bool = True
     nodes: list[str] = field(default_factory=list)
     denied: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     memlock_bytes: int | None = None
     may_lock: bool = False
     verbs_error: str = ""

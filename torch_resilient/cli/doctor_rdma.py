@@ -5,6 +5,7 @@ Hosts without RDMA devices have neither facts nor findings here.
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import re
@@ -23,6 +24,26 @@ _MEMORY_BYTES = 4 << 20
 _MIB = 1 << 20
 _CAP_IPC_LOCK = 14
 _WORKS = ("up", "reserve", "proving")
+_DEVICE_RULES = (
+    "of a container: `docker run --device=/dev/infiniband ...`, or the RDMA device plugin of "
+    "Kubernetes (a mount of the files gives no right to them); of a service: "
+    "`DeviceAllow=char-infiniband_verbs rw`"
+)
+_LOCK_MORE = (
+    "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; of a "
+    "container: `docker run --ulimit memlock=-1`; of a service: LimitMEMLOCK=infinity"
+)
+_INSTALL = "`apt install libibverbs1 ibverbs-providers`"
+# By a part of the text of csrc/verbs and csrc/transport/verbs_system.cpp; a test compares.
+_REMEDIES = (
+    ("RLIMIT_MEMLOCK", _LOCK_MORE),
+    ("access to /dev/infiniband", _DEVICE_RULES),
+    ("built without them", "`apt install libibverbs-dev`, and build torch_resilient again"),
+    ("of another build", "build and install torch_resilient again"),
+    ("libibverbs", f"{_INSTALL}, or what the text names"),
+)
+# The answer of the other end to an offer; as in csrc/delegate/connect_verbs.cpp.
+_FAR_END = "the far end: "
 
 
 def _read(path: Path) -> str:
@@ -59,6 +80,16 @@ def _port(folder: Path, device: str, firmware: str) -> RdmaPort:
     return found
 
 
+def _error_of_open(node: Path) -> int:
+    """The errno of opening a device file; 0 if it opens. The rights of root and of the file say
+    nothing about the device rules of a container."""
+    try:
+        os.close(os.open(node, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno or 0
+    return 0
+
+
 def _holds_capability(number: int) -> bool:
     match = re.search(r"^CapEff:\s*([0-9a-f]+)", _read(Path("/proc/self/status")), re.MULTILINE)
     return match is not None and int(match[1], 16) >> number & 1 == 1
@@ -70,6 +101,7 @@ def collect(root: Path = Path("/")) -> Rdma | None:
     if not devices:
         return None
     nodes = sorted((root / "dev/infiniband").glob("uverbs*"))
+    errors = {node.name: _error_of_open(node) for node in nodes}
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Rdma(
         ports=[
@@ -79,7 +111,8 @@ def collect(root: Path = Path("/")) -> Rdma | None:
         ],
         has_module=(root / "sys/class/infiniband_verbs").exists(),
         nodes=[node.name for node in nodes],
-        denied=[node.name for node in nodes if not os.access(node, os.R_OK | os.W_OK)],
+        denied=[name for name, error in errors.items() if error == errno.EACCES],
+        refused=[name for name, error in errors.items() if error == errno.EPERM],
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         may_lock=_holds_capability(_CAP_IPC_LOCK),
     )
@@ -151,14 +184,25 @@ def check_rdma(facts: Facts) -> Iterator[Finding]:
     elif rdma.denied:
         seen = f"but this user may not open /dev/infiniband/{rdma.denied[0]}"
         remedy = '`chmod 666 /dev/infiniband/uverbs*`, or a udev rule with MODE="0666"'
+    elif rdma.refused:
+        seen = f"but the kernel refuses to open /dev/infiniband/{rdma.refused[0]} (EPERM)"
+        remedy = _DEVICE_RULES
     elif rdma.verbs_error:
         seen = f"but: {rdma.verbs_error}"
-        remedy = "`apt install libibverbs1 ibverbs-providers`, or what the text names"
+        remedy = _remedy_of(rdma.verbs_error)
     else:
         yield from _check_ports(facts, rdma)
         yield from _check_memlock(facts, rdma)
         return
     yield Finding("rdma", facts.where, f"this host has {names}, {seen}", unused, remedy)
+
+
+def _remedy_of(error: str) -> str:
+    """The remedy for an error of the backend about RDMA on one host."""
+    return next(
+        (remedy for part, remedy in _REMEDIES if part in error),
+        "the text names the cause; `dmesg` and `rdma link show` may say more",
+    )
 
 
 def _check_ports(facts: Facts, rdma: Rdma) -> Iterator[Finding]:
@@ -201,8 +245,7 @@ def _check_memlock(facts: Facts, rdma: Rdma) -> Iterator[Finding]:
             f"this process may lock {limit / _MIB:.1f} MiB of memory, and RDMA with {peers} other "
             f"ranks on {ports} ports takes {need / _MIB:.0f} MiB",
             "registration fails beyond the limit: connections carry everything for those ranks",
-            "`ulimit -l unlimited`, or `* - memlock unlimited` in /etc/security/limits.conf; of a "
-            "container: `docker run --ulimit memlock=-1`; of a service: LimitMEMLOCK=infinity",
+            _LOCK_MORE,
         )
 
 
@@ -223,6 +266,40 @@ def check_pairs(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                 yield finding
 
 
+def _remedy_of_pair(facts: Facts, other: Facts, link: Link) -> str:
+    """The remedy for a path of RDMA that does not work, by the reason that this end knows."""
+    is_far = link.last_error.startswith(_FAR_END)
+    host, nic = (other, link.remote_nic) if is_far else (facts, link.nic)
+    if "uses no RDMA" in link.last_error:
+        if host.environment.get("TORCH_RESILIENT_RDMA") == "off":
+            return f"`unset TORCH_RESILIENT_RDMA` on {host.where}"
+        if host.rdma is None:
+            return (
+                f"{host.where} has no RDMA device: give it one, or set TORCH_RESILIENT_RDMA=off on "
+                "all ranks. If it is a container on a host with one: `docker run "
+                "--device=/dev/infiniband ...`"
+            )
+        return f"see what `torch-resilient doctor` says of RDMA on {host.where}"
+    if "has the address of this route" in link.last_error:
+        nics = ",".join(
+            dict.fromkeys(port.nic for port in (host.rdma.ports if host.rdma else ()) if port.nic)
+        )
+        choose = f"`export TORCH_RESILIENT_INTERFACE={nics}` there, or " if nics else ""
+        return (
+            f"{host.where} has no RDMA device on {nic}: {choose}"
+            "`export TORCH_RESILIENT_RDMA=off` on all ranks"
+        )
+    if "the port of " in link.last_error:
+        return f"`rdma link show` and `dmesg` on {host.where}; `ip link set {nic} up`"
+    for part, remedy in _REMEDIES:
+        if part in link.last_error:
+            return f"on {host.where}: {remedy}"
+    return (
+        "`iptables -I INPUT -p udp --dport 4791 -j ACCEPT` on both hosts (RoCE v2); check that "
+        "the switches carry it: PFC and ECN cannot be seen from here"
+    )
+
+
 def _pair_finding(facts: Facts, other: Facts, link: Link) -> Finding | None:
     where = f"{facts.where} {link.nic} - {other.where} {link.remote_nic}"
     if link.state not in _WORKS:
@@ -233,8 +310,7 @@ def _pair_finding(facts: Facts, other: Facts, link: Link) -> Finding | None:
             where,
             link.last_error,
             "RDMA does not work between these interfaces; connections carry everything",
-            "`iptables -I INPUT -p udp --dport 4791 -j ACCEPT` on both hosts (RoCE v2); check that "
-            "the switches carry it: PFC and ECN cannot be seen from here",
+            _remedy_of_pair(facts, other, link),
         )
     mtus = [
         port.mtu_bytes
