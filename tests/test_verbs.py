@@ -204,6 +204,35 @@ def test_required_rdma_that_is_missing_fails_the_start(lab: VerbsLab) -> None:
         )
         assert done.returncode != 0
         assert reason in done.stderr
+    limited = ["prlimit", "--memlock=65536:65536", "setpriv", "--bounding-set=-ipc_lock"]
+    done = guest.run(
+        [*limited, "--inh-caps=-ipc_lock", sys.executable, "-c", program],
+        env={
+            **os.environ,
+            "TORCH_RESILIENT_RDMA": "required",
+            "TORCH_RESILIENT_INTERFACE": "eth0",
+        },
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode != 0
+    assert "TORCH_RESILIENT_RDMA=required: rxe0: register 4194304 bytes" in done.stderr
+    assert "may lock 64 KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l`" in done.stderr
+
+
+def test_required_rdma_that_the_other_end_lacks_fails_both_ranks(lab: VerbsLab) -> None:
+    command = [sys.executable, str(PROGRAM), "--off-at=1"]
+    guests = list(lab.guests.values())
+    environment = {
+        "TORCH_RESILIENT_RDMA": "required",
+        "TORCH_RESILIENT_INTERFACE": "eth0,eth1",
+    }
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as job:
+        assert 0 not in job.wait(LIMIT_S)
+        for rank in range(2):
+            text = "has TORCH_RESILIENT_RDMA=required, but rank 1 on other hosts cannot use RDMA"
+            assert text in job.words(rank)
 
 
 def test_connections_carry_where_one_end_uses_no_rdma(lab: VerbsLab) -> None:

@@ -21,6 +21,7 @@
 #include "delegate/resolver.h"
 #include "path/congestion_choice.h"
 #include "transport/gpu_way.h"
+#include "transport/verbs_system.h"
 
 namespace resilient {
 namespace {
@@ -415,10 +416,15 @@ void Engine::chooseDatagrams() {
   }
 }
 
-// Whether the devices are there that options name. Devices are looked for only
-// when the first peer is known, unless an option needs them.
+// Whether the devices are there that options name, and whether others may
+// expect RDMA of this process. Hosts without a device do not load the library.
 void Engine::checkVerbs() {
-  if (!verbsChoice_.mustLook()) {
+  if (verbsChoice_.off()) {
+    self_.rdma = RdmaUse::kOff;
+    return;
+  }
+  self_.rdma = RdmaUse::kNone;
+  if (!verbsChoice_.mustLook() && !hasRdmaDevices()) {
     return;
   }
   std::string why;
@@ -429,6 +435,20 @@ void Engine::checkVerbs() {
   const std::string missing = verbsChoice_.missing(ports, why, self_.addresses);
   if (!missing.empty()) {
     throw StatusError(Status(StatusCode::kInvalidArgument, missing));
+  }
+  const std::vector<VerbsPort> here = verbsChoice_.here(ports, self_.addresses);
+  if (here.empty()) {
+    return;
+  }
+  self_.rdma = RdmaUse::kPossible;
+  if (verbsChoice_.required()) {
+    self_.rdma = RdmaUse::kRequired;
+    if (const Status status = tryQueuePair(*systemVerbs(why), here);
+        !status.ok()) {
+      throw StatusError(Status(
+          StatusCode::kInvalidArgument,
+          "TORCH_RESILIENT_RDMA=required: " + status.message()));
+    }
   }
 }
 

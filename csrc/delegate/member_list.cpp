@@ -40,6 +40,41 @@ Status checkSites(const std::vector<PeerAddress>& members) {
           "): set TORCH_RESILIENT_SITE on all ranks or on none");
 }
 
+// RDMA is used between hosts of one declared site (VerbsConnector::wanted()).
+Status checkRdma(const std::vector<PeerAddress>& members) {
+  for (size_t r = 0; r < members.size(); ++r) {
+    if (members[r].rdma != RdmaUse::kRequired) {
+      continue;
+    }
+    std::vector<int> without;
+    for (size_t other = 0; other < members.size(); ++other) {
+      const PeerAddress& m = members[other];
+      if (m.rdma < RdmaUse::kPossible && m.hostId != members[r].hostId &&
+          m.site == members[r].site) {
+        without.push_back(static_cast<int>(other));
+      }
+    }
+    if (without.empty()) {
+      continue;
+    }
+    const PeerAddress& first = members[static_cast<size_t>(without.front())];
+    const std::string at =
+        "rank " + std::to_string(without.front()) + " on " + first.hostName;
+    return Status(
+        StatusCode::kInvalidArgument,
+        "rank " + std::to_string(r) + " on " + members[r].hostName +
+            " has TORCH_RESILIENT_RDMA=required, but " + listOf(without) +
+            " on other hosts cannot use RDMA (" + at +
+            (first.rdma == RdmaUse::kOff
+                 ? " has TORCH_RESILIENT_RDMA=off): set it to auto there"
+                 : " has no RDMA device on its interfaces): run "
+                   "`torch-resilient doctor` there, which says what is "
+                   "missing") +
+            ", or set TORCH_RESILIENT_RDMA=auto on all ranks");
+  }
+  return Status();
+}
+
 } // namespace
 
 Status inOneProcess(int rank, int otherRank, const PeerAddress& process) {
@@ -53,8 +88,12 @@ Status inOneProcess(int rank, int otherRank, const PeerAddress& process) {
 }
 
 Status checkMembers(const std::vector<PeerAddress>& members) {
-  const Status processes = checkProcesses(members);
-  return processes.ok() ? checkSites(members) : processes;
+  for (const auto& check : {checkProcesses, checkSites, checkRdma}) {
+    if (const Status status = check(members); !status.ok()) {
+      return status;
+    }
+  }
+  return Status();
 }
 
 std::string memberListText(const std::vector<PeerAddress>& members) {

@@ -13,8 +13,8 @@ namespace resilient {
 // addresses the same topology.
 
 // Whether these processes, by rank, can form a group. kInvalidArgument, with
-// the remedy, if two ranks are in one process, or some ranks declare a site
-// and others do not.
+// the remedy, if two ranks are in one process, some ranks declare a site and
+// others do not, or a rank requires RDMA that another one cannot use.
 Status checkMembers(const std::vector<PeerAddress>& members);
 
 Status inOneProcess(int rank, int otherRank, const PeerAddress& process);

@@ -200,6 +200,7 @@ PeerAddress sample() {
   a.site = "east-1";
   a.pid = 4711;
   a.storeRoundTrip = std::chrono::microseconds(180);
+  a.rdma = RdmaUse::kPossible;
   a.addresses = {
       {"eth0", *SocketAddress::parse("10.0.0.7", 29511), 24},
       {"eth0", *SocketAddress::parse("fd00::7", 29511), 64}};
@@ -207,9 +208,10 @@ PeerAddress sample() {
 }
 
 const char* const kSampleText =
-    "resilient/3 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
+    "resilient/4 uid=f0f1f2f3f4f5f6f7f8f9fafbfcfdfeff "
     "host=0123456789abcdef0123456789abcdef name=node-3 site=east-1 "
-    "pid=4711 rtt=180 at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
+    "pid=4711 rtt=180 rdma=possible "
+    "at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511";
 
 TEST(a_peer_address_survives_the_store) {
   CHECK_EQ(sample().toString(), std::string(kSampleText));
@@ -246,7 +248,7 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            " ",
            "hello",
            good + " more",
-           replaced("resilient/3", "resilient/2"),
+           replaced("resilient/4", "resilient/3"),
            replaced("uid=f0", "uid=f"),
            replaced("uid=f0", "uid=F0"),
            replaced(
@@ -261,6 +263,9 @@ TEST(what_is_no_peer_address_is_refused_with_a_reason) {
            replaced("east-1", "east,1"),
            replaced("east-1", "\xc3\xa9"),
            replaced("east-1", std::string(65, 'a')),
+           replaced("rdma=possible", "rdma="),
+           replaced("rdma=possible", "rdma=maybe"),
+           replaced(" rdma=possible", ""),
            replaced("rtt=180", "rtt="),
            replaced("rtt=180", "rtt=-1"),
            replaced("rtt=180", "rtt=3600000001"),

@@ -55,6 +55,37 @@ TEST(members_without_declared_sites_are_at_the_inferred_ones) {
       sitesOf(read), (std::vector<std::string>{"site0", "site1", "site0"}));
 }
 
+TEST(rdma_that_one_rank_requires_and_another_lacks_is_refused) {
+  auto four = members({{"", "a"}, {"", "b"}, {"", "a"}, {"", "c"}});
+  const auto why = [&four] { return checkMembers(four).message(); };
+  four[0].rdma = four[1].rdma = RdmaUse::kRequired;
+  four[2].rdma = RdmaUse::kNone; // on the host of rank 0
+  four[3].rdma = RdmaUse::kPossible;
+  CHECK_EQ(
+      why(),
+      "rank 1 on node-b has TORCH_RESILIENT_RDMA=required, but rank 2 on other "
+      "hosts cannot use RDMA (rank 2 on node-a has no RDMA device on its "
+      "interfaces): run `torch-resilient doctor` there, which says what is "
+      "missing, or set TORCH_RESILIENT_RDMA=auto on all ranks");
+  four[1].rdma = RdmaUse::kPossible;
+  CHECK_EQ(why(), "");
+  four[3].rdma = four[1].rdma = RdmaUse::kOff;
+  CHECK_CONTAINS(
+      why(),
+      "rank 0 on node-a has TORCH_RESILIENT_RDMA=required, but ranks 1, 3 on "
+      "other hosts cannot use RDMA (rank 1 on node-b has "
+      "TORCH_RESILIENT_RDMA=off): set it to auto there");
+  CHECK(checkMembers(four).code() == StatusCode::kInvalidArgument);
+  for (PeerAddress& member : four) {
+    member.site = member.hostName; // no RDMA between sites
+  }
+  CHECK_EQ(why(), "");
+  std::vector<PeerAddress> read;
+  CHECK(parseMemberList(memberListText(four), 4, read).ok());
+  CHECK(read[0].rdma == RdmaUse::kRequired);
+  CHECK(read[2].rdma == RdmaUse::kNone);
+}
+
 TEST(two_ranks_in_one_process_are_refused) {
   auto three = members({{"", "a"}, {"", "b"}, {"", "b"}});
   three[2].uid = three[1].uid;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "tests/check.h"
+#include "tests/verbs_fake.h"
 
 namespace resilient {
 namespace {
@@ -69,6 +70,35 @@ TEST(verbs_choice_takes_the_devices_and_the_index_of_the_options) {
   CHECK(third.byInterface());
   CHECK_EQ(third.of(ports()).size(), 1u);
   CHECK_EQ(third.of(ports())[0].device, "mlx5_0");
+}
+
+TEST(verbs_choice_knows_the_ports_of_this_process) {
+  std::vector<VerbsPort> here = choice({}).here(ports(), addresses());
+  CHECK_EQ(here.size(), 1u);
+  CHECK_EQ(here[0].device, "mlx5_0");
+  CHECK(
+      choice({{"rdma_devices", "mlx5_1"}}).here(ports(), addresses()).empty());
+  CHECK(choice({{"rdma", "required"}}).required());
+  CHECK(!choice({}).required());
+}
+
+TEST(verbs_are_tried_with_the_memory_of_one_queue_pair) {
+  test::VerbsFake fake;
+  std::vector<VerbsPort> both;
+  CHECK(fake.ports(both).ok());
+  CHECK(tryQueuePair(fake, both).ok());
+  CHECK_EQ(fake.queuePairs(), 0u);
+  CHECK_EQ(fake.memories(), 0u);
+  fake.setMemoryLimit(64u << 10); // as containers have it
+  CHECK_EQ(
+      tryQueuePair(fake, both).message(),
+      "fake0: register 4194304 bytes: Cannot allocate memory");
+  // One device that works is enough.
+  fake.setMemoryLimit(UINT64_MAX);
+  VerbsPort gone = both[0];
+  gone.device = "fake7";
+  CHECK(tryQueuePair(fake, {gone, both[1]}).ok());
+  CHECK_EQ(tryQueuePair(fake, {gone}).message(), "no device fake7");
 }
 
 TEST(verbs_choice_says_what_is_missing) {

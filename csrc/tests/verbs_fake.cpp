@@ -54,6 +54,10 @@ struct VerbsFake::World {
   uint64_t bytesRead = 0;
   uint64_t refusedReads = 0;
   Gpu gpu;
+  uint64_t memoryLimit = UINT64_MAX;
+
+  // With the lock.
+  uint64_t registeredBytes(const Life& device) const;
 
   bool isOnGpu(std::span<const std::byte> bytes) { // with the lock
     return gpu.has && gpu.has(bytes.data());
@@ -400,6 +404,12 @@ class Device final : public VerbsDevice {
     if (world_->isOnGpu(bytes) && !world_->gpu.takesPeerMemory) {
       return Status(StatusCode::kNetwork, life_->name + ": Bad address");
     }
+    if (world_->registeredBytes(*life_) + bytes.size() > world_->memoryLimit) {
+      return Status(
+          StatusCode::kNetwork,
+          life_->name + ": register " + std::to_string(bytes.size()) +
+              " bytes: Cannot allocate memory");
+    }
     memory = std::make_unique<Memory>(world_, bytes, life_, forReads);
     return Status();
   }
@@ -479,6 +489,14 @@ void raiseOn(Life& device, const VerbsEvent& event) {
 }
 
 } // namespace
+
+uint64_t VerbsFake::World::registeredBytes(const Life& device) const {
+  uint64_t sum = 0;
+  for (const auto& [key, each] : memory) {
+    sum += each->device.get() == &device ? each->bytes.size() : 0;
+  }
+  return sum;
+}
 
 VerbsFake::VerbsFake(int devices) : world_(std::make_shared<World>()) {
   for (int i = 0; i < devices; ++i) {
@@ -619,6 +637,11 @@ uint64_t VerbsFake::refusedReads() const {
 size_t VerbsFake::openDevices() const {
   std::lock_guard lock(world_->mutex);
   return world_->openDevices;
+}
+
+void VerbsFake::setMemoryLimit(uint64_t bytes) {
+  std::lock_guard lock(world_->mutex);
+  world_->memoryLimit = bytes;
 }
 
 void VerbsFake::setGpu(Gpu gpu) {

@@ -70,6 +70,8 @@ class VerbsFake final : public VerbsApi {
     bool takesPeerMemory = false;
   };
   void setGpu(Gpu gpu);
+  // No more can be registered at a time with a device.
+  void setMemoryLimit(uint64_t bytes);
 
   struct World; // what the devices share
 

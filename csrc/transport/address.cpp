@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <charconv>
 #include <fstream>
@@ -427,7 +428,9 @@ std::optional<NicAddress> parseAddress(const std::string& text) {
 
 // One hour: far from overflow, and nothing waits that long for an answer.
 constexpr int64_t kRoundTripMaxMicroseconds = 3'600'000'000;
-constexpr const char* kFirstWord = "resilient/3";
+constexpr const char* kFirstWord = "resilient/4";
+// By RdmaUse.
+constexpr std::array kRdmaUses = {"off", "none", "possible", "required"};
 
 } // namespace
 
@@ -507,7 +510,7 @@ std::string PeerAddress::toString() const {
       std::to_string(
           std::chrono::duration_cast<std::chrono::microseconds>(storeRoundTrip)
               .count()) +
-      " at=";
+      " rdma=" + kRdmaUses[static_cast<size_t>(rdma)] + " at=";
   for (size_t i = 0; i < addresses.size(); ++i) {
     text += (i == 0 ? "" : ",") + addresses[i].toString();
   }
@@ -531,9 +534,9 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
   }
   std::vector<std::string> words = split(text, ' ');
   const char* keys[] = {
-      "uid=", "host=", "name=", "site=", "pid=", "rtt=", "at="};
+      "uid=", "host=", "name=", "site=", "pid=", "rtt=", "rdma=", "at="};
   if (words.size() != std::size(keys) + 1 || words[0] != kFirstWord) {
-    return bad("not eight words of version 3");
+    return bad("not nine words of version 4");
   }
   std::string values[std::size(keys)];
   for (size_t i = 0; i < std::size(keys); ++i) {
@@ -576,7 +579,12 @@ Status PeerAddress::parse(const std::string& text, PeerAddress& address) {
     return bad("its round trip is not a number of microseconds");
   }
   result.storeRoundTrip = std::chrono::microseconds(microseconds);
-  for (const std::string& item : split(values[6], ',')) {
+  const auto use = std::ranges::find(kRdmaUses, values[6]);
+  if (use == kRdmaUses.end()) {
+    return bad("its use of RDMA is unknown");
+  }
+  result.rdma = static_cast<RdmaUse>(use - kRdmaUses.begin());
+  for (const std::string& item : split(values[7], ',')) {
     auto a = parseAddress(item);
     if (!a) {
       return bad("\"" + printable(item) + "\" is not an address and port");

@@ -89,6 +89,14 @@ bool followAddresses(
     const std::vector<InterfaceAddress>& interfaces,
     std::vector<NicAddress>& mine);
 
+// Whether a process can use RDMA with other hosts, as it found at its start.
+enum class RdmaUse : uint8_t {
+  kOff, // by its options
+  kNone, // no device has an address of its interfaces
+  kPossible,
+  kRequired, // possible, and its options insist on it
+};
+
 // How to reach a rank; what it puts into the store. The order of `addresses` is
 // the order of preference, and the same for all peers.
 struct PeerAddress {
@@ -100,10 +108,11 @@ struct PeerAddress {
   // The kernel's shortest one to the group's store; 0: unknown, or not to be
   // used to infer sites.
   Nanos storeRoundTrip{};
+  RdmaUse rdma = RdmaUse::kOff;
   std::vector<NicAddress> addresses;
 
-  // "resilient/3 uid=<32 hex> host=<hex> name=node-3 site=east pid=7 rtt=180
-  // at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line; rtt
+  // "resilient/4 uid=<32 hex> host=<hex> name=node-3 site=east pid=7 rtt=180
+  // rdma=off at=eth0@10.0.0.7/24:29511,eth0@[fd00::7]/64:29511", one line; rtt
   // is in microseconds.
   std::string toString() const;
   // kProtocol with the reason if `text` is not such a line. Bounded: the store

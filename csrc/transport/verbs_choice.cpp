@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <cstring>
 #include <iterator>
+#include <memory>
 #include <utility>
+
+#include "transport/verbs_path.h"
 
 namespace resilient {
 namespace {
@@ -116,24 +119,47 @@ std::string VerbsChoice::missing(
                "--device=/dev/infiniband)");
   }
   std::string down;
+  for (const VerbsPort& port : here(ports, addresses)) {
+    if (port.active) {
+      return "";
+    }
+    down = port.device;
+  }
   std::set<std::string> nics;
   for (const NicAddress& nic : addresses) {
     nics.insert(nic.nic);
-    for (const VerbsPort& port : allowed) {
-      const bool isHere = byInterface()
-          ? port.interfaceIndex == interfaceIndexOf(nic.nic)
-          : port.gid == gidOf(nic.address);
-      if (isHere && port.active) {
-        return "";
-      }
-      down = isHere ? port.device : down;
-    }
   }
   return required +
       (!down.empty() ? "the port of " + down + " is down"
                      : "no RDMA device has an address of " + listText(nics) +
                " (TORCH_RESILIENT_INTERFACE), but there is " +
                listText(devicesOf(allowed)));
+}
+
+std::vector<VerbsPort> VerbsChoice::here(
+    const std::vector<VerbsPort>& ports,
+    const std::vector<NicAddress>& addresses) const {
+  std::vector<VerbsPort> found = of(ports);
+  std::erase_if(found, [&](const VerbsPort& port) {
+    return std::ranges::none_of(addresses, [&](const NicAddress& nic) {
+      return byInterface() ? port.interfaceIndex == interfaceIndexOf(nic.nic)
+                           : port.gid == gidOf(nic.address);
+    });
+  });
+  return found;
+}
+
+Status tryQueuePair(VerbsApi& api, const std::vector<VerbsPort>& ports) {
+  Status first;
+  for (const VerbsPort& port : ports) {
+    std::unique_ptr<VerbsEnd> end;
+    const Status status = VerbsEnd::make(api, port, {}, end);
+    if (status.ok()) {
+      return status;
+    }
+    first = first.ok() ? status : first;
+  }
+  return first;
 }
 
 } // namespace resilient

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "base/options.h"
+#include "base/status.h"
 #include "transport/address.h"
 #include "transport/verbs_api.h"
 
@@ -32,6 +33,13 @@ class VerbsChoice {
     return gidIndex_.has_value();
   }
   std::vector<VerbsPort> of(const std::vector<VerbsPort>& ports) const;
+  // Those of them with an address of this process, up or down.
+  std::vector<VerbsPort> here(
+      const std::vector<VerbsPort>& ports,
+      const std::vector<NicAddress>& addresses) const;
+  bool required() const {
+    return required_;
+  }
   // One sentence about what the options name or require and is not there, or
   // empty. `ports`: of all devices, none if there is a reason `why` for that;
   // `addresses`: of this process.
@@ -46,6 +54,11 @@ class VerbsChoice {
   std::set<std::string> devices_; // empty: all
   std::optional<uint32_t> gidIndex_;
 };
+
+// Makes and destroys a queue pair on one of the ports, the least that a path
+// takes: locked memory, rights, room in the device. Ok if one of the ports has
+// it, else the reason of the first.
+Status tryQueuePair(VerbsApi& api, const std::vector<VerbsPort>& ports);
 
 // The form in which a device lists the IP address of its interface.
 VerbsPort::Gid gidOf(const SocketAddress& address);

@@ -37,6 +37,13 @@ std::string openError() {
 
 } // namespace
 
+bool hasRdmaDevices() {
+  std::error_code error;
+  const bool isEmpty =
+      std::filesystem::is_empty("/sys/class/infiniband", error);
+  return !error && !isEmpty;
+}
+
 std::string verbsLibraryBeside(const std::string& module) {
   const size_t name = module.rfind('/') + 1; // 0 if there is no slash
   const size_t dot = module.find('.', name);

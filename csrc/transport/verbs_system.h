@@ -11,6 +11,9 @@ namespace resilient {
 // what is missing, and which package has it. The library is never closed.
 VerbsApi* openVerbsLibrary(const std::string& path, std::string& why);
 
+// Whether the kernel lists RDMA devices. Cheap: no library is loaded.
+bool hasRdmaDevices();
+
 // The path of the library beside `module`: "/a/_verbs.so" for "/a/program", and
 // "/a/_verbs.cpython-311.so" for "/a/_C.cpython-311.so".
 std::string verbsLibraryBeside(const std::string& module);
