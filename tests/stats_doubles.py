@@ -52,7 +52,6 @@ def rdma_stats(**values: Any) -> RdmaStats:
         queue_pair=17,
         mtu_bytes=4096,
         completed=0,
-        flushed=0,
         failed=0,
         sends=0,
         receives=32,

@@ -472,12 +472,12 @@ def test_datagrams_have_a_table_of_their_own() -> None:
 
 
 def test_rdma_paths_have_a_table_of_their_own() -> None:
-    counts = {"completed": 5, "flushed": 1, "failed": 2, "copied_bytes": 3_000_000}
+    counts = {"completed": 5, "failed": 2, "copied_bytes": 3_000_000}
     counts["placed_bytes"] = 4_000_000
     now = told(kind="rdma", rdma=rdma_stats(**counts))
     lines = top.frame([], [now]).splitlines()
     assert re.split(r"\s{2,}", lines[6]) == (
-        ["0", "1", "rdma 0", "mlx5_0-mlx5_1", "1", "17", "4096", "5", "1", "2", "3", "4"]
+        ["0", "1", "rdma 0", "mlx5_0-mlx5_1", "1", "17", "4096", "5", "2", "3", "4"]
     )
     # There has been no queue pair yet.
     assert "mlx5_0" not in top.frame([], [told(kind="rdma", rdma=rdma_stats(device=""))])

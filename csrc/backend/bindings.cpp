@@ -285,7 +285,6 @@ py::dict toPython(const VerbsStats& s) {
   d["queue_pair"] = s.queuePair;
   d["mtu_bytes"] = s.mtuBytes;
   d["completed"] = s.completed;
-  d["flushed"] = s.flushed;
   d["failed"] = s.failed;
   d["sends"] = s.sends;
   d["receives"] = s.receives;

@@ -182,6 +182,9 @@ void PathUser::onPathClosed(Path& path, const Status& status) {
   ++closed;
   why = status;
   (void)channel.pathCounters(path.id()); // which still knows it
+  if (whenClosed) {
+    whenClosed(path);
+  }
 }
 
 void PathUser::onPathReady(Path& path) {

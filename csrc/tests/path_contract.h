@@ -65,7 +65,7 @@ class PathUser final : public TestProcess, public PathOwner {
   std::atomic<int> closed{0}; // likewise, also read by other threads
   int afterEnd = 0; // such calls of a path that was over
   Status why;
-  std::function<void(Path&)> whenReady, whenUse;
+  std::function<void(Path&)> whenReady, whenUse, whenClosed;
 
  private:
   void channelReady(Channel& channel) override;

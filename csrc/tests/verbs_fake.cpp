@@ -614,6 +614,11 @@ void VerbsFake::giveUp(uint32_t queuePair) {
       Result::kFailed, "transport retry counter exceeded");
 }
 
+void VerbsFake::fence(uint32_t queuePair) {
+  std::lock_guard lock(world_->mutex);
+  world_->queuePairs.at(queuePair)->fail(Result::kFlushed, "flushed");
+}
+
 std::vector<std::string> VerbsFake::faults() const {
   std::lock_guard lock(world_->mutex);
   return world_->faults;

@@ -53,6 +53,8 @@ class VerbsFake final : public VerbsApi {
   void raise(const std::string& device, const VerbsEvent& event);
   // The retries of its sends are used up: they fail.
   void giveUp(uint32_t queuePair);
+  // The queue pair is in the error state without a request that has failed.
+  void fence(uint32_t queuePair);
   // Breaches of the rules, in words.
   std::vector<std::string> faults() const;
   // Queue pairs that exist.

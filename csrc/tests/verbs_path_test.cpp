@@ -197,6 +197,25 @@ TEST(verbs_path_believes_no_peer_that_counts_wrong) {
   }
 }
 
+// 32 receives and the sends under way come back with it.
+TEST(verbs_path_counts_the_request_that_ended_it) {
+  for (const bool isFlushed : {false, true}) {
+    Lone lone;
+    PathStats stats;
+    lone.user.run([&] {
+      lone.user.whenClosed = [&stats](Path& path) { path.fill(stats); };
+      lone.fake.silence(lone.number, true);
+      lone.user.channel.setClasses(1, uint8_t{0xf});
+      lone.user.send("lost");
+    });
+    lone.user.until(
+        "the silence shows", [&] { return !lone.user.path().usable(); });
+    isFlushed ? lone.fake.fence(lone.number) : lone.fake.giveUp(lone.number);
+    CHECK_CONTAINS(lone.end(), isFlushed ? "flushed" : "retry counter");
+    CHECK_EQ(stats.verbs->failed, 1u);
+  }
+}
+
 TEST(verbs_path_leaves_no_queue_pair_behind) {
   Lone lone;
   lone.user.run(

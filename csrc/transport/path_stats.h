@@ -37,8 +37,9 @@ struct VerbsStats {
   int port = 0; // of our device
   uint32_t queuePair = 0; // our number; 0: there is none now
   uint32_t mtuBytes = 0;
-  // completions, by result
-  uint64_t completed = 0, flushed = 0, failed = 0;
+  // Completions, by result. The first that is not ok ends the path; what is
+  // flushed behind it is not counted: nobody waits for it.
+  uint64_t completed = 0, failed = 0;
   // posted
   uint64_t sends = 0, receives = 0, reads = 0;
   uint64_t copiedBytes = 0; // into and out of the memory of the path

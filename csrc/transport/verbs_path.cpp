@@ -86,7 +86,6 @@ void VerbsPath::fill(PathStats& stats) const {
   const VerbsStats before = stats.verbs.value_or(VerbsStats());
   VerbsStats& sum = stats.verbs.emplace(counted_);
   sum.completed += before.completed;
-  sum.flushed += before.flushed;
   sum.failed += before.failed;
   sum.sends += before.sends;
   sum.receives += before.receives;
@@ -233,21 +232,12 @@ void VerbsPath::onNews() {
 }
 
 void VerbsPath::onCompletion(const VerbsCompletion& completion) {
-  switch (completion.result) {
-    case VerbsCompletion::Result::kOk:
-      ++counted_.completed;
-      break;
-    case VerbsCompletion::Result::kFlushed:
-      ++counted_.flushed;
-      break;
-    case VerbsCompletion::Result::kFailed:
-      ++counted_.failed;
-      break;
-  }
   if (completion.result != VerbsCompletion::Result::kOk) {
+    ++counted_.failed;
     close(Status(StatusCode::kNetwork, where() + ": " + completion.why));
     return;
   }
+  ++counted_.completed;
   heardAt_ = loop_.now();
   if (completion.request >= VerbsEnd::kFirstRead) {
     onRead();

@@ -48,8 +48,7 @@ _OF_DATAGRAMS = (
 )
 _OF_RDMA = (
     ("completed", "counter", "Requests of RDMA queue pairs that were completed."),
-    ("flushed", "counter", "Requests that came back since their queue pair had failed."),
-    ("failed", "counter", "Requests that failed."),
+    ("failed", "counter", "Requests that failed, and ended their path."),
     ("sends", "counter", "Sends posted."),
     ("receives", "counter", "Receives posted."),
     ("reads", "counter", "Reads of the peer's memory posted."),

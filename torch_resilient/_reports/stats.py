@@ -125,8 +125,8 @@ class RdmaStats(Record):
         queue_pair: number at this end; 0 if there is none now.
         mtu_bytes: payload of a full packet; the smaller one of both ends.
         completed: requests that were completed.
-        flushed: requests that came back because the queue pair had failed before.
-        failed: requests that failed: no answer after all retries, or refused.
+        failed: requests that ended their path: no answer after all retries, refused, or flushed
+            because the queue pair had failed. Those flushed behind them are not counted.
         sends, receives, reads: requests posted.
         copied_bytes: bytes of frames copied into and out of the path's memory.
         read_bytes: payload that this end has read from tensors of the peer.
@@ -139,7 +139,6 @@ class RdmaStats(Record):
     queue_pair: int
     mtu_bytes: int
     completed: int
-    flushed: int
     failed: int
     sends: int
     receives: int
