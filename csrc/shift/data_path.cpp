@@ -170,6 +170,19 @@ int flushPosted(Qp& qp, Cq& cq, const Request* list, bool isReceive) {
 
 // ---- Translation for the backup ----
 
+// The local key on the backup, or none; the lock of the keys is held. Requests
+// wait for a region that is being registered there.
+std::optional<uint32_t> backupKeyOf(Qp& qp, uint32_t key, const char* without) {
+  const auto found = qp.device->backupKeys.find(key);
+  if (found != qp.device->backupKeys.end()) {
+    return found->second;
+  }
+  if (!qp.device->pendingKeys.contains(key)) {
+    qp.untranslatable = without;
+  }
+  return std::nullopt;
+}
+
 bool translatePieces(
     Qp& qp,
     std::span<const Piece> pieces,
@@ -182,16 +195,16 @@ bool translatePieces(
     if (skipped == piece.length && piece.length != 0) {
       continue;
     }
-    uint32_t key = piece.key;
+    std::optional<uint32_t> key = piece.key;
     if (qp.core.active() == 1) {
-      const auto found = qp.device->backupKeys.find(piece.key);
-      if (found == qp.device->backupKeys.end()) {
+      key = backupKeyOf(
+          qp, piece.key, "memory of a request is not registered on the backup");
+      if (!key) {
         return false;
       }
-      key = found->second;
     }
     out.sg_list[out.num_sge++] = {
-        piece.address + skipped, piece.length - skipped, key};
+        piece.address + skipped, piece.length - skipped, *key};
   }
   return true;
 }
@@ -259,11 +272,7 @@ bool translate(Qp& qp, SendRequest& request, ibv_send_wr& out) {
         reinterpret_cast<uint64_t>(bytes), request.length - request.landed, 0};
     return true;
   }
-  if (!translatePieces(qp, qp.core.pieces(request), request.landed, out)) {
-    qp.untranslatable = "memory of a request is not registered on the backup";
-    return false;
-  }
-  return true;
+  return translatePieces(qp, qp.core.pieces(request), request.landed, out);
 }
 
 int postOn(Qp& qp, int path, ibv_send_wr& request) {
@@ -538,9 +547,11 @@ void postHeldSends(Qp& qp) {
     ibv_send_wr out{};
     out.sg_list = pieces.data();
     if (!translate(qp, *request, out)) {
-      qp.core.hold();
-      runtime().wake();
-      return;
+      if (qp.missingKey || qp.untranslatable != nullptr) {
+        qp.core.hold();
+        runtime().wake();
+      }
+      return; // or again when its memory is registered
     }
     if (postOn(qp, qp.core.active(), out) != 0) {
       return; // full: again when something has completed
@@ -559,16 +570,21 @@ void postHeldReceives(Qp& qp) {
     const std::span<const Piece> given = qp.core.pieces(*request);
     const std::lock_guard guard(qp.device->keysMutex);
     for (const Piece& piece : given) {
-      const auto found = qp.device->backupKeys.find(piece.key);
-      const bool isBackup = qp.core.receivePath() == 1;
-      if (isBackup && found == qp.device->backupKeys.end()) {
-        qp.untranslatable =
-            "memory of a receive is not registered on the backup";
-        runtime().wake();
+      std::optional<uint32_t> key = piece.key;
+      if (qp.core.receivePath() == 1) {
+        key = backupKeyOf(
+            qp,
+            piece.key,
+            "memory of a receive is not registered on the backup");
+      }
+      if (!key) {
+        if (qp.untranslatable != nullptr) {
+          runtime().wake();
+        }
         return;
       }
       translated.sg_list[translated.num_sge++] = {
-          piece.address, piece.length, isBackup ? found->second : piece.key};
+          piece.address, piece.length, *key};
     }
     ibv_recv_wr out{
         request->id, nullptr, translated.sg_list, translated.num_sge};

@@ -9,6 +9,10 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <utility>
 #include <vector>
 
 #include "shift/data_path.h"
@@ -41,7 +45,51 @@ using Guard = std::lock_guard<std::recursive_mutex>;
 
 // ---- Memory ----
 
-void shadowMr(ibv_mr* mr, uint64_t iova, int access) {
+using Registration = std::function<ibv_mr*(ibv_pd* backup)>;
+
+// The region is registered on the backup, or is not; the control mutex is held.
+void mrRegistered(
+    Mr& shadow,
+    ibv_mr* backup,
+    const ibv_mr& app,
+    uint64_t iova) {
+  Device& device = *shadow.device;
+  shadow.isRegistering = false;
+  if (shadow.isAbandoned) {
+    if (backup != nullptr) {
+      real().deregMr(backup);
+    }
+    std::erase_if(runtime().abandonedMrs, [&shadow](const auto& each) {
+      return each.get() == &shadow;
+    });
+    return;
+  }
+  shadow.backup = backup;
+  {
+    const std::lock_guard keys(device.keysMutex);
+    device.pendingKeys.erase(app.lkey);
+    if (backup != nullptr) {
+      device.backupKeys[app.lkey] = backup->lkey;
+    }
+  }
+  if (backup == nullptr) {
+    say("memory of %zu bytes cannot be registered on %s",
+        app.length,
+        device.backupName.c_str());
+    return;
+  }
+  const std::string value = std::to_string(app.rkey) + ":" +
+      std::to_string(backup->rkey) + ":" + std::to_string(iova) + ":" +
+      std::to_string(app.length);
+  for (const std::string& address : addressesOf(device.app, 1)) {
+    runtime().store.put(
+        "mr." + address + "." + std::to_string(app.rkey), value);
+  }
+}
+
+// Registers on the backup on another thread, without the mutex: it takes long
+// for many gigabytes. Requests that use the region before wait for it.
+void shadowMr(ibv_mr* mr, uint64_t iova, Registration registration) {
   Runtime& all = runtime();
   const Guard guard(all.mutex);
   const Pd* pd = findIn(all.pds, mr->pd);
@@ -53,56 +101,77 @@ void shadowMr(ibv_mr* mr, uint64_t iova, int access) {
   auto made = std::make_unique<Mr>();
   made->device = pd->device;
   made->app = mr;
+  made->isRegistering = true;
   Mr* shadow = made.get();
   all.mrs[mr] = std::move(made);
-  // catchUp() runs before an object goes, so the pointers stay valid.
-  all.later([shadow, pd, iova, access] {
-    const ibv_mr* app = shadow->app;
-    shadow->backup = real().regMrIova2(
-        pd->backup,
-        app->addr,
-        app->length,
-        iova,
-        static_cast<unsigned>(access));
-    if (shadow->backup == nullptr) {
-      say("memory of %zu bytes cannot be registered on %s",
-          app->length,
-          pd->device->backupName.c_str());
-      return;
-    }
-    {
-      const std::lock_guard keys(pd->device->keysMutex);
-      pd->device->backupKeys[app->lkey] = shadow->backup->lkey;
-    }
-    const std::string value = std::to_string(app->rkey) + ":" +
-        std::to_string(shadow->backup->rkey) + ":" + std::to_string(iova) +
-        ":" + std::to_string(app->length);
-    for (const std::string& address : addressesOf(pd->device->app, 1)) {
-      runtime().store.put(
-          "mr." + address + "." + std::to_string(app->rkey), value);
-    }
-  });
+  shadow->backupPd = pd->backup;
+  {
+    const std::lock_guard keys(pd->device->keysMutex);
+    pd->device->pendingKeys.insert(mr->lkey);
+  }
+  const auto backup = std::make_shared<ibv_mr*>(nullptr);
+  // A copy: the application may have deregistered it when this is done.
+  all.inTurn(
+      [registration = std::move(registration), on = pd->backup, backup] {
+        *backup = registration(on);
+      },
+      [shadow, backup, app = *mr, iova] {
+        mrRegistered(*shadow, *backup, app, iova);
+      });
 }
 
-void dropMr(ibv_mr* mr) {
+// Whether a region of that kind is being registered on a backup.
+template <typename Predicate>
+bool isRegistering(Predicate isOfKind) {
+  const auto is = [&isOfKind](const Mr& mr) {
+    return mr.isRegistering && isOfKind(mr);
+  };
+  const Runtime& all = runtime();
+  return std::ranges::any_of(
+             all.mrs, [&is](const auto& each) { return is(*each.second); }) ||
+      std::ranges::any_of(
+             all.abandonedMrs, [&is](const auto& each) { return is(*each); });
+}
+
+Registration sameOn(const ibv_mr& mr, uint64_t iova, int access) {
+  return [address = mr.addr, length = mr.length, iova, access](ibv_pd* backup) {
+    return real().regMrIova2(
+        backup, address, length, iova, static_cast<unsigned>(access));
+  };
+}
+
+// Returns the region on the backup, which the caller deregisters without the
+// mutex.
+ibv_mr* dropMr(ibv_mr* mr) {
   Runtime& all = runtime();
-  const Guard guard(all.mutex);
+  std::unique_lock held(all.mutex);
   Mr* shadow = findIn(all.mrs, mr);
   if (shadow == nullptr) {
-    return;
+    return nullptr;
   }
-  all.catchUp();
+  const bool isFree = all.waitForCalls(
+      held, kCallLimit, [shadow] { return !shadow->isRegistering; });
+  auto gone = all.mrs.extract(mr);
+  {
+    const std::lock_guard keys(shadow->device->keysMutex);
+    shadow->device->pendingKeys.erase(mr->lkey);
+    shadow->device->backupKeys.erase(mr->lkey);
+  }
+  if (!isFree) {
+    say("a device does not answer: memory of %zu bytes is still being "
+        "registered on %s",
+        mr->length,
+        shadow->device->backupName.c_str());
+    shadow->isAbandoned = true;
+    all.abandonedMrs.push_back(std::move(gone.mapped()));
+    return nullptr;
+  }
   if (shadow->backup != nullptr) {
-    {
-      const std::lock_guard keys(shadow->device->keysMutex);
-      shadow->device->backupKeys.erase(mr->lkey);
-    }
     for (const std::string& address : addressesOf(shadow->device->app, 1)) {
       all.store.remove("mr." + address + "." + std::to_string(mr->rkey));
     }
-    real().deregMr(shadow->backup);
   }
-  all.mrs.erase(mr);
+  return shadow->backup;
 }
 
 // ---- Completion channels ----
@@ -448,9 +517,17 @@ EXPORT int ibv_close_device(ibv_context* context) {
         real().destroyQp(backup);
       }
     }
+    const bool isFree = all.waitForCalls(guard, kCallLimit, [device] {
+      return !isRegistering(
+          [device](const Mr& mr) { return mr.device == device; });
+    });
     all.deviceByContext.erase(keyOf(context));
-    closeShadow(*device);
-    all.devices.erase(context);
+    auto gone = all.devices.extract(context);
+    if (isFree) {
+      closeShadow(*device);
+    } else {
+      all.abandonedDevices.push_back(std::move(gone.mapped()));
+    }
   }
   return real().closeDevice(context);
 }
@@ -469,10 +546,15 @@ EXPORT ibv_pd* ibv_alloc_pd(ibv_context* context) {
 
 EXPORT int ibv_dealloc_pd(ibv_pd* pd) {
   Runtime& all = runtime();
-  const Guard guard(all.mutex);
+  std::unique_lock guard(all.mutex);
   if (Pd* shadow = findIn(all.pds, pd); shadow != nullptr) {
     all.catchUp();
-    if (shadow->backup != nullptr) {
+    const bool isFree =
+        all.waitForCalls(guard, kCallLimit, [backup = shadow->backup] {
+          return !isRegistering(
+              [backup](const Mr& mr) { return mr.backupPd == backup; });
+        });
+    if (isFree && shadow->backup != nullptr) {
       real().deallocPd(shadow->backup);
     }
     all.pds.erase(pd);
@@ -484,7 +566,7 @@ EXPORT ibv_mr*
 ibv_reg_mr(ibv_pd* pd, void* address, size_t length, int access) {
   ibv_mr* mr = real().regMr(pd, address, length, access);
   if (mr != nullptr) {
-    shadowMr(mr, keyOf(address), access);
+    shadowMr(mr, keyOf(address), sameOn(*mr, keyOf(address), access));
   }
   return mr;
 }
@@ -497,7 +579,7 @@ EXPORT ibv_mr* ibv_reg_mr_iova(
     int access) {
   ibv_mr* mr = real().regMrIova(pd, address, length, iova, access);
   if (mr != nullptr) {
-    shadowMr(mr, iova, access);
+    shadowMr(mr, iova, sameOn(*mr, iova, access));
   }
   return mr;
 }
@@ -510,13 +592,15 @@ EXPORT ibv_mr* ibv_reg_mr_iova2(
     unsigned access) {
   ibv_mr* mr = real().regMrIova2(pd, address, length, iova, access);
   if (mr != nullptr) {
-    shadowMr(mr, iova, static_cast<int>(access));
+    shadowMr(mr, iova, sameOn(*mr, iova, static_cast<int>(access)));
   }
   return mr;
 }
 
 EXPORT int ibv_dereg_mr(ibv_mr* mr) {
-  dropMr(mr);
+  if (ibv_mr* backup = dropMr(mr); backup != nullptr) {
+    real().deregMr(backup);
+  }
   return real().deregMr(mr);
 }
 

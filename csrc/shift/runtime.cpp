@@ -183,6 +183,29 @@ void Runtime::aside(
   callWaits_.notify_one();
 }
 
+void Runtime::inTurn(std::function<void()> call, std::function<void()> done) {
+  turns_.push_back({std::move(call), std::move(done)});
+  if (!isTurnUnderWay_) {
+    nextTurn();
+  }
+}
+
+void Runtime::nextTurn() {
+  isTurnUnderWay_ = !turns_.empty();
+  if (!isTurnUnderWay_) {
+    return;
+  }
+  Call next = std::move(turns_.front());
+  turns_.pop_front();
+  aside(
+      std::move(next.call),
+      [this, done = std::move(next.done)] {
+        done();
+        nextTurn();
+      },
+      false);
+}
+
 void Runtime::help() {
   pthread_setname_np(pthread_self(), "shift-call");
   for (;;) {

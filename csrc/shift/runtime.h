@@ -39,6 +39,9 @@ class Runtime {
   // `done` with it. An urgent call overtakes the others that wait for a thread.
   void
   aside(std::function<void()> call, std::function<void()> done, bool isUrgent);
+  // The same, one after another: each waits for the `done` before it. The
+  // mutex is held.
+  void inTurn(std::function<void()> call, std::function<void()> done);
   // Waits until `condition` is true after some `done`, at most for so long.
   // Releases the mutex meanwhile; returns the condition.
   bool waitForCalls(
@@ -65,6 +68,8 @@ class Runtime {
   // Destroyed by the application while a device did not answer: a call uses
   // them still.
   std::vector<std::unique_ptr<Qp>> abandoned;
+  std::vector<std::unique_ptr<Mr>> abandonedMrs;
+  std::vector<std::unique_ptr<Device>> abandonedDevices;
   // For the data path.
   Lookup<Device> deviceByContext;
   Lookup<Cq> cqByHandle;
@@ -80,11 +85,15 @@ class Runtime {
   bool tick();
 
   void help();
+  void nextTurn();
 
   struct Call {
     std::function<void()> call;
     std::function<void()> done;
   };
+  // Guarded by the mutex.
+  std::deque<Call> turns_;
+  bool isTurnUnderWay_ = false;
 
   std::condition_variable_any callDone_;
   std::mutex callsMutex_;

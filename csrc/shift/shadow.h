@@ -11,6 +11,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -49,9 +50,11 @@ struct Device {
   ibv_context_ops real{};
   std::string name;
   std::string backupName;
-  // Local keys of memory regions on the backup, by those of the application.
+  // Local keys of memory regions on the backup, by those of the application,
+  // and the application's keys whose regions are being registered there.
   std::mutex keysMutex;
   std::map<uint32_t, uint32_t> backupKeys;
+  std::set<uint32_t> pendingKeys;
 };
 
 struct Pd {
@@ -64,6 +67,11 @@ struct Mr {
   Device* device = nullptr;
   ibv_mr* app = nullptr;
   ibv_mr* backup = nullptr;
+  const ibv_pd* backupPd = nullptr;
+  // A thread registers it on the backup.
+  bool isRegistering = false;
+  // The application has deregistered it meanwhile.
+  bool isAbandoned = false;
 };
 
 // The application waits on one descriptor for both devices.

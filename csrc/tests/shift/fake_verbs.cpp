@@ -40,6 +40,7 @@ struct Device {
   std::atomic<uint32_t> lastNumber{100};
   std::atomic<uint32_t> lastKey{0};
   std::atomic<bool> holdsFences{false};
+  std::atomic<bool> holdsRegistrations{false};
 
   std::mutex mutex;
   // Guarded by the mutex.
@@ -512,8 +513,18 @@ int deallocPd(ibv_pd* pd) {
   return 0;
 }
 
+void waitWhile(const std::atomic<bool>& isHeld) {
+  std::unique_lock guard(world().holdMutex);
+  if (isHeld) {
+    ++world().heldCalls;
+    world().released.wait(guard, [&isHeld] { return !isHeld; });
+    --world().heldCalls;
+  }
+}
+
 ibv_mr* regMr(ibv_pd* pd, void* address, size_t length, int) {
   Device& device = deviceOf(pd->context);
+  waitWhile(device.holdsRegistrations);
   auto* made = new ibv_mr{};
   made->context = pd->context;
   made->pd = pd;
@@ -619,13 +630,6 @@ ibv_qp* createQp(ibv_pd* pd, ibv_qp_init_attr* asked) {
   return &made->handle;
 }
 
-void waitWhile(const std::atomic<bool>& isHeld) {
-  std::unique_lock guard(world().holdMutex);
-  ++world().heldCalls;
-  world().released.wait(guard, [&isHeld] { return !isHeld; });
-  --world().heldCalls;
-}
-
 int modifyQp(ibv_qp* handle, ibv_qp_attr* set, int mask) {
   Qp& qp = qpOf(handle);
   if (set->qp_state == IBV_QPS_RTR) {
@@ -726,6 +730,16 @@ void holdConnects(int network, bool isHeld) {
 
 int heldCalls() {
   return world().heldCalls;
+}
+
+void holdRegistrations(const char* device, bool isHeld) {
+  const std::lock_guard guard(world().holdMutex);
+  for (Device& each : world().devices) {
+    if (std::strcmp(each.handle.name, device) == 0) {
+      each.holdsRegistrations = isHeld;
+    }
+  }
+  world().released.notify_all();
 }
 
 void holdFences(const char* device, bool isHeld) {

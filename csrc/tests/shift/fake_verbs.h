@@ -40,6 +40,9 @@ uint64_t fences();
 void holdConnects(int network, bool isHeld);
 // The same for all queue pairs of a device and the error state.
 void holdFences(const char* device, bool isHeld);
+// ibv_reg_mr and its like do not return on this device while this holds: they
+// pin many gigabytes.
+void holdRegistrations(const char* device, bool isHeld);
 // How many calls are held.
 int heldCalls();
 

@@ -16,6 +16,7 @@
 #include <future>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -237,6 +238,7 @@ struct Connection {
     fake::setPace(1, 0ms);
     fake::holdConnects(0, false);
     fake::holdFences("a0", false);
+    fake::holdRegistrations("a1", false);
   }
   Connection(const Connection&) = delete;
   Connection& operator=(const Connection&) = delete;
@@ -335,6 +337,90 @@ TEST(shift_control_verbs_do_not_wait_for_a_silent_neighbour) {
   fake::holdConnects(0, false);
   CHECK(isDone);
   verbs.get();
+}
+
+// Memory of its own, on the device of an end.
+struct Region {
+  explicit Region(const Host& host)
+      : mr(ibv_reg_mr(host.pd, memory.data(), memory.size(), kLocalWrite)) {}
+  ~Region() {
+    if (mr != nullptr) {
+      ibv_dereg_mr(mr);
+    }
+  }
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  std::vector<uint8_t> memory = std::vector<uint8_t>(100);
+  ibv_mr* mr;
+};
+
+TEST(shift_goes_on_while_memory_is_registered_on_the_backup) {
+  Connection connection;
+  connection.moveToBackup();
+  fake::holdRegistrations("a1", true);
+  std::optional<Region> region;
+  auto verbs = std::async(std::launch::async, [&] {
+    region.emplace(connection.hostA);
+    eventually("a blocked call", [] { return fake::heldCalls() != 0; });
+    ibv_cq* const other =
+        ibv_create_cq(connection.hostA.context, 4, nullptr, nullptr, 0);
+    ibv_destroy_cq(other);
+    connection.exchange(1);
+  });
+  const bool isDone = verbs.wait_for(kLimit) == std::future_status::ready;
+  if (!isDone) {
+    fake::holdRegistrations("a1", false);
+  }
+  verbs.get();
+  CHECK(isDone);
+  // Requests in both directions that use it wait for it, in their order.
+  std::swap(connection.a.mr, region->mr);
+  std::swap(connection.a.memory, region->memory);
+  connection.b.receive(2);
+  connection.a.send(2);
+  connection.a.receive(3);
+  connection.b.send(3);
+  std::this_thread::sleep_for(100ms);
+  ibv_wc one{};
+  CHECK_EQ(ibv_poll_cq(connection.a.cq, 1, &one), 0);
+  fake::holdRegistrations("a1", false);
+  for (int i = 0; i < 2; ++i) {
+    CHECK_EQ(connection.a.completion().status, IBV_WC_SUCCESS);
+    CHECK_EQ(connection.b.completion().status, IBV_WC_SUCCESS);
+  }
+  CHECK(areOn(1));
+}
+
+TEST(shift_deregisters_memory_that_is_being_registered) {
+  Connection connection;
+  fake::holdRegistrations("a1", true);
+  std::optional<Region> region(std::in_place, connection.hostA);
+  eventually("a blocked call", [] { return fake::heldCalls() != 0; });
+  std::atomic<bool> isGone{false};
+  std::thread end([&] {
+    region.reset();
+    isGone = true;
+  });
+  std::this_thread::sleep_for(50ms);
+  const bool wasEarly = isGone;
+  connection.exchange(1); // nobody else waits
+  fake::holdRegistrations("a1", false);
+  end.join();
+  CHECK(!wasEarly);
+  connection.exchange(2);
+  // A device that does not answer at all holds the program for seconds only.
+  fake::holdRegistrations("a1", true);
+  region.emplace(connection.hostA);
+  eventually("a blocked call", [] { return fake::heldCalls() != 0; });
+  region.reset();
+  const auto abandoned = [] {
+    const std::lock_guard guard(runtime().mutex);
+    return runtime().abandonedMrs.size();
+  };
+  CHECK_EQ(abandoned(), 1U);
+  fake::holdRegistrations("a1", false);
+  eventually("the late region is dropped", [&] { return abandoned() == 0; });
 }
 
 TEST(shift_changes_states_while_the_control_thread_is_busy) {
