@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/syscall.h"
 #include "shift/data_path.h"
 #include "shift/real_verbs.h"
 #include "shift/runtime.h"
@@ -118,6 +119,19 @@ void shadowMr(ibv_mr* mr, uint64_t iova, Registration registration) {
       [shadow, backup, app = *mr, iova] {
         mrRegistered(*shadow, *backup, app, iova);
       });
+}
+
+// The application may close its descriptor at once.
+Registration
+sameDmabuf(uint64_t offset, size_t length, uint64_t iova, int fd, int access) {
+  const auto own = std::make_shared<resilient::FileDescriptor>(
+      fcntl(fd, F_DUPFD_CLOEXEC, 0)); // a failure shows at the registration
+  return [offset, length, iova, own, access](ibv_pd* backup) {
+    ibv_mr* const mr =
+        real().regDmabufMr(backup, offset, length, iova, own->get(), access);
+    own->reset();
+    return mr;
+  };
 }
 
 // Whether a region of that kind is being registered on a backup.
@@ -593,6 +607,24 @@ EXPORT ibv_mr* ibv_reg_mr_iova2(
   ibv_mr* mr = real().regMrIova2(pd, address, length, iova, access);
   if (mr != nullptr) {
     shadowMr(mr, iova, sameOn(*mr, iova, static_cast<int>(access)));
+  }
+  return mr;
+}
+
+EXPORT ibv_mr* ibv_reg_dmabuf_mr(
+    ibv_pd* pd,
+    uint64_t offset,
+    size_t length,
+    uint64_t iova,
+    int fd,
+    int access) {
+  if (real().regDmabufMr == nullptr) {
+    errno = EOPNOTSUPP;
+    return nullptr;
+  }
+  ibv_mr* mr = real().regDmabufMr(pd, offset, length, iova, fd, access);
+  if (mr != nullptr) {
+    shadowMr(mr, iova, sameDmabuf(offset, length, iova, fd, access));
   }
   return mr;
 }

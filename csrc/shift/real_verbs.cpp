@@ -12,13 +12,19 @@ namespace {
 // itself, as NCCL does. dlsym without a version may find the twin of 2006 with
 // another layout.
 template <typename Function>
+void findIfThere(Function*& function, const char* name, const char* version) {
+  static void* const library = dlopen("libibverbs.so.1", RTLD_LAZY);
+  void* symbol = library == nullptr ? nullptr : dlvsym(library, name, version);
+  function = reinterpret_cast<Function*>(symbol);
+}
+
+template <typename Function>
 void find(
     Function*& function,
     const char* name,
     const char* version = "IBVERBS_1.1") {
-  static void* const library = dlopen("libibverbs.so.1", RTLD_LAZY);
-  void* symbol = library == nullptr ? nullptr : dlvsym(library, name, version);
-  if (symbol == nullptr) {
+  findIfThere(function, name, version);
+  if (function == nullptr) {
     std::fprintf(
         stderr,
         "torch-resilient shift: libibverbs has no %s@%s\n",
@@ -26,7 +32,6 @@ void find(
         version);
     std::abort();
   }
-  function = reinterpret_cast<Function*>(symbol);
 }
 
 RealVerbs load() {
@@ -38,6 +43,7 @@ RealVerbs load() {
   find(found.regMr, "ibv_reg_mr");
   find(found.regMrIova, "ibv_reg_mr_iova", "IBVERBS_1.7");
   find(found.regMrIova2, "ibv_reg_mr_iova2", "IBVERBS_1.8");
+  findIfThere(found.regDmabufMr, "ibv_reg_dmabuf_mr", "IBVERBS_1.12");
   find(found.deregMr, "ibv_dereg_mr");
   find(found.createChannel, "ibv_create_comp_channel", "IBVERBS_1.0");
   find(found.destroyChannel, "ibv_destroy_comp_channel", "IBVERBS_1.0");

@@ -13,6 +13,8 @@ struct RealVerbs {
   ibv_mr* (*regMr)(ibv_pd*, void*, size_t, int);
   ibv_mr* (*regMrIova)(ibv_pd*, void*, size_t, uint64_t, int);
   ibv_mr* (*regMrIova2)(ibv_pd*, void*, size_t, uint64_t, unsigned);
+  // Null in a libibverbs before 34.
+  ibv_mr* (*regDmabufMr)(ibv_pd*, uint64_t, size_t, uint64_t, int, int);
   int (*deregMr)(ibv_mr*);
   ibv_comp_channel* (*createChannel)(ibv_context*);
   int (*destroyChannel)(ibv_comp_channel*);
@@ -26,7 +28,7 @@ struct RealVerbs {
   int (*destroyQp)(ibv_qp*);
 };
 
-// Ends the process with a message if libibverbs lacks one of them.
+// Ends the process with a message if libibverbs lacks one of the others.
 const RealVerbs& real();
 
 } // namespace resilient::shift

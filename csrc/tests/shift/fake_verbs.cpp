@@ -1,10 +1,12 @@
 #include "tests/shift/fake_verbs.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
@@ -32,6 +34,12 @@ constexpr uint32_t kPacketMask = 0xffffff;
 
 struct Qp;
 
+// The addresses by which requests name it.
+struct Region {
+  uint64_t begin = 0;
+  uint64_t length = 0;
+};
+
 struct Device {
   ibv_device handle{};
   int host = 0;
@@ -45,7 +53,7 @@ struct Device {
   std::mutex mutex;
   // Guarded by the mutex.
   std::map<uint32_t, std::shared_ptr<Qp>> qps;
-  std::map<uint32_t, ibv_mr*> regions;
+  std::map<uint32_t, Region> regions;
   std::vector<ibv_context*> contexts;
 };
 
@@ -205,8 +213,8 @@ bool isKnown(Device& device, uint32_t key, uint64_t address, uint64_t length) {
   if (found == device.regions.end()) {
     return false;
   }
-  const auto begin = reinterpret_cast<uint64_t>(found->second->addr);
-  return address >= begin && address + length <= begin + found->second->length;
+  const auto [begin, bytes] = found->second;
+  return address >= begin && address + length <= begin + bytes;
 }
 
 // The bytes of a message from `offset`, or nothing if a key is wrong.
@@ -522,7 +530,7 @@ void waitWhile(const std::atomic<bool>& isHeld) {
   }
 }
 
-ibv_mr* regMr(ibv_pd* pd, void* address, size_t length, int) {
+ibv_mr* makeMr(ibv_pd* pd, void* address, size_t length, uint64_t iova) {
   Device& device = deviceOf(pd->context);
   waitWhile(device.holdsRegistrations);
   auto* made = new ibv_mr{};
@@ -532,8 +540,31 @@ ibv_mr* regMr(ibv_pd* pd, void* address, size_t length, int) {
   made->length = length;
   made->lkey = made->rkey = ++device.lastKey;
   const std::lock_guard guard(device.mutex);
-  device.regions[made->lkey] = made;
+  device.regions[made->lkey] = {iova, length};
   return made;
+}
+
+ibv_mr* regMr(ibv_pd* pd, void* address, size_t length, int) {
+  return makeMr(pd, address, length, reinterpret_cast<uint64_t>(address));
+}
+
+// The tests have the memory mapped at the address that they give it, so the
+// descriptor only has to be that of a file.
+ibv_mr* regDmabufMr(
+    ibv_pd* pd,
+    uint64_t offset,
+    size_t length,
+    uint64_t iova,
+    int fd,
+    int) {
+  struct stat file{};
+  if (fstat(fd, &file) != 0 ||
+      offset + length > static_cast<uint64_t>(file.st_size)) {
+    errno = EBADF;
+    return nullptr;
+  }
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): as libibverbs does
+  return makeMr(pd, reinterpret_cast<void*>(offset), length, iova);
 }
 
 ibv_mr* regMrIova(ibv_pd* pd, void* address, size_t length, uint64_t, int) {
@@ -766,6 +797,7 @@ const RealVerbs& real() {
       fake::regMr,
       fake::regMrIova,
       fake::regMrIova2,
+      fake::regDmabufMr,
       fake::deregMr,
       fake::createChannel,
       fake::destroyChannel,

@@ -3,6 +3,7 @@
 // not answer.
 
 #include <poll.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,6 +15,7 @@
 #include <fstream>
 #include <functional>
 #include <future>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -390,6 +392,64 @@ TEST(shift_goes_on_while_memory_is_registered_on_the_backup) {
     CHECK_EQ(connection.b.completion().status, IBV_WC_SUCCESS);
   }
   CHECK(areOn(1));
+}
+
+// The memory of another device, mapped so that the fake can reach it.
+struct Dmabuf {
+  static constexpr size_t kBytes = 4096;
+  static constexpr uint64_t kOffset = 4096;
+  Dmabuf() {
+    CHECK_EQ(ftruncate(fd, kOffset + kBytes), 0);
+    CHECK(bytes != MAP_FAILED);
+  }
+  ~Dmabuf() {
+    munmap(bytes, kBytes);
+  }
+  Dmabuf(const Dmabuf&) = delete;
+  Dmabuf& operator=(const Dmabuf&) = delete;
+
+  int fd = memfd_create("shift-test", MFD_CLOEXEC);
+  void* bytes =
+      mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, kOffset);
+};
+
+size_t openFiles() {
+  const std::filesystem::directory_iterator all("/proc/self/fd");
+  return static_cast<size_t>(std::distance(begin(all), end(all)));
+}
+
+TEST(shift_registers_a_dmabuf_on_the_backup) {
+  Connection connection;
+  Dmabuf dmabuf;
+  fake::holdRegistrations("a1", true);
+  const size_t before = openFiles();
+  ibv_mr* mr = ibv_reg_dmabuf_mr(
+      connection.hostA.pd,
+      Dmabuf::kOffset,
+      Dmabuf::kBytes,
+      reinterpret_cast<uint64_t>(dmabuf.bytes),
+      dmabuf.fd,
+      kLocalWrite);
+  CHECK(mr != nullptr);
+  // The program needs its descriptor no longer, and the backup not for long.
+  close(dmabuf.fd);
+  fake::holdRegistrations("a1", false);
+  eventually("no descriptor is left", [&] { return openFiles() < before; });
+  connection.moveToBackup();
+  ibv_sge piece{reinterpret_cast<uint64_t>(dmabuf.bytes), 100, mr->lkey};
+  ibv_send_wr wanted{};
+  wanted.sg_list = &piece;
+  wanted.num_sge = 1;
+  wanted.opcode = IBV_WR_SEND;
+  wanted.send_flags = IBV_SEND_SIGNALED;
+  ibv_send_wr* bad = nullptr;
+  std::memset(dmabuf.bytes, 'd', 100);
+  connection.b.receive(7);
+  CHECK_EQ(ibv_post_send(connection.a.qp, &wanted, &bad), 0);
+  CHECK_EQ(connection.a.completion().status, IBV_WC_SUCCESS);
+  CHECK_EQ(connection.b.completion().wr_id, 7U);
+  CHECK(connection.b.memory == std::vector<uint8_t>(100, 'd'));
+  CHECK_EQ(ibv_dereg_mr(mr), 0);
 }
 
 TEST(shift_deregisters_memory_that_is_being_registered) {
