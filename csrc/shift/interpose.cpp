@@ -794,7 +794,7 @@ EXPORT int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attributes, int mask) {
     const Guard guard(runtime().mutex);
     shadow->session->takeDown();
   } else {
-    runtime().later(
+    runtime().soon(
         [shadow, set = *attributes, mask] { recordState(*shadow, set, mask); });
   }
   return 0;

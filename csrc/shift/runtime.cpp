@@ -144,11 +144,13 @@ std::string Runtime::backupOf(const std::string& device) const {
 }
 
 void Runtime::later(std::function<void()> job) {
-  {
-    const std::lock_guard guard(jobsMutex_);
-    jobs_.push_back(std::move(job));
-  }
+  soon(std::move(job));
   wake();
+}
+
+void Runtime::soon(std::function<void()> job) {
+  const std::lock_guard guard(jobsMutex_);
+  jobs_.push_back(std::move(job));
 }
 
 void Runtime::catchUp() {
@@ -238,7 +240,7 @@ void Runtime::run() {
   pthread_setname_np(pthread_self(), "shift");
   bool isBusy = false;
   for (;;) {
-    wait(isBusy ? 1 : 20);
+    wait(isBusy ? 1 : static_cast<int>(kIdle.count()));
     const std::lock_guard guard(mutex);
     uint64_t ignored = 0;
     while (read(wakeFd_, &ignored, sizeof ignored) > 0) {

@@ -32,6 +32,10 @@ class Runtime {
   // Runs a job on the control thread, in order. Needs no mutex.
   // Paper: SHIFT §4.2, shadow control verbs
   void later(std::function<void()> job);
+  // The same for a job that the program does not wait for, at most kIdle later:
+  // the call costs it no system call, and the thread does not take its
+  // processor.
+  void soon(std::function<void()> job);
   // Runs what is waiting now; the caller holds the mutex.
   void catchUp();
   void wake();
@@ -48,6 +52,9 @@ class Runtime {
       std::unique_lock<std::recursive_mutex>& held,
       std::chrono::milliseconds limit,
       const std::function<bool()>& condition);
+
+  // How often the control thread looks by itself.
+  static constexpr std::chrono::milliseconds kIdle{20};
 
   // A path on which nothing completes for so long is given up.
   std::chrono::milliseconds silence{500};

@@ -500,6 +500,38 @@ TEST(shift_changes_states_while_the_control_thread_is_busy) {
   eventually("the backups are connected", areReady);
 }
 
+// What is written to event descriptors, and has not been read.
+uint64_t unreadEvents() {
+  uint64_t sum = 0;
+  for (const auto& entry :
+       std::filesystem::directory_iterator("/proc/self/fdinfo")) {
+    std::ifstream file(entry.path());
+    const std::string name = "eventfd-count:";
+    for (std::string line; std::getline(file, line);) {
+      if (line.starts_with(name)) {
+        sum += std::stoull(line.substr(name.size()), nullptr, 16);
+      }
+    }
+  }
+  return sum;
+}
+
+TEST(shift_changes_states_without_waking_the_control_thread) {
+  Host hostA("a0");
+  Host hostB("b0");
+  End a(hostA);
+  End b(hostB);
+  {
+    const std::lock_guard busy(runtime().mutex); // it reads nothing meanwhile
+    runtime().catchUp();
+    const uint64_t before = unreadEvents();
+    connectQp(a.qp, b.qp, hostB.gid, false);
+    connectQp(b.qp, a.qp, hostA.gid, false);
+    CHECK_EQ(unreadEvents(), before);
+  }
+  eventually("the backups are connected", areReady);
+}
+
 TEST(shift_repeats_a_request_that_was_spoiled_on_purpose) {
   Connection connection;
   CHECK(std::ofstream(spoilFile()).good());
