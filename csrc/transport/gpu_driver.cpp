@@ -59,7 +59,8 @@ class RealGpuDriver final : public GpuDriver {
   Value attribute(int which, const std::byte* address) const {
     Value value{};
     // An older driver does not know the attribute, and so has no such memory.
-    return call_.pointerGetAttribute(&value, which, pointerOf(address)) ==
+    return call_.pointerGetAttribute(
+               static_cast<void*>(&value), which, pointerOf(address)) ==
             kSuccess
         ? value
         : Value{};
