@@ -310,6 +310,8 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
         if switched:
             # Experience with the messages of one plan says nothing about those of another.
             self._patience = Patience()
+            if self.bubbles is not None:
+                self.bubbles.forget()
         if self.dispatch == "live" and costs is not None:
             # By the costs of now, which may change without a plan being worth a switch. Each rank
             # by itself: they need not agree.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from torch_resilient import _native
+from torch_resilient.pipelining.bubbles import Bubbles
 from torch_resilient.pipelining.recorder import Recorder
 from torch_resilient.pipelining.torch_actions import StageActions
 from torch_resilient.planning.dispatch import (
@@ -117,6 +118,7 @@ class StageRun:
         waits: counts how the thread was blocked.
         around_operation: see AroundOperation.
         patience: for live dispatch, of this stage's iterations so far.
+        bubbles: runs other work while the thread is blocked; None for nothing.
     """
 
     def __init__(
@@ -126,6 +128,7 @@ class StageRun:
         waits: Waits,
         around_operation: AroundOperation = lambda *_: contextlib.nullcontext(),
         patience: Patience | None = None,
+        bubbles: Bubbles | None = None,
     ) -> None:
         self._actions = actions
         self._recorder = recorder
@@ -133,6 +136,7 @@ class StageRun:
         self._around_operation = around_operation
         self._progress = Progress(actions.num_microbatches)
         self._patience = patience or Patience()
+        self._bubbles = bubbles
         self._held_after = -1  # operations done when one was last held back
         self._inputs = Arrivals(actions.receive_input, actions.num_microbatches)
         self._gradients = Arrivals(actions.receive_gradient, actions.num_microbatches)
@@ -246,7 +250,12 @@ class StageRun:
         """Waits until one of these has ended; the backend's time-outs bound it."""
         assert works, "nothing can run and nothing is awaited: a defect of the gates"
         with self._recorder.wait() as waited:
-            _native.load().wait_any(works)
+            if self._bubbles is None:
+                _native.load().wait_any(works)
+            else:
+                # After the same operations, a stage waits for the same messages.
+                done = self._progress
+                self._bubbles.wait(works, (done.forwards, done.backwards, done.weights))
         self._waits.blocked += 1
         self._waits.blocked_s += waited.duration_s
 

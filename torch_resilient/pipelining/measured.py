@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_resilient.planning.orders import Operation
 from torch_resilient.planning.replay import Message, Span
@@ -36,6 +37,14 @@ Link = tuple[int, int]
 
 # Twice the rounding of files; smaller values say nothing about the clocks.
 _ROUNDING_S = 1e-6
+
+
+class FilledSpan(NamedTuple):
+    """When a chunk of other work, such as a prefill, ran in idle time; see bubbles.py."""
+
+    name: str
+    start_s: float
+    end_s: float
 
 
 @dataclass(frozen=True)
@@ -74,6 +83,7 @@ class StageStep:
         spans: the operations, by start.
         waits: when the host was blocked.
         arrivals: when the message that an F or B needed was there, as far as measured.
+        filled: chunks of other work in idle time.
         idle: what remains of the time from `start_s` to `until_s`.
     """
 
@@ -86,6 +96,7 @@ class StageStep:
     spans: tuple[Span, ...]
     waits: tuple[tuple[float, float], ...]
     arrivals: Mapping[Operation, float]
+    filled: tuple[FilledSpan, ...] = ()
     idle: tuple[Idle, ...] = ()
 
 
@@ -161,6 +172,15 @@ class MeasuredStep:
     def bubble(self) -> float:
         """The idle part of all stages' time, 0 to 1."""
         return math.fsum(self.idle.values())
+
+    @cached_property
+    def filled(self) -> float:
+        """The part of all stages' time in which chunks of other work ran, 0 to 1."""
+        whole_s = math.fsum(each.until_s - each.start_s for each in self.present)
+        filled_s = math.fsum(
+            chunk.end_s - chunk.start_s for each in self.present for chunk in each.filled
+        )
+        return filled_s / whole_s if whole_s else 0.0
 
     @cached_property
     def messages(self) -> tuple[Message, ...]:
@@ -385,3 +405,18 @@ def idle_of(
         now_s = max(now_s, end_s)
     found.append(Idle(COOL_DOWN, now_s, until_s))
     return tuple(each for each in found if each.end_s > each.start_s)
+
+
+def without(idle: Iterable[Idle], filled: Sequence[FilledSpan]) -> tuple[Idle, ...]:
+    """What is left of idle times, both by start, where chunks of other work did not run."""
+    left = []
+    for each in idle:
+        now_s = each.start_s
+        for chunk in filled:
+            if chunk.end_s > now_s and chunk.start_s < each.end_s:
+                if chunk.start_s > now_s:
+                    left.append(replace(each, start_s=now_s, end_s=chunk.start_s))
+                now_s = chunk.end_s
+        if now_s < each.end_s:
+            left.append(replace(each, start_s=now_s))
+    return tuple(left)

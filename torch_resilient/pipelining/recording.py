@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from torch_resilient.pipelining.clocks import ClockUpdates
+from torch_resilient.pipelining.measured import FilledSpan
 from torch_resilient.pipelining.recorder import MeasuredSpan
 from torch_resilient.pipelining.timeline_files import TimelineWriter, clock_offset_s
 from torch_resilient.pipelining.torch_actions import AnyStage, control_device, group_of
@@ -73,13 +74,14 @@ class Recording:
         spans: Sequence[MeasuredSpan],
         arrivals: Sequence[tuple[str, int, float]],
         start_s: float,
+        filled: Sequence[FilledSpan] = (),
     ) -> None:
         """Writes an iteration that has just ended."""
         end_s = time.monotonic()
         offset_s = self._clocks.after(step)  # also of a rank that writes no more: others ask it
         if self._writer is not None:
             try:
-                self._writer.add(step, epoch, spans, arrivals, start_s, end_s)
+                self._writer.add(step, epoch, spans, arrivals, start_s, end_s, filled)
                 if offset_s is not None:
                     self._writer.clock_offset(offset_s)
             except OSError as error:

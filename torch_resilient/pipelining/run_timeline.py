@@ -41,6 +41,8 @@ _INITIAL_PLAN = 0
 _MAX_EVENTS = 8
 # A cause that would be told as 0.0 % needs no legend.
 _MIN_PART = 5e-4
+# The paint of chunks of other work in idle time.
+_FILLED = "prefill"
 
 
 def choose_steps(run: MeasuredRun) -> tuple[list[MeasuredStep], str]:
@@ -148,7 +150,11 @@ def event_lines(run: MeasuredRun) -> list[tuple[RunEvent, str]]:
 
 def text_table(run: MeasuredRun) -> str:
     """A line per iteration, per link, per event."""
-    rows = [["step", "plan", "ms", "idle %", *(cause.replace("_", "-") for cause in CAUSES)]]
+    filled = any(step.filled for step in run.steps)
+    rows = [
+        ["step", "plan", "ms", *(["filled %"] if filled else []), "idle %"]
+        + [cause.replace("_", "-") for cause in CAUSES]
+    ]
     partial = False
     for step in run.steps:
         whole = len(step.present) == run.num_stages - len(run.missing)
@@ -158,6 +164,7 @@ def text_table(run: MeasuredRun) -> str:
                 f"{step.step}{'' if whole else '*'}",
                 _plans(step),
                 f"{step.iteration_s * 1e3:.1f}",
+                *([f"{100 * step.filled:.1f}"] if filled else []),
                 f"{100 * step.bubble:.1f}",
                 *(f"{100 * step.idle[cause]:.1f}" for cause in CAUSES),
             ]
@@ -272,6 +279,16 @@ def _row(run: MeasuredRun, stage: int, origin_s: float) -> Row:
             )
             for idle in each.idle
         ]
+        boxes += [
+            Box(
+                _FILLED,
+                chunk.start_s - origin_s,
+                chunk.end_s - origin_s,
+                "",
+                f"stage {stage}: {chunk.name}, {(chunk.end_s - chunk.start_s) * 1e3:.6g} ms",
+            )
+            for chunk in each.filled
+        ]
     tip = f"stage {stage}: rank {info.rank} on {info.host}, process {info.pid}"
     return Row(f"stage {stage}", boxes, until_s, tip)
 
@@ -283,8 +300,10 @@ def _legend(steps: Sequence[MeasuredStep]) -> list[tuple[str, str]]:
         cause: sum(step.idle[cause] * step.iteration_s for step in steps) / length_s
         for cause in CAUSES
     }
+    filled = sum(step.filled * step.iteration_s for step in steps) / length_s
     return [
         *MEANINGS.items(),
+        *([(_FILLED, f"other work: {100 * filled:.1f} %")] if filled else []),
         *(
             (cause, f"{meaning}: {100 * parts[cause]:.1f} %")
             for cause, meaning in CAUSES.items()
@@ -305,7 +324,7 @@ def _subtitle(run: MeasuredRun) -> str:
 
 
 # Threads of each stage in a Chrome trace.
-_OPERATIONS, _IDLE, _HOST = range(3)
+_OPERATIONS, _IDLE, _HOST, _WORK = range(4)
 
 
 def chrome_trace(run: MeasuredRun) -> dict[str, Any]:
@@ -321,7 +340,10 @@ def chrome_trace(run: MeasuredRun) -> dict[str, Any]:
     for stage, info in enumerate(run.ranks):
         if info is not None:
             name = f"stage {stage} (rank {info.rank} on {info.host})"
-            events += _names(stage, name, {_OPERATIONS: "operations", _IDLE: "idle", _HOST: "host"})
+            threads = {_OPERATIONS: "operations", _IDLE: "idle", _HOST: "host"}
+            if any(each.filled for step in run.steps if (each := step.stages[stage])):
+                threads[_WORK] = "other work"
+            events += _names(stage, name, threads)
     events += _names(links, "links", {})
     events += _names(whole, "run", {0: "steps"})
     number = 0
@@ -425,3 +447,12 @@ def _stage_slices(each: StageStep, origin_s: float) -> Iterator[dict[str, Any]]:
         yield found | {"args": args}
     for start_s, end_s in each.waits:
         yield _slice("blocked", "host", each.stage, _HOST, start_s - origin_s, end_s - start_s)
+    for chunk in each.filled:
+        yield _slice(
+            chunk.name,
+            "work",
+            each.stage,
+            _WORK,
+            chunk.start_s - origin_s,
+            chunk.end_s - chunk.start_s,
+        )

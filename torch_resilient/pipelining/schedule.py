@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec
 
+from torch_resilient.pipelining.bubbles import Bubbles
 from torch_resilient.pipelining.executor import StageRun, Waits
 from torch_resilient.pipelining.recorder import MeasuredSpan, Recorder
 from torch_resilient.pipelining.recording import (
@@ -80,6 +81,8 @@ class DispatchedSchedule(StageSchedule):
         recorder: what the stage did in the last iteration.
         waits: how the compute thread was blocked.
         recording: the file of this run; None if none is written.
+        bubbles: runs other work while this stage waits in iterations with a backward, see there;
+            None, the default, for nothing. Set it before a step. It needs the "resilient" backend.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class DispatchedSchedule(StageSchedule):
         self.waits = Waits()
         self._patience = Patience()
         self.recording: Recording | None = None
+        self.bubbles: Bubbles | None = None
         self._timeline_dir = timeline_dir or folder_from_environment()
         self._steps = 0
 
@@ -127,12 +131,23 @@ class DispatchedSchedule(StageSchedule):
                 self.recording = Recording(folder, self.stage)
         # An evaluation's F, without a graph, tells nothing of the training's.
         self.recorder.begin(self._steps, typical=actions.backward)
-        run = StageRun(actions, self.recorder, self.waits, self.around_operation, self._patience)
+        bubbles = self.bubbles if actions.backward else None
+        if bubbles is not None:
+            bubbles.begin_iteration()
+        run = StageRun(
+            actions, self.recorder, self.waits, self.around_operation, self._patience, bubbles
+        )
         self._dispatch(run)
+        filled = [] if bubbles is None else bubbles.take_spans()
         if self.recording is not None and actions.backward:
             recorder = self.recorder
             self.recording.add(
-                self._steps, self.epoch, self.last_spans, recorder.arrivals, recorder.start_s
+                self._steps,
+                self.epoch,
+                self.last_spans,
+                recorder.arrivals,
+                recorder.start_s,
+                filled,
             )
         self._steps += 1
 

@@ -20,12 +20,14 @@ from typing import Any, TypeGuard
 
 from torch_resilient._files import create_private
 from torch_resilient.pipelining.measured import (
+    FilledSpan,
     MeasuredRun,
     MeasuredStep,
     RankInfo,
     RunEvent,
     StageStep,
     idle_of,
+    without,
 )
 from torch_resilient.planning.orders import Operation
 from torch_resilient.planning.replay import Span
@@ -115,6 +117,7 @@ class TimelineWriter:
         arrivals: Iterable[tuple[str, int, float]],
         start_s: float,
         end_s: float,
+        filled: Iterable[tuple[str, float, float]] = (),
     ) -> None:
         """Appends an iteration; steps must increase.
 
@@ -126,7 +129,12 @@ class TimelineWriter:
             arrivals: (kind, microbatch, when): the message that this F or B needed was there. Those
                 that are not known are left out, so is what needs no message.
             start_s, end_s: of the call of the schedule.
+            filled: (name, start_s, end_s) of chunks of other work since the last call.
         """
+        chunks = [
+            (name, round(begin_s, _DIGITS), round(finish_s, _DIGITS))
+            for name, begin_s, finish_s in filled
+        ]
         self._write(
             {
                 "step": step,
@@ -142,6 +150,7 @@ class TimelineWriter:
                     for kind, microbatch, there_s in arrivals
                 ],
             }
+            | ({"filled": chunks} if chunks else {})
         )
 
     def event(self, step: int, text: str, **numbers: float) -> None:
@@ -187,6 +196,7 @@ class _RankFile:
     offsets: list[tuple[float, float]]
     steps: list[StageStep] = field(default_factory=list)
     events: list[RunEvent] = field(default_factory=list)
+    filled: list[FilledSpan] = field(default_factory=list)
 
     def aligned(self, time_s: float) -> float:
         """This time on the clock of stage 0."""
@@ -244,6 +254,24 @@ def _rows(line: Mapping[str, Any], name: str, kinds: Sequence[str], times: int) 
     return value
 
 
+def _filled(line: Mapping[str, Any]) -> list[FilledSpan]:
+    value = line.get("filled", [])
+    if not isinstance(value, list):
+        raise ValueError(f"filled: expected a list, got {value!r:.40}")
+    for i, row in enumerate(value):
+        if (
+            not isinstance(row, list)
+            or len(row) != 3
+            or not isinstance(row[0], str)
+            or not all(map(_is_finite, row[1:]))
+            or row[1] > row[2]
+        ):
+            raise ValueError(
+                f"filled[{i}]: expected [name, seconds, seconds], times in order, got {row!r:.60}"
+            )
+    return [FilledSpan(*row) for row in value]
+
+
 def _operations(rows: Iterable[list[Any]], name: str) -> dict[Operation, list[float]]:
     found: dict[Operation, list[float]] = {}
     for kind, microbatch, *times in rows:
@@ -277,6 +305,7 @@ def _step(file: _RankFile, line: Mapping[str, Any]) -> StageStep:
     timed = _operations((row for row in rows if row[0] != _WAIT), "spans")
     spans = sorted((Span(operation, *times) for operation, times in timed.items()), key=_by_start)
     arrived = _operations(_rows(line, "arrivals", ("F", "B"), 1), "arrivals")
+    file.filled += _filled(line)
     stage = file.info.stage
     for operation in arrived:
         if stage == (0 if operation.kind == "F" else file.num_stages - 1):
@@ -365,16 +394,24 @@ def _align(file: _RankFile, step: StageStep) -> StageStep:
     )
 
 
-def _close(step: StageStep, until_s: float, num_stages: int) -> StageStep:
-    """The same with the end of its time, and why it idled until then."""
+def _close(
+    step: StageStep, until_s: float, num_stages: int, chunks: Sequence[FilledSpan]
+) -> StageStep:
+    """The same with the end of its time, and why it idled until then without `chunks`."""
     idle = idle_of(step.stage, num_stages, step.spans, step.arrivals, step.start_s, until_s)
-    return replace(step, until_s=until_s, idle=idle)
+    filled = tuple(each for each in chunks if step.start_s <= each.start_s < until_s)
+    return replace(step, until_s=until_s, idle=without(idle, filled), filled=filled)
 
 
 def _steps(files: Sequence[_RankFile], first: int, stop: float) -> list[MeasuredStep]:
     num_stages = files[0].num_stages
     found: dict[int, list[StageStep | None]] = {}
+    chunks: dict[int, list[FilledSpan]] = {}
     for file in files:
+        chunks[file.info.stage] = [
+            each._replace(start_s=file.aligned(each.start_s), end_s=file.aligned(each.end_s))
+            for each in file.filled
+        ]
         for step in file.steps:
             # One more than is wanted: where it starts, the one before it ends.
             if first <= step.step <= stop:
@@ -390,7 +427,9 @@ def _steps(files: Sequence[_RankFile], first: int, stop: float) -> list[Measured
         stages = [
             None
             if each is None
-            else _close(each, follower.start_s if follower else last_s, num_stages)
+            else _close(
+                each, follower.start_s if follower else last_s, num_stages, chunks[each.stage]
+            )
             for each, follower in zip(row, followers, strict=True)
         ]
         steps.append(MeasuredStep(number, tuple(stages)))
