@@ -104,6 +104,8 @@ PACKAGES: dict[str, set[str]] = {
     "control": {"", "_reports", "planning"},  # decides: what has changed, and which plan follows
     "geo": {"", "_reports", "planning", "control"},  # pure: which sites to train in, and how
     "pipelining": {"", "_reports", "smart", "planning", "control"},  # runs stages of torch's
+    # serves: prefills in the bubbles of a pipeline
+    "prefill": {"", "_reports", "pipelining"},
     "testing": {""},
     "cli": {"", "_reports", "_observe", "smart", "planning", "control", "geo", "pipelining"}
     | {"testing"},
@@ -311,6 +313,7 @@ def test_the_cpp_check_allows(name: str, line: str) -> None:
         ("planning/x.py", "from torch_resilient.geo import cell", "imports geo"),
         ("control/x.py", "from . import sites", "relative import"),
         ("testing/x.py", "from torch_resilient import cli", "imports cli"),
+        ("pipelining/x.py", "from torch_resilient import prefill", "imports prefill"),
         (
             "pipelining/x.py",
             "from torch.distributed.pipelining.schedules import _Action",

@@ -1,0 +1,242 @@
+"""Decides which requests are accepted, from what ranks tell about their idle time. Pure: time is an
+argument.
+
+A pipe is the ranks that hold one copy of the model, each a part of its layers. The controller
+predicts when a pipe would begin and end a prefill if its idle windows stay those of the last
+iteration, and promises the earliest begin. It may be wrong: ranks only run chunks that fit. Without
+a controller, the training continues.
+"""
+
+# Paper: BUBBLETEA §5.1: plan and signals, the first pipeline with enough bubbles, else rejection.
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch_resilient.prefill.model import ModelShape
+from torch_resilient.prefill.signal import IdleSignal
+
+# A prefill that needs more iterations is no use to anyone.
+_MAX_PERIODS = 1000
+# So many signals in a row must say that a promise cannot be kept: one iteration may be odd.
+_MAX_DOUBTS = 3
+
+
+class Rejected(Exception):
+    """A request ends without a result; the text is the reason."""
+
+
+class Slot(NamedTuple):
+    """When a rank would begin and end its part of a prefill."""
+
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class _Rank:
+    """The idle time of a rank, from its last signal.
+
+    Attributes:
+        began_s: when the iteration of the signal began, by the controller's clock.
+        free_s: when all reserved prefills end.
+    """
+
+    signal: IdleSignal | None = None
+    began_s: float = 0.0
+    free_s: float = -math.inf
+
+    def slot(self, from_s: float, chunks_s: Sequence[float]) -> Slot | None:
+        """Fills the idle windows from `from_s` on with these chunks; None if that takes too many
+        iterations."""
+        signal = self.signal
+        if signal is None or not signal.windows:
+            return None
+        from_s = max(from_s, self.free_s)
+        if not chunks_s:
+            return Slot(from_s, from_s)
+        period = math.floor((from_s - self.began_s) / signal.period_s)
+        start_s = math.nan
+        left = 0
+        for number in range(period, period + _MAX_PERIODS):
+            base_s = self.began_s + number * signal.period_s
+            for offset_s, length_s in signal.windows:
+                now_s = max(base_s + offset_s, from_s)
+                end_s = base_s + offset_s + length_s - signal.guard_s
+                while now_s + chunks_s[left] <= end_s:
+                    if math.isnan(start_s):
+                        start_s = now_s
+                    now_s += chunks_s[left]
+                    left += 1
+                    if left == len(chunks_s):
+                        return Slot(start_s, now_s)
+            if number > period and left == 0:
+                break  # the first chunk fits into no window
+        return None
+
+
+@dataclass(eq=False)
+class Reservation:
+    """A promise for a request.
+
+    Attributes:
+        request: its number.
+        tokens: of its prompt.
+        pipe: which ranks compute it.
+        arrival_s, start_s, end_s: by the controller's clock; start and end are predictions.
+        latest_start_s, deadline_s: what was asked for.
+        layers_done: by rank of the pipe, how many of its layers are computed.
+        doubts: the last signals, in a row, by which it would begin too late.
+    """
+
+    request: int
+    tokens: int
+    pipe: int
+    arrival_s: float
+    start_s: float
+    end_s: float
+    latest_start_s: float
+    deadline_s: float
+    layers_done: list[int]
+    doubts: int = 0
+
+
+class Controller:
+    """Reservations of the idle time of several pipes.
+
+    Time of a placement: linear in the number of ranks, and of iterations that a prefill takes.
+
+    Args:
+        shape: of the model.
+        depths: the number of ranks of each pipe.
+        chunk_tokens: of the workers.
+    """
+
+    def __init__(self, shape: ModelShape, depths: Sequence[int], chunk_tokens: int = 512) -> None:
+        self._shape = shape
+        self._chunk_tokens = chunk_tokens
+        self._ranks = [[_Rank() for _ in range(depth)] for depth in depths]
+        self._lost: dict[int, str] = {}
+        # Of each pipe, its open requests in the order of their starts.
+        self._open: list[list[Reservation]] = [[] for _ in depths]
+
+    def place(
+        self, request: int, tokens: int, now_s: float, max_wait_s: float, deadline_s: float
+    ) -> Reservation:
+        """Reserves the earliest begin.
+
+        Raises Rejected, with the reason, if that would be later than `max_wait_s` from now, or the
+        end later than `deadline_s`.
+        """
+        best: Reservation | None = None
+        for pipe in range(len(self._ranks)):
+            if pipe in self._lost:
+                continue
+            nothing = [0] * len(self._ranks[pipe])
+            slots = self._slots(pipe, tokens, nothing, now_s)
+            if slots and (best is None or slots[0].start_s < best.start_s):
+                best = Reservation(
+                    request,
+                    tokens,
+                    pipe,
+                    now_s,
+                    slots[0].start_s,
+                    slots[-1].end_s,
+                    now_s + max_wait_s,
+                    deadline_s,
+                    nothing,
+                )
+        if best is None:
+            if len(self._lost) == len(self._ranks):
+                raise Rejected(f"no rank runs prefills: {next(iter(self._lost.values()))}")
+            raise Rejected("no idle time is known in which it fits")
+        if best.start_s > best.latest_start_s:
+            raise Rejected(
+                f"it would wait for {1e3 * (best.start_s - now_s):.0f} ms, at most "
+                f"{1e3 * max_wait_s:.0f} are allowed"
+            )
+        if best.end_s > deadline_s:
+            raise Rejected(f"it would end {1e3 * (best.end_s - deadline_s):.0f} ms too late")
+        self._reserve(best, now_s)
+        return best
+
+    def signal(self, pipe: int, part: int, signal: IdleSignal, now_s: float) -> list[Reservation]:
+        """What a rank tells. Predicts the open requests of its pipe again.
+
+        Returns those whose promise cannot be kept, since the plan or the network has changed. They
+        are no longer open.
+        """
+        rank = self._ranks[pipe][part]
+        rank.signal, rank.began_s = signal, now_s - signal.age_s
+        waiting, broken = self._open[pipe], []
+        self._open[pipe] = []
+        for each in self._ranks[pipe]:
+            each.free_s = -math.inf
+        for reservation in waiting:
+            begun = reservation.start_s <= now_s
+            slots = self._slots(pipe, reservation.tokens, reservation.layers_done, now_s)
+            late = not slots or slots[0].start_s > reservation.latest_start_s
+            reservation.doubts = reservation.doubts + 1 if late and not begun else 0
+            if reservation.doubts >= _MAX_DOUBTS:
+                broken.append(reservation)
+            else:
+                self._reserve(reservation, now_s)
+        return broken
+
+    def layer_done(self, reservation: Reservation, layer: int) -> None:
+        """A layer of a request is computed."""
+        parts = self._shape.parts(len(reservation.layers_done))
+        reservation.layers_done[next(i for i, part in enumerate(parts) if layer in part)] += 1
+
+    def done(self, reservation: Reservation) -> None:
+        """A request has ended, well or not."""
+        waiting = self._open[reservation.pipe]
+        self._open[reservation.pipe] = [each for each in waiting if each is not reservation]
+        if not self._open[reservation.pipe]:
+            for rank in self._ranks[reservation.pipe]:
+                rank.free_s = -math.inf
+
+    def lose(self, pipe: int, reason: str) -> list[Reservation]:
+        """A pipe takes no requests any more; returns those that were open."""
+        self._lost[pipe] = reason
+        waiting, self._open[pipe] = self._open[pipe], []
+        return waiting
+
+    def is_lost(self, pipe: int) -> bool:
+        """Whether lose() was called for it."""
+        return pipe in self._lost
+
+    def _slots(self, pipe: int, tokens: int, done: Sequence[int], now_s: float) -> list[Slot]:
+        """Of each rank of a pipe, one after the other; empty if it does not fit."""
+        slots: list[Slot] = []
+        ranks = self._ranks[pipe]
+        parts = self._shape.parts(len(ranks))
+        for rank, part, layers_done in zip(ranks, parts, done, strict=True):
+            chunks_s = self._chunks_s(rank, tokens) * (len(part) - layers_done)
+            slot = rank.slot(slots[-1].end_s if slots else now_s, chunks_s)
+            if slot is None:
+                return []
+            slots.append(slot)
+        return slots
+
+    def _chunks_s(self, rank: _Rank, tokens: int) -> list[float]:
+        """The chunks of a layer."""
+        if rank.signal is None:
+            return [math.inf]
+        base_s, flop_s = rank.signal.costs
+        starts = range(0, tokens, self._chunk_tokens)
+        return [
+            base_s
+            + flop_s * self._shape.layer_flops(start, min(self._chunk_tokens, tokens - start))
+            for start in starts
+        ]
+
+    def _reserve(self, reservation: Reservation, now_s: float) -> None:
+        slots = self._slots(reservation.pipe, reservation.tokens, reservation.layers_done, now_s)
+        for rank, slot in zip(self._ranks[reservation.pipe], slots, strict=False):
+            rank.free_s = max(rank.free_s, slot.end_s)
+        bisect.insort(self._open[reservation.pipe], reservation, key=lambda each: each.start_s)
