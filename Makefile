@@ -24,7 +24,7 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-lossy demo-verbs test lint tidy format cpp-test python-test slow-test \
+.PHONY: help setup demo demo-bubbles demo-lossy demo-verbs test lint tidy format cpp-test python-test slow-test \
   verbs-test verbs-slow-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
 
 help: ## this list
@@ -51,6 +51,9 @@ build/installed: $(VENV)/tools $(BUILT_FROM)
 
 demo: setup ## the demonstration: training goes on while the network fails
 	$(BIN)/python examples/run_demo.py $(ARGS)
+
+demo-bubbles: setup ## prefills of inference requests in the idle time of a training
+	$(BIN)/python examples/prefill_service.py $(ARGS)
 
 demo-lossy: setup ## training over a link that loses packets, in three ways (root)
 	$(BIN)/python examples/demo_lossy.py $(ARGS)

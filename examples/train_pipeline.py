@@ -439,10 +439,11 @@ def timeline(arguments: argparse.Namespace, reports: list[Report]) -> dict[str, 
     }
 
 
-def train(arguments: argparse.Namespace) -> None:
+def train(arguments: argparse.Namespace, prepare: Callable[[Trainer], None]) -> None:
     """Train until --steps, then report."""
     device = pick_device(arguments.device)
     trainer = Trainer(arguments, device)
+    prepare(trainer)
     checkpoint = Checkpoint(arguments.checkpoint, trainer) if arguments.checkpoint else None
     first = checkpoint.load() if checkpoint is not None and arguments.resume else 0
     if first >= arguments.steps:
@@ -487,15 +488,15 @@ def train(arguments: argparse.Namespace) -> None:
         arguments.timeline.write_text(json.dumps(timeline(arguments, reports)) + "\n")
 
 
-def main() -> int:
-    """Join the group, train, leave."""
+def main(prepare: Callable[[Trainer], None] = lambda trainer: None) -> int:
+    """Join the group, train, leave. `prepare` is called before the first step."""
     arguments = parse_arguments()
     # One core a rank: the ranks of one machine share its cores, and the sums of one thread are
     # the same on every machine of a kind.
     torch.set_num_threads(1)
     dist.init_process_group(arguments.backend)
     try:
-        train(arguments)
+        train(arguments, prepare)
         dist.barrier()  # rank 0 holds the store: no rank leaves before all have reported
     finally:
         dist.destroy_process_group()

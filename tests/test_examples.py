@@ -9,17 +9,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import failover  # noqa: E402
 import failover_verbs  # noqa: E402
+import prefill_service  # noqa: E402
 import run_demo  # noqa: E402
 import train_pipeline  # noqa: E402
 from curves_svg import Curve, render_curves  # noqa: E402
@@ -29,6 +32,7 @@ from text_data import batch, load_text  # noqa: E402
 from timeline_svg import LinkFault, Section, panel_of, pick_iteration, render  # noqa: E402
 
 from torch_resilient.pipelining.timeline_files import read_run  # noqa: E402
+from torch_resilient.prefill import ModelPart, Prefilled, plain_prefill  # noqa: E402
 
 BACKEND = os.environ.get("RESILIENT_TEST_BACKEND", "resilient")
 RANKS = 2
@@ -224,6 +228,41 @@ def test_the_failover_example_fails_if_a_loss_differs_in_the_last_bit() -> None:
         failover.losses_of(output, 3)
     with pytest.raises(failover.FailoverError, match=r"failed with exit code 3:\nwhy"):
         failover.run(["sh", "-c", "echo why; exit 3"])
+
+
+@pytest.mark.slow
+def test_prefills_fill_the_bubbles_of_a_training_and_change_no_bit(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    # Every rate is a part of the run: on a slow machine, some may have no step of their own.
+    assert prefill_service.main(["--steps=20", "--rates", "5", "20", f"--out={tmp_path}"]) == 0
+    text = capfd.readouterr().out
+    assert "PROVED: all losses and weights of 20 steps are bitwise the same" in text
+    assert "TTFT p50 / p99" in text
+    boxes = ElementTree.parse(tmp_path / "demo_bubbles.svg").getroot().iter(f"{SVG}title")
+    assert any("prefill" in (each.text or "") for each in boxes)
+
+
+def test_the_prefill_example_fails_if_a_bit_differs_or_nothing_finished() -> None:
+    alone = {"losses_hex": ["0x1p+0"], "weights_sha256": {"0": "a"}}
+    prefill_service.check_training(alone, dict(alone))
+    for name in alone:
+        with pytest.raises(prefill_service.DemoError, match=name):
+            prefill_service.check_training(alone, {**alone, name: "other"})
+    phase = prefill_service.Phase(5)
+    with pytest.raises(prefill_service.DemoError, match="no prefill finished"):
+        prefill_service.check_prefills([phase])
+    model = ModelPart(prefill_service.SHAPE, range(prefill_service.SHAPE.layers))
+    prompt = torch.tensor([1, 2, 3])
+    kv, logits = plain_prefill(model, prompt, prefill_service.CHUNK_TOKENS)
+    future: Future[Prefilled] = Future()
+    future.set_result(Prefilled(kv, logits, 0.1, 0.0))
+    phase.prompts.append(prompt)
+    phase.futures.append(future)
+    assert prefill_service.check_prefills([phase]) == 1
+    kv[0, 0, 0, 0, 0] += 1
+    with pytest.raises(prefill_service.DemoError, match="a prefill of 3 tokens differs"):
+        prefill_service.check_prefills([phase])
 
 
 def test_the_failover_example_over_rdma_has_all_kinds_of_faults_at_both_ends() -> None:

@@ -98,7 +98,7 @@ def test_decoding_continues_from_keys_and_values() -> None:
 
 
 def test_the_bytes_of_keys_and_values() -> None:
-    """Of Llama-3-8B in half precision: 128 KiB for each token."""
+    """Llama-3-8B in half precision has 128 KiB for each token."""
     llama = ModelShape(128_256, 32, 4096, 32, 8, 14_336)
     assert llama.kv_bytes(1, 32, torch.float16) == 128 << 10
     kv = whole().new_kv(10)
@@ -455,7 +455,7 @@ def with_fault(rank: int, front: str, fault: str) -> Any:
 
 
 def run_fault(front: str, fault: str = "") -> tuple[Any, Any]:
-    """What rank 0 and the front return."""
+    """Returns the results of rank 0 and of the front."""
     first, _, last = run_ranks(with_fault, front, fault, world_size=TRAINERS + 1, init=False)
     return first, last
 

@@ -408,7 +408,7 @@ def idle_of(
 
 
 def without(idle: Iterable[Idle], filled: Sequence[FilledSpan]) -> tuple[Idle, ...]:
-    """What is left of idle times, both by start, where chunks of other work did not run."""
+    """The parts of idle times in which no chunk of other work ran; both are sorted by start."""
     left = []
     for each in idle:
         now_s = each.start_s

@@ -121,7 +121,7 @@ class Controller:
         self._chunk_tokens = chunk_tokens
         self._ranks = [[_Rank() for _ in range(depth)] for depth in depths]
         self._lost: dict[int, str] = {}
-        # Of each pipe, its open requests in the order of their starts.
+        # The open requests of each pipe, in the order of their starts.
         self._open: list[list[Reservation]] = [[] for _ in depths]
 
     def place(
@@ -165,7 +165,7 @@ class Controller:
         return best
 
     def signal(self, pipe: int, part: int, signal: IdleSignal, now_s: float) -> list[Reservation]:
-        """What a rank tells. Predicts the open requests of its pipe again.
+        """Takes the signal of a rank, and predicts the open requests of its pipe again.
 
         Returns those whose promise cannot be kept, since the plan or the network has changed. They
         are no longer open.
@@ -211,7 +211,7 @@ class Controller:
         return pipe in self._lost
 
     def _slots(self, pipe: int, tokens: int, done: Sequence[int], now_s: float) -> list[Slot]:
-        """Of each rank of a pipe, one after the other; empty if it does not fit."""
+        """The slots on the ranks of a pipe, one after the other; empty if it does not fit."""
         slots: list[Slot] = []
         ranks = self._ranks[pipe]
         parts = self._shape.parts(len(ranks))

@@ -37,7 +37,7 @@ _HEADER = 7 + _MAX_DIMENSIONS
 
 
 class Kind(IntEnum):
-    """What a message says; its numbers and its payload in parentheses."""
+    """The kinds of messages, with their numbers and their payload in parentheses."""
 
     PROMPT = 1  # to the first worker (; tokens)
     CANCEL = 2  # to a worker: the request has ended elsewhere
@@ -63,7 +63,7 @@ class Message(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Of a message with a reason."""
+        """The text of a message with a reason."""
         return bytes(self.payload.tolist()).decode(errors="replace")
 
 
@@ -191,7 +191,7 @@ class Link:
         return messages
 
     def close(self) -> None:
-        """Ends the link. What was sent before still arrives, if the peer lives."""
+        """Ends the link. Messages that were sent before still arrive if the peer lives."""
         deadline_s = time.monotonic() + 1.0
         while not self.lost and self._sends and time.monotonic() < deadline_s:
             self.poll()

@@ -51,7 +51,7 @@ class ModelShape:
         return 2.0 * tokens * (weights + 2 * self.width * (start + tokens))
 
     def kv_bytes(self, tokens: int, layers: int, dtype: torch.dtype) -> int:
-        """Of the keys and values of some layers."""
+        """The bytes of the keys and values of some layers."""
         return 2 * layers * tokens * self.kv_heads * self.head_dim * dtype.itemsize
 
     def parts(self, count: int) -> list[range]:

@@ -223,7 +223,7 @@ class PrefillService:
         self._links[reservation.pipe][0].send(Kind.PROMPT, request.number, request.tokens)
 
     def _destination(self, header: Header) -> Tensor:
-        """The place of a payload. That of a request that has ended is dropped."""
+        """The place of a payload. The payload of a request that has ended is dropped."""
         kind, number, (layer, _, _), dtype, size = header
         request = self._open.get(number)
         if kind not in (Kind.KV, Kind.LOGITS) or request is None:

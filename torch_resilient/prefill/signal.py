@@ -1,4 +1,4 @@
-"""What a rank tells the controller about its idle time."""
+"""The signal of a rank to the controller, about its idle time."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class PrefillWork(BubbleWork):
         self._chunk_tokens = min(chunk_tokens, max_tokens)
         self._times = ChunkTimes(model.shape)
         self._jobs: dict[int, _Job] = {}
-        # What was sent of ended jobs: its memory is in use until it has left.
+        # Messages of ended jobs: their memory is in use until they have left.
         self._leaving: dict[int, tuple[int, list[dist.Work]]] = {}
         # Outputs of the rank before may come later.
         self._cancelled = deque[int](maxlen=_CANCELLED)
