@@ -209,7 +209,7 @@ def serve_load(rank: int, ranks: int, report: Report, phase_s: float) -> None:
                 stop += 1
             dist.broadcast(stop, 1, group=group)
         bubbles.close()
-        dist.all_gather_object(everyone, bubbles.stats())
+        dist.all_gather_object(everyone, bubbles.suspended)
         return
     service = PrefillService(
         store,
@@ -226,8 +226,11 @@ def serve_load(rank: int, ranks: int, report: Report, phase_s: float) -> None:
     for rate in RATES:
         report(_phase(service, rate, phase_s, rng))
     store.set("stop", "1")
-    dist.all_gather_object(everyone, None)
+    dist.all_gather_object(everyone, {})
     service.close()
+    for stage, suspended in enumerate(everyone[1:]):
+        for reason in suspended.values():
+            print(f"stage {stage}: prefills were suspended: {reason}", flush=True)
 
 
 def _phase(service: PrefillService, rate: float, phase_s: float, rng: random.Random) -> Row:
