@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from torch_resilient._reports import events
-from torch_resilient.pipelining import SchedulePlanned, one_f_one_b
+from torch_resilient.pipelining import SchedulePlanned, bubbles, one_f_one_b
 from torch_resilient.pipelining.bubbles import Bubbles, DueTimes
 from torch_resilient.prefill import (
     Link,
@@ -282,6 +282,8 @@ class Trainer:
         self.losses: list[str] = []
         self.bubbles = self.schedule.bubbles = Bubbles(8 << 20)
         self.bubbles._due = Eager()
+        # Only in this process: a chunk may be held up for 0.2 s, as on a busy machine.
+        bubbles._MIN_JUDGED_S = 0.02
         self.step_count = 0
 
     def work(self, name: str, **more: Any) -> PrefillWork:
