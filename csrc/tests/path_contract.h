@@ -52,6 +52,8 @@ class PathUser final : public TestProcess, public PathOwner {
   void pump();
   void pumpSoon(); // unless `pumps` is false
 
+  // For helpers that keep something for a user: expired with it.
+  const std::shared_ptr<void> life = std::make_shared<char>();
   EventLoop loop;
   FaultPlan plan;
   PathFaults faults{plan, 0, 1, 0}; // of the paths that obey rules

@@ -320,14 +320,15 @@ class RelayHelper final : public PathHelper {
   std::array<Maker, 2> connect() override {
     ++number_;
     for (const int side : {0, 1}) { // the silence was that of the old path
-      if (loops_[static_cast<size_t>(side)] != nullptr) {
+      if (!lives_[static_cast<size_t>(side)].expired()) {
         silence(side, false);
       }
     }
     std::array<Maker, 2> makers;
     for (size_t side = 0; side < 2; ++side) {
       makers[side] = [this, side](PathUser& user, PathId id) {
-        if (!ways_[side]) {
+        if (lives_[side].expired()) {
+          lives_[side] = user.life;
           ways_[side] = std::make_unique<ToRelay>(
               user.loop, static_cast<uint32_t>(10 + side));
           loops_[side] = &user;
@@ -373,6 +374,7 @@ class RelayHelper final : public PathHelper {
   bool silent_ = false;
   std::array<std::unique_ptr<ToRelay>, 2> ways_;
   std::array<PathUser*, 2> loops_{};
+  std::array<std::weak_ptr<void>, 2> lives_;
 };
 
 PATH_CONTRACT(relay, RelayHelper)
