@@ -309,8 +309,9 @@ def work_and_cut(rank: int) -> None:
     def recorded() -> bool:
         mine = [each for each in read_records(folder_of_records()) if each.rank == rank]
         rows = [row for record in mine for path in record.paths.values() for row in path]
+        # More than once if both ends connect at the same time, and one replaces the other's.
         again = max((row.reconnects for row in rows), default=0)
-        return again == 1 and len(mine[0].operations) == 20
+        return again >= 1 and len(mine[0].operations) == 20
 
     wait_until(recorded, "all is written down")
     dist.barrier()
