@@ -31,6 +31,7 @@ class RelayHost final : public LinkHost, public MailboxListener {
     completions_.drain();
     service->close();
     CHECK_EQ(service->counters().heldBytes, 0u);
+    service.reset(); // before the loop
     graveyard_.clear();
   }
 
