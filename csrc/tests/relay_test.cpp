@@ -175,7 +175,8 @@ TEST(relay_window_keeps_to_its_limit) {
 // frames lie in an inbox, at which each end looks by itself.
 class ToRelay final : public TestProcess {
  public:
-  ToRelay(EventLoop& l, uint32_t id) : TestProcess(config(), id), loop(l) {
+  ToRelay(PathUser& u, uint32_t id)
+      : TestProcess(config(), id), user(u), loop(u.loop) {
     channel.addPath(kOnly, loop.now());
     look();
   }
@@ -185,7 +186,7 @@ class ToRelay final : public TestProcess {
     RelayHeader relay;
     std::span<const std::byte> frame;
     CHECK(decodeRelay(content, relay, frame).ok());
-    if (path != nullptr && relay.flow == path->flow()) {
+    if (RelayPath* const path = find(relay.flow)) {
       path->onFrame(relay, frame);
     }
   }
@@ -200,8 +201,8 @@ class ToRelay final : public TestProcess {
     }
   }
 
+  PathUser& user;
   EventLoop& loop;
-  RelayPath* path = nullptr; // the newest
   bool silent = false; // what arrives waits
 
  private:
@@ -245,7 +246,7 @@ class ToRelay final : public TestProcess {
     const auto note = decodeRelayNote(payload);
     CHECK(note.has_value());
     loop.post([this, note = *note] {
-      if (path != nullptr && note.flow == path->flow()) {
+      if (RelayPath* const path = find(note.flow)) {
         path->onNote(note);
       }
     });
@@ -281,6 +282,16 @@ class ToRelay final : public TestProcess {
         pump();
       });
     }
+  }
+  // The user's, unless it has been destroyed.
+  RelayPath* find(const RelayFlow& flow) const {
+    for (const auto& each : user.paths) {
+      auto* const path = static_cast<RelayPath*>(each.get());
+      if (path->flow() == flow) {
+        return path;
+      }
+    }
+    return nullptr;
   }
   void look() {
     std::unique_lock lock(in->mutex);
@@ -329,8 +340,8 @@ class RelayHelper final : public PathHelper {
       makers[side] = [this, side](PathUser& user, PathId id) {
         if (lives_[side].expired()) {
           lives_[side] = user.life;
-          ways_[side] = std::make_unique<ToRelay>(
-              user.loop, static_cast<uint32_t>(10 + side));
+          ways_[side] =
+              std::make_unique<ToRelay>(user, static_cast<uint32_t>(10 + side));
           loops_[side] = &user;
         }
         RelayPathConfig config;
@@ -339,7 +350,6 @@ class RelayHelper final : public PathHelper {
         config.relay = "a relay";
         auto path = std::make_unique<RelayPath>(
             user.loop, user.channel, id, ways_[side]->channel, config, user);
-        ways_[side]->path = path.get();
         if (side == 1) {
           ways_[1]->joins(*ways_[0]);
           ways_[0]->loop.post([this] { ways_[0]->joins(*ways_[1]); });
