@@ -1,4 +1,4 @@
-"""What relays bring between two sites in the lab: rate, and the pause at a dead uplink.
+"""Measures relays between two sites in the lab: the rate, and the pause at a dead uplink.
 
     python benchmarks/relays.py
 

@@ -505,7 +505,7 @@ def test_relays_have_a_table_of_their_own() -> None:
     lines = top.frame([before], [now]).splitlines()
     assert lines[3].endswith("over rank 2")
     assert re.split(r"\s{2,}", lines[6]) == ["0", "3", "1.0", "25.0", "0.5", "4"]
-    # Who relays for nobody is not listed.
+    # A rank that relays for nobody is not listed.
     assert "for others" not in top.frame([], [before])
 
 

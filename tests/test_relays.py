@@ -103,7 +103,7 @@ def until_message(job: LabJob, number: int) -> None:
 
 
 def results(job: LabJob, ranks: Sequence[int] = range(4)) -> dict[int, Row]:
-    """What the ranks say at the end."""
+    """The last rows of the ranks."""
     job.tell("")
     found: dict[int, Row] = {}
     while set(found) != set(ranks):

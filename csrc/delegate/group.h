@@ -153,7 +153,7 @@ struct ListenerCounters {
   uint64_t pending = 0; // now
 };
 
-// What this process does for flows over relays between others.
+// Counts what this process passes on between other ranks.
 struct RelayCounters {
   uint64_t flows = 0; // now
   uint64_t messages = 0, bytes = 0; // passed on

@@ -183,7 +183,6 @@ void RelayService::passOn(
   heldBytes_ += forward.bytes; // held's leave with it
   forward.key.group = kRelayGroup;
   forward.trafficClass = held.cls;
-  found->second.bytes += forward.bytes;
   ++counters_.messages;
   counters_.bytes += forward.bytes;
   target->addInterest();
@@ -221,6 +220,9 @@ std::string RelayService::whyNot(PeerLink& from, const RelayNote& note) const {
   }
   if (source != from.uid()) {
     return "the flow is another rank's";
+  }
+  if (note.what == RelayNote::What::kOpen && !note.fromOpener) {
+    return "a flow is opened by its opener only";
   }
   PeerLink* const target = host_.linkTo(note.target());
   if (target == nullptr) {

@@ -20,9 +20,8 @@ class Channel;
 class LinkHost;
 class PeerLink;
 
-// What this process does for flows over relays (wire/relay.h): it passes on
-// what others send each other over this rank, and hands what comes for this
-// rank to the link with its sender.
+// Passes on what other ranks send each other over this one (wire/relay.h), and
+// hands what comes over relays for this rank to the link with its sender.
 //
 // Paper: ATLAS §4.3, where the nodes of a site send for one another.
 //
@@ -61,7 +60,6 @@ class RelayService {
   struct Flow {
     TimePoint openedAt{};
     bool accepted = false; // until then we keep up the way to both ends
-    uint64_t bytes = 0;
   };
   using Flows = std::map<RelayFlow, Flow>;
 

@@ -12,7 +12,7 @@ namespace resilient {
 // time that chunks spend there.
 //
 // How it works. With an empty queue at the relay, an answer takes the shortest
-// round trip that was seen. What it takes longer is queue: of a window w, the
+// round trip that was seen. The rest of its time is queue: of a window w, the
 // part w (1 - shortest / round trip). The window doubles with every round trip
 // until there is a queue, and then follows it: a short one lets it grow slowly,
 // a long one shrinks it. (The rule of TCP Vegas, in bytes.)

@@ -74,7 +74,7 @@ class RelayHost final : public LinkHost, public MailboxListener {
     const auto frame = next(rank);
     return frame ? decodeRelayNote(frame->payload) : std::nullopt;
   }
-  // That rank sends this; false if it is refused before it has come.
+  // Lets that rank send this; false if it is refused before it has come.
   bool give(uint8_t rank, const std::vector<std::byte>& content) {
     FrameHeader header;
     header.group = kRelayGroup;
@@ -294,7 +294,7 @@ TEST(relay_service_passes_on_what_belongs_to_a_flow) {
   CHECK_EQ(host.service->counters().flows, 0u);
 }
 
-// What is refused reaches nobody but, with the reason, its sender.
+// A refusal reaches the sender with its reason, and the message nobody.
 TEST(relay_service_is_no_open_proxy) {
   RelayHost host;
   PeerLink& a = host.peer(1);
@@ -315,6 +315,8 @@ TEST(relay_service_is_no_open_proxy) {
   isRefused(1);
   host.service->onNote(c, noteOf(What::kOpen, flow(1, 2)));
   isRefused(3);
+  host.service->onNote(c, noteOf(What::kOpen, flow(1, 3), false));
+  isRefused(3);
   CHECK(host.give(1, messageOf(flow(1, 2)))); // not open
   isRefused(1);
 
@@ -326,7 +328,7 @@ TEST(relay_service_is_no_open_proxy) {
   isRefused(3);
   CHECK(host.give(1, messageOf(flow(1, 2), false))); // as the other end
   isRefused(1);
-  // What a relay has passed on goes no further, and is for its target only.
+  // A message from a relay goes no further, and is for its target only.
   CHECK(host.give(1, messageOf(flow(1, 2), true, RelayHop::kFromRelay)));
   isRefused(1);
   CHECK(host.give(1, messageOf(flow(3, 0), true, RelayHop::kFromRelay)));

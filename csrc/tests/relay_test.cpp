@@ -359,7 +359,7 @@ class RelayHelper final : public PathHelper {
     }
     return makers;
   }
-  // What its window lets out without an answer.
+  // Its window lets out so much without an answer.
   uint64_t mostUnread() const override {
     return 34u << 20;
   }

@@ -294,7 +294,7 @@ class ListenerStats(Record):
 
 @dataclass(frozen=True, slots=True)
 class RelayCounts(Record):
-    """What this process passes on between other ranks.
+    """Counts of what this process passes on between other ranks.
 
     Attributes:
         flows: pairs of ranks that have a path over this rank now, each path counted.
