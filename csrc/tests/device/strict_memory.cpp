@@ -36,7 +36,7 @@ char* map(int file, int protection) {
 
 } // namespace
 
-DeviceMemory::DeviceMemory(int device) : device_(device) {
+DeviceMemory::DeviceMemory() {
   file_ = ::memfd_create("strict-device", MFD_CLOEXEC);
   if (file_ < 0 || ::ftruncate(file_, kMemoryBytes) != 0) {
     throw std::runtime_error("strict device: no file for its memory");
@@ -144,8 +144,7 @@ int DeviceMemory::openAt(const void* pointer) const {
 }
 
 DeviceMemory& memory(int device) {
-  static auto* all =
-      new std::array<DeviceMemory, kDevices>{DeviceMemory(0), DeviceMemory(1)};
+  static auto* all = new std::array<DeviceMemory, kDevices>;
   return all->at(device);
 }
 

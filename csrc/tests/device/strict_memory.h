@@ -29,7 +29,7 @@ constexpr int kPoison = 0xCB;
 // Thread: any.
 class DeviceMemory {
  public:
-  explicit DeviceMemory(int device);
+  DeviceMemory();
 
   void* allocate(size_t bytes, Stream& stream);
   void free(void* pointer);
@@ -63,7 +63,6 @@ class DeviceMemory {
   void poison(const Block& block);
   void reclaim();
 
-  const int device_;
   int file_ = -1; // kept open
   char* visible_ = nullptr; // to tensors; no access
   char* task_ = nullptr; // the same bytes, for tasks
