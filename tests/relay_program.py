@@ -47,6 +47,21 @@ def stream(settings: Mapping[str, Any]) -> None:
         time.sleep(settings.get("pause_s", 0.0))
 
 
+def pipelines(settings: Mapping[str, Any]) -> None:
+    """Both ranks of a site send a message to their counterpart, again and again, at one time."""
+    rank, count = dist.get_rank(), settings["bytes"] // 8
+    message = torch.zeros(count, dtype=torch.int64)
+    for number in range(settings["count"]):
+        dist.barrier()
+        begin = time.monotonic()
+        if rank < 2:
+            dist.send(content(number, count), rank + 2)
+        else:
+            dist.recv(message, rank - 2)
+            right = torch.equal(message, content(number, count))
+            say(kind="message", rank=rank, right=right, took_s=time.monotonic() - begin)
+
+
 def train(settings: Mapping[str, Any]) -> None:
     """Data-parallel steps; the losses and the sum of the parameters as exact bits."""
     torch.manual_seed(0)
@@ -88,7 +103,7 @@ def main() -> None:
     try:
         dist.barrier()
         say(kind="ready")
-        {"stream": stream, "train": train}[settings["job"]](settings)
+        {"stream": stream, "pipelines": pipelines, "train": train}[settings["job"]](settings)
         say(kind="done")
         sys.stdin.readline()  # relays stay until the test has seen what it wants
         found = torch_resilient.stats()

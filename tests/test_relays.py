@@ -125,6 +125,24 @@ def sent_over(result: Row, peer: int, relay: int) -> int:
     return sum(path["bytes_sent"] for path in found if path["relay"]["rank"] == relay)
 
 
+def test_the_first_pipeline_is_served_first(sites: Sites) -> None:
+    # Each has the whole site in turn: one message is there when half the time is over. Otherwise
+    # both would take as long. What the uplinks carry has to be found out first.
+    job = sites.job(job="pipelines", count=200, bytes=MESSAGE_BYTES)
+    took_s: dict[int, list[float]] = {2: [], 3: []}
+
+    def in_order(row: Row) -> bool:
+        assert row["kind"] != "error", row
+        if row["kind"] == "message":
+            assert row["right"], row
+            took_s[row["rank"]].append(row["took_s"])
+        return min(map(len, took_s.values())) >= 8 and sum(took_s[2][-8:]) < 0.75 * sum(
+            took_s[3][-8:]
+        )
+
+    job.until(in_order, "an order of the pipelines", PATIENCE_S)
+
+
 def test_a_neighbour_sends_a_share(sites: Sites) -> None:
     job = sites.stream(24)
     until_message(job, 23)

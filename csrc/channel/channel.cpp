@@ -189,6 +189,28 @@ bool Channel::backlogged() const {
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
+std::optional<Urgency> Channel::mostUrgent(int32_t self) const {
+  std::optional<Urgency> first;
+  for (size_t queue = 0; queue < kQueueCount; ++queue) {
+    if (ready_[queue].empty()) {
+      continue;
+    }
+    const FrameHeader& h = out_.at(ready_[queue].front())->header;
+    Urgency urgency{h.trafficClass};
+    if (h.trafficClass <= TrafficClass::kActivationGradient) {
+      urgency.position = h.order;
+      urgency.source = isForOthers(queue) ? h.sourceRank : self;
+    }
+    first = first ? std::min(*first, urgency) : urgency;
+  }
+  return first;
+}
+
+bool Channel::backloggedActivations(bool forOthers) const {
+  return !ready_[queueOf(TrafficClass::kActivation, forOthers)].empty() ||
+      !ready_[queueOf(TrafficClass::kActivationGradient, forOthers)].empty();
+}
+
 const std::deque<OutFrame>& Channel::unwritten(PathId path) const {
   return state(path).unwritten;
 }

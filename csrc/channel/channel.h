@@ -21,6 +21,7 @@
 #include "path/number_set.h"
 #include "path/recent_samples.h"
 #include "path/striping.h"
+#include "path/urgency.h"
 #include "wire/frame.h"
 
 namespace resilient {
@@ -54,7 +55,6 @@ struct ChannelConfig {
   Nanos stageAfter = std::chrono::milliseconds(2);
   uint64_t starvationBytes = 8u << 20;
   uint32_t firstChunkBytes = UINT32_MAX; // at most, while nothing is measured
-  bool paced = false; // see setPaced()
 };
 
 // Callbacks of the channel to its owner, on the loop thread.
@@ -179,9 +179,9 @@ class Channel {
   // The owner sets the pace of all paths together (pull without chunks). Chunks
   // are no larger than this and leave in order: no path skips ahead to later
   // messages.
+  // 0: there is no cap any more.
   void setPaced(uint32_t chunkBytes) {
-    config_.chunkBytes = std::min(config_.chunkBytes, chunkBytes);
-    config_.paced = true;
+    pacedChunkBytes_ = chunkBytes;
   }
 
   // --- the application's side
@@ -366,6 +366,15 @@ class Channel {
   uint64_t inFlightBytes(PathId path) const;
   // There is more to send than the paths have taken.
   bool backlogged() const;
+  // The most urgent message that waits; nothing if none does. `self`: our rank.
+  std::optional<Urgency> mostUrgent(int32_t self) const;
+  // Activations wait: of our own, or that we relay.
+  bool backloggedActivations(bool forOthers) const;
+  // The bytes of messages that the peer has acknowledged, other than over
+  // relays.
+  uint64_t arrivedDirectly() const {
+    return arrivedDirectly_;
+  }
   // Since when the path owes us an acknowledgement without any progress;
   // kNever if it owes none.
   TimePoint waitingSince(PathId path) const;
@@ -530,6 +539,8 @@ class Channel {
   bool grantsUrgent_ = false;
 
   FrameHeader lastCollective_;
+  uint64_t arrivedDirectly_ = 0;
+  uint32_t pacedChunkBytes_ = 0; // 0: not paced
 
   // The pins of paths that have been removed.
   std::map<PathId, std::deque<Pin>> endingPins_;

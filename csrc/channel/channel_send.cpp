@@ -344,7 +344,9 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
 // out: it is never the slow one. The size is a power of two times
 // kMinSplitBytes.
 uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
-  const uint32_t max = config_.chunkBytes;
+  const uint32_t max = pacedChunkBytes_ == 0
+      ? config_.chunkBytes
+      : std::min(config_.chunkBytes, pacedChunkBytes_);
   if (messageBytes <= std::min(max, kMinSplitBytes)) {
     return max;
   }
@@ -395,7 +397,7 @@ Channel::OutMessage*
 Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   // Further back, it is not the tail.
   constexpr size_t kMaxLooks = 64;
-  if (paths_.size() == 1 || config_.paced || !p.inFlight.empty()) {
+  if (paths_.size() == 1 || pacedChunkBytes_ != 0 || !p.inFlight.empty()) {
     return nullptr;
   }
   for (auto& [id, holder] : paths_) {
@@ -469,7 +471,7 @@ Channel::worthTaking(const PathState& p, size_t queue, TimePoint now) {
     return &front;
   }
   const size_t max =
-      config_.paced ? 1 : std::min(kLookAhead, ready_[queue].size());
+      pacedChunkBytes_ != 0 ? 1 : std::min(kLookAhead, ready_[queue].size());
   for (size_t i = 1; i < max; ++i) {
     OutMessage& m = *out_.at(ready_[queue][i]);
     backlog += m.unsentBytes();
@@ -794,6 +796,7 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     }
     p.progressAt = now;
     counters_.bytesSent += bytes;
+    arrivedDirectly_ += p.overRelay ? 0 : bytes;
     if (bytes != 0) {
       p.statistics.onAcknowledged(bytes, p.busySince, now, p.inFlightBytes);
     }

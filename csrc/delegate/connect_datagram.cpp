@@ -7,6 +7,7 @@
 
 #include "base/random.h"
 #include "delegate/connect_tcp.h"
+#include "path/uplink.h"
 
 namespace resilient {
 namespace {
@@ -198,8 +199,9 @@ void DatagramConnector::makePath(
     config.proveWithin += kAnswerTakes;
   }
   config.knownBytesPerS = connections_.capacityBytesPerS(route);
-  if (link_.rateLimit() != nullptr) {
-    config.maxBytesPerS = link_.rateLimit()->bytesPerS();
+  if (Uplink* const uplink = link_.uplink();
+      uplink != nullptr && uplink->declared()) {
+    config.maxBytesPerS = uplink->limit().bytesPerS();
   }
   socket.setDscp(link_.host().dscpOf(site));
   add(std::make_unique<DatagramPath>(

@@ -10,7 +10,6 @@
 #include "delegate/group.h"
 #include "delegate/link_host.h"
 #include "failover/failover.h"
-#include "path/rate_limit.h"
 #include "transport/path.h"
 
 namespace resilient {
@@ -81,9 +80,10 @@ class Link {
   bool needed() const {
     return interest_ > 0;
   }
-  // The cap on the peer's site, or null. Null again once the link is closed.
-  RateLimit* rateLimit() const {
-    return limit_;
+  // The way to the peer's site if something limits it, or null. Null again once
+  // the link is closed.
+  Uplink* uplink() const {
+    return uplink_;
   }
   // "rank 3 (host node7, pid 4242, 10.0.0.7:29511)", by the rank in the newest
   // group. For messages about a group, see GroupImpl::describe().
@@ -135,7 +135,7 @@ class Link {
   int32_t globalRank_ = -1;
   int32_t newestRank_ = -1; // by the last group
   int interest_ = 0;
-  RateLimit* limit_ = nullptr;
+  Uplink* uplink_ = nullptr;
 
  private:
   LogRateLimit warnings_{kWarningsInPeriod, kLogPeriod};

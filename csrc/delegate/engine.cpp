@@ -471,36 +471,49 @@ void Engine::chooseCongestionControl() {
   }
 }
 
-// A rate-limited link is pumped again when its bucket has tokens.
-RateLimit* Engine::rateLimit(const std::string& site) {
+// A limited link is pumped again when its bucket has tokens.
+Uplink* Engine::uplink(const std::string& site) {
   const auto bytesPerS = rateLimits_.beyond(self_.site, site);
-  if (!bytesPerS) {
+  const bool shares =
+      options_.relay == "auto" && !self_.site.empty() && site != self_.site;
+  if (!bytesPerS && !shares) {
     return nullptr;
   }
-  const auto at = limits_.try_emplace(site, static_cast<double>(*bytesPerS));
-  return &at.first->second.limit;
+  std::optional<double> declared;
+  if (bytesPerS) {
+    declared = static_cast<double>(*bytesPerS);
+  }
+  const auto at = uplinks_.try_emplace(
+      site, declared, static_cast<uint64_t>(options_.starvation_bytes));
+  return &at.first->second.uplink;
 }
 
 // Invariant: a site has one timer at most, and one user at most has the turn.
-// The timer gives the turn to the first user in the queue and pumps its link.
-// PeerLink::pump() takes a frame or gives the turn back, and calls this
+// The timer gives the turn to the most urgent user in the queue and pumps its
+// link. PeerLink::pump() takes a frame or gives the turn back, and calls this
 // function again for the next user. A user without a link would keep the turn
 // for ever; therefore PeerLink::close() leaves the queue.
 void Engine::waitForTurn(const std::string& site) {
-  SharedLimit& shared = limits_.at(site);
-  if (shared.timer != 0 || !shared.limit.idleTurn()) {
+  SharedUplink& shared = uplinks_.at(site);
+  if (shared.timer != 0 || !shared.uplink.limit().idleTurn()) {
     return;
   }
-  shared.timer = loop_.at(shared.limit.readyAt(), [this, site, &shared] {
+  shared.timer = loop_.at(shared.uplink.limit().readyAt(), [this, &shared] {
     shared.timer = 0;
-    if (shared.limit.idleTurn()) {
-      const RateLimit::User user = shared.limit.nextTurn();
-      for (auto& [uid, link] : links_) {
-        if (link->channel().id() == user) {
-          markDirty(*link);
-        }
-      }
+    const TimePoint now = loop_.now();
+    RateLimit* const limit = shared.uplink.limitNow(now);
+    if (limit == nullptr || !limit->idleTurn()) {
+      return;
     }
+    // Positions in streams tell something only about pipelines in step.
+    const bool inOrder = shared.uplink.contended(now);
+    const RateLimit::User next = limit->nextTurn([&](RateLimit::User user) {
+      const auto waits =
+          byChannel_[user - 1]->channel().mostUrgent(globalRank_);
+      const Urgency urgency = waits.value_or(Urgency());
+      return inOrder ? urgency : Urgency{urgency.cls};
+    });
+    markDirty(*byChannel_[next - 1]);
   });
 }
 

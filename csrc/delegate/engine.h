@@ -26,7 +26,7 @@
 #include "delegate/signal_dump.h"
 #include "delegate/unknown_callers.h"
 #include "path/faults.h"
-#include "path/rate_limit.h"
+#include "path/uplink.h"
 #include "transport/address.h"
 #include "transport/event_loop.h"
 #include "transport/link_watch.h"
@@ -228,7 +228,7 @@ class Engine final : public MailboxListener, public LinkHost {
   // A link that has not got its turn is pumped when it has.
   //
   // The pointer is good until the engine ends.
-  RateLimit* rateLimit(const std::string& site) override;
+  Uplink* uplink(const std::string& site) override;
   // To be called when a user has joined the queue, has used its turn or has
   // given it up: sets the timer for the next one, unless it is set.
   void waitForTurn(const std::string& site) override;
@@ -332,12 +332,13 @@ class Engine final : public MailboxListener, public LinkHost {
   RecoveryTable recovery_;
   std::string congestionControl_;
   bool mayChangeCongestionControl_ = false;
-  struct SharedLimit {
-    explicit SharedLimit(double bytesPerS) : limit(bytesPerS) {}
-    RateLimit limit;
+  struct SharedUplink {
+    SharedUplink(std::optional<double> declared, uint64_t starvationBytes)
+        : uplink(declared, starvationBytes) {}
+    Uplink uplink;
     TimerId timer = 0;
   };
-  std::map<std::string, SharedLimit> limits_; // by site
+  std::map<std::string, SharedUplink> uplinks_; // by site
   std::array<std::string, kTrafficClassCount> nicClasses_;
   std::unique_ptr<SignalDump> signalDump_;
   bool failureDumped_ = false;

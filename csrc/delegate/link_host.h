@@ -14,7 +14,6 @@
 #include "channel/operation.h"
 #include "datagram/recovery.h"
 #include "path/faults.h"
-#include "path/rate_limit.h"
 #include "transport/address.h"
 #include "transport/event_loop.h"
 #include "transport/shared_rendezvous.h"
@@ -29,6 +28,7 @@ namespace resilient {
 class Link;
 class PeerLink;
 class RelayService;
+class Uplink;
 
 // The state that all links of a process share, as a link and its connectors see
 // it. The Engine implements it.
@@ -66,8 +66,9 @@ class LinkHost {
   // registered.
   virtual VerbsLoans* loans() = 0;
   virtual const VerbsChoice& verbsChoice() const = 0;
-  // The cap on everything that goes there, shared by all links; null: none.
-  virtual RateLimit* rateLimit(const std::string& site) = 0;
+  // The way there, which all links share, if something limits it; null: no cap,
+  // and no relays that share it.
+  virtual Uplink* uplink(const std::string& site) = 0;
   // A link that has not got its turn there is pumped when it has.
   virtual void waitForTurn(const std::string& site) = 0;
   virtual const BufferLimits& bufferLimits() const = 0;

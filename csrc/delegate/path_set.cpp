@@ -65,7 +65,7 @@ bool PathSet::round() {
     any = path.flush() || any;
     if (limit_ != nullptr) {
       if (const uint64_t bytes = path.takeUnpaid()) {
-        charge(bytes);
+        charge(path, bytes);
       }
     }
   });
@@ -75,12 +75,12 @@ bool PathSet::round() {
 bool PathSet::takeAll(Path& path) {
   bool any = false;
   while (path.hasRoom()) {
-    const size_t bytes = path.takeFrame(mayTakeChunks());
+    const size_t bytes = path.takeFrame(mayTakeChunks(path));
     if (bytes == 0) {
       break;
     }
     any = true;
-    charge(bytes);
+    charge(path, bytes);
   }
   return any;
 }
@@ -98,9 +98,9 @@ bool PathSet::takeInTurn() {
     if (!path.hasRoom()) {
       continue;
     }
-    if (const size_t bytes = path.takeFrame(mayTakeChunks())) {
+    if (const size_t bytes = path.takeFrame(mayTakeChunks(path))) {
       taken = true;
-      charge(bytes);
+      charge(path, bytes);
       if (limit_ != nullptr) {
         // One frame may be all for now: the next is another path's.
         next = index + 1;
@@ -112,15 +112,15 @@ bool PathSet::takeInTurn() {
 }
 
 // Whether the cap on the peer's site lets us send more of our messages now. If
-// not, we stand in its queue.
-bool PathSet::mayTakeChunks() {
-  return limit_ == nullptr || !channel_.backlogged() ||
-      limit_->mayTake(channel_.id(), now_);
+// not, we stand in its queue. What goes over a relay is under the relay's cap.
+bool PathSet::mayTakeChunks(const Path& path) {
+  return limit_ == nullptr || path.kind() == PathKind::kRelay ||
+      !channel_.backlogged() || limit_->mayTake(channel_.id(), now_);
 }
 
 // Control frames count as well, although they never wait for the limit.
-void PathSet::charge(uint64_t bytes) {
-  if (limit_ != nullptr) {
+void PathSet::charge(const Path& path, uint64_t bytes) {
+  if (limit_ != nullptr && path.kind() != PathKind::kRelay) {
     limit_->took(channel_.id(), bytes, now_);
   }
 }

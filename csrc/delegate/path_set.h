@@ -49,8 +49,8 @@ class PathSet {
   bool round();
   bool takeAll(Path& path);
   bool takeInTurn();
-  bool mayTakeChunks();
-  void charge(uint64_t bytes);
+  bool mayTakeChunks(const Path& path);
+  void charge(const Path& path, uint64_t bytes);
 
   Channel& channel_;
   // First those that take all they can, then the connections and the paths over

@@ -1,17 +1,20 @@
 #include "delegate/peer_link.h"
 
 #include <algorithm>
+#include <utility>
+
+#include "path/uplink.h"
 
 namespace resilient {
 namespace {
 
-// Under a lower cap, chunks are of 20 ms each: what is more urgent waits
-// behind one.
+// Under a lower cap, chunks are of 5 ms each: what is more urgent waits behind
+// one.
 constexpr uint32_t kWholeElements = 64; // no chunk ends within an element
 uint32_t chunkBytesAt(double bytesPerS) {
   constexpr uint32_t kMin = 16u << 10, kMax = 64u << 20;
   const auto bytes =
-      static_cast<uint32_t>(std::clamp<double>(bytesPerS / 50, kMin, kMax));
+      static_cast<uint32_t>(std::clamp<double>(bytesPerS / 200, kMin, kMax));
   return bytes / kWholeElements * kWholeElements;
 }
 
@@ -79,10 +82,8 @@ void PeerLink::setAddress(
     if (auto nics = outward(address.addresses); !nics.empty()) {
       address_->addresses = std::move(nics);
     }
-    limit_ = host_.rateLimit(address.site);
-    if (limit_ != nullptr) {
-      channel_.setPaced(chunkBytesAt(limit_->bytesPerS()));
-    }
+    uplink_ = host_.uplink(address.site);
+    setPaced();
   }
   host_.membersMoved();
   tcp_.onAddress();
@@ -307,10 +308,10 @@ void PeerLink::close(State state, StatusCode code, const std::string& how) {
       paths_.last().reset(why);
     }
   }
-  if (limit_ != nullptr) { // the others go on
-    limit_->leave(channel_.id());
+  if (uplink_ != nullptr) { // the others go on
+    uplink_->leave(channel_.id());
     host_.waitForTurn(address_->site);
-    limit_ = nullptr;
+    uplink_ = nullptr;
   }
   channel_.fail(closedBecause_);
   host_.onLinkClosed(*this, why);
@@ -348,7 +349,18 @@ void PeerLink::pump() {
   if (!usable() || paths_.empty()) {
     return;
   }
-  if (paths_.pump(limit_, loop().now())) { // more than one turn's share
+  const TimePoint now = loop().now();
+  RateLimit* limit = nullptr;
+  if (uplink_ != nullptr) {
+    uplink_->onWaiting(
+        channel_.id(),
+        channel_.backloggedActivations(/*forOthers=*/false),
+        channel_.backloggedActivations(/*forOthers=*/true),
+        now);
+    limit = uplink_->limitNow(now);
+    setPaced();
+  }
+  if (paths_.pump(limit, now)) { // more than one turn's share
     loop().post([this, alive = std::weak_ptr<void>(alive_)] {
       if (alive.lock()) {
         changed();
@@ -357,10 +369,21 @@ void PeerLink::pump() {
   }
   armChannelTimer();
   tcp_.failover().onSent(loop().now());
-  if (limit_ != nullptr) {
-    limit_->endTurn(channel_.id()); // if it could not use it
+  if (uplink_ != nullptr) {
+    uplink_->onSent(
+        channel_.id(),
+        channel_.arrivedDirectly() -
+            std::exchange(toldArrived_, channel_.arrivedDirectly()),
+        channel_.backlogged(),
+        now);
+    uplink_->limit().endTurn(channel_.id()); // if it could not use it
     host_.waitForTurn(address_->site);
   }
+}
+
+void PeerLink::setPaced() {
+  const double bytesPerS = uplink_ == nullptr ? 0 : uplink_->pacedBytesPerS();
+  channel_.setPaced(bytesPerS == 0 ? 0 : chunkBytesAt(bytesPerS));
 }
 
 void PeerLink::armChannelTimer() {

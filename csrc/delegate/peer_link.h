@@ -134,12 +134,14 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   void onPathUse(Path& path) override;
 
   Connector& connectorOf(const Path& path);
+  void setPaced();
   void armChannelTimer();
 
   Channel channel_;
   Status closedBecause_;
   std::optional<TimePoint> heardAt_; // on paths that are closed now
   TimePoint neededSince_ = kNever; // interest, and never connected
+  uint64_t toldArrived_ = 0; // of channel_.arrivedDirectly(), to the uplink
   TimerId channelTimer_ = 0;
   TimePoint channelTimerAt_ = kNever;
   // For calls that are posted to the loop and may come too late. They hold it

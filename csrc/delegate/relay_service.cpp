@@ -126,7 +126,7 @@ void RelayService::arrived(Held& held, const Status& status) {
     from->say(
         LogLevel::kWarning, "from " + from->describe() + ": " + read.message());
   } else if (header.hop == RelayHop::kToRelay) {
-    passOn(*from, header, held);
+    passOn(*from, header, frame, held);
   } else {
     const Uid& self = host_.self().uid;
     const RelayFlow& flow = header.flow;
@@ -150,6 +150,7 @@ void RelayService::arrived(Held& held, const Status& status) {
 void RelayService::passOn(
     PeerLink& from,
     const RelayHeader& header,
+    std::span<const std::byte> frame,
     Held& held) {
   const RelayFlow& flow = header.flow;
   const auto found = flows_.find(flow);
@@ -172,6 +173,11 @@ void RelayService::passOn(
       onward,
       std::span<std::byte, kRelayHeaderBytes>(
           held.content.get(), kRelayHeaderBytes));
+  FrameHeader about; // what it says is for the far end, its place for us, too
+  const Status frameRead = decodeFrame(
+      std::span<const std::byte, kFrameHeaderBytes>(
+          frame.data(), kFrameHeaderBytes),
+      about);
   Forward& forward = forwards_.emplace_back(*this);
   forward.self = std::prev(forwards_.end());
   forward.target = target;
@@ -182,6 +188,8 @@ void RelayService::passOn(
   forward.bytes = held.bytes;
   heldBytes_ += forward.bytes; // held's leave with it
   forward.key.group = kRelayGroup;
+  forward.key.order = frameRead.ok() ? about.order : 0;
+  forward.sourceRank = from.globalRank();
   forward.trafficClass = held.cls;
   ++counters_.messages;
   counters_.bytes += forward.bytes;

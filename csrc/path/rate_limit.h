@@ -14,6 +14,9 @@ namespace resilient {
 // larger than the bucket is only late, and the mean rate is kept. Waiting users
 // get one frame at a time, in turn.
 //
+// The most urgent goes first; between equals, the one that has waited longest.
+// One that has seen `starvationBytes` pass gets a frame in between.
+//
 // A link that is billed or shared between sites, as ATLAS §3 describes them,
 // has such a limit for good reasons: the paper has none. Pure: the owner has
 // the timer for readyAt(). A user is any number but 0.
@@ -23,11 +26,19 @@ class RateLimit {
   // The burst that may leave at once after a pause, in time at the limit.
   static constexpr Nanos kBurst = std::chrono::milliseconds(10);
 
-  explicit RateLimit(double bytesPerS)
-      : bytesPerS_(bytesPerS), tokens_(max()) {}
+  RateLimit(double bytesPerS, uint64_t starvationBytes)
+      : bytesPerS_(bytesPerS),
+        starvationBytes_(starvationBytes),
+        tokens_(max()) {}
 
   double bytesPerS() const {
     return bytesPerS_;
+  }
+  // Another limit from now on.
+  void set(double bytesPerS, uint64_t starvationBytes) {
+    bytesPerS_ = bytesPerS;
+    starvationBytes_ = starvationBytes;
+    tokens_ = std::min(tokens_, max());
   }
 
   // May `user` send a frame now? If not, it has a place in the queue. Asking
@@ -38,8 +49,8 @@ class RateLimit {
     if (tokens_ > 0 && itsTurn) {
       return true;
     }
-    if (std::find(waiting_.begin(), waiting_.end(), user) == waiting_.end()) {
-      waiting_.push_back(user);
+    if (std::ranges::find(waiting_, user, &Waiting::user) == waiting_.end()) {
+      waiting_.push_back({user, 0});
     }
     return false;
   }
@@ -48,22 +59,35 @@ class RateLimit {
   void took(User user, uint64_t bytes, TimePoint now) {
     refill(now);
     tokens_ -= static_cast<double>(bytes);
+    for (Waiting& w : waiting_) {
+      w.passedOver += bytes;
+    }
     endTurn(user);
   }
 
   // A user waits, and none has the turn: nextTurn() is due at readyAt().
   bool idleTurn() const {
-    return turn_ == kNone && !waiting_.empty();
+    return turn_ == kNone && waiting();
+  }
+  bool waiting() const {
+    return !waiting_.empty();
   }
   TimePoint readyAt() const {
     return tokens_ > 0 ? refilledAt_
                        : refilledAt_ + fromSeconds((1 - tokens_) / bytesPerS_);
   }
   // The user that has the turn now; it must then take a frame or call
-  // endTurn(). Only if idleTurn().
-  User nextTurn() {
-    turn_ = waiting_.front();
-    waiting_.pop_front();
+  // endTurn(). Only if idleTurn(). `urgencyOf(user)`: lower goes first.
+  template <typename UrgencyOf>
+  User nextTurn(UrgencyOf urgencyOf) {
+    auto next = std::ranges::min_element(
+        waiting_, {}, [&](const Waiting& w) { return urgencyOf(w.user); });
+    // The front has waited longest, so it has seen most pass.
+    if (waiting_.front().passedOver >= starvationBytes_) {
+      next = waiting_.begin();
+    }
+    turn_ = next->user;
+    waiting_.erase(next);
     return turn_;
   }
   // It has nothing to send any more, or no path with room.
@@ -75,11 +99,15 @@ class RateLimit {
   // It is gone.
   void leave(User user) {
     endTurn(user);
-    std::erase(waiting_, user);
+    std::erase_if(waiting_, [&](const Waiting& w) { return w.user == user; });
   }
 
  private:
   static constexpr User kNone = 0;
+  struct Waiting {
+    User user;
+    uint64_t passedOver; // bytes that others have sent meanwhile
+  };
 
   double max() const {
     return bytesPerS_ * toSeconds(kBurst);
@@ -92,10 +120,11 @@ class RateLimit {
     refilledAt_ = std::max(refilledAt_, now);
   }
 
-  const double bytesPerS_;
+  double bytesPerS_;
+  uint64_t starvationBytes_;
   double tokens_;
   TimePoint refilledAt_{};
-  std::deque<User> waiting_;
+  std::deque<Waiting> waiting_; // who has waited longest comes first
   User turn_ = kNone;
 };
 

@@ -11,12 +11,15 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
+constexpr uint64_t kStarvation = 100'000;
+
 // Some users with frames of their own sizes; sends as the engine does.
 struct Shared {
   RateLimit limit;
   TimePoint now{seconds(100)};
   std::vector<uint64_t> frameBytes; // by user - 1; 0: nothing to send
   std::vector<uint64_t> sent = std::vector<uint64_t>(frameBytes.size(), 0);
+  std::vector<int> urgency{}; // by user - 1; empty: all alike
 
   // All that may leave now.
   void pump(RateLimit::User user) {
@@ -34,7 +37,9 @@ struct Shared {
     }
     while (limit.idleTurn() && limit.readyAt() < end) {
       now = std::max(now, limit.readyAt());
-      pump(limit.nextTurn());
+      pump(limit.nextTurn([this](RateLimit::User user) {
+        return urgency.empty() ? 0 : urgency[user - 1];
+      }));
     }
     now = end;
   }
@@ -42,7 +47,7 @@ struct Shared {
 
 TEST(rate_limit_keeps_the_mean_whatever_the_frames) {
   for (uint64_t bytes : {100ull, 1500ull, 65536ull, 4000000ull}) {
-    Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {bytes}};
+    Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {bytes}};
     s.run(seconds(20));
     const double expected = 20e6;
     CHECK(static_cast<double>(s.sent[0]) >= 0.98 * expected - 1);
@@ -53,7 +58,7 @@ TEST(rate_limit_keeps_the_mean_whatever_the_frames) {
 }
 
 TEST(rate_limit_lets_little_go_at_once_after_a_pause) {
-  Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {1000}};
+  Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {1000}};
   s.run(milliseconds(1));
   s.now += seconds(1000);
   const uint64_t before = s.sent[0];
@@ -63,7 +68,10 @@ TEST(rate_limit_lets_little_go_at_once_after_a_pause) {
 }
 
 TEST(rate_limit_is_shared_frame_by_frame) {
-  Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {10000, 10000, 10000}};
+  Shared s{
+      RateLimit(1e6, kStarvation),
+      TimePoint{seconds(1)},
+      {10000, 10000, 10000}};
   s.run(seconds(3));
   for (uint64_t bytes : s.sent) {
     CHECK(bytes >= 970'000 && bytes <= 1'030'000);
@@ -77,8 +85,27 @@ TEST(rate_limit_is_shared_frame_by_frame) {
   CHECK(s.sent[2] - before[2] >= 970'000);
 }
 
+TEST(rate_limit_serves_the_most_urgent_first) {
+  Shared s{
+      RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {5000, 5000, 5000}};
+  s.run(milliseconds(20)); // all three wait
+  s.urgency = {3, 1, 2};
+  const auto before = s.sent;
+  s.run(seconds(2));
+  // The others get a frame each for every 100,000 bytes.
+  CHECK(s.sent[1] - before[1] >= 1'780'000);
+  CHECK(s.sent[0] - before[0] >= 80'000 && s.sent[0] - before[0] <= 110'000);
+  CHECK(s.sent[2] - before[2] >= 80'000 && s.sent[2] - before[2] <= 110'000);
+  // It is work-conserving.
+  s.frameBytes[1] = 0;
+  const auto then = s.sent;
+  s.run(seconds(2));
+  CHECK(s.sent[2] - then[2] >= 1'850'000);
+  CHECK(s.sent[0] - then[0] >= 80'000);
+}
+
 TEST(rate_limit_goes_on_when_one_that_waits_is_gone) {
-  Shared s{RateLimit(1e6), TimePoint{seconds(1)}, {50000, 50000}};
+  Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {50000, 50000}};
   s.run(milliseconds(1));
   CHECK(s.limit.idleTurn());
   s.limit.leave(1);
@@ -89,14 +116,14 @@ TEST(rate_limit_goes_on_when_one_that_waits_is_gone) {
 }
 
 TEST(rate_limit_counts_what_was_not_asked_for) {
-  RateLimit limit(1e6);
+  RateLimit limit(1e6, kStarvation);
   TimePoint now{seconds(1)};
   CHECK(limit.mayTake(1, now));
   limit.took(1, 500'000, now); // acknowledgements never wait
   CHECK(!limit.mayTake(1, now + milliseconds(480)));
   CHECK(limit.mayTake(1, now + milliseconds(500)) == false); // not its turn
   CHECK(limit.idleTurn());
-  CHECK_EQ(limit.nextTurn(), 1u);
+  CHECK_EQ(limit.nextTurn([](RateLimit::User) { return 0; }), 1u);
   CHECK(limit.mayTake(1, now + milliseconds(500)));
 }
 

@@ -75,11 +75,14 @@ class RelayHost final : public LinkHost, public MailboxListener {
     return frame ? decodeRelayNote(frame->payload) : std::nullopt;
   }
   // Lets that rank send this; false if it is refused before it has come.
-  bool give(uint8_t rank, const std::vector<std::byte>& content) {
+  bool give(
+      uint8_t rank,
+      const std::vector<std::byte>& content,
+      TrafficClass cls = TrafficClass::kGradient) {
     FrameHeader header;
     header.group = kRelayGroup;
     header.totalBytes = content.size();
-    header.trafficClass = TrafficClass::kGradient;
+    header.trafficClass = cls;
     RecvOp* const op = service->receive(header, peer(rank).channel());
     if (op == nullptr) {
       return false;
@@ -142,7 +145,7 @@ class RelayHost final : public LinkHost, public MailboxListener {
   const VerbsChoice& verbsChoice() const override {
     return verbsChoice_;
   }
-  RateLimit* rateLimit(const std::string&) override {
+  Uplink* uplink(const std::string&) override {
     return nullptr;
   }
   void waitForTurn(const std::string&) override {}
@@ -292,6 +295,50 @@ TEST(relay_service_passes_on_what_belongs_to_a_flow) {
   note = host.nextNote(2);
   CHECK(note && note->what == What::kClose);
   CHECK_EQ(host.service->counters().flows, 0u);
+}
+
+// At a relay, messages for others have the place that they have in their own
+// stream, and so have ours.
+TEST(relay_service_keeps_places_in_streams) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  (void)host.peer(2);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  RelayHeader header;
+  header.flow = flow(1, 2);
+  std::vector<std::byte> content(kRelayHeaderBytes + kFrameHeaderBytes + 8);
+  encodeRelay(header, std::span(content).first<kRelayHeaderBytes>());
+  FrameHeader chunk;
+  chunk.trafficClass = TrafficClass::kActivation;
+  chunk.message = 5;
+  chunk.totalBytes = chunk.chunkBytes = chunk.payloadBytes = 8;
+  chunk.order = 42;
+  FrameBytes bytes;
+  encodeFrame(chunk, bytes);
+  std::memcpy(&content[kRelayHeaderBytes], bytes.data(), bytes.size());
+  CHECK(host.give(1, content, TrafficClass::kActivation));
+
+  const auto urgency = [&] { return host.peer(2).channel().mostUrgent(3); };
+  CHECK(urgency() == (Urgency{TrafficClass::kActivation, 42, -1}));
+  CHECK(host.peer(2).channel().backloggedActivations(true));
+  CHECK(!host.peer(2).channel().backloggedActivations(false));
+  struct Own : SendOp {
+    void finished(const Status&) override {}
+  } ops[2];
+  for (Own& op : ops) {
+    op.pointToPoint = true;
+    op.key.stream = 7;
+    op.trafficClass = TrafficClass::kActivation;
+    host.peer(2).channel().send(&op, host.loop().now());
+  }
+  CHECK(urgency() == (Urgency{TrafficClass::kActivation, 0, 3}));
+  CHECK(host.next(2).has_value());
+  CHECK(urgency() == (Urgency{TrafficClass::kActivation, 1, 3}));
+  CHECK(host.next(2).has_value());
+  CHECK(host.next(2).has_value());
+  CHECK(!host.next(2).has_value());
+  CHECK(!urgency().has_value());
 }
 
 // A refusal reaches the sender with its reason, and the message nobody.
