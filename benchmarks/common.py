@@ -101,7 +101,11 @@ def describe() -> Row:
 
 
 def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
-    """Appends one line of JSON for each row, with describe() in it; None: nowhere."""
+    """Appends one line of JSON for each row, with describe() in it; None: nowhere.
+
+    Call it once, when all is measured. run.py takes a file without rows for a benchmark that
+    broke off, and a file with rows and exit status 1 for one that misses its limits.
+    """
     if path is None:
         return
     about = describe()

@@ -442,7 +442,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row in run_ranks(measure, ranks, ops, sizes, budget_s, realtime=options.realtime):
             print(show(row), flush=True)
             rows.append(row)
-            write_rows(options.json, [row])
+    write_rows(options.json, rows)
     print(f"\n{summary(rows)}")
     if options.quick:
         return 0

@@ -1,6 +1,6 @@
 """The figures of ATLAS and BUBBLETEA that a planner can reach, and the quality and speed of `geo`.
 
-    python benchmarks/geo_planning.py --cells 400
+    python benchmarks/geo_planning.py
 
 1. Figure 6: two pipelines over three sites.
 2. Random cells: each schedule is checked, and compared with the paper's rules and with the best of
@@ -22,6 +22,7 @@ import argparse
 import itertools
 import json
 import math
+import os
 import random
 import statistics
 import subprocess
@@ -30,6 +31,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+
+from common import Row, add_common_arguments, write_rows
 
 from torch_resilient import _planning
 from torch_resilient.geo.bubbles_input import solve_bubbles
@@ -63,15 +66,15 @@ PROMPTS = ((0, 20), (0.1, 300), (0.25, 930), (0.5, 1930), (0.75, 3350), (0.9, 61
 
 
 class Checks:
-    """Prints each figure with its aim, and knows what was missed."""
+    """Prints each figure with its aim, and keeps them as rows."""
 
     def __init__(self) -> None:
-        self.missed: list[str] = []
+        self.rows: list[Row] = []
 
     def __call__(self, name: str, found: float, aim: str, reached: bool) -> None:
         print(f"{name:52}{found:12.6g}   {aim}{'' if reached else '   MISSED'}", flush=True)
-        if not reached:
-            self.missed.append(name)
+        row = {"figure": name, "found": found, "aim": aim, "met": reached}
+        self.rows.append({"benchmark": "geo_planning", **row})
 
     def at_most(self, name: str, found: float, most: float) -> None:
         self(name, found, f"<= {most:g}", found <= most)
@@ -357,12 +360,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cells", type=int, default=400, help="random cells")
+    parser.add_argument("--cells", type=int, help="random cells (default 400, quick: 40)")
     parser.add_argument("--seed", type=int, default=0)
+    add_common_arguments(parser)
     options = parser.parse_args()
+    if options.realtime:
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     checks = Checks()
     figure_6(checks)
-    random_cells(checks, options.cells, options.seed)
+    random_cells(checks, options.cells or (40 if options.quick else 400), options.seed)
     sixty_stages(checks)
     figure_11(checks)
     figure_12(checks)
@@ -370,9 +376,11 @@ def main() -> int:
     pipelines_or_replicas()
     figure_13(checks, options.seed)
     thousand_gpus(checks, options.seed)
-    if checks.missed:
-        print(f"\nmissed: {'; '.join(checks.missed)}")
-    return 1 if checks.missed else 0
+    write_rows(options.json, checks.rows)
+    missed = [row["figure"] for row in checks.rows if not row["met"]]
+    if missed:
+        print(f"\nmissed: {'; '.join(missed)}")
+    return 1 if missed else 0
 
 
 if __name__ == "__main__":

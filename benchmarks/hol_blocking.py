@@ -234,11 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (5 if options.quick else 20)
     repetitions = options.repetitions or (50 if options.quick else 200)
     kept = True
+    rows: list[Row] = []
     for row in run_ranks(measure, 3, rounds, repetitions, realtime=options.realtime):
         text, good = verdict(row)
         print(f"{'ok    ' if good else 'FAILED'} {text}", flush=True)
-        write_rows(options.json, [row])
+        rows.append(row)
         kept = kept and good
+    write_rows(options.json, rows)
     print("gloo cannot slow one of its links: its throughput beside a slow peer is not measured")
     return 0 if kept else 1
 

@@ -11,7 +11,6 @@ import argparse
 import ast
 import json
 import re
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 DOCUMENT = HERE.parent / "docs" / "measurements.md"
 
-# Fields that common.describe() adds to each row; printed once above the table.
+# Fields that common.describe() and record() add to each row; printed once above the table.
 ABOUT = (
     "commit",
     "changed",
@@ -34,9 +33,11 @@ ABOUT = (
     "command",
     "time",
     "load",
+    "limits_missed",
 )
 # The command of a row names its output file, which is not relevant.
 JSON_ARGUMENT = re.compile(r" --json[ =]\S+")
+MISSED = "**This run missed a limit of the benchmark.**"
 LIST_MAX = 6  # a longer list of numbers is shown as its median and range
 
 HEAD = """\
@@ -135,7 +136,10 @@ def recorded_section(name: str, rows: Sequence[Row]) -> list[str]:
     commands = list(dict.fromkeys(row["command"] for row in rows))
     for command in commands:
         group = [row for row in rows if row["command"] == command]
-        lines += [circumstances(group[-1]), "", *table(group), ""]
+        lines += [circumstances(group[-1]), ""]
+        if any(row.get("limits_missed", False) for row in group):
+            lines += [MISSED, ""]
+        lines += [*table(group), ""]
     return lines
 
 
@@ -158,10 +162,13 @@ def markdown(recorded: dict[str, list[Row]], earlier: dict[str, tuple[dict[str, 
     return "\n".join(lines).rstrip() + "\n"
 
 
-def record(name: str, rows: Path) -> None:
+def record(name: str, rows: Path, *, limits_missed: bool = False) -> None:
     """Makes the file `rows` the record of the benchmark `name`, and writes the document."""
     RESULTS.mkdir(exist_ok=True)
-    shutil.copyfile(rows, RESULTS / f"{name}.jsonl")
+    lines = rows.read_text(encoding="utf-8").splitlines()
+    if limits_missed:
+        lines = [json.dumps({**json.loads(line), "limits_missed": True}) for line in lines]
+    (RESULTS / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (RESULTS / "earlier" / f"{name}.md").unlink(missing_ok=True)
     write()
 

@@ -391,17 +391,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"{options.network}: {options.ranks} ranks, round trip {options.rtt_ms:g} ms{rate}\n{HEAD}"
     )
-    rows = (
+    found = (
         run_in_lab(options, [*given, "--network", "lab"])
         if options.network == "lab"
         else run_ranks(measure, options.ranks, options, realtime=options.realtime)
     )
     texts = []
-    for row in rows:
+    rows: list[Row] = []
+    for row in found:
         print(show(row), flush=True)
-        write_rows(options.json, [row])
+        rows.append(row)
         if options.network == "lab" and (text := missed(row, options)):
             texts.append(text)
+    write_rows(options.json, rows)
     if options.network == "lab":
         print("\n" + ("\n".join(["missed:", *texts]) if texts else "all limits kept"))
     return int(bool(texts))

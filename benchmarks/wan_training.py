@@ -406,7 +406,6 @@ def main() -> int:
     def show(row: Row) -> None:
         rows.append(row)
         print(line(row), flush=True)
-        write_rows(options.json, [row])
 
     print(HEAD, flush=True)
     for name, network in NETWORKS.items():
@@ -416,6 +415,7 @@ def main() -> int:
             default = network.quick_rtt_ms if options.quick else network.rtt_ms
             for rtt_ms in options.rtt_ms or default:
                 measure(name, network, rtt_ms, options, show)
+    write_rows(options.json, rows)
     return int(not all(row["equal"] for row in rows))
 
 

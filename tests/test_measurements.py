@@ -112,32 +112,53 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def benchmark(folder: Path, status: int) -> None:
-    """A benchmark that writes one row and ends with `status`."""
-    (folder / "idle_cpu.py").write_text(
-        '"""Processor time of an idle job."""\nimport sys\n'
-        "open(sys.argv[sys.argv.index('--json') + 1], 'w').write("
-        f"{json.dumps(row(ranks=2))!r} + '\\n')\nsys.exit({status})\n"
-    )
+def benchmark(folder: Path, ending: str, rows: int = 1) -> None:
+    """A benchmark that writes rows, if any, and then runs the statement `ending`."""
+    text = '"""Processor time of an idle job."""\nimport sys\n'
+    if rows:
+        text += (
+            "open(sys.argv[sys.argv.index('--json') + 1], 'w').write("
+            f"{json.dumps(row(ranks=2))!r} + '\\n')\n"
+        )
+    (folder / "idle_cpu.py").write_text(text + ending)
 
 
 def test_record_replaces_the_section_of_a_benchmark_that_succeeds(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    benchmark(folder, 0)
+    benchmark(folder, "sys.exit(0)")
     monkeypatch.setattr(sys, "argv", ["run.py", "--record", "idle_cpu.py"])
     assert run.main() == 0
     text = (folder / "measurements.md").read_text()
     assert "Processor time of an idle job." in text
     assert "| 2 |" in text
     assert "old" not in text
+    assert measurements.MISSED not in text
     assert not (folder / "results" / "earlier" / "idle_cpu.md").exists()
 
 
-def test_record_keeps_the_section_of_a_benchmark_that_fails(
+def test_record_says_that_a_benchmark_missed_a_limit(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    benchmark(folder, 1)
+    benchmark(folder, "sys.exit(1)")
+    monkeypatch.setattr(sys, "argv", ["run.py", "--record", "idle_cpu.py"])
+    assert run.main() == 1
+    text = (folder / "measurements.md").read_text()
+    assert text.count(measurements.MISSED) == 1
+    assert "| ranks |\n| --- |\n| 2 |" in text
+    assert "old" not in text
+    # Also when another section is recorded later.
+    measurements.write()
+    assert (folder / "measurements.md").read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("ending", "rows"), [("raise RuntimeError", 0), ("sys.exit(1)", 0), ("sys.exit(2)", 1)]
+)
+def test_record_keeps_the_section_of_a_benchmark_that_breaks_off(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ending: str, rows: int
+) -> None:
+    benchmark(folder, ending, rows)
     monkeypatch.setattr(sys, "argv", ["run.py", "--record", "idle_cpu.py"])
     assert run.main() == 1
     assert not (folder / "measurements.md").exists()
