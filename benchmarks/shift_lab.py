@@ -1,6 +1,6 @@
 """`torch-resilient shift` in the verbs lab: perftest through a fault, and the cost without one.
 
-    python benchmarks/shift_lab.py [--plot FILE]
+    python benchmarks/shift_lab.py [--picture FILE.svg]
 
 Needs root, perftest, and what `make verbs-lab` builds. Run it on a machine without other work: the
 programs of perftest spin, and Soft-RoCE handles each packet on the processors that they use.
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import shift_picture
 from common import Row, add_common_arguments, median, write_rows
 
 from torch_resilient.cli import shift
@@ -26,14 +27,14 @@ from torch_resilient.testing import Guest, LabUnavailable, VerbsLab
 
 ABOUT = """\
 timeline  ib_send_bw, ib_write_bw and ib_read_bw, with a fault at 5 s that ends at 10 s (as in
-          figure 7 of the paper). "gap" is the longest time after the fault without a delivered
-          packet on either network, "return" the time from its end until the default network
-          carries again.
+          figure 7 of the paper), with and without the library. "gap" is the longest time after the
+          fault without a delivered packet on either network, "return" the time from its end until
+          the default network carries again.
 overhead  ib_write_lat and the rates, with and without the library, in turn. "noise" compares two
           halves of the runs without it.
 modify    the system calls that connect a queue pair, with and without the library, in turn.
 
---plot draws the timelines, one picture for each program; it needs matplotlib.
+--picture draws the timelines.
 """
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -42,6 +43,7 @@ PROGRAMS = ("ib_send_bw", "ib_write_bw", "ib_read_bw")
 FAULTS = {"NIC of the receiver": "a", "NIC of the sender": "b", "switch": None}
 FAULT_S, BACK_S, END_S = 5.0, 10.0, 15.0
 TICK_S = 0.01
+EVERY_S = 0.25
 LIMIT_S = 120.0
 TRIES = 100
 STORE_PORT = 29700
@@ -106,8 +108,8 @@ def delivered(lab: VerbsLab) -> list[int]:
     ]
 
 
-def timeline(lab: VerbsLab, env: dict[str, str], program: str, fault: str) -> Row:
-    """Bytes delivered by each network over time, through a fault."""
+def timeline(lab: VerbsLab, env: dict[str, str] | None, program: str, fault: str) -> Row:
+    """The throughput of each network over time, through a fault."""
     # -F: without it, perftest fails if it cannot measure the processor's frequency.
     command = [program, "-d", "rxe0", "-F", "-n", str(10_000_000), "-p"]
     network = lab.networks["eth0"]
@@ -130,12 +132,17 @@ def timeline(lab: VerbsLab, env: dict[str, str], program: str, fault: str) -> Ro
             times.append(now)
             bytes_.append(delivered(lab))
             time.sleep(TICK_S)
+    default, backup = rates(times, bytes_)
     return {
         "table": "timeline",
         "program": program,
         "fault": fault,
-        "time_s": times,
-        "bytes": bytes_,
+        "library": env is not None,
+        "fault_s": FAULT_S,
+        "back_s": BACK_S,
+        "every_s": EVERY_S,
+        "default_mb_per_s": default,
+        "backup_mb_per_s": backup,
         "gap_s": gap_s(times, bytes_),
         "return_s": return_s(times, bytes_),
     }
@@ -162,46 +169,17 @@ def return_s(times: Sequence[float], bytes_: Sequence[Sequence[int]]) -> float |
     return None
 
 
-def rates(row: Row, step_s: float = 0.25) -> tuple[list[float], list[list[float]]]:
-    """Times and MB/s of each network, for a picture."""
-    middles, values = [], [[], []]
+def rates(times: Sequence[float], bytes_: Sequence[Sequence[int]]) -> list[list[float]]:
+    """MB/s of each network in each EVERY_S, from the beginning."""
+    values: list[list[float]] = [[], []]
     begin = 0
-    for i, now in enumerate(row["time_s"]):
-        span = now - row["time_s"][begin]
-        if span >= step_s:
-            middles.append(now - span / 2)
+    for i in range(1, len(times)):
+        if times[i] >= EVERY_S * (len(values[0]) + 1):
             for k in (0, 1):
-                moved = row["bytes"][i][k] - row["bytes"][begin][k]
-                values[k].append(moved / span / 1e6)
+                moved = bytes_[i][k] - bytes_[begin][k]
+                values[k].append(moved / (times[i] - times[begin]) / 1e6)
             begin = i
-    return middles, values
-
-
-def plot(rows: Sequence[Row], path: Path) -> None:
-    """Draws the timelines, a column for each kind of fault."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    programs = sorted({row["program"] for row in rows})
-    size = (4 * len(FAULTS), 2.5 * len(programs))
-    figure, axes = pyplot.subplots(
-        len(programs), len(FAULTS), figsize=size, squeeze=False, sharex=True, sharey="row"
-    )
-    for row in rows:
-        axis = axes[programs.index(row["program"])][list(FAULTS).index(row["fault"])]
-        times, values = rates(row)
-        for k, label in enumerate(("default", "backup")):
-            axis.plot(times, values[k], label=label)
-        for moment in (FAULT_S, BACK_S):
-            axis.axvline(moment, color="gray", linestyle=":")
-        axis.set_title(f"{row['program']}, {row['fault']}", fontsize=9)
-        axis.set_ylabel("MB/s")
-        axis.set_xlabel("s")
-    axes[0][0].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path)
+    return values
 
 
 def number_of(program: str, said: str) -> float:
@@ -271,7 +249,8 @@ def describe_row(row: Row) -> str:
         case "timeline":
             back = "never" if row["return_s"] is None else f"{row['return_s']:.2f} s"
             gap = f"gap {row['gap_s'] * 1000:.0f} ms, return after {back}"
-            return f"{row['program']:<12} {row['fault']:<20}: {gap}"
+            library = "with" if row["library"] else "without"
+            return f"{row['program']:<12} {row['fault']:<20}{library:>8}: {gap}"
         case "overhead":
             unit = "us" if row["program"].endswith("_lat") else "MB/s"
             return (
@@ -292,8 +271,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     with VerbsLab(memory_bytes=256 << 20) as lab, store(lab) as env:
         if "timeline" in options.tables:
             for program in PROGRAMS[: 1 if options.quick else None]:
-                for fault in FAULTS:
-                    yield timeline(lab, env, program, fault)
+                for fault, library in itertools.product(FAULTS, (False, True)):
+                    yield timeline(lab, env if library else None, program, fault)
                     lab.networks["eth0"].up()
                     time.sleep(1)  # until the address of a NIC that was down works again
         if "overhead" in options.tables:
@@ -312,8 +291,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_common_arguments(parser)
     tables = ("timeline", "overhead", "modify")
     parser.add_argument("--tables", nargs="+", choices=tables, default=tables)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the timelines")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the timelines (.svg)")
     options = parser.parse_args(arguments)
+    if options.picture is not None and (
+        options.picture.suffix != ".svg" or "timeline" not in options.tables
+    ):
+        parser.error("--picture: expected a name in .svg, and the timelines among the tables")
     if shift.shared_object() is None or not CHECK.exists():
         parser.error("the library or shift_check is not built; see `make verbs-lab`")
     rows: list[Row] = []
@@ -324,8 +307,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LabUnavailable as error:
         parser.error(str(error))
     write_rows(options.json, rows)
-    if options.plot is not None:
-        plot([row for row in rows if row["table"] == "timeline"], options.plot)
+    if options.picture is not None:
+        drawn = [row for row in rows if row["table"] == "timeline"]
+        options.picture.write_text(shift_picture.render(drawn), encoding="utf-8")
     return 0
 
 
