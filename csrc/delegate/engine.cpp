@@ -1060,6 +1060,7 @@ VerbsApi* Engine::verbs() {
           loop_,
           *api,
           devices,
+          [this](const std::string& name) { return verbsChoice_.allows(name); },
           [this](
               const std::string& name,
               const VerbsDevice& device,

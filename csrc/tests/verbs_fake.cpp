@@ -29,6 +29,7 @@ struct Life {
   std::vector<VerbsEvent> events;
   bool failed = false;
   bool removed = false; // from the list
+  bool refusesOpen = false;
   bool hangs = false;
 };
 
@@ -45,6 +46,7 @@ struct VerbsFake::World {
   std::vector<std::shared_ptr<Life>> devices, past;
   std::map<std::string, std::weak_ptr<Device>> open;
   size_t openDevices = 0;
+  uint64_t refusedOpens = 0;
   std::optional<VerbsPort::Gid> address;
   std::map<uint32_t, QueuePair*> queuePairs;
   std::map<uint32_t, Memory*> memory; // by key
@@ -546,6 +548,10 @@ Status VerbsFake::open(
     if (found == world_->devices.end()) {
       return Status(StatusCode::kInvalidArgument, "no device " + name);
     }
+    if ((*found)->refusesOpen) {
+      ++world_->refusedOpens;
+      return Status(StatusCode::kNetwork, name + ": Permission denied");
+    }
     known = std::make_shared<Device>(world_, *found);
     world_->open[name] = known;
   }
@@ -587,6 +593,16 @@ void VerbsFake::bringBack(const std::string& device) {
 void VerbsFake::remove(const std::string& device, bool removed) {
   std::lock_guard lock(world_->mutex);
   deviceOf(*world_, device)->removed = removed;
+}
+
+void VerbsFake::refuseOpen(const std::string& device, bool refuses) {
+  std::lock_guard lock(world_->mutex);
+  deviceOf(*world_, device)->refusesOpen = refuses;
+}
+
+uint64_t VerbsFake::refusedOpens() const {
+  std::lock_guard lock(world_->mutex);
+  return world_->refusedOpens;
 }
 
 void VerbsFake::hang(const std::string& device, bool hangs) {

@@ -42,6 +42,9 @@ class VerbsFake final : public VerbsApi {
   void bringBack(const std::string& device);
   // The host removes the device, which works as long as somebody has it open.
   void remove(const std::string& device, bool removed);
+  // It is listed, and the process may not open it.
+  void refuseOpen(const std::string& device, bool refuses);
+  uint64_t refusedOpens() const;
   // Calls that make, register, deregister, fence or destroy something of the
   // device, as it is now, do not return until this is false again.
   void hang(const std::string& device, bool hangs);

@@ -15,12 +15,22 @@ namespace {
 
 // A loop that runs, and the events that it has seen.
 struct Watching {
-  explicit Watching(const std::set<std::string>& devices) {
+  explicit Watching(const std::set<std::string>& devices)
+      : Watching(devices, devices) {}
+  // `absent` comes later.
+  Watching(
+      const std::set<std::string>& devices,
+      const std::set<std::string>& wanted,
+      const std::string& absent = "") {
+    if (!absent.empty()) {
+      fake.remove(absent, true);
+    }
     user.run([&] {
       watch = std::make_unique<VerbsWatch>(
           user.loop,
           fake,
           devices,
+          [wanted](const std::string& name) { return wanted.contains(name); },
           [this](
               const std::string& name,
               const VerbsDevice&,
@@ -34,7 +44,7 @@ struct Watching {
     user.until("the events came", [&] { return seen.size() >= count; });
   }
 
-  test::VerbsFake fake;
+  test::VerbsFake fake{3};
   test::PathUser user{1};
   std::unique_ptr<VerbsWatch> watch;
   std::vector<std::pair<std::string, VerbsEvent>> seen; // loop thread
@@ -106,6 +116,49 @@ TEST(verbs_watch_lets_go_of_a_device_that_is_being_removed) {
   watching.until(2);
   watching.user.run(
       [&] { CHECK(watching.seen[1].second.kind == Kind::kDeviceBack); });
+}
+
+TEST(verbs_watch_finds_a_device_that_comes_later) {
+  using Kind = VerbsEvent::Kind;
+  Watching watching({"fake0"}, {"fake0", "fake2"}, "fake2");
+  const auto look = [&] { watching.user.run([&] { watching.watch->look(); }); };
+  look(); // fake1 is there, and not wanted
+  watching.fake.remove("fake2", false);
+  look();
+  watching.until(1);
+  watching.user.run([&] {
+    CHECK_EQ(watching.seen[0].first, "fake2");
+    CHECK(watching.seen[0].second.kind == Kind::kDeviceBack);
+    CHECK(!watching.watch->isFailed("fake2"));
+  });
+  CHECK_EQ(watching.fake.openDevices(), 2u);
+  look(); // it is known
+  watching.fake.raise("fake2", {.kind = Kind::kPortDown, .port = 1});
+  watching.until(2);
+  watching.user.run(
+      [&] { CHECK(watching.seen[1].second.kind == Kind::kPortDown); });
+  watching.fake.remove("fake2", true);
+  look();
+  watching.until(3);
+  watching.user.run(
+      [&] { CHECK(watching.seen[2].second.kind == Kind::kDeviceFailed); });
+}
+
+TEST(verbs_watch_tries_again_to_open_a_device_that_comes_later) {
+  Watching watching({"fake0"}, {"fake0", "fake2"}, "fake2");
+  watching.fake.refuseOpen("fake2", true);
+  watching.fake.remove("fake2", false);
+  watching.user.run([&] { watching.watch->look(); });
+  watching.user.until("it is refused", [&] {
+    return watching.watch->isFailed("fake2") &&
+        watching.fake.refusedOpens() != 0;
+  });
+  watching.fake.refuseOpen("fake2", false);
+  watching.until(1); // the watch looks by itself, after a pause
+  watching.user.run([&] {
+    CHECK(watching.seen[0].second.kind == VerbsEvent::Kind::kDeviceBack);
+    CHECK(!watching.watch->isFailed("fake2"));
+  });
 }
 
 TEST(hotplug_watch_knows_rdma_devices) {

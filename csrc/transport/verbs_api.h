@@ -68,7 +68,7 @@ struct VerbsEvent {
     kAddressesChanged, // of a port: indices may be others, too
     kQueuePairFailed,
     kDeviceFailed, // with everything that was made from it
-    kDeviceBack, // opened anew after it has failed; VerbsWatch tells it
+    kDeviceBack, // opened since it has failed, or is new; VerbsWatch tells it
   };
   Kind kind = Kind::kDeviceFailed;
   uint8_t port = 0; // of the first three kinds

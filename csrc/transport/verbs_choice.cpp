@@ -70,7 +70,7 @@ std::vector<VerbsPort> VerbsChoice::of(
   std::vector<VerbsPort> allowed;
   std::ranges::copy_if(
       ports, std::back_inserter(allowed), [&](const VerbsPort& port) {
-        return (devices_.empty() || devices_.contains(port.device)) &&
+        return allows(port.device) &&
             (!gidIndex_ || *gidIndex_ == port.gidIndex);
       });
   return allowed;

@@ -32,6 +32,9 @@ class VerbsChoice {
   bool byInterface() const {
     return gidIndex_.has_value();
   }
+  bool allows(const std::string& device) const {
+    return devices_.empty() || devices_.contains(device);
+  }
   std::vector<VerbsPort> of(const std::vector<VerbsPort>& ports) const;
   // Those of them with an address of this process, up or down.
   std::vector<VerbsPort> here(

@@ -41,10 +41,10 @@ struct VerbsWatch::Watched final : Handler {
 
   VerbsWatch& watch;
   const std::string name;
-  std::shared_ptr<VerbsDevice> device; // null: it has failed
+  std::shared_ptr<VerbsDevice> device; // null: failed, or not open yet
   bool opening = false;
   int failures = 0; // in a row
-  TimePoint openedAt{};
+  TimePoint openedAt{}; // 0: never
   TimerId timer = 0; // opens it
   DeviceThread thread;
 };
@@ -53,9 +53,11 @@ VerbsWatch::VerbsWatch(
     EventLoop& loop,
     VerbsApi& api,
     const std::set<std::string>& devices,
+    Filter isWanted,
     Callback callback)
     : loop_(loop),
       api_(api),
+      isWanted_(std::move(isWanted)),
       callback_(std::move(callback)),
       calls_(std::make_shared<LoopCalls>(loop)),
       hotplug_(loop, [this] { look(); }) {
@@ -142,12 +144,15 @@ void VerbsWatch::opened(
     logMessage(
         LogLevel::kDebug,
         "the RDMA device " + watched.name +
-            " is not back: " + status.message());
+            " cannot be opened: " + status.message());
     openLater(watched);
     return;
   }
+  const bool isNew = watched.openedAt == TimePoint();
   add(watched, device);
-  logMessage(LogLevel::kInfo, "the RDMA device " + watched.name + " is back");
+  logMessage(
+      LogLevel::kInfo,
+      "the RDMA device " + watched.name + (isNew ? " is there" : " is back"));
   callback_(watched.name, *device, {.kind = VerbsEvent::Kind::kDeviceBack});
 }
 
@@ -161,6 +166,13 @@ void VerbsWatch::look() {
 }
 
 void VerbsWatch::listed(const std::set<std::string>& names) {
+  for (const std::string& name : names) {
+    const bool isKnown = std::ranges::any_of(
+        watched_, [&](const auto& watched) { return watched->name == name; });
+    if (!isKnown && isWanted_(name)) {
+      watched_.push_back(std::make_unique<Watched>(*this, name));
+    }
+  }
   for (const auto& watched : watched_) {
     const bool isThere = names.contains(watched->name);
     if (watched->device != nullptr && !isThere) {

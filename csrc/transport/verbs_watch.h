@@ -22,7 +22,7 @@ namespace resilient {
 // path uses the device. A device that has failed, or that the host is about to
 // remove, is let go of, and opened anew: when the kernel adds it again, and
 // after growing pauses. A thread for each device does that, because both may
-// block.
+// block. A device that the host has got since the start is watched, too.
 //
 // Thread: the loop's. The callback runs in the loop; it must not destroy this
 // object.
@@ -35,11 +35,15 @@ class VerbsWatch final {
       const VerbsDevice& device,
       const VerbsEvent& event)>;
 
-  // A device that cannot be opened is left out: then no path uses it either.
+  using Filter = std::function<bool(const std::string& name)>;
+
+  // Of these devices, one that cannot be opened is left out: then no path uses
+  // it either. `isWanted`: of those that come later.
   VerbsWatch(
       EventLoop& loop,
       VerbsApi& api,
       const std::set<std::string>& devices,
+      Filter isWanted,
       Callback callback);
   ~VerbsWatch();
   VerbsWatch(const VerbsWatch&) = delete;
@@ -65,6 +69,7 @@ class VerbsWatch final {
 
   EventLoop& loop_;
   VerbsApi& api_;
+  const Filter isWanted_;
   const Callback callback_;
   const std::shared_ptr<LoopCalls> calls_;
   std::vector<std::unique_ptr<Watched>> watched_;
