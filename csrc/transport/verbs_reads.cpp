@@ -5,6 +5,8 @@
 #include <span>
 #include <string>
 
+#include "base/trusted_completions.h"
+
 namespace resilient {
 
 VerbsReads::VerbsReads(
@@ -120,7 +122,9 @@ Status VerbsReads::finish(TimePoint heardAt) {
   }
   if (status.ok() && read.pinned) {
     counted_.placedBytes += read.header.payloadBytes;
-    channel_.unpin(path_);
+    if (!kTrustsCompletions) {
+      channel_.unpin(path_);
+    }
   }
   return status;
 }

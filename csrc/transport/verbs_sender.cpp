@@ -70,6 +70,9 @@ Status VerbsSender::postSlot(uint32_t posted) {
   const auto slot = static_cast<uint32_t>(std::exchange(slot_, -1));
   std::memcpy(end_.sendSlot(slot), &header, sizeof(header));
   ++sent_;
+  if (kTrustsCompletions) {
+    trusted_.bySlot[slot] = trusted_.written;
+  }
   counted_.copiedBytes += slotBytes_ - sizeof(header);
   if (hasFaults() || !held_.empty()) {
     held_.push_back({slot, slotBytes_, loop_.now()});
@@ -146,6 +149,9 @@ bool VerbsSender::refer(
   std::memcpy(to + kFrameHeaderBytes, &reference, sizeof(reference));
   slotBytes_ += kVerbsReferenceBytes;
   unwrittenBytes_ -= kFrameHeaderBytes + frame.payloadBytes;
+  if (kTrustsCompletions) {
+    trusted_.written += frame.reliable;
+  }
   channel_.popReferred(path_);
   return true;
 }
@@ -173,6 +179,9 @@ void VerbsSender::copyFrame(const OutFrame& frame) {
   if (frontWritten_ == size) {
     frontWritten_ = 0;
     unwrittenBytes_ -= size;
+    if (kTrustsCompletions) {
+      trusted_.written += frame.reliable;
+    }
     channel_.popWritten(path_);
   }
 }

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <vector>
 
 #include "base/status.h"
+#include "base/trusted_completions.h"
 #include "channel/channel.h"
 #include "path/faults.h"
 #include "transport/event_loop.h"
@@ -69,6 +71,9 @@ class VerbsSender {
   // A slot has its completion.
   void onSent(uint32_t slot) {
     freeSlots_.push_back(slot);
+    if (kTrustsCompletions) {
+      channel_.delivered(path_, trusted_.bySlot[slot], loop_.now());
+    }
   }
   // What the far end says in a slot. It is checked: the far end cannot have
   // seen more sends than there were.
@@ -85,6 +90,12 @@ class VerbsSender {
   // A link that is limited by a fault has a queue of this length.
   static constexpr Nanos kLimitedQueue = std::chrono::milliseconds(20);
 
+  // Reliable frames since the beginning, for kTrustsCompletions.
+  struct Trusted {
+    uint64_t written = 0;
+    // When the slot was posted.
+    std::array<uint64_t, kTrustsCompletions ? VerbsEnd::kSlots : 0> bySlot{};
+  };
   // A filled slot that a fault holds back.
   struct Held {
     uint32_t slot = 0;
@@ -127,6 +138,7 @@ class VerbsSender {
 
   std::deque<Held> held_;
   uint64_t postedBytes_ = 0; // of slots
+  Trusted trusted_;
 };
 
 } // namespace resilient
