@@ -126,8 +126,8 @@ def test_locked_memory_for_all_other_ranks() -> None:
     finding = only(check(rdma(memlock_bytes=64 << 10)))
     assert finding.check == "memlock"
     assert "0.1 MiB" in finding.seen
-    assert "4 MiB" in finding.seen
-    assert check(rdma(memlock_bytes=4 << 20)) == []
+    assert "5 MiB" in finding.seen
+    assert check(rdma(memlock_bytes=5 << 20)) == []
     assert only(check(rdma(memlock_bytes=8 << 20), world_size=4)).check == "memlock"
 
 
@@ -163,7 +163,7 @@ def test_a_far_end_without_rdma_is_not_a_firewall() -> None:
     assert "has no RDMA device on eth1: `export TORCH_RESILIENT_INTERFACE=eth0`" in finding.remedy
     finding = far_end("the port of mlx5_0 is down", rdma=rdma())
     assert "rdma link show" in finding.remedy
-    text = "mlx5_0: register 4194304 bytes: Cannot allocate memory; this process may lock 64 KiB of"
+    text = "mlx5_0: register 5242880 bytes: Cannot allocate memory; this process may lock 64 KiB of"
     finding = far_end(f"{text} memory (RLIMIT_MEMLOCK)", rdma=rdma())
     assert finding.remedy.startswith(f"on {host(1).where}: `ulimit -l unlimited`")
 

@@ -217,7 +217,7 @@ def test_required_rdma_that_is_missing_fails_the_start(lab: VerbsLab) -> None:
         timeout=LIMIT_S,
     )
     assert done.returncode != 0
-    assert "TORCH_RESILIENT_RDMA=required: rxe0: register 4194304 bytes" in done.stderr
+    assert "TORCH_RESILIENT_RDMA=required: rxe0: register 5242880 bytes" in done.stderr
     assert "may lock 64 KiB of memory (RLIMIT_MEMLOCK): raise it with `ulimit -l`" in done.stderr
 
 

@@ -38,14 +38,24 @@ VerbsOffer offerOf(size_t connection, uint64_t number, VerbsEnd& end) {
 
 } // namespace
 
-// Shared by the connector and the thread.
-struct VerbsConnector::Connecting {
+// Shared by the connector and the thread. The last of them may be the loop.
+struct VerbsConnector::Work {
+  Work() = default;
+  Work(const Work&) = delete;
+  Work& operator=(const Work&) = delete;
+  virtual ~Work() {
+    destroyElsewhere(std::move(end));
+  }
+
   std::unique_ptr<VerbsEnd> end;
+  Status status;
+  std::atomic<bool> done{false}; // the thread touches nothing any more
+};
+
+struct VerbsConnector::Connecting final : Work {
   VerbsAddress remote;
   bool initiator = false;
   VerbsOffer reply; // of the end that answers
-  Status status;
-  std::atomic<bool> done{false}; // the thread touches nothing any more
 };
 
 // --- offering
@@ -78,9 +88,12 @@ std::optional<VerbsPort> VerbsConnector::portOf(size_t connection) const {
   return port == ports.end() ? std::nullopt : std::optional(*port);
 }
 
-Status VerbsConnector::makeEnd(
+// The device is open already, as VerbsWatch has it: to open it takes no time.
+Status VerbsConnector::begin(
+    size_t route,
     size_t connection,
-    std::unique_ptr<VerbsEnd>& end) const {
+    uint64_t number,
+    std::function<void(const Status& status)> then) {
   VerbsApi* const api = link_.host().verbs();
   if (api == nullptr) {
     return Status(StatusCode::kNetwork, "this process uses no RDMA");
@@ -94,26 +107,52 @@ Status VerbsConnector::makeEnd(
     return Status(
         StatusCode::kNetwork, "the port of " + port->device + " is down");
   }
+  std::shared_ptr<VerbsDevice> device;
+  if (Status status = api->open(port->device, device); !status.ok()) {
+    return status;
+  }
+  forgetOffer(route);
+  Attempt& attempt = attempts_[route];
+  attempt.connection = connection;
+  attempt.number = number;
+  attempt.device = port->device;
   const EngineOptions& options = link_.host().options();
   VerbsQueuePairConfig config;
   config.ackTimeout = static_cast<uint8_t>(options.rdma_timeout);
   config.retries = static_cast<uint8_t>(options.rdma_retries);
-  return VerbsEnd::make(*api, *port, config, end);
+  auto work = std::make_shared<Work>();
+  onThread(
+      route,
+      work,
+      [&work = *work, device = std::move(device), port = *port, config] {
+        work.status = VerbsEnd::make(device, port, config, work.end);
+      },
+      [this, route, work, then = std::move(then)] {
+        Attempt& made = attempts_.at(route);
+        made.timer = 0;
+        if (made.isDeviceLost) {
+          work->status = Status(StatusCode::kNetwork, made.device + " failed");
+        } else if (work->status.ok()) {
+          made.end = std::move(work->end);
+        }
+        then(work->status);
+      });
+  return Status();
 }
 
 Status VerbsConnector::sendOffer(size_t route, size_t connection) {
-  Attempt attempt;
-  Status status = makeEnd(connection, attempt.end);
-  if (!status.ok()) {
-    return status;
-  }
-  attempt.connection = connection;
-  attempt.device = attempt.end->port().device;
-  fillRandom(&attempt.number, sizeof(attempt.number));
-  link_.channel().sendControl(
-      encode(offerOf(connection, attempt.number, *attempt.end)));
-  attempts_[route] = std::move(attempt);
-  return Status();
+  uint64_t number = 0;
+  fillRandom(&number, sizeof(number));
+  return begin(route, connection, number, [this, route](const Status& status) {
+    if (!status.ok()) {
+      offerLater(route, status.message());
+      return;
+    }
+    const Attempt& attempt = attempts_.at(route);
+    link_.channel().sendControl(
+        encode(offerOf(attempt.connection, attempt.number, *attempt.end)));
+    link_.changed();
+  });
 }
 
 void VerbsConnector::forgetOffer(size_t route) {
@@ -181,17 +220,21 @@ void VerbsConnector::answer(const VerbsOffer& offer, size_t route) {
   }
   closeTold(route, "the far end begins anew");
   forgetOffer(route);
-  Attempt attempt;
-  attempt.connection = offer.connection;
-  attempt.number = offer.number;
-  if (const Status status = makeEnd(offer.connection, attempt.end);
-      !status.ok()) {
+  const Status status = begin(
+      route,
+      offer.connection,
+      offer.number,
+      [this, route, offer](const Status& made) {
+        if (made.ok()) {
+          connect(route, offer, /*initiator=*/false);
+          return;
+        }
+        forgetOffer(route);
+        refuse(offer.connection, offer.number, made.message());
+      });
+  if (!status.ok()) {
     refuse(offer.connection, offer.number, status.message());
-    return;
   }
-  attempt.device = attempt.end->port().device;
-  attempts_[route] = std::move(attempt);
-  connect(route, offer, /*initiator=*/false);
 }
 
 void VerbsConnector::refuse(
@@ -365,23 +408,38 @@ void VerbsConnector::connect(
       remote.lid,
       remote.reads};
   attempt.remoteDevice = remote.text;
-  std::thread([connecting] {
-    connecting->status =
-        connecting->end->queuePair().connect(connecting->remote);
-    connecting->done.store(true);
-  }).detach();
-  lookAtConnecting(route, connecting);
+  onThread(
+      route,
+      connecting,
+      [&work = *connecting] {
+        work.status = work.end->queuePair().connect(work.remote);
+      },
+      [this, route, connecting] { connected(route, *connecting); });
 }
 
-void VerbsConnector::lookAtConnecting(
+void VerbsConnector::onThread(
     size_t route,
-    const std::shared_ptr<Connecting>& connecting) {
-  attempts_.at(route).timer =
-      link_.loop().after(kLookAgain, [this, route, connecting] {
-        if (connecting->done.load()) {
-          connected(route, *connecting);
+    const std::shared_ptr<Work>& work,
+    std::function<void()> job,
+    std::function<void()> done) {
+  std::thread([work, job = std::move(job)]() mutable {
+    job();
+    job = nullptr; // what it holds may belong to the device
+    work->done.store(true);
+  }).detach();
+  lookAt(route, work, std::move(done));
+}
+
+void VerbsConnector::lookAt(
+    size_t route,
+    const std::shared_ptr<Work>& work,
+    std::function<void()> done) {
+  attempts_.at(route).timer = link_.loop().after(
+      kLookAgain, [this, route, work, done = std::move(done)] {
+        if (work->done.load()) {
+          done();
         } else {
-          lookAtConnecting(route, connecting);
+          lookAt(route, work, done);
         }
       });
 }

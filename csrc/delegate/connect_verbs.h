@@ -21,8 +21,9 @@ namespace resilient {
 // How it works. An offer names a queue pair of ours that has receives posted.
 // The other end makes one, connects it, and only then answers with its own;
 // queue pair 0 says no, with the reason. Then the offering end connects, too,
-// and sends first: at that moment the far end can receive. Connecting may take
-// a second, so a thread does it, and a timer looks whether it has ended.
+// and sends first: at that moment the far end can receive. To register memory
+// and to connect may take a second, so a thread does both, and a timer looks
+// whether it has ended.
 //
 // A device that has failed is no device until it is open again (VerbsWatch).
 //
@@ -60,10 +61,10 @@ class VerbsConnector final : public RoutePathConnector {
   struct Attempt {
     size_t connection = 0; // beside which it is
     uint64_t number = 0; // an answer repeats it
-    std::unique_ptr<VerbsEnd> end; // null while it is being connected
+    std::unique_ptr<VerbsEnd> end; // null while a thread has it
     std::string device, remoteDevice;
     bool isDeviceLost = false; // ours has failed meanwhile
-    TimerId timer = 0; // looks for the end of connecting
+    TimerId timer = 0; // looks whether the thread has ended
   };
   // The end of a path, while there is one.
   struct Live {
@@ -72,7 +73,8 @@ class VerbsConnector final : public RoutePathConnector {
     VerbsPort port; // ours
     uint32_t queuePair = 0; // ours
   };
-  // A thread connects an end. It may outlive the connector.
+  // What a thread has of an attempt. It may outlive the connector.
+  struct Work;
   struct Connecting;
 
   // RoutePathConnector
@@ -99,11 +101,25 @@ class VerbsConnector final : public RoutePathConnector {
   void connectAgain(size_t route);
   // The one on the NIC of the connection.
   std::optional<VerbsPort> portOf(size_t connection) const;
-  Status makeEnd(size_t connection, std::unique_ptr<VerbsEnd>& end) const;
-  void connect(size_t route, const VerbsOffer& remote, bool initiator);
-  void lookAtConnecting(
+  // Begins an attempt, whose end a thread makes; `then` has the result. Not ok:
+  // there is none.
+  Status begin(
       size_t route,
-      const std::shared_ptr<Connecting>& connecting);
+      size_t connection,
+      uint64_t number,
+      std::function<void(const Status& status)> then);
+  void connect(size_t route, const VerbsOffer& remote, bool initiator);
+  // Calls `done` in the loop when the thread has run `job`, unless the attempt
+  // is over by then.
+  void onThread(
+      size_t route,
+      const std::shared_ptr<Work>& work,
+      std::function<void()> job,
+      std::function<void()> done);
+  void lookAt(
+      size_t route,
+      const std::shared_ptr<Work>& work,
+      std::function<void()> done);
   void connected(size_t route, Connecting& connecting);
 
   std::map<size_t, Attempt> attempts_; // by route

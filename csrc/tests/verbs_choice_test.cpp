@@ -92,7 +92,7 @@ TEST(verbs_are_tried_with_the_memory_of_one_queue_pair) {
   fake.setMemoryLimit(64u << 10); // as containers have it
   CHECK_EQ(
       tryQueuePair(fake, both).message(),
-      "fake0: register 4194304 bytes: Cannot allocate memory");
+      "fake0: register 5242880 bytes: Cannot allocate memory");
   // One device that works is enough.
   fake.setMemoryLimit(UINT64_MAX);
   VerbsPort gone = both[0];

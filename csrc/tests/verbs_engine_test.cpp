@@ -188,6 +188,26 @@ TEST(engine_copies_what_an_rdma_device_does_not_register) {
   hosts.until("tensors are read again", [&] { return hosts.isRead(); });
 }
 
+TEST(engine_goes_on_while_an_rdma_device_makes_a_queue_pair) {
+  for (const int rank : {0, 1}) { // the one that offers, and the other
+    TwoHosts hosts;
+    hosts.untilItCarries();
+    const std::string device = "fake" + std::to_string(rank);
+    hosts.until("tensors are read", [&] { return hosts.isRead(); });
+    hosts.fake.hang(device, true);
+    hosts.fake.raise(
+        device,
+        {.kind = VerbsEvent::Kind::kQueuePairFailed,
+         .queuePair = hosts.rdma(rank).verbs->queuePair});
+    // A tensor, the end that was, and the memory of the next one.
+    hosts.until("all wait", [&] { return hosts.fake.hanging() >= 3; });
+    hosts.exchange(2); // connections carry
+    hosts.fake.hang(device, false);
+    hosts.untilItCarries();
+    hosts.until("tensors are read again", [&] { return hosts.isRead(); });
+  }
+}
+
 TEST(engine_lets_an_rdma_path_rest_that_was_silent) {
   TwoHosts hosts;
   hosts.untilItCarries();

@@ -38,11 +38,14 @@ struct Life {
 struct VerbsFake::World {
   // Returns when the device does not hang.
   void answer(std::unique_lock<std::mutex>& lock, const Life& life) {
+    ++hanging;
     answers.wait(lock, [&] { return !life.hangs; });
+    --hanging;
   }
 
   std::mutex mutex;
   std::condition_variable answers;
+  size_t hanging = 0;
   std::vector<std::shared_ptr<Life>> devices, past;
   std::map<std::string, std::weak_ptr<Device>> open;
   size_t openDevices = 0;
@@ -612,6 +615,11 @@ void VerbsFake::hang(const std::string& device, bool hangs) {
     life->hangs = life->hangs && (hangs || life->name != device);
   }
   world_->answers.notify_all();
+}
+
+size_t VerbsFake::hanging() const {
+  std::lock_guard lock(world_->mutex);
+  return world_->hanging;
 }
 
 void VerbsFake::silence(uint32_t queuePair, bool silent) {

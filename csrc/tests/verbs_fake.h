@@ -48,6 +48,8 @@ class VerbsFake final : public VerbsApi {
   // Calls that make, register, deregister, fence or destroy something of the
   // device, as it is now, do not return until this is false again.
   void hang(const std::string& device, bool hangs);
+  // Calls that do not return now.
+  size_t hanging() const;
 
   // The network drops all that is for this queue pair: what others send to it,
   // and the answers to what it sends. Both go on when it ends, as retries do.

@@ -11,7 +11,8 @@ namespace {
 
 static_assert(VerbsEnd::kMaxReadBytes <= VerbsLoans::kMaxFound);
 
-constexpr size_t kMemoryBytes = 2 * VerbsEnd::kSlots * VerbsEnd::kSlotBytes;
+constexpr size_t kMemoryBytes =
+    2 * VerbsEnd::kSlots * VerbsEnd::kSlotBytes + VerbsEnd::kMaxReadBytes;
 
 } // namespace
 
@@ -24,9 +25,20 @@ Status VerbsEnd::make(
     const VerbsPort& port,
     VerbsQueuePairConfig config,
     std::unique_ptr<VerbsEnd>& end) {
+  std::shared_ptr<VerbsDevice> device;
+  const Status status = api.open(port.device, device);
+  return status.ok() ? make(std::move(device), port, config, end) : status;
+}
+
+Status VerbsEnd::make(
+    std::shared_ptr<VerbsDevice> device,
+    const VerbsPort& port,
+    VerbsQueuePairConfig config,
+    std::unique_ptr<VerbsEnd>& end) {
   config.depth = kSlots + kReads;
   std::unique_ptr<VerbsEnd> made(new VerbsEnd());
   made->port_ = port;
+  made->device_ = std::move(device);
   void* const memory = ::mmap(
       nullptr,
       kMemoryBytes,
@@ -41,13 +53,10 @@ Status VerbsEnd::make(
   // A child has no use for it. Kernels before 5.12 would give the pages that
   // the device knows to whichever process writes first after a fork.
   (void)::madvise(memory, kMemoryBytes, MADV_DONTFORK);
-  Status status = api.open(port.device, made->device_);
-  if (status.ok()) {
-    status = made->device_->registerMemory(
-        {made->memory_.get(), kMemoryBytes},
-        /*forReads=*/false,
-        made->registered_);
-  }
+  Status status = made->device_->registerMemory(
+      {made->memory_.get(), kMemoryBytes},
+      /*forReads=*/false,
+      made->registered_);
   if (status.ok()) {
     status = made->device_->makeQueuePair(port, config, made->queuePair_);
   }
@@ -75,22 +84,6 @@ Status VerbsEnd::send(uint32_t slot, size_t bytes) {
 Status VerbsEnd::receive(uint32_t slot) {
   return queuePair_->postReceive(
       kReceives + slot, *registered_, {receiveSlot(slot), kSlotBytes});
-}
-
-Status VerbsEnd::readBuffer(std::span<std::byte>& bytes, VerbsMemory*& memory) {
-  if (readBufferMemory_ == nullptr) {
-    readBuffer_ = std::make_unique_for_overwrite<std::byte[]>(kMaxReadBytes);
-    const Status status = device_->registerMemory(
-        {readBuffer_.get(), kMaxReadBytes},
-        /*forReads=*/false,
-        readBufferMemory_);
-    if (!status.ok()) {
-      return status;
-    }
-  }
-  bytes = {readBuffer_.get(), kMaxReadBytes};
-  memory = readBufferMemory_.get();
-  return Status();
 }
 
 } // namespace resilient

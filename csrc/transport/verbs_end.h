@@ -27,12 +27,18 @@ class VerbsEnd {
   // A payload that is read to memory of the path is no larger.
   static constexpr size_t kMaxReadBytes = 1u << 20;
 
-  // Opens the device, and posts all receives. Throws nothing; `end` is set if
-  // the status is ok.
+  // Registers the memory, which may take its time, and posts all receives.
+  // Throws nothing; `end` is set if the status is ok.
+  static Status make(
+      std::shared_ptr<VerbsDevice> device, // of the port
+      const VerbsPort& port,
+      VerbsQueuePairConfig config, // but for its depth
+      std::unique_ptr<VerbsEnd>& end);
+  // Opens the device first.
   static Status make(
       VerbsApi& api,
       const VerbsPort& port,
-      VerbsQueuePairConfig config, // but for its depth
+      VerbsQueuePairConfig config,
       std::unique_ptr<VerbsEnd>& end);
   // Fences the queue pair first. May block if the device does not answer.
   ~VerbsEnd();
@@ -60,9 +66,14 @@ class VerbsEnd {
   // The first bytes of a slot.
   Status send(uint32_t slot, size_t bytes);
   Status receive(uint32_t slot);
-  // To memory of its own, for payloads that have no other place. Registered at
-  // the first call.
-  Status readBuffer(std::span<std::byte>& bytes, VerbsMemory*& memory);
+  // For payloads that are read and have no other place. Registered with the
+  // slots: that may take long, and nothing else of a read does.
+  std::span<std::byte> readBuffer() {
+    return {sendSlot(2 * kSlots), kMaxReadBytes};
+  }
+  VerbsMemory& memory() {
+    return *registered_;
+  }
 
   // The request numbers of receives and of reads begin here, those of sends
   // with 0.
@@ -80,8 +91,6 @@ class VerbsEnd {
   std::unique_ptr<std::byte, Free> memory_;
   std::shared_ptr<VerbsDevice> device_;
   std::unique_ptr<VerbsMemory> registered_;
-  std::unique_ptr<std::byte[]> readBuffer_;
-  std::unique_ptr<VerbsMemory> readBufferMemory_;
   std::unique_ptr<VerbsQueuePair> queuePair_;
 };
 

@@ -72,11 +72,8 @@ Status VerbsReads::start(const std::byte* data, TimePoint now) {
   read.inBuffer = read.wanted && !read.pinned;
   std::span<std::byte> into(place.pinned, size);
   if (read.inBuffer) {
-    std::span<std::byte> buffer;
-    if (Status status = end_.readBuffer(buffer, memory); !status.ok()) {
-      return status;
-    }
-    into = buffer.first(size);
+    memory = &end_.memory();
+    into = end_.readBuffer().first(size);
     bufferInUse_ = true;
   }
   reads_.push_back(read);
@@ -108,12 +105,9 @@ Status VerbsReads::finish(TimePoint heardAt) {
   reads_.pop_front();
   Status status = channel_.onHeader(path_, read.header, heardAt);
   if (status.ok() && read.inBuffer) {
-    std::span<std::byte> buffer;
-    VerbsMemory* memory = nullptr;
-    status = end_.readBuffer(buffer, memory);
     std::byte* const to = channel_.destination(path_);
-    if (to != nullptr && status.ok()) {
-      std::memcpy(to, buffer.data(), read.header.payloadBytes);
+    if (to != nullptr) {
+      std::memcpy(to, end_.readBuffer().data(), read.header.payloadBytes);
     }
     bufferInUse_ = false;
   }

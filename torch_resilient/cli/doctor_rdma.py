@@ -19,8 +19,8 @@ from torch_resilient.cli.doctor_checks import Facts, Finding, Link, Rdma, RdmaGp
 if TYPE_CHECKING:
     from torch_resilient import _C
 
-# As in csrc/transport/verbs_path.h: the slots of one queue pair.
-_MEMORY_BYTES = 4 << 20
+# As in csrc/transport/verbs_end.cpp: the memory of one queue pair.
+_MEMORY_BYTES = 5 << 20
 _MIB = 1 << 20
 _CAP_IPC_LOCK = 14
 _WORKS = ("up", "reserve", "proving")
