@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from torch_resilient.pipelining import ScheduleAdaptiveZB, SchedulePlanned
+from torch_resilient.pipelining.torch_actions import StageActions
 
 TIMEOUT = datetime.timedelta(seconds=300)
 WIDTH = 4096
@@ -38,29 +38,32 @@ class Scaled(nn.Module):
         return x * self.weight
 
 
+class Whole(SchedulePlanned):
+    """A fixed order whose backward is not split: W does nothing."""
+
+    def _run(self, actions: StageActions) -> None:
+        actions.splits_backward = False
+        super()._run(actions)
+
+
 @dataclass(frozen=True)
 class Place:
-    """Ranks are numbered stage by stage: those of a stage are one DP group, in one site."""
+    """A rank's stage and pipeline, and the groups of its pipeline and of its stage's replicas."""
 
-    rank: int
+    stage: int
     stages: int
+    pipeline: int
     pipelines: int
-
-    @property
-    def stage(self) -> int:
-        return self.rank // self.pipelines
-
-    @property
-    def pipeline(self) -> int:
-        return self.rank % self.pipelines
+    pp: Any
+    dp: Any
 
 
 class Contender:
     """One schedule on one backend, with its own copy of the model."""
 
-    def __init__(self, settings: dict[str, Any], place: Place, pp: Any, dp: Any) -> None:
+    def __init__(self, settings: dict[str, Any], place: Place) -> None:
         self.name: str = settings["name"]
-        self._place, self._dp = place, dp
+        self._place = place
         torch.manual_seed(place.stage)  # the replicas of a stage begin alike
         self.module = Scaled()
         count = settings["microbatches"]
@@ -72,19 +75,17 @@ class Contender:
             torch.device("cpu"),
             input_args=values if place.stage else values.detach(),
             output_args=values,
-            group=pp,
+            group=place.pp,
         )
-        stage.pace_s = settings["forward_s"]
+        stage.pace_s = settings["forward_s"][place.stage]
         kind = settings["schedule"]
         if kind == "live":
             self.schedule: Any = ScheduleAdaptiveZB(stage, count, loss_of)
-        elif kind == "planned":
-            orders = settings["orders"][place.pipeline]
-            self.schedule = SchedulePlanned(stage, count, loss_of, orders=orders)
+        elif kind == "varuna":
+            self.schedule = Whole(stage, count, loss_of, orders=settings["orders"])
         else:
-            self.schedule = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}[kind](
-                stage, count, loss_of
-            )
+            torchs = {"1F1B": Schedule1F1B, "GPipe": ScheduleGPipe}
+            self.schedule = torchs[kind](stage, count, loss_of)
         self._optimizer = torch.optim.SGD(self.module.parameters(), lr=LEARNING_RATE)
         generator = torch.Generator().manual_seed(1000 + place.pipeline)
         shape = settings["rows"] * count, WIDTH
@@ -106,12 +107,12 @@ class Contender:
         return sum(float(loss) for loss in losses).hex() if losses else None
 
     def _average_gradients(self) -> None:
-        """Over the replicas of the stage, which are in one site. Summed here and not by an
-        all-reduce, as backends add in different orders."""
+        """Over the replicas of the stage. Summed here and not by an all-reduce, as backends add in
+        different orders."""
         gradient = self.module.weight.grad
         assert gradient is not None
         found = [torch.empty_like(gradient) for _ in range(self._place.pipelines)]
-        dist.all_gather(found, gradient, group=self._dp)
+        dist.all_gather(found, gradient, group=self._place.dp)
         total = found[0]
         for each in found[1:]:
             total += each
@@ -122,48 +123,61 @@ class Contender:
         return hashlib.sha256(self.module.weight.detach().numpy().tobytes()).hexdigest()
 
 
-def _groups(place: Place, backend: str) -> tuple[Any, Any]:
-    """The groups of the rank's pipeline and of its stage's replicas; all ranks make all groups."""
-    pp = dp = None
-    for pipeline in range(place.pipelines):
-        ranks = list(range(pipeline, place.stages * place.pipelines, place.pipelines))
-        group = dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
-        pp = group if pipeline == place.pipeline else pp
-    for stage in range(place.stages):
-        ranks = [stage * place.pipelines + each for each in range(place.pipelines)]
-        group = dist.new_group(ranks, backend=backend, timeout=TIMEOUT)
-        dp = group if stage == place.stage else dp
-    return pp, dp
+def _place(layout: list[list[int]], backend: str) -> Place | None:
+    """Makes the groups of a layout, the ranks of each pipeline by stage: all ranks make all of
+    them. None for a rank that is not in it."""
+    rank = dist.get_rank()
+    pipelines = [dist.new_group(each, backend=backend, timeout=TIMEOUT) for each in layout]
+    stages = [
+        dist.new_group(sorted(each), backend=backend, timeout=TIMEOUT)
+        for each in zip(*layout, strict=True)
+    ]
+    for pipeline, ranks in enumerate(layout):
+        if rank in ranks:
+            stage = ranks.index(rank)
+            return Place(
+                stage, len(stages), pipeline, len(layout), pipelines[pipeline], stages[stage]
+            )
+    return None
 
 
 def worker(settings: dict[str, Any]) -> None:
     """Makes all contenders, and runs those that the parent names, a turn each."""
-    if settings["realtime"]:  # before any thread exists: they inherit it
+    if settings["realtime"]:  # before the engine's threads exist: they inherit it
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     torch.set_num_threads(1)
     dist.init_process_group("resilient", timeout=TIMEOUT)
-    place = Place(dist.get_rank(), settings["stages"], settings["pipelines"])
-    groups: dict[str, tuple[Any, Any]] = {}
+    places: dict[str, Place | None] = {}
     contenders: dict[str, Contender] = {}
     for each in settings["contenders"]:
-        if each["backend"] not in groups:
-            groups[each["backend"]] = _groups(place, each["backend"])
-        contenders[each["name"]] = Contender(each, place, *groups[each["backend"]])
+        key = json.dumps([each["layout"], each["backend"]])
+        if key not in places:
+            places[key] = _place(each["layout"], each["backend"])
+        place = places[key]
+        if place is not None:
+            contenders[each["name"]] = Contender(each, place)
     say("ready")
-    commands: dict[str, Callable[[dict[str, Any]], None]] = {
-        "turn": lambda command: _turn(contenders[command["contender"]], command["iterations"]),
-    }
     for line in sys.stdin:
         command = json.loads(line)
         if command["do"] == "end":
             break
-        commands[command["do"]](command)
+        _turn(contenders.get(command["contender"]), command["iterations"])
     dist.destroy_process_group()
 
 
-def _turn(contender: Contender, iterations: int) -> None:
+def _turn(contender: Contender | None, iterations: int) -> None:
+    """Some iterations; a rank without a stage only says that there are none."""
+    if contender is None:
+        say("turn", ends=[], losses=[], bits="", cpu_s=0.0)
+        return
     ends, losses = [], []
+    cpu_s = time.process_time()
     for _ in range(iterations):
         losses.append(contender.step())
         ends.append(time.monotonic())  # the hosts share one clock
-    say("turn", contender=contender.name, ends=ends, losses=losses, bits=contender.bits())
+    cpu_s = time.process_time() - cpu_s
+    say("turn", ends=ends, losses=losses, bits=contender.bits(), cpu_s=cpu_s)
+
+
+if __name__ == "__main__":
+    worker(json.loads(sys.argv[2]))

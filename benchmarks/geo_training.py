@@ -8,297 +8,193 @@ Needs root.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
-from common import Row, add_common_arguments, median, quantile, write_rows
-from lab_job import start_job
+from common import Row, add_common_arguments, median, write_rows
+from geo_lab import ACTIVATION_MS, Contender, Setting, compared, measured, sites, take_turns
+from wan_training import NETWORKS
 
-from torch_resilient.geo.cell import Cell
-from torch_resilient.geo.cell_policies import plan_cell
-from torch_resilient.geo.cell_replay import replay
-from torch_resilient.geo.cell_rules import Rules, schedule
-from torch_resilient.testing import LabJob, LabUnavailable, NetworkLab
-from torch_resilient.testing.job import PORT
+from torch_resilient.testing import LabUnavailable
 
 ABOUT = """\
 The set-up of ATLAS, section 6.1: 12 ranks on 12 hosts of a lab, three pipelines of four stages.
 Stage 1 is in site a, stage 2 in site b, stages 3 and 4 in site c. All at 1:20: activations of
-1.6 MiB, and 250 Mbit/s from each host to each other site, so that an activation takes 54 ms, as
-32 MiB do at 5 Gbit/s. Operations do little and sleep for the rest of their time; a backward takes
-twice as long as a forward. Activations, gradients and weights are real. After each iteration the
-replicas of a stage average their gradients.
+1.6 MiB, and 250 Mbit/s from each host to each other site: an activation takes 55 ms, headers
+included. Operations do little and sleep for the rest of their time; a backward takes twice as long
+as a forward, and nothing is recomputed. Activations, gradients and weights are real. After each
+iteration the replicas of a stage average their gradients.
 
-  --stretch multiplies all times, and divides the rates: no ratio of the model changes, and the
-  machine's own delays count for less.
+--stretch multiplies all times and divides the rates. No ratio of the model changes, and the delays
+of the machine count for less. Times are printed as if they had not been stretched.
 
 The contenders of a case run in the same lab and take turns of some iterations each. The first
 iteration of a turn is not counted, as its connections come out of a rest. An iteration lasts from
-the end of the one before, on the slowest rank, until its own. Their losses and weights must be
-equal to the last bit.
+the end of the one before, on the slowest rank, until its own end. Losses and weights must be equal
+to the last bit.
 
-  relays   relay=auto against relay=off: torch's own Schedule1F1B unchanged, and ScheduleAdaptiveZB.
-           ratio = time with off / time with auto. Beside it is the ratio of the model: transfers
-           that use all nodes of the site, one after the other, against own nodes only.
+  relays    relay=off / relay=auto: torch's own Schedule1F1B unchanged, and ScheduleAdaptiveZB
+            ("live"). Limits: 1.2 and 1.05.
+  figure9   GPipe, 1F1B and Varuna's order on gloo, which has one connection and the buffers of
+            wan_training.py, / live. Limits at 40 ms: 14, 11 and 10. At 10 ms there is no limit but
+            a ceiling: the ratio of the bandwidths.
+  figure10  the same orders on this backend with relay=off, which has many connections, / live.
+            Limit: each within 5 % of the model.
+  predicted 12 settings, the last three unlike any in the tests, with relay=off and with
+            relay=auto. Limit: a median error of 5 %.
 
-Exit status 1 if a limit is missed, or if losses or weights differ. Limits: relays 1.2 (1F1B) and
-1.05 (ScheduleAdaptiveZB).
+The model (torch_resilient.geo) replays the same orders, or dispatches B, F, W as they come, with
+the bandwidth of each host. With relay=auto, all hosts of a site send for one pipeline after the
+other. It knows no processors, and no connections that have to speed up. Figures 11 and 12 are those
+of a model only, in geo_planning.py.
+
+Exit status 1 if a limit is missed, or if losses or weights differ.
 """
 
-STAGES, PIPELINES = 4, 3
-# The site of each stage.
-SITES = ("a", "b", "c", "c")
-# 32 MiB and 5 Gbit/s at 1:20; a row of the batch has 4096 values of 4 bytes.
-ROWS = 102
-ROW_BYTES = 4 * 4096
-NODE_BYTES_PER_S = 250e6 / 8
-# IP and TCP take 52 of the 1500 bytes of a packet, which the limits count.
-WIRE_BYTES_PER_BYTE = 1500 / 1448
-# Between hosts of a site, one way.
-LAN_S = 0.0001
-# For an answer to everything that a turn does; the slowest contender takes a minute for it.
-LIMIT_S = 300.0
 RELAYS_MIN = {"1F1B": 1.2, "live": 1.05}
+# The schedules of Figures 9 and 10, and the least gain at 40 ms with one connection.
+OTHERS_MIN = {"GPipe": 14.0, "1F1B": 11.0, "varuna": 10.0}
+# ATLAS, Table 1: Mbit/s of one connection and of a link, by ms.
+CONNECTION_MBIT = {10.0: 1220, 40.0: 293}
+LINK_MBIT = 5000
+ERROR_MAX = 0.05
+
+Options = argparse.Namespace
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What the model and the lab have in common; times in ms, before they are stretched."""
-
-    microbatches: int
-    latency_ms: float
-    forward_ms: float
-
-    def cell(self, sharing: str, *, split: bool = False, transfer_ms: float | None = None) -> Cell:
-        """The same as a problem for the model; by default, hosts use all of their limit."""
-        each_ms = transfer_ms or activation_ms()
-        forward = self.forward_ms
-        # The first stage needs no gradient of its input: W is its whole backward.
-        backward = (0.0, *(forward,) * (STAGES - 1)) if split else (2 * forward,) * STAGES
-        weight = (2 * forward, *(forward,) * (STAGES - 1)) if split else (0.0,) * STAGES
-        crosses = [a != b for a, b in itertools.pairwise(SITES)]
-        return Cell(
-            pipelines=PIPELINES,
-            microbatches=self.microbatches,
-            sites=SITES,
-            forward_ms=(forward,) * STAGES,
-            recompute_ms=(0.0,) * STAGES,
-            backward_ms=backward,
-            weight_ms=weight,
-            split=split,
-            hop_ms=tuple((each_ms, each_ms) if wan else (0.0, 0.0) for wan in crosses),
-            latency_ms=tuple((self.latency_ms,) * 2 if wan else (0.0, 0.0) for wan in crosses),
-            sharing=sharing,
-            relays=PIPELINES,
-            caps=(self.microbatches,) * STAGES,
-        )
-
-
-def activation_ms() -> float:
-    """The time of an activation on a host's way to another site."""
-    return ROWS * ROW_BYTES * WIRE_BYTES_PER_BYTE / NODE_BYTES_PER_S * 1e3
-
-
-def predicted_ms(setting: Setting, kind: str, sharing: str) -> float:
-    """The model's iteration of a schedule of torch, or of ScheduleAdaptiveZB ("live")."""
-    if kind == "live":
-        # Whatever has arrived, B before F before W.
-        rules = Rules("BFWR", turn=1, spatial=sharing == "spatial")
-        return schedule(setting.cell(sharing, split=True), rules).iteration_ms
-    # The order of torch's schedules does not depend on the network.
-    orders = plan_cell(setting.cell("spatial"), kind.lower()).orders
-    return replay(setting.cell(sharing), orders).iteration_ms
-
-
-class Sites:
-    """The lab, and the jobs that run in it at the same time."""
-
-    def __init__(self, lab: NetworkLab, setting: Setting, stretch: float) -> None:
-        self._setting, self._stretch = setting, stretch
-        self._jobs: dict[str, LabJob] = {}
-        self._turns: dict[tuple[str, str], list[list[Row]]] = {}
-        # Ranks are numbered stage by stage.
-        self._sites = [site for site in SITES for _ in range(PIPELINES)]
-        names = [f"{site}{n}" for n, site in enumerate(self._sites)]
-        self._hosts = [lab.host(name) for name in names]
-        self.net = lab.network(self._hosts, delay_s=LAN_S)
-        self._control = lab.network(self._hosts, name="control")
-        inside = {
-            site: ",".join(name for name in names if name[0] == site) for site in sorted(set(SITES))
-        }
-        for site, far in itertools.permutations(inside, 2):
-            delay_s = setting.latency_ms * stretch / 1e3
-            self.net.set(direction=f"{inside[site]}->{inside[far]}", delay_s=delay_s)
-            for name in inside[site].split(","):
-                rate = NODE_BYTES_PER_S / stretch
-                self.net.share_rate(f"{name}->{inside[far]}", rate)
-
-    def start(
-        self,
-        job: str,
-        contenders: Sequence[Row],
-        environment: dict[str, str],
-        realtime: bool,
-    ) -> None:
-        """One rank on each host, with these contenders; returns before they are ready."""
-        common = {
-            "rows": ROWS,
-            "microbatches": self._setting.microbatches,
-            "forward_s": self._setting.forward_ms * self._stretch / 1e3,
-        }
-        arguments = {
-            "stages": STAGES,
-            "pipelines": PIPELINES,
-            "realtime": realtime,
-            "contenders": [{**common, **each} for each in contenders],
-        }
-        environment = {
-            "TORCH_RESILIENT_INTERFACE": "eth0",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            **environment,
-        }
-        self._jobs[job] = start_job(
-            __file__,
-            self._hosts,
-            self._control,
-            arguments,
-            environment=environment,
-            sites=self._sites,
-            port=PORT + len(self._jobs),
-        )
-
-    def ready(self) -> None:
-        """Returns when all ranks of all jobs are."""
-        for job in self._jobs.values():
-            for _ in self._hosts:
-                job.row("ready", LIMIT_S)
-
-    def turn(self, job: str, contender: str, iterations: int) -> None:
-        """Lets a contender run."""
-        command = {"do": "turn", "contender": contender, "iterations": iterations}
-        self._jobs[job].tell(json.dumps(command))
-        rows = [self._jobs[job].row("turn", LIMIT_S) for _ in self._hosts]
-        rows.sort(key=lambda row: int(row["rank"]))
-        self._turns.setdefault((job, contender), []).append(rows)
-
-    def times_ms(self, job: str, contender: str) -> list[list[float]]:
-        """By turn, the iterations but the first, not stretched."""
-        return [
-            [
-                (end - before) / self._stretch * 1e3
-                for before, end in itertools.pairwise(
-                    max(each) for each in zip(*(row["ends"] for row in rows), strict=True)
-                )
-            ]
-            for rows in self._turns[job, contender]
-        ]
-
-    def bits(self, job: str, contender: str) -> list[Any]:
-        """All losses, and the weights after each turn, by rank."""
-        return [
-            [(row["losses"], row["bits"]) for row in rows] for rows in self._turns[job, contender]
-        ]
-
-    def close(self) -> None:
-        """Ends the jobs."""
-        for job in self._jobs.values():
-            job.tell(json.dumps({"do": "end"}))
-        for job in self._jobs.values():
-            statuses = job.wait(30)
-            if any(statuses):
-                print(f"the ranks ended with {statuses}", file=sys.stderr)
-            job.close()
-
-
-@contextlib.contextmanager
-def sites(setting: Setting, stretch: float) -> Iterator[Sites]:
-    """A lab of three sites; its jobs end with it."""
-    with NetworkLab() as lab:
-        made = Sites(lab, setting, stretch)
-        try:
-            yield made
-        except BaseException:
-            for job in made._jobs.values():
-                job.close()
-            raise
-        made.close()
-
-
-def compare(
-    found: Sites, pairs: Sequence[tuple[tuple[str, str], tuple[str, str]]], turns: int, count: int
-) -> Iterator[Row]:
-    """Lets two (job, contender) of each pair take turns; the ratio is first / second."""
-    for number in range(turns + 1):
-        for pair in pairs:
-            # The first turn is a warm-up: connections open, relays are found, plans are made.
-            for each in pair if number % 2 else reversed(pair):
-                found.turn(*each, count + 1)
-    for pair in pairs:
-        times = [found.times_ms(*each)[1:] for each in pair]
-        medians = [[median(turn) for turn in each] for each in times]
-        ratios = [a / b for a, b in zip(*medians, strict=True)]
-        bits = [found.bits(*each) for each in pair]
-        yield {
-            "ms": [median([x for turn in each for x in turn]) for each in times],
-            "ratio": median(ratios),
-            "ratio_p10": quantile(ratios, 0.1),
-            "ratio_p90": quantile(ratios, 0.9),
-            "equal": bits[0] == bits[1],
-            "samples_ms": times,
-        }
-
-
-def relays(options: argparse.Namespace) -> Iterator[Row]:
+def relays(options: Options) -> Iterator[Row]:
     """relay=auto against relay=off."""
-    settings = [Setting(4, 20.0, 10.0)]
+    settings = [Setting(4)]
     if not options.quick:
-        settings += [Setting(16, 20.0, 10.0), Setting(4, 40.0, 10.0), Setting(4, 20.0, 18.0)]
-    kinds = ("1F1B", "live")
+        settings += [Setting(16), Setting(4, (40.0, 40.0)), Setting(4, forward_ms=(18.0,) * 4)]
+    kinds = [(kind, setting) for setting in settings for kind in RELAYS_MIN]
+    pairs = [[Contender(job, *each) for job in ("off", "auto")] for each in kinds]
+    with sites(options.stretch) as found:
+        found.start(list(itertools.chain(*pairs)), options.realtime)
+        for off, auto in pairs:
+            take_turns(found, [off, auto], options.turns, options.iterations)
+            row = compared(found, off, auto)
+            yield {"case": f"relays, {off.kind}", **row, "least": RELAYS_MIN[off.kind]}
+
+
+def figure9(options: Options) -> Iterator[Row]:
+    """One connection of gloo against many of this backend."""
+    settings = [Setting(4, (40.0, 40.0))]
+    if not options.quick:
+        settings += [Setting(count, (10.0, 10.0)) for count in (4, 16)]
+    cases = []
     for setting in settings:
-        contenders = [{"name": kind, "schedule": kind, "backend": "resilient"} for kind in kinds]
-        with sites(setting, options.stretch) as found:
-            for relay in ("off", "auto"):
-                environment = {"TORCH_RESILIENT_RELAY": relay}
-                found.start(relay, contenders, environment, options.realtime)
-            found.ready()
-            pairs = [(("off", kind), ("auto", kind)) for kind in kinds]
-            rows = compare(found, pairs, options.turns, options.iterations)
-            for kind, row in zip(kinds, rows, strict=True):
-                model_ms = [predicted_ms(setting, kind, way) for way in ("spatial", "temporal")]
+        ceiling = LINK_MBIT / CONNECTION_MBIT[setting.latency_ms[0]]
+        others = [
+            Contender("off", kind, setting, "gloo", ACTIVATION_MS * ceiling) for kind in OTHERS_MIN
+        ]
+        ours = [Contender(job, "live", setting) for job in ("auto", "off")]
+        cases.append((ceiling, others, ours))
+    with sites(options.stretch, NETWORKS["scaled"].sysctl()) as found:
+        found.start(
+            [each for _, *some in cases for each in itertools.chain(*some)], options.realtime
+        )
+        for ceiling, others, ours in cases:
+            # An iteration of gloo takes as long as a turn of ours.
+            take_turns(found, [*others, *ours], 1 if options.quick else 2, 1)
+            for slow, fast in itertools.product(others, ours):
+                limited = fast.job == "auto" and fast.setting == settings[0]
                 yield {
-                    "case": f"relays, {kind}",
-                    **setting.__dict__,
-                    **row,
-                    "names": ["off", "auto"],
-                    "model_ms": model_ms,
-                    "model_ratio": model_ms[0] / model_ms[1],
-                    "least": RELAYS_MIN[kind],
+                    "case": f"figure 9, {slow.kind}",
+                    **compared(found, slow, fast),
+                    "ceiling": ceiling,
+                    "least": OTHERS_MIN[slow.kind] if limited else None,
                 }
 
 
-CASES: dict[str, Callable[[argparse.Namespace], Iterator[Row]]] = {"relays": relays}
+def figure10(options: Options) -> Iterator[Row]:
+    """Many connections for everybody."""
+    counts = (4,) if options.quick else (4, 16)
+    with sites(options.stretch) as found:
+        cases = []
+        for setting in (Setting(count, (40.0, 40.0)) for count in counts):
+            others = [Contender("off", kind, setting) for kind in OTHERS_MIN]
+            cases.append((others, Contender("auto", "live", setting)))
+        found.start([each for some, ours in cases for each in (*some, ours)], options.realtime)
+        for others, ours in cases:
+            take_turns(found, [*others, ours], options.turns, options.iterations)
+            for each in others:
+                row = compared(found, each, ours)
+                yield {"case": f"figure 10, {each.kind}", **row, "error_max": ERROR_MAX}
+
+
+def predicted(options: Options) -> Iterator[Row]:
+    """The model against real iterations."""
+    uneven = (6.0, 14.0, 10.0, 18.0)
+    usual = [
+        (kind, setting)
+        for setting in (Setting(4), Setting(8, (10.0, 10.0), (18.0,) * 4), Setting(16))
+        for kind in ("GPipe", "1F1B", "live")
+    ]
+    unlike = [
+        ("live", Setting(6, (5.0, 60.0), uneven)),
+        ("varuna", Setting(7, (35.0, 15.0), uneven[::-1])),
+        ("1F1B", Setting(11, (60.0, 5.0), (25.0, 8.0, 8.0, 12.0))),
+    ]
+    kinds = [usual[0], usual[5], *unlike] if options.quick else [*usual, *unlike]
+    contenders = [Contender(job, *each) for job in ("off", "auto") for each in kinds]
+    with sites(options.stretch) as found:
+        found.start(contenders, options.realtime)
+        for job in ("off", "auto"):
+            own = [each for each in contenders if each.job == job]
+            rows = []
+            for each in own:
+                take_turns(found, [each], 1 if options.quick else 2, options.iterations)
+                rows.append({**measured(found, each), "setting": str(each.setting)})
+            yield {"case": f"predicted, relay={job}", "contenders": rows, "median_max": ERROR_MAX}
+
+
+CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
+    "relays": relays,
+    "figure9": figure9,
+    "figure10": figure10,
+    "predicted": predicted,
+}
+
+
+def judged(row: Row) -> Row:
+    """The row, with what it was measured for and whether its limits are met."""
+    errors = [each["ms"] / each["model_ms"] - 1 for each in row["contenders"]]
+    met = row.get("equal", True)
+    met = met and row.get("ratio", 0.0) >= (row.get("least") or 0.0)
+    if "error_max" in row:
+        met = met and max(map(abs, errors)) <= row["error_max"]
+    found = {"benchmark": "geo_training", **row, "errors": errors}
+    if "median_max" in row:
+        found["median_error"] = median([abs(each) for each in errors])
+        met = met and found["median_error"] <= row["median_max"]
+    return {**found, "met": met}
 
 
 def describe_row(row: Row) -> str:
     """Some lines for people."""
-    limit = f", limit >= {row['least']:g}" if row["least"] else ""
-    lines = [
-        f"{row['case']}: M = {row['microbatches']}, {row['latency_ms']:g} ms between sites, "
-        f"forward {row['forward_ms']:g} ms"
-    ]
-    for name, found, model in zip(row["names"], row["ms"], row["model_ms"], strict=True):
-        error = f"{100 * (found / model - 1):+.0f} %"
-        lines.append(f"  {name:<12} {found:8.0f} ms   model {model:7.0f} ms   {error}")
+    lines = [row["case"] + (f": {row['setting']}" if "setting" in row else "")]
+    for each, error in zip(row["contenders"], row["errors"], strict=True):
+        lines.append(
+            f"  {each['name']:<18}{each['ms']:8.0f} ms, model {each['model_ms']:6.0f} ms "
+            f"({100 * error:+.0f} %), processors {100 * each['busy']:.0f} % busy"
+        )
+        if "setting" in each:
+            lines[-1] += f": {each['setting']}"
+    result = "met" if row["met"] else "MISSED"
+    if "median_error" in row:
+        limit = f"limit {100 * row['median_max']:.0f} %"
+        lines.append(f"  median error {100 * row['median_error']:.1f} %, {limit}: {result}")
+        return "\n".join(lines)
+    limit = f", limit {row['least']:g}" if row.get("least") else ""
+    limit += f", ceiling {row['ceiling']:.1f}" if "ceiling" in row else ""
+    limit += f", limit of errors {100 * row['error_max']:.0f} %" if "error_max" in row else ""
     lines.append(
-        f"  ratio {row['ratio']:.2f} (turns {row['ratio_p10']:.2f} - {row['ratio_p90']:.2f})   "
-        f"model {row['model_ratio']:.2f}{limit}: {'met' if row['met'] else 'MISSED'}; "
-        f"losses and weights {'equal' if row['equal'] else 'DIFFER'}"
+        f"  ratio {row['ratio']:.2f} (80 % of turns {row['ratio_p10']:.2f} - "
+        f"{row['ratio_p90']:.2f}), model {row['model_ratio']:.2f}{limit}: {result}; losses and "
+        f"weights {'equal' if row['equal'] else 'DIFFER'}"
     )
     return "\n".join(lines)
 
@@ -311,23 +207,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_common_arguments(parser)
     parser.add_argument("--only", choices=CASES, help="only this case")
     parser.add_argument("--stretch", type=float, default=2.0, help="of all times (default: 2)")
-    parser.add_argument("--turns", type=int, help="of each contender (default: 9, quick: 3)")
+    parser.add_argument("--turns", type=int, help="of a contender (default: 9, with --quick 3)")
     parser.add_argument("--iterations", type=int, default=3, help="of a turn (default: 3)")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    if options.worker:
-        from geo_job import worker
-
-        worker(json.loads(options.worker))
-        return 0
     options.turns = options.turns or (3 if options.quick else 9)
     rows: list[Row] = []
     try:
         for name, case in CASES.items():
             if options.only in (None, name):
                 for row in case(options):
-                    met = row["equal"] and (not row["least"] or row["ratio"] >= row["least"])
-                    rows.append({"benchmark": "geo_training", **row, "met": met})
+                    rows.append(judged(row))
                     print(describe_row(rows[-1]), flush=True)
     except LabUnavailable as error:
         parser.error(str(error))
