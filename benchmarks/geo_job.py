@@ -18,6 +18,7 @@ from stragglers import PacedStage, loss_of
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
+import torch_resilient
 from torch_resilient.pipelining import ScheduleAdaptiveZB, SchedulePlanned
 from torch_resilient.pipelining.torch_actions import StageActions
 
@@ -91,6 +92,8 @@ class Contender:
         shape = settings["rows"] * count, WIDTH
         self._batch = torch.randn(shape, generator=generator)
         self._target = torch.randn(shape, generator=generator)
+        # Stands for the gradients of a larger stage.
+        self._more = torch.zeros(settings["gradient_floats"])
 
     def step(self) -> str | None:
         """One iteration; the loss on the last stage, to the last bit."""
@@ -102,6 +105,9 @@ class Contender:
         else:
             self.schedule.step(return_outputs=False)
         self._average_gradients()
+        if self._more.numel():
+            dist.all_reduce(self._more.fill_(self._place.pipeline), group=self._place.dp)
+            assert int(self._more[-1]) == sum(range(self._place.pipelines))
         self._optimizer.step()
         self._optimizer.zero_grad()
         return sum(float(loss) for loss in losses).hex() if losses else None
@@ -165,10 +171,15 @@ def worker(settings: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
+def _relayed_bytes() -> int:
+    """What this rank has passed on for others."""
+    return torch_resilient.stats().relay.bytes
+
+
 def _turn(contender: Contender | None, iterations: int) -> None:
     """Some iterations; a rank without a stage only says that there are none."""
     if contender is None:
-        say("turn", ends=[], losses=[], bits="", cpu_s=0.0)
+        say("turn", ends=[], losses=[], bits="", cpu_s=0.0, relayed_bytes=_relayed_bytes())
         return
     ends, losses = [], []
     cpu_s = time.process_time()
@@ -176,7 +187,14 @@ def _turn(contender: Contender | None, iterations: int) -> None:
         losses.append(contender.step())
         ends.append(time.monotonic())  # the hosts share one clock
     cpu_s = time.process_time() - cpu_s
-    say("turn", ends=ends, losses=losses, bits=contender.bits(), cpu_s=cpu_s)
+    say(
+        "turn",
+        ends=ends,
+        losses=losses,
+        bits=contender.bits(),
+        cpu_s=cpu_s,
+        relayed_bytes=_relayed_bytes(),
+    )
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,7 @@ class Contender:
         job: "auto" or "off", the setting of `relay`.
         kind: GPipe, 1F1B, varuna, or live (ScheduleAdaptiveZB).
         transfer_ms: in the model, of an activation over one node.
+        model_ms: the iteration, if another model has predicted it.
         options: more fields of the worker's contender.
     """
 
@@ -107,6 +109,7 @@ class Contender:
     setting: Setting
     backend: str = "resilient"
     transfer_ms: float = ACTIVATION_MS
+    model_ms: float | None = None
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     @property
@@ -126,6 +129,8 @@ class Contender:
 
     def predicted_ms(self) -> float:
         """The iteration by the model."""
+        if self.model_ms is not None:
+            return self.model_ms
         if self.kind == "live":
             # Whatever has arrived, B before F before W.
             rules = Rules("BFWR", turn=1, spatial=self.sharing == "spatial")
@@ -172,7 +177,11 @@ class Sites:
 
     Args:
         stretch: multiplies times, and divides rates.
-        spares: hosts of site a without a stage, which only jobs with `spares` use.
+        spares: more hosts of site a, whose ranks have no stage.
+
+    Attributes:
+        jobs: by the setting of `relay`.
+        relayed_bytes: by rank, what it had passed on for others at the end of the last turn.
     """
 
     def __init__(
@@ -184,6 +193,7 @@ class Sites:
     ) -> None:
         self._lab, self._stretch = lab, stretch
         self.jobs: dict[str, LabJob] = {}
+        self.relayed_bytes: list[int] = []
         self._turns: dict[Contender, list[list[Row]]] = {}
         self._busy: dict[Contender, list[float]] = {}
         self._sites = [site for site, count in HOSTS.items() for _ in range(count)]
@@ -244,19 +254,15 @@ class Sites:
         job = self.jobs[contender.job]
         self.set_latency(contender.setting.latency_ms)
         began_s, carrier_s = time.monotonic(), self._lab.carrier_cpu_s
-        self.begin(contender, iterations)
-        living = [each for each in job.processes if each.poll() is None]
-        rows = [job.row("turn", LIMIT_S) for _ in living]
+        command = {"do": "turn", "contender": contender.label, "iterations": iterations}
+        job.tell(json.dumps(command))
+        rows = [job.row("turn", LIMIT_S) for _ in self._hosts]
         rows.sort(key=lambda row: int(row["rank"]))
+        self.relayed_bytes = [int(row["relayed_bytes"]) for row in rows]
         self._turns.setdefault(contender, []).append([row for row in rows if row["ends"]])
         cpu_s = sum(row["cpu_s"] for row in rows) + self._lab.carrier_cpu_s - carrier_s
         room_s = (time.monotonic() - began_s) * len(os.sched_getaffinity(0))
         self._busy.setdefault(contender, []).append(cpu_s / room_s)
-
-    def begin(self, contender: Contender, iterations: int) -> None:
-        """Lets a contender run, and returns at once."""
-        command = {"do": "turn", "contender": contender.label, "iterations": iterations}
-        self.jobs[contender.job].tell(json.dumps(command))
 
     def times_ms(self, contender: Contender) -> list[list[float]]:
         """By turn, the iterations but the first, not stretched."""
@@ -289,7 +295,8 @@ class Sites:
             job.tell(json.dumps({"do": "end"}))
         for name, job in self.jobs.items():
             statuses = job.wait(60)
-            if any(statuses) or None in statuses:
+            # A case may kill a rank.
+            if any(status not in (0, -signal.SIGKILL) for status in statuses):
                 print(f"the ranks of job {name} ended with {statuses}", file=sys.stderr)
             job.close()
 

@@ -8,15 +8,34 @@ Needs root.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from common import Row, add_common_arguments, median, write_rows
-from geo_lab import ACTIVATION_MS, Contender, Setting, compared, measured, sites, take_turns
+from geo_lab import (
+    ACTIVATION_MS,
+    HOSTS,
+    NODE_BYTES_PER_S,
+    PIPELINES,
+    ROW_BYTES,
+    ROWS,
+    WIRE_BYTES_PER_BYTE,
+    Contender,
+    Setting,
+    compared,
+    measured,
+    sites,
+    take_turns,
+)
 from wan_training import NETWORKS
 
+from torch_resilient.geo.dc_selection import select
+from torch_resilient.geo.plan_input import read_job
 from torch_resilient.testing import LabUnavailable
 
 ABOUT = """\
@@ -44,6 +63,11 @@ to the last bit.
             Limit: each within 5 % of the model.
   predicted 12 settings, the last three unlike any in the tests, with relay=off and with
             relay=auto. Limit: a median error of 5 %.
+  replicas  pipelines of three stages across the sites, against replicas in each site and an
+            all-reduce across, for many microbatches with few parameters and the opposite. `geo
+            plan` must name the faster one in advance. ratio = pipelines per second.
+  death     relay=auto, with one more rank in site a, which only relays; it is killed in the middle
+            of a training. Losses and weights must be those of relay=off.
 
 The model (torch_resilient.geo) replays the same orders, or dispatches B, F, W as they come, with
 the bandwidth of each host. With relay=auto, all hosts of a site send for one pipeline after the
@@ -98,7 +122,7 @@ def figure9(options: Options) -> Iterator[Row]:
         )
         for ceiling, others, ours in cases:
             # An iteration of gloo takes as long as a turn of ours.
-            take_turns(found, [*others, *ours], 1 if options.quick else 2, 1)
+            take_turns(found, [*others, *ours], 1 if options.quick else min(options.turns, 2), 1)
             for slow, fast in itertools.product(others, ours):
                 limited = fast.job == "auto" and fast.setting == settings[0]
                 yield {
@@ -146,9 +170,128 @@ def predicted(options: Options) -> Iterator[Row]:
             own = [each for each in contenders if each.job == job]
             rows = []
             for each in own:
-                take_turns(found, [each], 1 if options.quick else 2, options.iterations)
+                turns = 1 if options.quick else min(options.turns, 2)
+                take_turns(found, [each], turns, options.iterations)
                 rows.append({**measured(found, each), "setting": str(each.setting)})
             yield {"case": f"predicted, relay={job}", "contenders": rows, "median_max": ERROR_MAX}
+
+
+def replicas(options: Options) -> Iterator[Row]:
+    """Pipelines across the sites against replicas in each, with three stages."""
+    # Many small activations and few parameters, and the opposite.
+    kinds = [(8, 1 << 18), (2, 8 << 20)]
+    with sites(options.stretch) as found:
+        pairs = []
+        for microbatches, parameters in kinds:
+            setting = Setting(microbatches, forward_ms=(10.0,) * 3)
+            plan = select(read_job(plan_input(setting, parameters)))
+            assert plan.choice is not None
+            assert plan.replicas
+            inside = plan.replicas[-1]
+            # One cell: its three pipelines have a stage in each site.
+            across = plan.choice
+            assert across.partitions == {"a": 1, "b": 1, "c": 1}, across
+            assert inside.sites == {"a": 1, "b": 1, "c": 2}, inside
+            layouts = (
+                [[p, 3 + p, 6 + p] for p in range(3)],
+                [[p, p + 1, p + 2] for p in range(0, 12, 3)],
+            )
+            pairs.append(
+                [
+                    Contender(
+                        "off",
+                        "1F1B",
+                        setting,
+                        model_ms=total_ms,
+                        options={"layout": layout, "gradient_floats": parameters},
+                    )
+                    for layout, total_ms in zip(
+                        layouts, (across.total_ms, inside.total_ms), strict=True
+                    )
+                ]
+            )
+        found.start(list(itertools.chain(*pairs)), options.realtime)
+        for pair in pairs:
+            take_turns(found, pair, options.turns, options.iterations)
+            rows = [measured(found, each) for each in pair]
+            for row, name in zip(rows, ("pipelines across", "replicas"), strict=True):
+                row["name"] = name
+            speeds = [
+                [
+                    len(each.options["layout"]) / row[key] * 1e3
+                    for each, row in zip(pair, rows, strict=True)
+                ]
+                for key in ("ms", "model_ms")
+            ]
+            (across, inside), (planned_across, planned_inside) = speeds
+            yield {
+                "case": "pipelines or replicas across",
+                "setting": f"{pair[0].setting}, {4 * pair[0].options['gradient_floats'] >> 20} MiB",
+                "contenders": rows,
+                "pipelines_per_s": speeds[0],
+                "ratio": across / inside,
+                "model_ratio": planned_across / planned_inside,
+                "winner": ["replicas", "pipelines across"][planned_across > planned_inside],
+                "named": (across > inside) == (planned_across > planned_inside),
+            }
+
+
+def plan_input(setting: Setting, parameters: int) -> Row:
+    """The lab as an input of `torch-resilient geo plan`, for three stages."""
+    (forward_ms,) = set(setting.forward_ms)
+    gbps = NODE_BYTES_PER_S * 8 / 1e9
+    return {
+        "sites": [{"name": site, "gpus": count} for site, count in HOSTS.items()],
+        "order": "given",
+        "cell": PIPELINES,
+        "partitions": len(setting.forward_ms),
+        "microbatches": setting.microbatches,
+        "tF": forward_ms,
+        "tR": 0,
+        "tB": 2 * forward_ms,
+        "activation_bytes": ROWS * ROW_BYTES * WIRE_BYTES_PER_BYTE,
+        # The model counts two bytes for each, and gradients here have four.
+        "parameters": 2 * parameters * WIRE_BYTES_PER_BYTE,
+        "node_gbps": gbps,
+        # ATLAS: 100 Gbit/s within a site, 5 Gbit/s to the other ones.
+        "lan_gbps": 20 * gbps,
+        "latency_ms": {
+            "a|b": setting.latency_ms[0],
+            "b|c": setting.latency_ms[1],
+            "a|c": sum(setting.latency_ms),
+        },
+        "sharing": "spatial",
+        "policy": "1f1b",
+    }
+
+
+def death(options: Options) -> Iterator[Row]:
+    """A rank without a stage, which relays for its site, is killed in the middle of a turn."""
+    setting = Setting(4)
+    auto, off = (Contender(job, "1F1B", setting) for job in ("auto", "off"))
+    count = 6 if options.quick else 12
+    with sites(options.stretch, spares=1) as found:
+        found.start([off, auto], options.realtime)
+        for each in (off, auto):
+            found.turn(each, 4)
+        relayed_bytes = found.relayed_bytes[-1]
+        found.turn(off, count)
+        victim = found.jobs["auto"].processes[-1]
+        delay_s = count / 2 * off.predicted_ms() * options.stretch / 1e3
+        with contextlib.ExitStack() as stack:
+            timer = threading.Timer(delay_s, victim.kill)
+            stack.callback(timer.join)
+            timer.start()
+            found.turn(auto, count)
+        assert victim.wait() == -signal.SIGKILL, victim.returncode
+        times_ms = found.times_ms(auto)[1]
+        yield {
+            "case": "death of a relay",
+            **compared(found, off, auto),
+            "relayed_bytes": relayed_bytes,
+            "longest_ms": max(times_ms),
+            "named": relayed_bytes > 0,
+        }
 
 
 CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
@@ -156,13 +299,15 @@ CASES: dict[str, Callable[[Options], Iterator[Row]]] = {
     "figure9": figure9,
     "figure10": figure10,
     "predicted": predicted,
+    "replicas": replicas,
+    "death": death,
 }
 
 
 def judged(row: Row) -> Row:
     """The row, with what it was measured for and whether its limits are met."""
     errors = [each["ms"] / each["model_ms"] - 1 for each in row["contenders"]]
-    met = row.get("equal", True)
+    met = row.get("equal", True) and row.get("named", True)
     met = met and row.get("ratio", 0.0) >= (row.get("least") or 0.0)
     if "error_max" in row:
         met = met and max(map(abs, errors)) <= row["error_max"]
@@ -188,13 +333,24 @@ def describe_row(row: Row) -> str:
         limit = f"limit {100 * row['median_max']:.0f} %"
         lines.append(f"  median error {100 * row['median_error']:.1f} %, {limit}: {result}")
         return "\n".join(lines)
+    if "pipelines_per_s" in row:
+        speeds = " and ".join(f"{each:.2f}" for each in row["pipelines_per_s"])
+        lines.append(f"  {speeds} pipelines per second; named by the plan: {row['winner']}")
+    if "longest_ms" in row:
+        lines.append(
+            f"  {row['relayed_bytes'] / 1e6:.0f} MB relayed by the rank before its death; longest "
+            f"iteration {row['longest_ms']:.0f} ms"
+        )
     limit = f", limit {row['least']:g}" if row.get("least") else ""
     limit += f", ceiling {row['ceiling']:.1f}" if "ceiling" in row else ""
     limit += f", limit of errors {100 * row['error_max']:.0f} %" if "error_max" in row else ""
+    spread = bits = ""
+    if "ratio_p10" in row:
+        spread = f" (80 % of turns {row['ratio_p10']:.2f} - {row['ratio_p90']:.2f})"
+    if "equal" in row:
+        bits = f"; losses and weights {'equal' if row['equal'] else 'DIFFER'}"
     lines.append(
-        f"  ratio {row['ratio']:.2f} (80 % of turns {row['ratio_p10']:.2f} - "
-        f"{row['ratio_p90']:.2f}), model {row['model_ratio']:.2f}{limit}: {result}; losses and "
-        f"weights {'equal' if row['equal'] else 'DIFFER'}"
+        f"  ratio {row['ratio']:.2f}{spread}, model {row['model_ratio']:.2f}{limit}: {result}{bits}"
     )
     return "\n".join(lines)
 
