@@ -179,19 +179,19 @@ def _relayed_bytes() -> int:
 def _turn(contender: Contender | None, iterations: int) -> None:
     """Some iterations; a rank without a stage only says that there are none."""
     if contender is None:
-        say("turn", ends=[], losses=[], bits="", cpu_s=0.0, relayed_bytes=_relayed_bytes())
+        say("turn", ends=[], bits=[], cpu_s=0.0, relayed_bytes=_relayed_bytes())
         return
-    ends, losses = [], []
+    ends, bits = [], []
     cpu_s = time.process_time()
     for _ in range(iterations):
-        losses.append(contender.step())
+        loss = contender.step()
         ends.append(time.monotonic())  # the hosts share one clock
+        bits.append([loss, contender.bits()])
     cpu_s = time.process_time() - cpu_s
     say(
         "turn",
         ends=ends,
-        losses=losses,
-        bits=contender.bits(),
+        bits=bits,
         cpu_s=cpu_s,
         relayed_bytes=_relayed_bytes(),
     )

@@ -50,7 +50,8 @@ iteration the replicas of a stage average their gradients.
 of the machine count for less. Times are printed as if they had not been stretched.
 
 The contenders of a case run in the same lab and take turns of some iterations each. The first
-iteration of a turn is not counted, as its connections come out of a rest. An iteration lasts from
+turn and the first iteration of each turn are not counted: connections are still added, or come out
+of a rest. An iteration lasts from
 the end of the one before, on the slowest rank, until its own end. Losses and weights must be equal
 to the last bit.
 
@@ -121,8 +122,8 @@ def figure9(options: Options) -> Iterator[Row]:
             [each for _, *some in cases for each in itertools.chain(*some)], options.realtime
         )
         for ceiling, others, ours in cases:
-            # An iteration of gloo takes as long as a turn of ours.
-            take_turns(found, [*others, *ours], 1 if options.quick else min(options.turns, 2), 1)
+            turns = 1 if options.quick else min(options.turns, 2)
+            take_turns(found, [*others, *ours], turns, options.iterations, warm_up=16)
             for slow, fast in itertools.product(others, ours):
                 limited = fast.job == "auto" and fast.setting == settings[0]
                 yield {
@@ -273,7 +274,7 @@ def death(options: Options) -> Iterator[Row]:
     with sites(options.stretch, spares=1) as found:
         found.start([off, auto], options.realtime)
         for each in (off, auto):
-            found.turn(each, 4)
+            found.turn(each, 8)
         relayed_bytes = found.relayed_bytes[-1]
         found.turn(off, count)
         victim = found.jobs["auto"].processes[-1]

@@ -10,7 +10,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import geo_training
-from geo_lab import ACTIVATION_MS, Contender, Setting
+from geo_lab import ACTIVATION_MS, Contender, Setting, same_bits
 
 from torch_resilient.geo.dc_selection import select
 from torch_resilient.geo.plan_input import read_job
@@ -65,6 +65,14 @@ def test_the_plan_has_a_winner_each_way() -> None:
         assert plan.replicas
         wins.append(plan.choice.throughput > plan.replicas[-1].throughput)
     assert wins == [False, True]
+
+
+def test_bits_are_those_of_common_iterations() -> None:
+    one = [[["", "w0"], ["", "w1"]], [["l0", "v0"], ["l1", "v1"]]]
+    shorter = [each[:1] for each in one]
+    assert same_bits(one, shorter)
+    assert not same_bits(one, [one[0][:1], [["l0", "other"]]])
+    assert not same_bits(one, [[], []])
 
 
 def row(**values: Any) -> dict[str, Any]:
