@@ -345,13 +345,15 @@ def describe_row(row: Row) -> str:
     limit = f", limit {row['least']:g}" if row.get("least") else ""
     limit += f", ceiling {row['ceiling']:.1f}" if "ceiling" in row else ""
     limit += f", limit of errors {100 * row['error_max']:.0f} %" if "error_max" in row else ""
+    limited = bool(row.get("least")) or "error_max" in row or "named" in row
     spread = bits = ""
     if "ratio_p10" in row:
         spread = f" (80 % of turns {row['ratio_p10']:.2f} - {row['ratio_p90']:.2f})"
     if "equal" in row:
         bits = f"; losses and weights {'equal' if row['equal'] else 'DIFFER'}"
     lines.append(
-        f"  ratio {row['ratio']:.2f}{spread}, model {row['model_ratio']:.2f}{limit}: {result}{bits}"
+        f"  ratio {row['ratio']:.2f}{spread}, model {row['model_ratio']:.2f}{limit}"
+        f"{f': {result}' if limited or not row['met'] else ''}{bits}"
     )
     return "\n".join(lines)
 
