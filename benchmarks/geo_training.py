@@ -180,7 +180,7 @@ def predicted(options: Options) -> Iterator[Row]:
 def replicas(options: Options) -> Iterator[Row]:
     """Pipelines across the sites against replicas in each, with three stages."""
     # Many small activations and few parameters, and the opposite.
-    kinds = [(8, 1 << 18), (2, 8 << 20)]
+    kinds = [(8, 1 << 18), (4, 8 << 20)]
     with sites(options.stretch) as found:
         pairs = []
         for microbatches, parameters in kinds:
@@ -275,7 +275,6 @@ def death(options: Options) -> Iterator[Row]:
         found.start([off, auto], options.realtime)
         for each in (off, auto):
             found.turn(each, 8)
-        relayed_bytes = found.relayed_bytes[-1]
         found.turn(off, count)
         victim = found.jobs["auto"].processes[-1]
         delay_s = count / 2 * off.predicted_ms() * options.stretch / 1e3
@@ -285,6 +284,8 @@ def death(options: Options) -> Iterator[Row]:
             timer.start()
             found.turn(auto, count)
         assert victim.wait() == -signal.SIGKILL, victim.returncode
+        # A rank without a stage answers when a turn begins: this is of the first turn.
+        relayed_bytes = found.relayed_bytes[-1]
         times_ms = found.times_ms(auto)[1]
         yield {
             "case": "death of a relay",
