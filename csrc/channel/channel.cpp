@@ -189,13 +189,24 @@ bool Channel::backlogged() const {
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
+// Passes over those that have been handed out whole: they are still queued.
+const Channel::OutMessage* Channel::waiting(size_t queue) const {
+  for (const uint64_t number : ready_[queue]) {
+    if (const OutMessage& m = *out_.at(number); m.hasUnsent()) {
+      return &m;
+    }
+  }
+  return nullptr;
+}
+
 std::optional<Urgency> Channel::mostUrgent(int32_t self) const {
   std::optional<Urgency> first;
   for (size_t queue = 0; queue < kQueueCount; ++queue) {
-    if (ready_[queue].empty()) {
+    const OutMessage* const m = waiting(queue);
+    if (m == nullptr) {
       continue;
     }
-    const FrameHeader& h = out_.at(ready_[queue].front())->header;
+    const FrameHeader& h = m->header;
     Urgency urgency{h.trafficClass};
     if (h.trafficClass <= TrafficClass::kActivationGradient) {
       urgency.position = h.order;
@@ -207,8 +218,8 @@ std::optional<Urgency> Channel::mostUrgent(int32_t self) const {
 }
 
 bool Channel::backloggedActivations(bool forOthers) const {
-  return !ready_[queueOf(TrafficClass::kActivation, forOthers)].empty() ||
-      !ready_[queueOf(TrafficClass::kActivationGradient, forOthers)].empty();
+  return waiting(queueOf(TrafficClass::kActivation, forOthers)) != nullptr ||
+      waiting(queueOf(TrafficClass::kActivationGradient, forOthers)) != nullptr;
 }
 
 const std::deque<OutFrame>& Channel::unwritten(PathId path) const {

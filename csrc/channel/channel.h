@@ -424,6 +424,7 @@ class Channel {
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
   static PathLoad loadOf(const PathState& p, TimePoint now);
   OutMessage* worthTaking(const PathState& p, size_t queue, TimePoint now);
+  const OutMessage* waiting(size_t queue) const; // the first; null: none
   uint32_t chunkBytesFor(uint64_t messageBytes) const;
   void trackChunks(OutMessage& m);
   void takeBack(InFlight& f, bool pathIsGone);

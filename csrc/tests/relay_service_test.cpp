@@ -310,12 +310,14 @@ TEST(relay_service_keeps_places_in_streams) {
   std::vector<std::byte> content(kRelayHeaderBytes + kFrameHeaderBytes + 8);
   encodeRelay(header, std::span(content).first<kRelayHeaderBytes>());
   FrameHeader chunk;
+  chunk.type = FrameType::kData;
   chunk.trafficClass = TrafficClass::kActivation;
   chunk.message = 5;
   chunk.totalBytes = chunk.chunkBytes = chunk.payloadBytes = 8;
   chunk.order = 42;
   FrameBytes bytes;
   encodeFrame(chunk, bytes);
+  CHECK_EQ(decodeFrame(bytes, chunk).message(), "");
   std::memcpy(&content[kRelayHeaderBytes], bytes.data(), bytes.size());
   CHECK(host.give(1, content, TrafficClass::kActivation));
 
