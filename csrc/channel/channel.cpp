@@ -189,6 +189,17 @@ bool Channel::backlogged() const {
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
+bool Channel::takesChunks(PathId path) const {
+  const PathState& p = state(path);
+  return p.classes != 0 && !p.suspect && !p.onProbation;
+}
+
+bool Channel::takesChunksDirectly() const {
+  return std::ranges::any_of(paths_, [&](const auto& each) {
+    return !each.second.overRelay && takesChunks(each.first);
+  });
+}
+
 // Passes over those that have been handed out whole: they are still queued.
 const Channel::OutMessage* Channel::waiting(size_t queue) const {
   for (const uint64_t number : ready_[queue]) {

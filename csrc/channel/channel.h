@@ -368,6 +368,10 @@ class Channel {
   bool backlogged() const;
   // The most urgent message that waits; nothing if none does. `self`: our rank.
   std::optional<Urgency> mostUrgent(int32_t self) const;
+  // The path is to take chunks, as far as is known; some path that goes over no
+  // relay is.
+  bool takesChunks(PathId path) const;
+  bool takesChunksDirectly() const;
   // Activations wait: of our own, or that we relay.
   bool backloggedActivations(bool forOthers) const;
   // The bytes of messages that the peer has acknowledged, other than over

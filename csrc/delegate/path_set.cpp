@@ -115,7 +115,8 @@ bool PathSet::takeInTurn() {
 // not, we stand in its queue. What goes over a relay is under the relay's cap.
 bool PathSet::mayTakeChunks(const Path& path) {
   return limit_ == nullptr || path.kind() == PathKind::kRelay ||
-      !channel_.backlogged() || limit_->mayTake(channel_.id(), now_);
+      !channel_.takesChunks(path.id()) || !channel_.backlogged() ||
+      limit_->mayTake(channel_.id(), now_);
 }
 
 // Control frames count as well, although they never wait for the limit.

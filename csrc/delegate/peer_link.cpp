@@ -351,11 +351,12 @@ void PeerLink::pump() {
   }
   const TimePoint now = loop().now();
   RateLimit* limit = nullptr;
+  const bool direct = uplink_ != nullptr && channel_.takesChunksDirectly();
   if (uplink_ != nullptr) {
     uplink_->onWaiting(
         channel_.id(),
-        channel_.backloggedActivations(/*forOthers=*/false),
-        channel_.backloggedActivations(/*forOthers=*/true),
+        direct && channel_.backloggedActivations(/*forOthers=*/false),
+        direct && channel_.backloggedActivations(/*forOthers=*/true),
         now);
     limit = uplink_->limitNow(now);
     setPaced();
@@ -374,7 +375,7 @@ void PeerLink::pump() {
         channel_.id(),
         channel_.arrivedDirectly() -
             std::exchange(toldArrived_, channel_.arrivedDirectly()),
-        channel_.backlogged(),
+        direct && channel_.backlogged(),
         now);
     uplink_->limit().endTurn(channel_.id()); // if it could not use it
     host_.waitForTurn(address_->site);

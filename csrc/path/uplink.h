@@ -21,8 +21,8 @@ namespace resilient {
 // acknowledgements come in bunches.
 //
 // Who sends no faster than a rate measures no more than that, so allowed() is
-// above it for one interval in kLook, and else a little below, so that no queue
-// stays in the network.
+// above it for one interval in kLook, and for as long as that brings more, and
+// else a little below, so that no queue stays in the network.
 class UplinkRate {
  public:
   // 0 while unknown.
@@ -30,7 +30,7 @@ class UplinkRate {
     return rate_;
   }
   double allowed() const {
-    return rate_ * (fullSamples_ % kLook == kLook - 1 ? kMore : kLess);
+    return rate_ * (looks_ ? kMore : kLess);
   }
   // `backlogged`: somebody has had more to send.
   void onArrived(uint64_t bytes, bool backlogged, TimePoint now) {
@@ -48,12 +48,14 @@ class UplinkRate {
     }
     const double rate = static_cast<double>(bytes_) / toSeconds(took);
     if (isFull_) {
+      const bool more = looks_ && rate >= kEffect * rate_ * kMore;
       full_[fullSamples_++ % full_.size()] = rate;
       auto highest = full_;
       const size_t skipped = std::min(fullSamples_, full_.size()) / kSkip;
       std::ranges::nth_element(
           highest, highest.begin() + skipped, std::greater());
-      rate_ = highest[skipped];
+      rate_ = more ? std::max(rate, highest[skipped]) : highest[skipped];
+      looks_ = more || fullSamples_ % kLook == 0;
     } else if (fullSamples_ == 0) {
       rate_ = std::max(rate_, rate);
     }
@@ -69,6 +71,7 @@ class UplinkRate {
   static constexpr size_t kSkip = 16; // of so many, the highest
   static constexpr size_t kLook = 8;
   static constexpr double kMore = 1.25, kLess = 0.96;
+  static constexpr double kEffect = 0.95; // of what was allowed
 
   void begin(TimePoint now) {
     beganAt_ = now;
@@ -83,6 +86,7 @@ class UplinkRate {
   TimePoint lastAt_{};
   uint64_t bytes_ = 0;
   bool isFull_ = false;
+  bool looks_ = false;
 };
 
 // All that this process sends to another site, and the limit on it: the one
@@ -123,7 +127,7 @@ class Uplink {
     if (declared_) {
       return &limit_;
     }
-    if (rate_.bytesPerS() > 0 && contended(now)) {
+    if (rate_.bytesPerS() > kLeastBytesPerS && contended(now)) {
       limitTo(rate_.allowed());
       return &limit_;
     }
@@ -131,7 +135,8 @@ class Uplink {
     return limit_.waiting() ? &limit_ : nullptr;
   }
 
-  // Before a user sends: activations of its own wait, or for others.
+  // Before a user sends: activations of its own wait for this way, or for
+  // others.
   void
   onWaiting(RateLimit::User user, bool own, bool forOthers, TimePoint now) {
     if (own) {
@@ -183,6 +188,8 @@ class Uplink {
  private:
   using Times = std::map<RateLimit::User, TimePoint>;
   static constexpr double kUnlimited = 1e15;
+  // A way that is slower than this has other troubles than the order.
+  static constexpr double kLeastBytesPerS = 500e3;
   // Several times the time between microbatches.
   static constexpr Nanos kMemory = std::chrono::seconds(1);
   // So long may others go first. Beyond, a path over a relay would count as

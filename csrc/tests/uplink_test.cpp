@@ -64,6 +64,12 @@ TEST(uplink_rate_follows_the_way) {
   way.bytesPerS = 5e6;
   way.send(seconds(3));
   way.isKnown(1.3);
+  // Nearly dead, and back: the low rate does not keep itself up.
+  way.bytesPerS = 1e5;
+  way.send(seconds(3));
+  way.bytesPerS = 60e6;
+  way.send(seconds(4));
+  way.isKnown(1.3);
 }
 
 // Two users that have sent as much as the way carries.
