@@ -685,6 +685,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   OutFrame& f = appendFrame(p, h);
   f.message = m->number();
   f.offset = h.offset;
+  f.order = h.order;
   f.payloadBytes = h.payloadBytes;
   f.trafficClass = h.trafficClass;
   f.dtype = h.signature.dtype;

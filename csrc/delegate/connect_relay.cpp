@@ -119,6 +119,7 @@ void RelayConnector::add(const Uid& relay, const RelayFlow& flow, bool opener) {
   config.suspectAfter = fromSeconds(options.suspect_after_s);
   config.relay = to->describe();
   config.relayRank = to->globalRank();
+  config.ownRank = link_.host().globalRank();
   config.relayHost = to->address() ? to->address()->hostName : "";
   to->addInterest();
   auto path = std::make_unique<RelayPath>(

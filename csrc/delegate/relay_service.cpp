@@ -21,11 +21,14 @@ constexpr Nanos kLookEvery = std::chrono::seconds(1);
 
 // A message on its way in.
 struct RelayService::Held : RecvOp {
-  Held(RelayService& s, uint64_t size, TrafficClass c, Uid sender)
-      : service(s), cls(c), from(sender) {
-    content = std::make_unique_for_overwrite<std::byte[]>(size);
+  Held(RelayService& s, const FrameHeader& header, Uid sender)
+      : service(s),
+        cls(header.trafficClass),
+        order(header.order),
+        from(sender) {
+    content = std::make_unique_for_overwrite<std::byte[]>(header.totalBytes);
     data = content.get();
-    bytes = size;
+    bytes = header.totalBytes;
     s.heldBytes_ += bytes;
   }
   ~Held() override {
@@ -37,6 +40,7 @@ struct RelayService::Held : RecvOp {
 
   RelayService& service;
   const TrafficClass cls;
+  const uint64_t order; // of what travels in it
   const Uid from;
   std::list<Held>::iterator self;
   std::unique_ptr<std::byte[]> content;
@@ -102,8 +106,7 @@ RecvOp* RelayService::receive(const FrameHeader& header, Channel& channel) {
     ++counters_.refused;
     return nullptr;
   }
-  Held& held = held_.emplace_back(
-      *this, header.totalBytes, header.trafficClass, from->uid());
+  Held& held = held_.emplace_back(*this, header, from->uid());
   held.self = std::prev(held_.end());
   held.key.group = kRelayGroup;
   held.source = &channel;
@@ -126,7 +129,7 @@ void RelayService::arrived(Held& held, const Status& status) {
     from->say(
         LogLevel::kWarning, "from " + from->describe() + ": " + read.message());
   } else if (header.hop == RelayHop::kToRelay) {
-    passOn(*from, header, frame, held);
+    passOn(*from, header, held);
   } else {
     const Uid& self = host_.self().uid;
     const RelayFlow& flow = header.flow;
@@ -150,7 +153,6 @@ void RelayService::arrived(Held& held, const Status& status) {
 void RelayService::passOn(
     PeerLink& from,
     const RelayHeader& header,
-    std::span<const std::byte> frame,
     Held& held) {
   const RelayFlow& flow = header.flow;
   const auto found = flows_.find(flow);
@@ -173,11 +175,6 @@ void RelayService::passOn(
       onward,
       std::span<std::byte, kRelayHeaderBytes>(
           held.content.get(), kRelayHeaderBytes));
-  FrameHeader about; // what it says is for the far end, its place for us, too
-  const Status frameRead = decodeFrame(
-      std::span<const std::byte, kFrameHeaderBytes>(
-          frame.data(), kFrameHeaderBytes),
-      about);
   Forward& forward = forwards_.emplace_back(*this);
   forward.self = std::prev(forwards_.end());
   forward.target = target;
@@ -188,7 +185,7 @@ void RelayService::passOn(
   forward.bytes = held.bytes;
   heldBytes_ += forward.bytes; // held's leave with it
   forward.key.group = kRelayGroup;
-  forward.key.order = frameRead.ok() ? about.order : 0;
+  forward.key.order = held.order;
   forward.sourceRank = from.globalRank();
   forward.trafficClass = held.cls;
   ++counters_.messages;

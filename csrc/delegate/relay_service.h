@@ -4,7 +4,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <span>
 #include <string>
 
 #include "base/traffic_class.h"
@@ -65,11 +64,7 @@ class RelayService {
   using Flows = std::map<RelayFlow, Flow>;
 
   void arrived(Held& held, const Status& status);
-  void passOn(
-      PeerLink& from,
-      const RelayHeader& header,
-      std::span<const std::byte> frame,
-      Held& held);
+  void passOn(PeerLink& from, const RelayHeader& header, Held& held);
   void pass(PeerLink& from, const RelayNote& note);
   void answer(
       PeerLink& to,

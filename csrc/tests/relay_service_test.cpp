@@ -78,11 +78,13 @@ class RelayHost final : public LinkHost, public MailboxListener {
   bool give(
       uint8_t rank,
       const std::vector<std::byte>& content,
-      TrafficClass cls = TrafficClass::kGradient) {
+      TrafficClass cls = TrafficClass::kGradient,
+      uint64_t order = 0) {
     FrameHeader header;
     header.group = kRelayGroup;
     header.totalBytes = content.size();
     header.trafficClass = cls;
+    header.order = order;
     RecvOp* const op = service->receive(header, peer(rank).channel());
     if (op == nullptr) {
       return false;
@@ -305,21 +307,7 @@ TEST(relay_service_keeps_places_in_streams) {
   (void)host.peer(2);
   host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
   CHECK(host.nextNote(2).has_value());
-  RelayHeader header;
-  header.flow = flow(1, 2);
-  std::vector<std::byte> content(kRelayHeaderBytes + kFrameHeaderBytes + 8);
-  encodeRelay(header, std::span(content).first<kRelayHeaderBytes>());
-  FrameHeader chunk;
-  chunk.type = FrameType::kData;
-  chunk.trafficClass = TrafficClass::kActivation;
-  chunk.message = 5;
-  chunk.totalBytes = chunk.chunkBytes = chunk.payloadBytes = 8;
-  chunk.order = 42;
-  FrameBytes bytes;
-  encodeFrame(chunk, bytes);
-  CHECK_EQ(decodeFrame(bytes, chunk).message(), "");
-  std::memcpy(&content[kRelayHeaderBytes], bytes.data(), bytes.size());
-  CHECK(host.give(1, content, TrafficClass::kActivation));
+  CHECK(host.give(1, messageOf(flow(1, 2)), TrafficClass::kActivation, 42));
 
   const auto urgency = [&] { return host.peer(2).channel().mostUrgent(3); };
   CHECK(urgency() == (Urgency{TrafficClass::kActivation, 42, -1}));

@@ -137,6 +137,8 @@ size_t RelayPath::takeFrame(bool chunks) {
   }
   part.data = to;
   part.key.group = kRelayGroup;
+  part.key.order = f->order;
+  part.sourceRank = config_.ownRank;
   part.trafficClass = f->trafficClass;
   channel_.popWritten(id()); // it has been copied
   told_ = arrived_;

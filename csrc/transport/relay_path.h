@@ -24,6 +24,7 @@ struct RelayPathConfig {
   Nanos suspectAfter = std::chrono::milliseconds(50);
   std::string relay; // "rank 1 (host node7, ...)", for messages
   int relayRank = -1; // in the default group
+  int ownRank = -1; // the same
   std::string relayHost;
 };
 
