@@ -73,7 +73,7 @@ class VerbsConnector final : public RoutePathConnector {
     VerbsPort port; // ours
     uint32_t queuePair = 0; // ours
   };
-  // What a thread has of an attempt. It may outlive the connector.
+  // The part of an attempt that a thread has. It may outlive the connector.
   struct Work;
   struct Connecting;
 

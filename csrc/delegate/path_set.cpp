@@ -112,7 +112,7 @@ bool PathSet::takeInTurn() {
 }
 
 // Whether the cap on the peer's site lets us send more of our messages now. If
-// not, we stand in its queue. What goes over a relay is under the relay's cap.
+// not, we stand in its queue. The cap of a relay counts what goes over it.
 bool PathSet::mayTakeChunks(const Path& path) {
   return limit_ == nullptr || path.kind() == PathKind::kRelay ||
       !channel_.takesChunks(path.id()) || !channel_.backlogged() ||

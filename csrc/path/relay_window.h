@@ -15,9 +15,7 @@ namespace resilient {
 // round trip that was seen. The rest of its time is queue: of a window w, the
 // part w (1 - shortest / round trip). The window doubles with every round trip
 // until there is a queue, and then follows it: a short one lets it grow slowly,
-// a long one shrinks it. (The rule of TCP Vegas, in bytes.) What waits at the
-// relay for its turn looks like a queue, too, so the least window is large
-// enough for what the relay sends until the next answer is here.
+// a long one shrinks it. (The rule of TCP Vegas, in bytes.)
 class RelayWindow {
  public:
   explicit RelayWindow(uint64_t most)
@@ -47,6 +45,9 @@ class RelayWindow {
   }
 
  private:
+  // Bytes that wait at the relay for their turn look like a queue, too. So this
+  // least window lets a relay go on until the next answer is there: 25 ms at
+  // 250 Mbit/s. Less left the last of three pipelines without bytes.
   static constexpr uint64_t kFirstBytes = 768u << 10;
   static constexpr uint64_t kQueueBytes = 1024u << 10;
   static constexpr uint64_t kStepBytes = 128u << 10; // a round trip

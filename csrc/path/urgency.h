@@ -7,8 +7,8 @@
 
 namespace resilient {
 
-// What a site sends to another one first. Pipelines that train in step send
-// equally many messages, so of two streams of activations the one with the
+// The order in which a site sends to another one. Pipelines that train in step
+// send equally many messages, so of two streams of activations the one with the
 // lower position is at the earlier microbatch; the rank decides a tie, and is
 // the same for everybody who compares. All NICs of a site thus serve the same
 // message at a time, and it is there early, while the last one is no later.
