@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lab_job import say
-from stragglers import PacedStage, loss_of
+from stragglers import loss_of, paced_stage
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -68,17 +68,14 @@ class Contender:
         torch.manual_seed(place.stage)  # the replicas of a stage begin alike
         self.module = Scaled()
         count = settings["microbatches"]
-        values = torch.zeros(settings["rows"], WIDTH, requires_grad=True)
-        stage = PacedStage(
+        stage = paced_stage(
             self.module,
             place.stage,
             place.stages,
-            torch.device("cpu"),
-            input_args=values if place.stage else values.detach(),
-            output_args=values,
-            group=place.pp,
+            (settings["rows"], WIDTH),
+            place.pp,
+            settings["forward_s"][place.stage],
         )
-        stage.pace_s = settings["forward_s"][place.stage]
         kind = settings["schedule"]
         if kind == "live":
             self.schedule: Any = ScheduleAdaptiveZB(stage, count, loss_of)
@@ -172,7 +169,7 @@ def worker(settings: dict[str, Any]) -> None:
 
 
 def _relayed_bytes() -> int:
-    """What this rank has passed on for others."""
+    """Bytes that this rank has passed on for others."""
     return torch_resilient.stats().relay.bytes
 
 

@@ -46,7 +46,7 @@ ACTIVATION_MS = ROWS * ROW_BYTES * WIRE_BYTES_PER_BYTE / NODE_BYTES_PER_S * 1e3
 
 @dataclass(frozen=True)
 class Setting:
-    """What the model and the lab have in common; times in ms, before they are stretched.
+    """A problem for both the model and the lab; times in ms, before they are stretched.
 
     Attributes:
         latency_ms: between sites a and b, and between b and c.
@@ -133,7 +133,7 @@ class Contender:
         if self.model_ms is not None:
             return self.model_ms
         if self.kind == "live":
-            # Whatever has arrived, B before F before W.
+            # An operation whose input has arrived, B before F before W.
             rules = Rules("BFWR", turn=1, spatial=self.sharing == "spatial")
             cell = self.setting.cell(self.sharing, self.transfer_ms, split=True)
             return schedule(cell, rules).iteration_ms
@@ -141,13 +141,13 @@ class Contender:
         return replay(cell, self._orders()).iteration_ms
 
     def _orders(self) -> list[list[list[str]]]:
-        """Of all pipelines and stages, with R. They are fixed before the training, for pipelines
-        that use their own nodes."""
+        """The orders of all pipelines and stages, with R. They are fixed before the training, for
+        pipelines that use their own nodes."""
         cell = self.setting.cell("spatial", self.transfer_ms, split=False)
         return plan_cell(cell, self.kind.lower()).orders
 
     def to_worker(self, stretch: float) -> Row:
-        """What the ranks have to know."""
+        """The settings of the ranks."""
         orders = None
         if self.kind == "varuna":
             # R takes no time; the worker runs the backward as a whole, and nothing as W.

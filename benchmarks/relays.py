@@ -31,19 +31,23 @@ time to the first rank of site b, with relay=auto and with relay=off, in turns.
   shared    the same with 2 hosts whose site has 10 MB/s for both
   small     2 hosts, 8 B there and back: the median time with relays over that without
   local     the same between two ranks of one site
+  order     3 hosts in each site; each rank of site a sends 1.6 MiB to its counterpart at the same
+            time: the median time of the first and of the last of them, with relays over without
   pause     2 hosts, 64 KiB every 20 ms; the uplink of the sender goes down: the longest time
             between two messages
 
 Exit status 1 if a limit is missed: 1.8, 2.6 and 3.3 times for 2, 3 and 4 hosts; 0.98 with a shared
-uplink; 1.1 for small messages; a pause of 0.25 s.
+uplink; 1.1 for small messages; for the order 0.75 of the time (first) and 1.1 (last); a pause of
+0.25 s.
 """
 
 RATE_BYTES_PER_S = 10e6
 DELAY_S = 0.02
-LARGE_BYTES, SMALL_BYTES, PAUSE_BYTES = 16 << 20, 8, 64 << 10
+LARGE_BYTES, ORDER_BYTES, SMALL_BYTES, PAUSE_BYTES = 16 << 20, 102 * 16384, 8, 64 << 10
 PAUSE_EVERY_S = 0.02
 HOSTS_MIN = {2: 1.8, 3: 2.6, 4: 3.3}
 SHARED_MIN, SMALL_MAX, PAUSE_MAX_S = 0.98, 1.1, 0.25
+FIRST_MAX, LAST_MAX = 0.75, 1.1
 LIMIT_S = 120.0
 
 
@@ -51,9 +55,9 @@ def worker(job: dict[str, Any]) -> None:
     """One rank; ranks that neither send nor receive wait for the end."""
     dist.init_process_group("resilient")
     dist.barrier()
-    source, target = job["pair"]
-    if dist.get_rank() in (source, target):
-        exchange(job, first=dist.get_rank() == source, peer=source + target - dist.get_rank())
+    for source, target in job["pairs"]:
+        if dist.get_rank() in (source, target):
+            exchange(job, first=dist.get_rank() == source, peer=source + target - dist.get_rank())
     sys.stdin.readline()  # relays stay until all is over
     dist.destroy_process_group()
 
@@ -62,6 +66,8 @@ def exchange(job: dict[str, Any], first: bool, peer: int) -> None:
     """Messages one way, or there and back; the receiver, or the first one, tells the times."""
     message = torch.zeros(job["bytes"], dtype=torch.uint8)
     for _ in range(job["count"]):
+        if job["together"]:
+            dist.barrier()
         begin = time.monotonic()
         if first:
             dist.send(message, peer)
@@ -72,7 +78,8 @@ def exchange(job: dict[str, Any], first: bool, peer: int) -> None:
             if job["back"]:
                 dist.send(message, peer)
         if first == job["back"]:
-            say("message", time_s=time.monotonic(), took_s=time.monotonic() - begin)
+            rank, now = dist.get_rank(), time.monotonic()
+            say("message", rank=rank, time_s=now, took_s=now - begin)
         time.sleep(job["every_s"])
 
 
@@ -106,35 +113,52 @@ def run(
                     rows.append(row)
                     if len(rows) == cut_after:
                         net.down(direction=f"a0<->{names[1]}")
-                return len(rows) == job["count"]
+                return len(rows) == job["count"] * len(job["pairs"])
 
             ranks.until(last, "messages", LIMIT_S)
             ranks.tell("")
             return rows
 
 
+def job_of(pairs: Sequence[Sequence[int]], size: int, count: int, **more: Any) -> dict[str, Any]:
+    """`count` messages of `size` bytes from the first to the second rank of each pair.
+
+    Args:
+        back: each is returned.
+        together: all pairs begin each message at the same time.
+        every_s: the pause between two.
+    """
+    job = {"pairs": pairs, "bytes": size, "count": count}
+    return {**job, "back": False, "together": False, "every_s": 0.0, **more}
+
+
 def rate(relay: str, hosts: int, count: int, shared: bool = False) -> float:
     """Bytes per second of 16 MiB messages, the first one left out."""
-    job = {"pair": [0, hosts], "bytes": LARGE_BYTES, "count": count, "back": False, "every_s": 0}
+    job = job_of([(0, hosts)], LARGE_BYTES, count)
     times = [row["time_s"] for row in run(relay, hosts, job, shared=shared)]
     return LARGE_BYTES * (len(times) - 1) / (times[-1] - times[0])
 
 
 def ping(relay: str, pair: Sequence[int], count: int) -> float:
     """Median seconds of 8 B there and back."""
-    job = {"pair": list(pair), "bytes": SMALL_BYTES, "count": count, "back": True, "every_s": 0}
+    job = job_of([pair], SMALL_BYTES, count, back=True)
     return median([row["took_s"] for row in run(relay, 2, job)[count // 5 :]])
+
+
+def order(relay: str, count: int) -> tuple[float, float]:
+    """Median seconds of the first and the last of three messages that begin at the same time."""
+    job = job_of([(k, 3 + k) for k in range(3)], ORDER_BYTES, count, together=True)
+    took_s: dict[int, list[float]] = {}
+    for row in run(relay, 3, job):
+        took_s.setdefault(row["rank"], []).append(row["took_s"])
+    # Connections open, and the uplinks are measured, in the first third.
+    by_rank = [median(found[count // 3 :]) for found in took_s.values()]
+    return min(by_rank), max(by_rank)
 
 
 def pause(relay: str) -> float:
     """The longest time between two messages while the uplink of the sender goes down."""
-    job = {
-        "pair": [0, 2],
-        "bytes": PAUSE_BYTES,
-        "count": 90,
-        "back": False,
-        "every_s": PAUSE_EVERY_S,
-    }
+    job = job_of([(0, 2)], PAUSE_BYTES, 90, every_s=PAUSE_EVERY_S)
     times = [row["time_s"] for row in run(relay, 2, job, cut_after=45)][30:]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
@@ -143,11 +167,16 @@ def measure(quick: bool) -> Iterator[Row]:
     """The rows of all cases."""
     rounds, count = (1, 5) if quick else (5, 8)
 
-    def compared(case: str, one: Any, least: float | None, most: float | None) -> Row:
-        values: dict[str, list[float]] = {"auto": [], "off": [], "off again": []}
+    def measured(one: Any) -> dict[str, list[Any]]:
+        values: dict[str, list[Any]] = {"auto": [], "off": [], "off again": []}
         for _ in range(rounds):
             for name, found in values.items():
                 found.append(one(name.split()[0]))
+        return values
+
+    def compared(
+        case: str, values: dict[str, list[float]], least: float | None, most: float | None
+    ) -> Row:
         auto, off, again = (median(found) for found in values.values())
         ratio = auto / off
         met = (least is None or ratio >= least) and (most is None or ratio <= most)
@@ -164,10 +193,17 @@ def measure(quick: bool) -> Iterator[Row]:
         }
 
     for hosts, least in HOSTS_MIN.items():
-        yield compared(f"{hosts} hosts", lambda r, n=hosts: rate(r, n, count), least, None)
-    yield compared("shared uplink", lambda r: rate(r, 2, count, shared=True), SHARED_MIN, None)
-    yield compared("small, other site", lambda r: ping(r, (0, 2), 100), None, SMALL_MAX)
-    yield compared("small, same site", lambda r: ping(r, (0, 1), 500), None, SMALL_MAX)
+        values = measured(lambda r, n=hosts: rate(r, n, count))
+        yield compared(f"{hosts} hosts", values, least, None)
+    values = measured(lambda r: rate(r, 2, count, shared=True))
+    yield compared("shared uplink", values, SHARED_MIN, None)
+    for name, pair, times in (("other", (0, 2), 100), ("same", (0, 1), 500)):
+        values = measured(lambda r, p=pair, n=times: ping(r, p, n))
+        yield compared(f"small, {name} site", values, None, SMALL_MAX)
+    both = measured(lambda r: order(r, 8 * count))
+    for place, (name, most) in enumerate((("first", FIRST_MAX), ("last", LAST_MAX))):
+        values = {way: [each[place] for each in found] for way, found in both.items()}
+        yield compared(f"order, {name} of 3", values, None, most)
     for relay in ("auto", "failover"):
         found = [pause(relay) for _ in range(rounds)]
         most = PAUSE_MAX_S if relay == "auto" else None

@@ -42,7 +42,7 @@ def _series(rows: Sequence[Row]) -> dict[str, list[float]]:
 
 
 def _about(rows: Sequence[Row]) -> str:
-    """What happened with the library."""
+    """The result with the library, in words."""
     for row in rows:
         if row["library"]:
             back = "never" if row["return_s"] is None else f"after {row['return_s']:.1f} s"

@@ -209,6 +209,24 @@ class PacedStage(PipelineStage):
         return self._paced(2 if self.is_first else 1, run, bwd_chunk_id, last_backward)
 
 
+def paced_stage(
+    module: nn.Module, stage: int, stages: int, shape: Sequence[int], group: Any, pace_s: float
+) -> PacedStage:
+    """A stage between others that send and take tensors of that shape."""
+    values = torch.zeros(shape, requires_grad=True)
+    made = PacedStage(
+        module,
+        stage,
+        stages,
+        torch.device("cpu"),
+        input_args=values if stage else values.detach(),
+        output_args=values,
+        group=group,
+    )
+    made.pace_s = pace_s
+    return made
+
+
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return ((output - target) ** 2).mean()
 
@@ -236,17 +254,9 @@ class Bench:
 
     def _schedule(self, method: str) -> Any:
         torch.manual_seed(self.rank)
-        values = torch.zeros(self.model.shape, requires_grad=True)
-        stage = PacedStage(
-            self.model.make(),
-            self.rank,
-            self.stages,
-            torch.device("cpu"),
-            input_args=values if self.rank else values.detach(),
-            output_args=values,
-            group=self.group,
+        stage = paced_stage(
+            self.model.make(), self.rank, self.stages, self.model.shape, self.group, self.pace_s
         )
-        stage.pace_s = self.pace_s
         n = self.microbatches
         if method == "1F1B":
             return Schedule1F1B(stage, n, loss_of)

@@ -1,4 +1,4 @@
-"""What the memory safety of RDMA paths costs while nothing fails, against trust in completions.
+"""The cost of memory safety of RDMA paths while nothing fails, against trust in completions.
 
     make -C csrc safety-cost
     python benchmarks/verbs_safety.py
