@@ -20,6 +20,8 @@ pytestmark = pytest.mark.lab
 
 PROGRAM = Path(__file__).with_name("relay_program.py")
 RATE_BYTES_PER_S = 5e6
+# Ethernet, IP and TCP, which the limit of the lab counts.
+WIRE_BYTES_PER_BYTE = 1500 / 1448
 DELAY_S = 0.005
 MESSAGE_BYTES = 1 << 20
 # Much longer than anything here takes, even on a busy machine.
@@ -127,8 +129,9 @@ def sent_over(result: Row, peer: int, relay: int) -> int:
 
 def test_the_first_pipeline_is_served_first(sites: Sites) -> None:
     # Each has the whole site in turn: one message is there when half the time is over. Otherwise
-    # both would take as long. What the uplinks carry has to be found out first.
-    job = sites.job(job="pipelines", count=200, bytes=MESSAGE_BYTES)
+    # both would take as long. Relays and connections have to be there first.
+    limit = str(int(RATE_BYTES_PER_S / WIRE_BYTES_PER_BYTE))
+    job = sites.job(job="pipelines", count=200, bytes=MESSAGE_BYTES, WAN_RATE_LIMIT=limit)
     took_s: dict[int, list[float]] = {2: [], 3: []}
 
     def in_order(row: Row) -> bool:
@@ -141,6 +144,25 @@ def test_the_first_pipeline_is_served_first(sites: Sites) -> None:
         )
 
     job.until(in_order, "an order of the pipelines", PATIENCE_S)
+
+
+def test_a_neighbour_that_sends_its_own_is_left_alone(sites: Sites) -> None:
+    # Nothing says what the uplinks carry, so nothing could put both pipelines in order.
+    job = sites.job(job="pipelines", count=40, bytes=MESSAGE_BYTES)
+    arrived = {2: 0, 3: 0}
+
+    def all_arrived(row: Row) -> bool:
+        assert row["kind"] != "error", row
+        if row["kind"] == "message":
+            assert row["right"], row
+            arrived[row["rank"]] += 1
+        return min(arrived.values()) >= 40
+
+    job.until(all_arrived, "all messages", PATIENCE_S)
+    found = results(job)
+    for rank, neighbour in ((0, 1), (1, 0)):
+        # Until the neighbour has said so, and when it is asked again.
+        assert sent_over(found[rank], 2 + rank, relay=neighbour) < 8 * MESSAGE_BYTES
 
 
 def test_a_neighbour_sends_a_share(sites: Sites) -> None:

@@ -200,6 +200,28 @@ bool Channel::takesChunksDirectly() const {
   });
 }
 
+// What the uplink carries is divided among our connections as their own rates
+// are.
+double Channel::inTurn(double bytesPerS) const {
+  if (uplinkBytesPerS_ == 0) {
+    return bytesPerS;
+  }
+  double sum = 0;
+  int count = 0;
+  bool relayed = false;
+  for (const auto& [id, p] : paths_) {
+    if (takesChunks(id)) {
+      sum += p.overRelay ? 0 : p.statistics.capacityBytesPerS();
+      count += !p.overRelay;
+      relayed = relayed || p.overRelay;
+    }
+  }
+  if (!relayed || sum >= uplinkBytesPerS_) {
+    return bytesPerS;
+  }
+  return uplinkBytesPerS_ * (sum > 0 ? bytesPerS / sum : 1.0 / count);
+}
+
 // Passes over those that have been handed out whole: they are still queued.
 const Channel::OutMessage* Channel::waiting(size_t queue) const {
   for (const uint64_t number : ready_[queue]) {

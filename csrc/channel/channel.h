@@ -180,9 +180,10 @@ class Channel {
   // The owner sets the pace of all paths together (pull without chunks). Chunks
   // are no larger than this and leave in order: no path skips ahead to later
   // messages.
-  // 0: there is no cap any more.
-  void setPaced(uint32_t chunkBytes) {
+  // `bytesPerS`: the cap.
+  void setPaced(uint32_t chunkBytes, double bytesPerS) {
     pacedChunkBytes_ = chunkBytes;
+    uplinkBytesPerS_ = bytesPerS;
   }
 
   // --- the application's side
@@ -375,11 +376,6 @@ class Channel {
   bool takesChunksDirectly() const;
   // Activations wait: of our own, or that we relay.
   bool backloggedActivations(bool forOthers) const;
-  // The bytes of messages that the peer has acknowledged, other than over
-  // relays.
-  uint64_t arrivedDirectly() const {
-    return arrivedDirectly_;
-  }
   // Since when the path owes us an acknowledgement without any progress;
   // kNever if it owes none.
   TimePoint waitingSince(PathId path) const;
@@ -427,7 +423,8 @@ class Channel {
   // sending
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
-  static PathLoad loadOf(const PathState& p, TimePoint now);
+  PathLoad loadOf(const PathState& p, TimePoint now) const;
+  double inTurn(double bytesPerS) const; // of a path that is over no relay
   OutMessage* worthTaking(const PathState& p, size_t queue, TimePoint now);
   const OutMessage* waiting(size_t queue) const; // the first; null: none
   uint32_t chunkBytesFor(uint64_t messageBytes) const;
@@ -545,8 +542,8 @@ class Channel {
   bool grantsUrgent_ = false;
 
   FrameHeader lastCollective_;
-  uint64_t arrivedDirectly_ = 0;
   uint32_t pacedChunkBytes_ = 0; // 0: not paced
+  double uplinkBytesPerS_ = 0;
 
   // The pins of paths that have been removed.
   std::map<PathId, std::deque<Pin>> endingPins_;

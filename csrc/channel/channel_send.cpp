@@ -77,8 +77,8 @@ void Channel::send(SendOp* op, TimePoint now) {
     h.flags |= kFlagTolerant;
   }
   const bool small = op->bytes <= config_.copyBytes;
-  if (m.tolerant) {
-    // Its owner waits for more than the buffer.
+  if (m.tolerant || op->neverCopied) {
+    // Its owner waits for more than the buffer, or does not need it.
   } else if ((!small || !stage(m)) && op->pointToPoint) {
     lent_.push_back(h.message);
     stageInterval_ = config_.stageAfter;
@@ -350,19 +350,20 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   if (messageBytes <= std::min(max, kMinSplitBytes)) {
     return max;
   }
-  double slowest = 0;
+  double fits = 0;
   for (const auto& [id, p] : paths_) {
-    const double rate = p.knownBytesPerS > 0 ? p.knownBytesPerS
-                                             : p.statistics.capacityBytesPerS();
+    const double rate =
+        p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, {}).bytesPerS;
     const bool memory = p.selfAcknowledging && p.ordered;
     if (rate > 0 && !p.suspect && p.classes != 0 && !memory) {
-      slowest = slowest == 0 ? rate : std::min(slowest, rate);
+      const double bytes =
+          rate * toSeconds(p.overRelay ? kRelayedChunkTime : kChunkTime);
+      fits = fits == 0 ? bytes : std::min(fits, bytes);
     }
   }
-  if (slowest == 0) {
+  if (fits == 0) {
     return std::min(max, config_.firstChunkBytes);
   }
-  const double fits = slowest * toSeconds(kChunkTime);
   if (fits >= max) {
     return max;
   }
@@ -373,9 +374,16 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   return std::min(bytes, max);
 }
 
-PathLoad Channel::loadOf(const PathState& p, TimePoint now) {
+// Where uplinks have a limit, a path waits for its turn there, and its own rate
+// is only that of its share. What counts is the rate in its turn.
+PathLoad Channel::loadOf(const PathState& p, TimePoint now) const {
   PathLoad l;
   l.bytesPerS = p.statistics.capacityBytesPerS();
+  if (p.overRelay && p.knownBytesPerS > 0) {
+    l.bytesPerS = p.knownBytesPerS;
+  } else if (!p.overRelay) {
+    l.bytesPerS = inTurn(l.bytesPerS);
+  }
   l.oneWayS = p.statistics.minRoundTripS() / 2;
   l.inFlightBytes = p.inFlightBytes;
   l.silentS = p.inFlight.empty() ? 0 : toSeconds(now - p.progressAt);
@@ -533,6 +541,9 @@ Channel::OutMessage* Channel::nextSendable(
     if (takeCredit(m, m.chunkPayload(m.nextChunk))) {
       chunk = m.nextChunk++;
       scheduler_.served(queue, m.chunkPayload(chunk), waiting);
+      if (m.nextChunk == m.chunks && m.op != nullptr) {
+        m.op->handedOut();
+      }
       return &m;
     }
     ready_[queue].pop_front();
@@ -797,7 +808,6 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     }
     p.progressAt = now;
     counters_.bytesSent += bytes;
-    arrivedDirectly_ += p.overRelay ? 0 : bytes;
     if (bytes != 0) {
       p.statistics.onAcknowledged(bytes, p.busySince, now, p.inFlightBytes);
     }

@@ -65,6 +65,8 @@ struct SendOp : Operation {
   // The first bytes of `data` that may be read, if not all are there yet. The
   // owner tells of more by Channel::sourceGrew().
   uint64_t availableBytes = UINT64_MAX;
+  // The owner has no other use for the buffer, so a copy would help nobody.
+  bool neverCopied = false;
   // Nothing of it is sent before the far end has a receive for it, which can
   // then read it from where it lies (OutFrame::mayRefer). Costs a round trip.
   bool awaitReceive = false;
@@ -78,6 +80,10 @@ struct SendOp : Operation {
   Status failure;
 
   uint64_t message = 0; // set by Channel::send; 0 once the core is done
+
+  // All of it has been given to a path: nothing of it waits any more, unless
+  // that path fails. It must not call back into the core.
+  virtual void handedOut() {}
 };
 
 struct RecvOp : Operation {

@@ -200,8 +200,8 @@ void DatagramConnector::makePath(
   }
   config.knownBytesPerS = connections_.capacityBytesPerS(route);
   if (Uplink* const uplink = link_.uplink();
-      uplink != nullptr && uplink->declared()) {
-    config.maxBytesPerS = uplink->limit().bytesPerS();
+      uplink != nullptr && uplink->limit() != nullptr) {
+    config.maxBytesPerS = uplink->bytesPerS();
   }
   socket.setDscp(link_.host().dscpOf(site));
   add(std::make_unique<DatagramPath>(

@@ -49,9 +49,15 @@ size_t RelayConnector::count() const {
                   : 1;
 }
 
+// Those that are busy do not count, up to as many more.
 size_t RelayConnector::opened() const {
-  return static_cast<size_t>(std::ranges::count_if(
-      flows_, [](const Flow& flow) { return flow.path->opener(); }));
+  size_t idle = 0, busy = 0;
+  for (const Flow& flow : flows_) {
+    if (flow.path->opener()) {
+      ++(flow.path->busy() ? busy : idle);
+    }
+  }
+  return idle + (busy > count() ? busy - count() : 0);
 }
 
 void RelayConnector::offer() {
@@ -114,7 +120,7 @@ void RelayConnector::add(const Uid& relay, const RelayFlow& flow, bool opener) {
   RelayPathConfig config;
   config.flow = flow;
   config.opener = opener;
-  config.maxWindowBytes =
+  config.maxUnderWayBytes =
       static_cast<uint64_t>(options.relay_bytes) / kFlowShare;
   config.suspectAfter = fromSeconds(options.suspect_after_s);
   config.relay = to->describe();
@@ -248,7 +254,7 @@ uint8_t RelayConnector::classes(const Path& path, const Roles& roles) const {
   if (!p.usable()) {
     return 0;
   }
-  return shares() && p.opener() ? kAllClasses : roles.relays;
+  return shares() && p.opener() && !p.busy() ? kAllClasses : roles.relays;
 }
 
 void RelayConnector::onPathUse(Path& path) {
@@ -272,6 +278,9 @@ void RelayConnector::onPathUse(Path& path) {
             ": other ways take over");
   }
   link_.channel().setSuspect(p.id(), p.silent());
+  if (p.busy()) {
+    lookAgain(std::chrono::milliseconds(1)); // for one that is not
+  }
 }
 
 void RelayConnector::onPathClosed(Path& path, const Status& why) {

@@ -495,18 +495,17 @@ Uplink* Engine::uplink(const std::string& site) {
 // for ever; therefore PeerLink::close() leaves the queue.
 void Engine::waitForTurn(const std::string& site) {
   SharedUplink& shared = uplinks_.at(site);
-  if (shared.timer != 0 || !shared.uplink.limit().idleTurn()) {
+  RateLimit* const limit = shared.uplink.limit();
+  if (limit == nullptr || shared.timer != 0 || !limit->idleTurn()) {
     return;
   }
-  shared.timer = loop_.at(shared.uplink.limit().readyAt(), [this, &shared] {
+  shared.timer = loop_.at(limit->readyAt(), [this, limit, &shared] {
     shared.timer = 0;
-    const TimePoint now = loop_.now();
-    RateLimit* const limit = shared.uplink.limitNow(now);
-    if (limit == nullptr || !limit->idleTurn()) {
+    if (!limit->idleTurn()) {
       return;
     }
     // Positions in streams tell something only about pipelines in step.
-    const bool inOrder = shared.uplink.contended(now);
+    const bool inOrder = shared.uplink.contended(loop_.now());
     const RateLimit::User next = limit->nextTurn([&](RateLimit::User user) {
       const auto waits =
           byChannel_[user - 1]->channel().mostUrgent(globalRank_);

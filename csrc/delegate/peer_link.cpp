@@ -351,15 +351,14 @@ void PeerLink::pump() {
   }
   const TimePoint now = loop().now();
   RateLimit* limit = nullptr;
-  const bool direct = uplink_ != nullptr && channel_.takesChunksDirectly();
   if (uplink_ != nullptr) {
+    const bool direct = channel_.takesChunksDirectly();
     uplink_->onWaiting(
         channel_.id(),
         direct && channel_.backloggedActivations(/*forOthers=*/false),
         direct && channel_.backloggedActivations(/*forOthers=*/true),
         now);
-    limit = uplink_->limitNow(now);
-    setPaced();
+    limit = uplink_->limit();
   }
   if (paths_.pump(limit, now)) { // more than one turn's share
     loop().post([this, alive = std::weak_ptr<void>(alive_)] {
@@ -370,21 +369,15 @@ void PeerLink::pump() {
   }
   armChannelTimer();
   tcp_.failover().onSent(loop().now());
-  if (uplink_ != nullptr) {
-    uplink_->onSent(
-        channel_.id(),
-        channel_.arrivedDirectly() -
-            std::exchange(toldArrived_, channel_.arrivedDirectly()),
-        direct && channel_.backlogged(),
-        now);
-    uplink_->limit().endTurn(channel_.id()); // if it could not use it
+  if (limit != nullptr) {
+    limit->endTurn(channel_.id()); // if it could not use it
     host_.waitForTurn(address_->site);
   }
 }
 
 void PeerLink::setPaced() {
-  const double bytesPerS = uplink_ == nullptr ? 0 : uplink_->pacedBytesPerS();
-  channel_.setPaced(bytesPerS == 0 ? 0 : chunkBytesAt(bytesPerS));
+  const double bytesPerS = uplink_ == nullptr ? 0 : uplink_->bytesPerS();
+  channel_.setPaced(bytesPerS == 0 ? 0 : chunkBytesAt(bytesPerS), bytesPerS);
 }
 
 void PeerLink::armChannelTimer() {

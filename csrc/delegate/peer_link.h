@@ -141,7 +141,6 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   Status closedBecause_;
   std::optional<TimePoint> heardAt_; // on paths that are closed now
   TimePoint neededSince_ = kNever; // interest, and never connected
-  uint64_t toldArrived_ = 0; // of channel_.arrivedDirectly(), to the uplink
   TimerId channelTimer_ = 0;
   TimePoint channelTimerAt_ = kNever;
   // For calls that are posted to the loop and may come too late. They hold it

@@ -5,6 +5,7 @@
 
 #include "delegate/link_host.h"
 #include "delegate/peer_link.h"
+#include "path/uplink.h"
 
 namespace resilient {
 namespace {
@@ -16,6 +17,9 @@ constexpr size_t kMaxFlows = 16u << 10;
 // taken by then, end. Its sender has given up the flow long before.
 constexpr Nanos kTakesAtMost = std::chrono::seconds(10);
 constexpr Nanos kLookEvery = std::chrono::seconds(1);
+// A sender hears what has left, or that nothing waits any more. This is a part
+// of what may wait.
+constexpr uint64_t kTellEveryBytes = 64u << 10;
 
 } // namespace
 
@@ -66,9 +70,14 @@ struct RelayService::Forward : SendOp {
     }
   }
 
+  void handedOut() override {
+    service.onHandedOut(*this);
+  }
+
   RelayService& service;
   PeerLink* target = nullptr;
   RelayFlow flow;
+  bool fromOpener = true;
   TimePoint since{};
   std::list<Forward>::iterator self;
   std::unique_ptr<std::byte[]> content;
@@ -82,6 +91,7 @@ RelayService::~RelayService() {
 
 void RelayService::close() {
   host_.loop().cancel(std::exchange(timer_, 0));
+  host_.loop().cancel(std::exchange(tellTimer_, 0));
   for (Held& held : held_) {
     host_.mailbox().cancel(&held, "the receiver is leaving");
   }
@@ -179,20 +189,77 @@ void RelayService::passOn(
   forward.self = std::prev(forwards_.end());
   forward.target = target;
   forward.flow = flow;
+  forward.fromOpener = header.fromOpener;
   forward.since = host_.loop().now();
   forward.content = std::move(held.content);
   forward.data = forward.content.get();
   forward.bytes = held.bytes;
   heldBytes_ += forward.bytes; // held's leave with it
+  forward.neverCopied = true;
   forward.key.group = kRelayGroup;
   forward.key.order = held.order;
   forward.sourceRank = from.globalRank();
   forward.trafficClass = held.cls;
   ++counters_.messages;
   counters_.bytes += forward.bytes;
+  found->second.passed[header.fromOpener].waitingBytes += forward.bytes;
   target->addInterest();
   target->channel().send(&forward, host_.loop().now());
   look();
+}
+
+// The core is at work: the notes leave later in this turn.
+void RelayService::onHandedOut(const Forward& forward) {
+  const auto found = flows_.find(forward.flow);
+  if (found == flows_.end()) {
+    return;
+  }
+  Flow::Passed& passed = found->second.passed[forward.fromOpener];
+  passed.waitingBytes -= forward.bytes;
+  passed.bytes += forward.bytes;
+  if (untold_.empty() || untold_.back() != forward.flow) {
+    untold_.push_back(forward.flow);
+  }
+  if (tellTimer_ == 0) {
+    tellTimer_ = host_.loop().after(Nanos(0), [this] {
+      tellTimer_ = 0;
+      tell();
+    });
+  }
+}
+
+// Tells the senders what has left, so that they can give more.
+void RelayService::tell() {
+  for (const RelayFlow& flow : std::exchange(untold_, {})) {
+    const auto found = flows_.find(flow);
+    if (found == flows_.end()) {
+      continue;
+    }
+    for (const bool fromOpener : {true, false}) {
+      Flow::Passed& passed = found->second.passed[fromOpener];
+      const uint64_t untold = passed.bytes - passed.toldBytes;
+      PeerLink* const to = host_.linkTo(fromOpener ? flow.opener : flow.other);
+      if (untold == 0 || to == nullptr || !to->usable() ||
+          (untold < kTellEveryBytes && passed.waitingBytes != 0)) {
+        continue;
+      }
+      passed.toldBytes = passed.bytes;
+      RelayNote note;
+      note.what = RelayNote::What::kPassed;
+      note.hop = RelayHop::kFromRelay;
+      note.fromOpener = !fromOpener;
+      note.flow = flow;
+      note.passedBytes = passed.bytes;
+      const PeerLink* const target =
+          host_.linkTo(fromOpener ? flow.other : flow.opener);
+      if (target != nullptr && target->uplink() != nullptr) {
+        const Uplink& uplink = *target->uplink();
+        note.bytesPerS = static_cast<uint64_t>(uplink.bytesPerS());
+        note.busy = uplink.needsItself(host_.loop().now());
+      }
+      to->channel().sendControl(encode(note), /*direct=*/true);
+    }
+  }
 }
 
 // --- notes
@@ -210,7 +277,8 @@ void RelayService::onNote(PeerLink& from, const RelayNote& note) {
   const std::string why = link == nullptr
       ? "the far end does not know this rank, or not yet"
       : link->relays().onNote(from.uid(), note);
-  if (!why.empty() && note.what != RelayNote::What::kClose) {
+  if (!why.empty() && note.what != RelayNote::What::kClose &&
+      note.what != RelayNote::What::kPassed) {
     counters_.refused += note.what == RelayNote::What::kOpen;
     answer(from, flow, !note.fromOpener, RelayHop::kToRelay, why);
   }
@@ -225,6 +293,9 @@ std::string RelayService::whyNot(PeerLink& from, const RelayNote& note) const {
   }
   if (source != from.uid()) {
     return "the flow is another rank's";
+  }
+  if (note.what == RelayNote::What::kPassed) {
+    return "only a relay tells what it has passed on";
   }
   if (note.what == RelayNote::What::kOpen && !note.fromOpener) {
     return "a flow is opened by its opener only";

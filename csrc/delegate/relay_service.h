@@ -1,10 +1,12 @@
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <list>
 #include <map>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/traffic_class.h"
 #include "channel/operation.h"
@@ -60,6 +62,13 @@ class RelayService {
   struct Flow {
     TimePoint openedAt{};
     bool accepted = false; // until then we keep up the way to both ends
+    // By direction, of the messages that have come: see tell().
+    struct Passed {
+      uint64_t waitingBytes = 0;
+      uint64_t bytes = 0;
+      uint64_t toldBytes = 0;
+    };
+    std::array<Passed, 2> passed{}; // by fromOpener
   };
   using Flows = std::map<RelayFlow, Flow>;
 
@@ -78,6 +87,8 @@ class RelayService {
   void end(Flows::iterator flow);
   void endBoth(Flows::iterator flow, const std::string& why);
   void setInterest(const RelayFlow& flow, bool needed);
+  void onHandedOut(const Forward& forward);
+  void tell();
   void look();
 
   LinkHost& host_;
@@ -87,6 +98,8 @@ class RelayService {
   uint64_t heldBytes_ = 0; // of both
   RelayCounters counters_;
   TimerId timer_ = 0;
+  std::vector<RelayFlow> untold_; // flows of which tell() has to look
+  TimerId tellTimer_ = 0;
 };
 
 } // namespace resilient

@@ -7,15 +7,17 @@
 
 namespace resilient {
 
-// How many bytes a path over a relay may have under way. The relay holds what
-// it cannot pass on at once, so the window is what bounds its memory, and the
-// time that chunks spend there.
+// How many bytes may be on the way to a relay or wait there for their turn: as
+// few as keep it busy. What waits at one relay can no longer leave by another
+// one whose turn has come, or by our own NIC. What the relay has passed on does
+// not count, so the distance to the far end plays no part.
 //
-// How it works. With an empty queue at the relay, an answer takes the shortest
-// round trip that was seen. The rest of its time is queue: of a window w, the
-// part w (1 - shortest / round trip). The window doubles with every round trip
-// until there is a queue, and then follows it: a short one lets it grow slowly,
-// a long one shrinks it. (The rule of TCP Vegas, in bytes.)
+// How it works. With an empty queue at the relay, it takes the shortest time
+// that was seen until the relay tells that it has passed bytes on. The rest is
+// queue: of a window w, the part w (1 - shortest / time). The window doubles
+// with every round trip to the relay until there is a queue, and then follows
+// it: a short one lets it grow slowly, a long one shrinks it. (The rule of TCP
+// Vegas, in bytes.)
 class RelayWindow {
  public:
   explicit RelayWindow(uint64_t most)
@@ -24,12 +26,13 @@ class RelayWindow {
   uint64_t bytes() const {
     return window_;
   }
-  // An answer for `bytes`, which took `roundTrip`. `full`: the window was what
-  // limited the sender, so the answer tells whether a larger one would do.
-  void onDelivered(uint64_t bytes, Nanos roundTrip, bool full) {
-    shortest_ = std::min(shortest_, std::max(roundTrip, Nanos(1)));
+  // The relay has told, after `took`, that it has passed `bytes` on. `full`:
+  // the window was what limited the sender, so this tells whether a larger one
+  // would do.
+  void onPassed(uint64_t bytes, Nanos took, bool full) {
+    shortest_ = std::min(shortest_, std::max(took, Nanos(1)));
     const double queued = static_cast<double>(window_) *
-        (1 - toSeconds(shortest_) / toSeconds(std::max(roundTrip, shortest_)));
+        (1 - toSeconds(shortest_) / toSeconds(std::max(took, shortest_)));
     const double allowed =
         std::max<double>(kQueueBytes, static_cast<double>(window_) / 4);
     if (queued > allowed) {
@@ -45,12 +48,11 @@ class RelayWindow {
   }
 
  private:
-  // Bytes that wait at the relay for their turn look like a queue, too. So this
-  // least window lets a relay go on until the next answer is there: 25 ms at
-  // 250 Mbit/s. Less left the last of three pipelines without bytes.
-  static constexpr uint64_t kFirstBytes = 768u << 10;
-  static constexpr uint64_t kQueueBytes = 1024u << 10;
-  static constexpr uint64_t kStepBytes = 128u << 10; // a round trip
+  // A few chunks: 8 ms at 250 Mbit/s, during which the relay's note and the
+  // next chunks are under way, on a busy machine too.
+  static constexpr uint64_t kFirstBytes = 256u << 10;
+  static constexpr uint64_t kQueueBytes = 256u << 10;
+  static constexpr uint64_t kStepBytes = 64u << 10; // a round trip
 
   const uint64_t most_;
   uint64_t window_;

@@ -74,6 +74,11 @@ class RelayHost final : public LinkHost, public MailboxListener {
     const auto frame = next(rank);
     return frame ? decodeRelayNote(frame->payload) : std::nullopt;
   }
+  // What is due now; only once.
+  void runOnce() {
+    loop_.after(std::chrono::milliseconds(1), [this] { loop_.stop(); });
+    loop_.run();
+  }
   // Lets that rank send this; false if it is refused before it has come.
   bool give(
       uint8_t rank,
@@ -297,6 +302,37 @@ TEST(relay_service_passes_on_what_belongs_to_a_flow) {
   note = host.nextNote(2);
   CHECK(note && note->what == What::kClose);
   CHECK_EQ(host.service->counters().flows, 0u);
+}
+
+// Its sender gives it more when something has left, not when it has come.
+TEST(relay_service_tells_what_it_has_passed_on) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  PeerLink& b = host.peer(2);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  host.service->onNote(b, noteOf(What::kAccept, flow(1, 2), false));
+  CHECK(host.nextNote(1).has_value());
+  const auto content = messageOf(flow(1, 2));
+  CHECK(host.give(1, content));
+  CHECK(host.give(1, content));
+  CHECK(!host.nextNote(1).has_value());
+  CHECK(host.next(2).has_value());
+  CHECK(host.next(2).has_value());
+  host.runOnce();
+  const auto note = host.nextNote(1);
+  CHECK(note && note->what == What::kPassed);
+  CHECK(note->hop == RelayHop::kFromRelay && !note->fromOpener);
+  CHECK(note->flow == flow(1, 2));
+  CHECK_EQ(note->passedBytes, 2 * content.size());
+  CHECK(!note->busy);
+  CHECK(!host.nextNote(1).has_value());
+  // An end has nothing of the kind to tell.
+  host.service->onNote(a, noteOf(What::kPassed, flow(1, 2)));
+  CHECK_EQ(host.service->counters().refused, 1u);
+  const auto answer = host.nextNote(1);
+  CHECK(answer && answer->what == What::kClose);
+  CHECK(!host.nextNote(2).has_value());
 }
 
 // At a relay, messages for others have the place that they have in their own

@@ -52,7 +52,7 @@ struct RelayStats {
   int rank = -1; // of the relay, in the default group; -1: unknown
   std::string host; // of the relay
   bool ours = false; // this process has opened it
-  uint64_t windowBytes = 0; // may be under way
+  uint64_t windowBytes = 0; // may be at the relay
 };
 
 // One path to a peer for stats(); docs/operations.md describes the fields.

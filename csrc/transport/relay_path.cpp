@@ -15,6 +15,11 @@ constexpr Nanos kGiveUpAfter = std::chrono::seconds(2);
 // when somebody else begins to send.
 constexpr int kRoundTrips = 3;
 constexpr int kMaxPatience = 4;
+// A relay that needs its uplink itself is left alone for so long, and twice as
+// long each time. In between it gets a few chunks, which wait behind its own,
+// and says whether it still does.
+constexpr Nanos kBusyFor = std::chrono::seconds(10);
+constexpr Nanos kBusyAtMost = std::chrono::minutes(10);
 
 // Tell of frames at the latest after so many bytes, or this long.
 constexpr uint64_t kTellEveryBytes = 256u << 10;
@@ -37,10 +42,11 @@ RelayPath::RelayPath(
       toRelay_(toRelay),
       config_(std::move(config)),
       proven_(!config_.opener),
+      busyFor_(kBusyFor),
       startedAt_(loop.now()),
       heardAt_(loop.now()),
       progressAt_(loop.now()),
-      window_(config_.maxWindowBytes) {
+      window_(config_.maxUnderWayBytes) {
   channel_.addPath(id, loop_.now());
   channel_.setSelfAcknowledging(id, /*ordered=*/false);
   channel_.setOverRelay(id);
@@ -54,6 +60,7 @@ RelayPath::~RelayPath() {
     closed_ = true;
     loop_.cancel(timer_);
     loop_.cancel(tellTimer_);
+    loop_.cancel(busyTimer_);
     say(RelayNote::What::kClose, "the far end is gone");
     channel_.removePath(id(), loop_.now());
   }
@@ -80,6 +87,7 @@ void RelayPath::close(const Status& why) {
   closed_ = true;
   loop_.cancel(std::exchange(timer_, 0));
   loop_.cancel(std::exchange(tellTimer_, 0));
+  loop_.cancel(std::exchange(busyTimer_, 0));
   for (Part& part : parts_) {
     toRelay_.cancelSend(&part, why.message(), loop_.now());
   }
@@ -117,14 +125,17 @@ size_t RelayPath::takeFrame(bool chunks) {
     if (underWay_.empty()) {
       progressAt_ = loop_.now();
     }
-    underWay_.push_back(
-        {frameBytes, loop_.now(), underWayBytes_ >= window_.bytes()});
+    underWay_.push_back({frameBytes, loop_.now()});
     arm();
   }
   Part& part = parts_.emplace_back(*this);
   part.self = std::prev(parts_.end());
   part.bytes = kRelayHeaderBytes + frameBytes;
   part.content = std::make_unique_for_overwrite<std::byte[]>(part.bytes);
+  givenBytes_ += part.bytes;
+  atRelayBytes_ += part.bytes;
+  atRelay_.push_back(
+      {part.bytes, loop_.now(), atRelayBytes_ >= window_.bytes()});
   std::byte* const to = part.content.get();
   encodeRelay(
       header, std::span<std::byte, kRelayHeaderBytes>(to, kRelayHeaderBytes));
@@ -136,6 +147,7 @@ size_t RelayPath::takeFrame(bool chunks) {
         f->payloadBytes);
   }
   part.data = to;
+  part.neverCopied = true;
   part.key.group = kRelayGroup;
   part.key.order = f->order;
   part.sourceRank = config_.ownRank;
@@ -173,12 +185,50 @@ void RelayPath::onDelivered(uint64_t count) {
   underWayBytes_ -= bytes;
   const Nanos took = now - last.at;
   roundTrip_ = roundTrip_ == Nanos(0) ? took : (7 * roundTrip_ + took) / 8;
-  window_.onDelivered(bytes, took, last.full);
   progressAt_ = now;
   channel_.delivered(id(), count, now);
   if (!closed_ && !hadRoom && hasRoom()) {
     owner_.onPathReady(*this);
   }
+}
+
+// The relay may pass on a later message first, an urgent one. That does not
+// matter here: what counts is how much waits.
+void RelayPath::onPassed(uint64_t bytes) {
+  const bool hadRoom = hasRoom();
+  uint64_t passed = 0;
+  AtRelay last;
+  while (!atRelay_.empty() &&
+         givenBytes_ - atRelayBytes_ + atRelay_.front().bytes <= bytes) {
+    last = atRelay_.front();
+    atRelay_.pop_front();
+    atRelayBytes_ -= last.bytes;
+    passed += last.bytes;
+  }
+  if (passed != 0) {
+    window_.onPassed(passed, loop_.now() - last.at, last.full);
+  }
+  if (!hadRoom && hasRoom()) {
+    owner_.onPathReady(*this);
+  }
+}
+
+void RelayPath::onBusy(bool busy) {
+  if (closed_ || busy_) {
+    return;
+  }
+  if (!busy) {
+    busyFor_ = kBusyFor;
+    return;
+  }
+  busy_ = true;
+  busyTimer_ = loop_.after(busyFor_, [this] {
+    busyTimer_ = 0;
+    busy_ = false;
+    owner_.onPathUse(*this);
+  });
+  busyFor_ = std::min(2 * busyFor_, kBusyAtMost);
+  owner_.onPathUse(*this);
 }
 
 // --- receiving
@@ -196,6 +246,19 @@ void RelayPath::onNote(const RelayNote& note) {
   }
   if (note.what == RelayNote::What::kClose) {
     close(Status(StatusCode::kNetwork, note.text));
+    return;
+  }
+  if (note.what == RelayNote::What::kPassed) { // tells nothing of the far end
+    if (note.passedBytes > givenBytes_) {
+      close(Status(
+          StatusCode::kProtocol,
+          config_.relay + " has passed on " + std::to_string(note.passedBytes) +
+              " bytes of " + std::to_string(givenBytes_)));
+      return;
+    }
+    channel_.setCapacity(id(), static_cast<double>(note.bytesPerS));
+    onPassed(note.passedBytes);
+    onBusy(note.busy);
     return;
   }
   onHeard();

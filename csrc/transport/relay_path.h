@@ -19,7 +19,8 @@ namespace resilient {
 struct RelayPathConfig {
   RelayFlow flow;
   bool opener = true; // this end has opened the flow
-  uint64_t maxWindowBytes = 32u << 20;
+  // That the far end has not told of: the relay keeps its copy as long.
+  uint64_t maxUnderWayBytes = 32u << 20;
   // The least silence that is suspicious; the round trip adds to it.
   Nanos suspectAfter = std::chrono::milliseconds(50);
   std::string relay; // "rank 1 (host node7, ...)", for messages
@@ -37,6 +38,9 @@ struct RelayPathConfig {
 // end tells up to which one they have arrived; that says nothing about the
 // relay but that it works. So whatever becomes of the relay, the channel knows
 // what to send again.
+//
+// The relay tells what it has passed on. Little waits there (RelayWindow), and
+// so chunks leave by the NIC whose turn it is.
 //
 // It judges its own health: it is silent if frames are under way and no answer
 // comes. Whether an idle one works is not known.
@@ -71,6 +75,11 @@ class RelayPath final : public Path {
   bool silent() const {
     return silent_;
   }
+  // The relay needs its uplink itself: the path should only be used if there is
+  // no other.
+  bool busy() const {
+    return busy_;
+  }
 
   // What has come over the relay for this end of the flow.
   void onNote(const RelayNote& note);
@@ -81,7 +90,8 @@ class RelayPath final : public Path {
     return !closed_ && proven_ && !silent_;
   }
   bool hasRoom() const override {
-    return usable() && underWayBytes_ < window_.bytes();
+    return usable() && underWayBytes_ < config_.maxUnderWayBytes &&
+        atRelayBytes_ < window_.bytes();
   }
   size_t takeFrame(bool chunks = true) override;
   bool flush() override;
@@ -107,12 +117,19 @@ class RelayPath final : public Path {
   struct UnderWay {
     uint64_t bytes = 0;
     TimePoint at{};
+  };
+  // A message that the relay has not passed on yet, as far as it has told.
+  struct AtRelay {
+    uint64_t bytes = 0;
+    TimePoint at{};
     bool full = false; // it has filled the window
   };
 
   void say(RelayNote::What what, const std::string& text = "");
   void onHeard();
   void onDelivered(uint64_t count);
+  void onPassed(uint64_t bytes);
+  void onBusy(bool busy);
   Status receive(const RelayHeader& header, std::span<const std::byte> frame);
   void owe(uint64_t bytes, bool now);
   void acknowledge();
@@ -125,6 +142,9 @@ class RelayPath final : public Path {
   const RelayPathConfig config_;
   bool proven_;
   bool silent_ = false;
+  bool busy_ = false;
+  TimerId busyTimer_ = 0;
+  Nanos busyFor_; // the next time
   int patience_ = 1; // grows with false alarms
   const TimePoint startedAt_;
   TimePoint heardAt_;
@@ -137,7 +157,10 @@ class RelayPath final : public Path {
   std::deque<UnderWay> underWay_;
   uint64_t underWayBytes_ = 0;
   uint64_t lastNumber_ = 0, delivered_ = 0;
-  RelayWindow window_;
+  std::deque<AtRelay> atRelay_;
+  uint64_t atRelayBytes_ = 0;
+  uint64_t givenBytes_ = 0; // to the relay, of all messages
+  RelayWindow window_; // of atRelayBytes_
   Nanos roundTrip_{}; // smoothed; 0: unknown
 
   // receiving

@@ -233,6 +233,9 @@ std::vector<std::byte> encode(const RelayNote& note) {
       .put(note.flow.other)
       .put(note.flow.number)
       .put(note.delivered)
+      .put(note.passedBytes)
+      .put(note.bytesPerS)
+      .put(static_cast<uint8_t>(note.busy))
       .put(note.text)
       .take();
 }
@@ -386,6 +389,7 @@ std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload) {
   uint8_t what = 0;
   uint8_t hop = 0;
   uint8_t fromOpener = 0;
+  uint8_t busy = 0;
   Reader in(payload);
   in.get(what);
   in.get(hop);
@@ -394,13 +398,17 @@ std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload) {
   in.get(note.flow.other);
   in.get(note.flow.number);
   in.get(note.delivered);
+  in.get(note.passedBytes);
+  in.get(note.bytesPerS);
+  in.get(busy);
   in.getText(note.text);
   note.what = static_cast<RelayNote::What>(what);
   note.hop = static_cast<RelayHop>(hop);
   note.fromOpener = fromOpener == 1;
+  note.busy = busy == 1;
   const bool sound = what >= 1 &&
-      what <= static_cast<uint8_t>(RelayNote::What::kClose) && hop >= 1 &&
-      hop <= 2 && fromOpener <= 1 && note.flow.opener != note.flow.other;
+      what <= static_cast<uint8_t>(RelayNote::What::kPassed) && hop >= 1 &&
+      hop <= 2 && fromOpener <= 1 && busy <= 1 && note.flow.opener != note.flow.other;
   return in.complete() && sound ? std::optional(note) : std::nullopt;
 }
 

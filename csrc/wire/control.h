@@ -166,6 +166,8 @@ struct RelayNote {
     kAccept = 2,
     kDelivered = 3,
     kClose = 4,
+    // From the relay itself: what has left it for the far end.
+    kPassed = 5,
   };
 
   What what = What::kOpen;
@@ -173,6 +175,11 @@ struct RelayNote {
   bool fromOpener = true;
   RelayFlow flow;
   uint64_t delivered = 0; // as RelayHeader has it
+  // kPassed: of all messages of the flow, and what the NIC of the relay carries
+  // to the far end's site; 0 while unknown.
+  uint64_t passedBytes = 0;
+  uint64_t bytesPerS = 0;
+  bool busy = false; // it needs its way to the far end's site itself
   std::string text; // why it is closed
 
   const Uid& source() const {

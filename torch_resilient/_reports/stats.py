@@ -156,7 +156,7 @@ class RelayStats(Record):
         rank: of the relay, in the default group; -1 while unknown.
         host: host name of the relay.
         ours: this rank has opened the path, over a rank of its own site.
-        window_bytes: what may be under way to the peer and not acknowledged.
+        window_bytes: what may be on the way to the relay or wait there.
     """
 
     rank: int
