@@ -235,7 +235,9 @@ class Sites:
         realtime: bool,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the jobs that the contenders name; returns when all ranks are ready."""
+        """Starts the jobs that the contenders name; returns when all ranks are ready. They know
+        what a host may send to another site: relays need that to serve pipelines in order."""
+        payload = NODE_BYTES_PER_S / WIRE_BYTES_PER_BYTE / self._stretch
         for job in dict.fromkeys(each.job for each in contenders):
             own = {each.label: each for each in contenders if each.job == job}
             arguments = {
@@ -250,6 +252,7 @@ class Sites:
                 environment={
                     "TORCH_RESILIENT_INTERFACE": "eth0",
                     "TORCH_RESILIENT_RELAY": job,
+                    "TORCH_RESILIENT_WAN_RATE_LIMIT": str(int(payload)),
                     "GLOO_SOCKET_IFNAME": "eth0",
                     **(environment or {}),
                 },

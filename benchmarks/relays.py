@@ -42,6 +42,8 @@ uplink; 1.1 for small messages; for the order 0.75 of the time (first) and 1.1 (
 """
 
 RATE_BYTES_PER_S = 10e6
+# Ethernet, IP and TCP, which the limits of the lab count.
+WIRE_BYTES_PER_BYTE = 1500 / 1448
 DELAY_S = 0.02
 LARGE_BYTES, ORDER_BYTES, SMALL_BYTES, PAUSE_BYTES = 16 << 20, 102 * 16384, 8, 64 << 10
 PAUSE_EVERY_S = 0.02
@@ -84,7 +86,13 @@ def exchange(job: dict[str, Any], first: bool, peer: int) -> None:
 
 
 def run(
-    relay: str, hosts: int, job: dict[str, Any], *, shared: bool = False, cut_after: int = 0
+    relay: str,
+    hosts: int,
+    job: dict[str, Any],
+    *,
+    shared: bool = False,
+    cut_after: int = 0,
+    declared_rate: bool = False,
 ) -> list[Row]:
     """The rows of one job in a lab of its own."""
     with NetworkLab() as lab:
@@ -102,6 +110,9 @@ def run(
             "TORCH_RESILIENT_RELAY": relay,
             "TORCH_RESILIENT_INTERFACE": "eth0",
         }
+        if declared_rate:
+            payload = int(RATE_BYTES_PER_S / WIRE_BYTES_PER_BYTE)
+            environment["TORCH_RESILIENT_WAN_RATE_LIMIT"] = str(payload)
         declared = ["a"] * hosts + ["b"] * hosts
         with start_job(
             __file__, everybody, control, job, environment=environment, sites=declared
@@ -149,9 +160,9 @@ def order(relay: str, count: int) -> tuple[float, float]:
     """Median seconds of the first and the last of three messages that begin at the same time."""
     job = job_of([(k, 3 + k) for k in range(3)], ORDER_BYTES, count, together=True)
     took_s: dict[int, list[float]] = {}
-    for row in run(relay, 3, job):
+    for row in run(relay, 3, job, declared_rate=True):
         took_s.setdefault(row["rank"], []).append(row["took_s"])
-    # Connections open, and the uplinks are measured, in the first third.
+    # Connections and relays open in the first third.
     by_rank = [median(found[count // 3 :]) for found in took_s.values()]
     return min(by_rank), max(by_rank)
 
