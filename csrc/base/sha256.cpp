@@ -128,6 +128,17 @@ Digest HmacSha256::finish() {
   return outer_.update(digest.data(), digest.size()).finish();
 }
 
+Digest
+hkdf(std::string_view salt, std::string_view secret, std::string_view info) {
+  const Digest extracted = HmacSha256(salt).update(secret).finish();
+  const uint8_t first = 1; // the number of the block
+  return HmacSha256({reinterpret_cast<const char*>(extracted.data()),
+                     extracted.size()})
+      .update(info)
+      .update(&first, 1)
+      .finish();
+}
+
 bool equalConstantTime(const void* a, const void* b, size_t bytes) {
   const auto* x = static_cast<const volatile uint8_t*>(a);
   const auto* y = static_cast<const volatile uint8_t*>(b);

@@ -62,6 +62,12 @@ class HmacSha256 {
   Sha256 inner_, outer_;
 };
 
+// HKDF with SHA-256 (RFC 5869), one block of output: a key for one purpose,
+// named by `info`, from a secret of any length. Nothing about `secret` or about
+// another key follows from it.
+Digest
+hkdf(std::string_view salt, std::string_view secret, std::string_view info);
+
 // Takes the same time wherever the first difference is: a stranger cannot find
 // a proof byte by byte. Compare lengths before: they are no secret.
 bool equalConstantTime(const void* a, const void* b, size_t bytes);

@@ -80,6 +80,24 @@ TEST(hmac_gives_the_values_of_rfc_4231) {
       "9b09ffa71b942fcb27635fbcd5b0e944bfdc63644f0713938a7f51535c3a35e2");
 }
 
+// RFC 5869, appendix A: the first 32 bytes of the output of test cases 1 and 3.
+TEST(hkdf_gives_the_values_of_rfc_5869) {
+  std::string salt, info;
+  for (int i = 0; i <= 0x0c; ++i) {
+    salt += static_cast<char>(i);
+  }
+  for (int i = 0xf0; i <= 0xf9; ++i) {
+    info += static_cast<char>(i);
+  }
+  const std::string secret(22, '\x0b');
+  CHECK_EQ(
+      hex(hkdf(salt, secret, info)),
+      "3cb25f25faacd57a90434f64d0362f2a2d2d0a90cf1a5a4c5db02d56ecc4c5bf");
+  CHECK_EQ(
+      hex(hkdf("", secret, "")),
+      "8da4e775a563c18f715f802a063c5a31b8a11f5c5ee1879ec3454e5f3c738d2d");
+}
+
 TEST(pieces_do_not_change_the_digest) {
   Prng random(1);
   for (size_t bytes = 0; bytes < 300; ++bytes) {

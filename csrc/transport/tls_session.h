@@ -1,0 +1,187 @@
+#pragma once
+
+#include <sys/uio.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/status.h"
+#include "wire/tls_keys.h"
+
+namespace resilient {
+
+// One end of a TLS 1.3 connection (RFC 8446), without I/O: bytes of the socket
+// go in and come out, and so do the bytes of the application.
+//
+// Both ends prove that they know the same secret of the job, as an external
+// pre-shared key with a fresh X25519 exchange (psk_dhe_ke): a recording cannot
+// be decrypted, not even by those who learn the secret later. There are no
+// certificates, session tickets, early data or older versions of TLS.
+//
+// The protocol is that of OpenSSL's libssl, looked for at run time as in
+// packet_seal.h: only encrypted connections need it.
+//
+// How to use it. Read from the socket into input() and say so with received().
+// Then, while handshaking(), call proceed(); afterwards take what open()
+// returns, until it returns 0. After each of these calls send output(), and
+// tell sent(). end() tells that the socket has no more bytes. Once failed(),
+// output() may still hold the alert that tells the far end.
+//
+// Thread: one at a time.
+class TlsSession {
+ public:
+  // The most plaintext in one record, and what sealing adds to it.
+  static constexpr size_t kRecordBytes = 16384;
+  static constexpr size_t kRecordOverheadBytes = 22;
+  // A key may seal so many records: with AES-GCM, 2^24.5 full ones leave an
+  // attacker a chance of 2^-57 (RFC 8446, 5.5). This is far below, and each new
+  // key costs microseconds.
+  static constexpr uint64_t kRecordsPerKey = uint64_t{1} << 22;
+  // What input() takes at a time: two records.
+  static constexpr size_t kInputBytes = 32u << 10;
+
+  // False, and `why` says so, where libssl is missing or too old. The first
+  // call loads it, and the result holds for the process.
+  static bool available(std::string& why);
+  // "OpenSSL 3.0.19 27 Jan 2026"; empty if it is not available.
+  static std::string library();
+
+  // The keys of the secret that a client has named, or null: it is not known.
+  using FindKeys =
+      std::function<std::optional<TlsKeys>(std::span<const uint8_t> name)>;
+
+  // Both must be available(). The nonce must not repeat, see wire/tls_keys.h.
+  static std::unique_ptr<TlsSession> client(
+      const TlsKeys& keys,
+      const TlsNonce& nonce);
+  // `find` must outlive the handshake.
+  static std::unique_ptr<TlsSession> server(FindKeys find);
+  ~TlsSession();
+  TlsSession(const TlsSession&) = delete;
+  TlsSession& operator=(const TlsSession&) = delete;
+
+  // --- the side of the socket
+  // The place for the next bytes, at most `most`; empty while received ones are
+  // still unused.
+  std::span<std::byte> input(size_t most = kInputBytes);
+  void received(size_t bytes);
+  // The far end has closed the socket. An error unless it had ended TLS before:
+  // else whoever can cut a connection could cut a stream short unnoticed.
+  void end();
+  // To be sent, in order.
+  std::span<const std::byte> output() const {
+    return {out_.data() + outSent_, out_.size() - outSent_};
+  }
+  // So much of output() has been sent. Returns the bytes of plaintext in the
+  // records that have left whole with it: the far end can read these, and none
+  // beyond.
+  size_t sent(size_t bytes);
+
+  // --- the handshake
+  bool handshaking() const {
+    return state_ == State::kHandshake;
+  }
+  void proceed();
+  // The client has named a secret that is known, which proves nothing yet.
+  bool namedSecret() const {
+    return named_;
+  }
+  // The two ends have different secrets, as one of them has said.
+  bool unknownSecret() const {
+    return unknownSecret_;
+  }
+
+  // --- the side of the application, after the handshake
+  // The next bytes, at most `bytes`; 0: none until more are received, or the
+  // far end has ended the stream, or it failed.
+  size_t open(std::byte* to, size_t bytes);
+  // Seals from the front of `parts` into output(), which must be empty, up to
+  // kBatchRecords records. Returns the bytes taken. Few large parts are best:
+  // smaller ones are copied together first.
+  size_t seal(std::span<const iovec> parts);
+  // Says that nothing more follows (close_notify).
+  void close();
+
+  // The far end has said so.
+  bool ended() const {
+    return state_ == State::kEnded;
+  }
+  bool failed() const {
+    return state_ == State::kFailed;
+  }
+  // Why it failed: kProtocol, or kNetwork for a stream that was cut.
+  const Status& status() const {
+    return status_;
+  }
+  // A key that only the two ends know, for `label` and `context` (RFC 8446,
+  // 7.5). Both get the same one. After the handshake; throws StatusError.
+  std::array<std::byte, 32> exportKey(
+      std::string_view label,
+      std::string_view context) const;
+  // "TLS_AES_128_GCM_SHA256"
+  std::string cipher() const;
+
+  // For tests: another number than kRecordsPerKey; and a new key with the next
+  // record, which asks the far end for one, too.
+  void setRecordsPerKey(uint64_t records) {
+    recordsPerKey_ = records;
+  }
+  void requestKeyUpdate();
+
+ private:
+  enum class State { kHandshake, kOpen, kEnded, kFailed };
+  struct Callbacks; // of OpenSSL
+
+  // One system call for three records, which take ten times as long to seal.
+  static constexpr size_t kBatchRecords = 3;
+  // Beyond what one batch can leave unsent. Answers to the far end's requests
+  // for new keys count, too: a peer that asks without end and reads nothing is
+  // given up.
+  static constexpr size_t kOutputBytesMax = 128u << 10;
+
+  explicit TlsSession(bool isClient);
+  void fail(StatusCode code, std::string why);
+  void failBy(int result);
+  void record(const std::byte* data, size_t bytes);
+
+  void* ssl_ = nullptr;
+  const bool isClient_;
+  State state_ = State::kHandshake;
+  Status status_;
+  bool named_ = false;
+  bool unknownSecret_ = false;
+  bool anyInput_ = false;
+
+  // Of a client.
+  TlsKeys keys_;
+  TlsName name_{};
+  FindKeys find_; // of a server
+
+  std::unique_ptr<std::byte[]> in_;
+  size_t inCapacity_ = 0; // of it: small until the handshake is over
+  size_t inUsed_ = 0, inBytes_ = 0;
+  std::vector<std::byte> out_;
+  size_t outSent_ = 0;
+
+  // Records in output(): where each ends, counted over the life of the session,
+  // and the plaintext in it.
+  struct Record {
+    uint64_t end;
+    size_t plaintext;
+  };
+  std::deque<Record> records_;
+  uint64_t sentTotal_ = 0;
+  uint64_t recordsPerKey_ = kRecordsPerKey;
+  uint64_t recordsOfKey_ = 0;
+};
+
+} // namespace resilient
