@@ -73,6 +73,7 @@ def path_stats(**values: Any) -> PathStats:
         remote_nic="eth0",
         local_address="10.0.0.1:1",
         remote_address="10.0.0.2:2",
+        encrypted=False,
         bytes_sent=1000,
         bytes_received=500,
         chunks_sent=3,

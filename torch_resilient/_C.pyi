@@ -93,6 +93,7 @@ class Options:
     eager_connect: bool
     secret: str
     secret_file: str
+    encryption: str
     log_level: str
     flight_recorder_entries: int
     dump_dir: str
@@ -148,6 +149,7 @@ class Options:
         eager_connect: bool = ...,
         secret: str = ...,
         secret_file: str = ...,
+        encryption: str = ...,
         log_level: str = ...,
         flight_recorder_entries: int = ...,
         dump_dir: str = ...,

@@ -345,6 +345,7 @@ py::dict toPython(const PathStats& s) {
   d["state"] = s.state;
   d["local_address"] = s.localAddress;
   d["remote_address"] = s.remoteAddress;
+  d["encrypted"] = s.encrypted;
   d["bytes_sent"] = s.bytesSent;
   d["bytes_received"] = s.bytesReceived;
   d["chunks_sent"] = s.chunksSent;

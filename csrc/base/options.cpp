@@ -452,6 +452,12 @@ void EngineOptions::validate() const {
   if (rdma_gid_index != "auto" && !gidIndex()) {
     reject(find("rdma_gid_index"), "rdma_gid_index", rdma_gid_index);
   }
+  if (encryption == "required" && rdma == "required") {
+    invalid(
+        "encryption=required (TORCH_RESILIENT_ENCRYPTION) excludes "
+        "rdma=required (TORCH_RESILIENT_RDMA): an RDMA device sends plaintext; "
+        "leave one of them at auto");
+  }
   if (!secret.empty() && secret.size() < kSecretBytesMin) {
     invalid(
         "secret (TORCH_RESILIENT_SECRET) has " + std::to_string(secret.size()) +

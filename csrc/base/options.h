@@ -68,6 +68,11 @@ struct EngineOptions {
   // `rdma_gid_index`; nothing if it is auto.
   std::optional<uint32_t> gidIndex() const;
 
+  // `encryption` as it works out: off without a secret of the job's own.
+  std::string effectiveEncryption() const {
+    return secret.empty() && encryption == "auto" ? "off" : encryption;
+  }
+
   // `site`, or empty if it is not declared.
   std::string declaredSite() const;
 

@@ -336,6 +336,7 @@ void RelayConnector::fillStats(PeerStats& stats) const {
     PathStats p;
     p.index = index++;
     flow.path->fill(p);
+    p.encrypted = link_.host().encryption() != Encryption::kOff;
     const bool inReserve = link_.channel().classes(flow.path->id()) == 0;
     p.state = !flow.path->proven() ? "proving"
         : flow.path->silent()      ? "suspect"

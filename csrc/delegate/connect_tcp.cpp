@@ -226,6 +226,7 @@ void TcpConnector::attempt(size_t c, const AttemptPlan& plan) {
     return nonce;
   };
   spec.secret = link_.secret();
+  spec.encryption = host.encryption();
   spec.mayBeAt = [&host](const Uid& process, const SocketAddress& at) {
     return host.mayBeAt(process, at);
   };
@@ -261,7 +262,7 @@ void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
   if (result.status.ok()) {
     install(
         c,
-        std::move(result.fd),
+        std::move(result.socket),
         result.accept.eagerBudgetBytes,
         /*ours=*/true);
     return;
@@ -292,11 +293,11 @@ HelloCode TcpConnector::decide(const HelloInfo& hello) {
       : HelloCode::kDuplicateConnection;
 }
 
-void TcpConnector::onIncoming(const HelloInfo& hello, FileDescriptor fd) {
+void TcpConnector::onIncoming(const HelloInfo& hello, StreamSocket socket) {
   if (link_.usable() && hello.connectionIndex < connections_.size()) {
     install(
         hello.connectionIndex,
-        std::move(fd),
+        std::move(socket),
         hello.eagerBudgetBytes,
         /*ours=*/false);
   }
@@ -320,7 +321,7 @@ void TcpConnector::onIncomingLost(const HelloInfo& hello) {
 //    offer their paths.
 void TcpConnector::install(
     size_t c,
-    FileDescriptor fd,
+    StreamSocket socket,
     uint64_t eagerBytes,
     bool ours) {
   Connection& x = connections_[c];
@@ -328,10 +329,10 @@ void TcpConnector::install(
   if (x.path != nullptr) {
     x.path->reset(Status(StatusCode::kNetwork, "replaced by a new connection"));
   }
-  const bool local = isLocalConnection(fd.get());
+  const bool local = isLocalConnection(socket.get());
   if (!local) {
-    bindToNic(fd.get());
-    tuneNew(c, fd.get());
+    bindToNic(socket.get());
+    tuneNew(c, socket.get());
   }
   Channel& channel = link_.channel();
   channel.setPeerEagerBytes(
@@ -348,7 +349,7 @@ void TcpConnector::install(
       channel,
       link_.host().nextPathId(),
       static_cast<int>(c),
-      std::move(fd),
+      std::move(socket),
       *x.faults,
       link_.pathOwner());
   x.path = path.get();

@@ -69,7 +69,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   // or is lost on the way. kOk keeps the index for the caller until one of the
   // other two is called, or until the handshake timeout has passed.
   HelloCode decide(const HelloInfo& hello);
-  void onIncoming(const HelloInfo& hello, FileDescriptor fd);
+  void onIncoming(const HelloInfo& hello, StreamSocket socket);
   void onIncomingLost(const HelloInfo& hello);
   // The peer has seen connections of its own go down. It must not be called
   // while a frame is being read, since it may close the path that brought that
@@ -110,7 +110,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   void chooseRoutes();
   void aim(size_t c, const AttemptPlan& plan, OutgoingSpec& spec);
   void onAttempt(size_t c, OutgoingResult result);
-  void install(size_t c, FileDescriptor fd, uint64_t eagerBytes, bool ours);
+  void install(size_t c, StreamSocket socket, uint64_t eagerBytes, bool ours);
   void tuneNew(size_t c, int fd);
   bool byItsRoute(size_t c) const;
   void bindToNic(int fd) const;

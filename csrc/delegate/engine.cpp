@@ -67,6 +67,9 @@ Process& process() {
 }
 
 constexpr size_t kSecretFileBytesMax = 4096;
+// The present secret, and one that ranks may still use, or use already, while
+// they are restarted one by one.
+constexpr size_t kSecretFilesMax = 2;
 
 // Processes of the job that no group here knows may be as many as the ranks of
 // its largest group, all of which may have formed the next one before us, and
@@ -146,6 +149,24 @@ std::string readSecretFile(const std::string& path) {
         " characters, such as \"openssl rand -hex 32\" prints");
   }
   return secret;
+}
+
+// "new.secret, old.secret": what this process uses, then others that it takes.
+std::vector<std::string> readSecretFiles(const std::string& paths) {
+  std::vector<std::string> secrets;
+  std::istringstream list(paths);
+  for (std::string path; std::getline(list, path, ',');) {
+    path.erase(0, path.find_first_not_of(' '));
+    path.erase(path.find_last_not_of(' ') + 1);
+    secrets.push_back(readSecretFile(path));
+  }
+  if (secrets.empty() || secrets.size() > kSecretFilesMax) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_SECRET_FILE=" + paths +
+            ": expected one file, or two separated by a comma"));
+  }
+  return secrets;
 }
 
 // A file of ours to append to, for nobody else to read, new or from before. In
@@ -293,11 +314,15 @@ std::shared_ptr<Engine> Engine::make(
     EngineOptions options,
     const std::string& storeHost,
     int32_t globalRank) {
-  if (options.secret.empty() && !options.secret_file.empty()) {
-    options.secret = readSecretFile(options.secret_file);
+  std::vector<std::string> secrets;
+  if (!options.secret.empty()) {
+    secrets.push_back(options.secret);
+  } else if (!options.secret_file.empty()) {
+    secrets = readSecretFiles(options.secret_file);
+    options.secret = secrets.front();
   }
-  std::shared_ptr<Engine> engine(
-      new Engine(std::move(options), storeHost, globalRank));
+  std::shared_ptr<Engine> engine(new Engine(
+      std::move(options), std::move(secrets), storeHost, globalRank));
   engine->groupsOpen_ = 1;
   return engine;
 }
@@ -333,9 +358,11 @@ void Engine::release(const std::shared_ptr<Engine>& engine, Nanos linger) {
 // refers to the interfaces that were chosen for it.
 Engine::Engine(
     EngineOptions options,
+    std::vector<std::string> ownSecrets,
     const std::string& storeHost,
     int32_t globalRank)
     : options_(std::move(options)),
+      ownSecrets_(std::move(ownSecrets)),
       globalRank_(globalRank),
       recorder_(static_cast<size_t>(options_.flight_recorder_entries)),
       mailbox_(completions_, *this),
@@ -366,6 +393,7 @@ Engine::Engine(
   rateLimits_ = *rates;
   dscps_ = *dscps;
   chooseCongestionControl();
+  chooseEncryption();
   chooseDatagrams();
   startListening(storeHost);
   nicClasses_ = parseNicClasses(options_.nic_classes, self_.addresses);
@@ -382,6 +410,60 @@ Engine::Engine(
   if (options_.dump_on_sigusr1) {
     signalDump_ =
         std::make_unique<SignalDump>(loop_, [this] { writeDump("SIGUSR1"); });
+  }
+}
+
+// There is no fallback: what cannot be encrypted as asked for fails the start.
+// Without a secret of the job's own, encryption would prove nothing to others
+// than those who can read the store, so it is not on by itself.
+void Engine::chooseEncryption() {
+  const std::string& option = options_.encryption;
+  const bool given = !ownSecrets_.empty();
+  for (const std::string& secret : ownSecrets_) {
+    addSecret(secret); // callers may come before the first group is there
+  }
+  if (option == "off") {
+    return;
+  }
+  if (!given && option == "required") {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_ENCRYPTION=required needs a secret of the job's own, "
+        "not the one that torch's store gives to every client: make a file "
+        "with one (\"torch-resilient secret FILE\"), copy it to all hosts, and "
+        "set TORCH_RESILIENT_SECRET_FILE on all ranks"));
+  }
+  if (!given) {
+    logMessage(
+        LogLevel::kInfo,
+        "connections are not encrypted: the job's secret comes from the store, "
+        "which gives it to every client. Set TORCH_RESILIENT_SECRET_FILE on "
+        "all ranks to encrypt connections between hosts");
+    return;
+  }
+  std::string why;
+  if (!TlsSession::available(why)) {
+    throw StatusError(Status(
+        StatusCode::kInvalidArgument,
+        "TORCH_RESILIENT_ENCRYPTION=" + option + ": " + why +
+            ", and with a secret of the job's own connections are encrypted by "
+            "it. Install OpenSSL (libssl3), or set "
+            "TORCH_RESILIENT_ENCRYPTION=off on all ranks"));
+  }
+  encryption_ =
+      option == "required" ? Encryption::kAlways : Encryption::kBetweenHosts;
+  logMessage(
+      LogLevel::kInfo,
+      std::string(
+          encryption_ == Encryption::kAlways ? "all connections"
+                                             : "connections between hosts") +
+          " are encrypted: TLS 1.3 by " + TlsSession::library());
+  if (encryption_ == Encryption::kAlways && options_.rdma == "auto" &&
+      hasRdmaDevices()) {
+    logMessage(
+        LogLevel::kInfo,
+        "RDMA is not used: encryption is required, and a device would send "
+        "plaintext");
   }
 }
 
@@ -565,8 +647,12 @@ void Engine::startListening(const std::string& storeHost) {
     return nonce;
   };
   config.isMembers = [this](const SocketAddress& at) { return isMembers(at); };
-  config.onPeer = [this](HelloInfo hello, FileDescriptor fd, SocketAddress) {
-    onCaller(hello, std::move(fd));
+  config.identity.keysOf = [this](std::span<const uint8_t> name) {
+    return keysOf(name);
+  };
+  config.encryption = encryption_;
+  config.onPeer = [this](HelloInfo hello, StreamSocket socket, SocketAddress) {
+    onCaller(hello, std::move(socket));
   };
   config.onPeerLost = [this](const HelloInfo& hello) {
     if (PeerLink* known = knownLink(hello.initiator)) {
@@ -667,12 +753,12 @@ HelloCode Engine::decide(const HelloInfo& hello) {
 
 // A group may have learned of the caller since decide(). Then letIn() has moved
 // its place to the link.
-void Engine::onCaller(const HelloInfo& hello, FileDescriptor fd) {
+void Engine::onCaller(const HelloInfo& hello, StreamSocket socket) {
   if (PeerLink* known = knownLink(hello.initiator)) {
-    known->onIncoming(hello, std::move(fd));
+    known->onIncoming(hello, std::move(socket));
     return;
   }
-  unknown_->add(hello, std::move(fd));
+  unknown_->add(hello, std::move(socket));
   seek(hello);
 }
 
@@ -693,13 +779,13 @@ void Engine::membersKnown() {
   }
 }
 
-// A caller without a descriptor has not got its verdict yet. decide() reserves
+// A caller without a socket has not got its verdict yet. decide() reserves
 // its index in the link all the same; onCaller() finds the link later.
 void Engine::letIn(PeerLink& link) {
   for (UnknownCallers::Caller& caller : unknown_->take(link.uid())) {
     if (link.connections().decide(caller.hello) == HelloCode::kOk &&
-        caller.fd) {
-      link.onIncoming(caller.hello, std::move(caller.fd));
+        caller.socket) {
+      link.onIncoming(caller.hello, std::move(caller.socket));
     }
   }
 }
@@ -830,9 +916,19 @@ void Engine::noSharedMemory(const std::string& why) {
 
 std::optional<std::string> Engine::secretOf(const KeyId& id) {
   std::lock_guard lock(secretsMutex_);
-  for (const auto& [known, secret] : secrets_) {
-    if (known == id) {
-      return secret;
+  for (const Secret& secret : secrets_) {
+    if (secret.id == id) {
+      return secret.text;
+    }
+  }
+  return std::nullopt;
+}
+
+std::optional<TlsKeys> Engine::keysOf(std::span<const uint8_t> name) {
+  std::lock_guard lock(secretsMutex_);
+  for (const Secret& secret : secrets_) {
+    if (isTlsNameOf(secret.keys, name)) {
+      return secret.keys;
     }
   }
   return std::nullopt;
@@ -841,12 +937,12 @@ std::optional<std::string> Engine::secretOf(const KeyId& id) {
 void Engine::addSecret(const std::string& secret) {
   const KeyId id = keyIdOf(secret);
   std::lock_guard lock(secretsMutex_);
-  for (const auto& [known, s] : secrets_) {
-    if (known == id) {
+  for (const Secret& known : secrets_) {
+    if (known.id == id) {
       return;
     }
   }
-  secrets_.emplace_back(id, secret);
+  secrets_.push_back({id, secret, TlsKeys::of(secret)});
 }
 
 bool Engine::namesSites() const {

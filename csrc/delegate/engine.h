@@ -116,6 +116,16 @@ class Engine final : public MailboxListener, public LinkHost {
   // knew the peer.
   void addSecret(const std::string& secret);
   std::optional<std::string> secretOf(const KeyId& id) override; // any thread
+  // The keys for TLS by the name of one of these secrets; any thread.
+  std::optional<TlsKeys> keysOf(std::span<const uint8_t> name);
+  // Those of the options, the present one first; empty if the store has the
+  // secret. Any thread.
+  const std::vector<std::string>& ownSecrets() const {
+    return ownSecrets_;
+  }
+  Encryption encryption() const override {
+    return encryption_;
+  }
   // Asks `condition` on the loop thread until it holds or `deadline` passes;
   // true if it holds. Calls `meanwhile`, which may throw, on this thread. Asks
   // at least once, also after the deadline. Between two looks it sleeps for 0.2
@@ -277,11 +287,13 @@ class Engine final : public MailboxListener, public LinkHost {
  private:
   Engine(
       EngineOptions options,
+      std::vector<std::string> ownSecrets,
       const std::string& storeHost,
       int32_t globalRank);
   static std::shared_ptr<Engine>
   make(EngineOptions options, const std::string& storeHost, int32_t globalRank);
   void startThread();
+  void chooseEncryption();
   void chooseDatagrams();
   void checkVerbs();
   void onVerbs(
@@ -295,7 +307,7 @@ class Engine final : public MailboxListener, public LinkHost {
   void scheduleTurn();
   void turn();
   HelloCode decide(const HelloInfo& hello);
-  void onCaller(const HelloInfo& hello, FileDescriptor fd);
+  void onCaller(const HelloInfo& hello, StreamSocket socket);
   void seek(const HelloInfo& unknown);
   bool isMembers(const SocketAddress& address);
   // With a member of a group, or null.
@@ -305,6 +317,8 @@ class Engine final : public MailboxListener, public LinkHost {
   PeerLink* knownLink(const Uid& uid);
 
   const EngineOptions options_;
+  const std::vector<std::string> ownSecrets_;
+  Encryption encryption_ = Encryption::kOff; // constant after construction
   const int32_t globalRank_;
   PeerAddress self_;
   EventLoop loop_;
@@ -363,9 +377,15 @@ class Engine final : public MailboxListener, public LinkHost {
 
   mutable std::mutex addressesMutex_; // of self_.addresses, to write or from
                                       // another thread
+  struct Secret {
+    KeyId id;
+    std::string text;
+    TlsKeys keys; // used only with encryption
+  };
   std::mutex secretsMutex_;
-  // One for each distinct secret of the groups, in the order of joining.
-  std::vector<std::pair<KeyId, std::string>> secrets_; // by secretsMutex_
+  // Each distinct secret once: those of the options, then of the groups, in the
+  // order of joining.
+  std::vector<Secret> secrets_; // by secretsMutex_
 
   std::unique_ptr<Resolver> resolver_;
   std::mutex stopMutex_;

@@ -18,6 +18,7 @@
 #include "transport/event_loop.h"
 #include "transport/shared_rendezvous.h"
 #include "transport/socket.h"
+#include "transport/stream_socket.h"
 #include "transport/verbs_api.h"
 #include "transport/verbs_choice.h"
 #include "transport/verbs_loans.h"
@@ -46,6 +47,8 @@ class LinkHost {
   // self() as it is now, as text.
   virtual std::string addressText() const = 0;
   virtual int32_t globalRank() const = 0;
+  // Of the TCP connections of this process, with the job's secret.
+  virtual Encryption encryption() const = 0;
   virtual Mailbox& mailbox() = 0;
   virtual CompletionQueue& completions() = 0;
   virtual StagingBudget& staging() = 0;

@@ -1,6 +1,7 @@
 #include "delegate/membership.h"
 
 #include <charconv>
+#include <iterator>
 #include <sstream>
 
 #include "base/random.h"
@@ -89,8 +90,23 @@ Membership::Terms Membership::agree(
     const EngineOptions& options) {
   startGeneration(self);
   const std::string& given = options.secret;
-  const std::string& algorithm = options.collective_algorithm;
-  std::string proposal = randomHex(8) + ' ' + algorithm;
+  // Values of options that must be alike, in the order of the words.
+  struct Alike {
+    const char* name;
+    const char* variable;
+    std::string value;
+  };
+  const Alike alike[] = {
+      {"collective_algorithm",
+       "TORCH_RESILIENT_COLLECTIVE_ALGORITHM",
+       options.collective_algorithm},
+      {"encryption",
+       "TORCH_RESILIENT_ENCRYPTION",
+       options.effectiveEncryption()}};
+  std::string proposal = randomHex(8);
+  for (const Alike& option : alike) {
+    proposal += ' ' + option.value;
+  }
   if (given.empty()) {
     proposal += ' ' + randomHex(kSecretBytes);
   }
@@ -107,8 +123,9 @@ Membership::Terms Membership::agree(
       std::from_chars(words[0].data(), words[0].data() + 16, terms.group, 16)
               .ptr == words[0].data() + 16 &&
       terms.group != kRelayGroup;
-  if (!numbered || words.size() != (given.empty() ? 3 : 2) ||
-      (given.empty() && words[2].size() != 2 * kSecretBytes)) {
+  const size_t shared = 1 + std::size(alike);
+  if (!numbered || words.size() != shared + (given.empty() ? 1 : 0) ||
+      (given.empty() && words[shared].size() != 2 * kSecretBytes)) {
     refuse(Status(
         StatusCode::kInvalidArgument,
         "group " + groupName_ +
@@ -116,16 +133,19 @@ Membership::Terms Membership::agree(
             "Either all ranks are given TORCH_RESILIENT_SECRET (or "
             "_SECRET_FILE) or none, and all run the same version"));
   }
-  if (words[1] != algorithm) {
-    refuse(Status(
-        StatusCode::kInvalidArgument,
-        "group " + groupName_ + ": collective_algorithm is \"" + algorithm +
-            "\" on rank " + std::to_string(rank_) + " (host " + self.hostName +
-            ") and \"" + withoutControls(words[1]) +
-            "\" on the rank that came first. Set "
-            "TORCH_RESILIENT_COLLECTIVE_ALGORITHM alike on all ranks"));
+  for (size_t i = 0; i < std::size(alike); ++i) {
+    if (words[1 + i] != alike[i].value) {
+      refuse(Status(
+          StatusCode::kInvalidArgument,
+          "group " + groupName_ + ": " + alike[i].name + " is \"" +
+              alike[i].value + "\" on rank " + std::to_string(rank_) +
+              " (host " + self.hostName + ") and \"" +
+              withoutControls(words[1 + i]) +
+              "\" on the rank that came first. Set " + alike[i].variable +
+              " alike on all ranks"));
+    }
   }
-  terms.secret = given.empty() ? words[2] : given;
+  terms.secret = given.empty() ? words[shared] : given;
   return terms;
 }
 

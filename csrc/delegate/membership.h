@@ -19,10 +19,12 @@ namespace resilient {
 // Keys, where G counts how often the group was made on this store:
 //   resilient/generation/<rank>  how often this rank has joined. A group made
 //                                again must not read what the last one left
-//   resilient/job/G/0       a number for the group, its algorithms, and the
-//                           secret unless an option gives one; or "over" once a
-//                           process of that generation has been replaced:
-//                           whoever has not joined it belongs to a later one
+//   resilient/job/G/0       a number for the group, its algorithms, whether it
+//                           encrypts (EngineOptions::effectiveEncryption), and
+//                           the secret unless an option gives one; or "over"
+//                           once a process of that generation has been
+//                           replaced: whoever has not joined it belongs to a
+//                           later one
 //   resilient/at/G/<rank>   PeerAddress
 //   resilient/joined/G/0    how many have written the latter
 //   resilient/members/G/0   the list (member_list.h)

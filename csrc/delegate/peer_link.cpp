@@ -146,11 +146,11 @@ void PeerLink::leave() {
 
 // --- paths that come and go
 
-void PeerLink::onIncoming(const HelloInfo& hello, FileDescriptor fd) {
+void PeerLink::onIncoming(const HelloInfo& hello, StreamSocket socket) {
   if (usable() && globalRank_ < 0) {
     globalRank_ = hello.initiatorRank;
   }
-  tcp_.onIncoming(hello, std::move(fd));
+  tcp_.onIncoming(hello, std::move(socket));
 }
 
 Connector& PeerLink::connectorOf(const Path& path) {

@@ -79,7 +79,7 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   // debugging only.
   void leave();
   // A caller has proved that it is this peer, and its connection is here.
-  void onIncoming(const HelloInfo& hello, FileDescriptor fd);
+  void onIncoming(const HelloInfo& hello, StreamSocket socket);
   // The peer says that its addresses are these now. The text is the peer's word
   // or the store's. It counts only with the same uid and as many addresses as
   // before: routes are pairs of places in the two lists.

@@ -36,14 +36,14 @@ bool UnknownCallers::admits(const HelloInfo& hello, size_t maxProcesses) {
   return true;
 }
 
-void UnknownCallers::add(const HelloInfo& hello, FileDescriptor fd) {
+void UnknownCallers::add(const HelloInfo& hello, StreamSocket socket) {
   const auto process = processes_.find(hello.initiator);
   if (process == processes_.end()) {
     return; // its time was over in between
   }
   const auto caller = process->second.callers.find(hello.connectionIndex);
   if (caller != process->second.callers.end()) {
-    caller->second = {hello, std::move(fd)};
+    caller->second = {hello, std::move(socket)};
   }
 }
 
@@ -54,7 +54,7 @@ void UnknownCallers::forget(const HelloInfo& hello) {
   }
   auto& callers = process->second.callers;
   const auto caller = callers.find(hello.connectionIndex);
-  if (caller == callers.end() || caller->second.fd) {
+  if (caller == callers.end() || caller->second.socket) {
     return; // an earlier one of that index waits
   }
   callers.erase(caller);

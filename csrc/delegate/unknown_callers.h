@@ -5,7 +5,7 @@
 
 #include "base/time.h"
 #include "transport/event_loop.h"
-#include "transport/socket.h"
+#include "transport/stream_socket.h"
 #include "wire/hello.h"
 
 namespace resilient {
@@ -14,7 +14,7 @@ namespace resilient {
 // knows. Each rank forms a group at its own pace, so a member may call before
 // this process has heard of it; but its uid may also be made up. Until a group
 // knows the caller, nothing is read from its connections: it costs descriptors
-// and what the kernel buffers.
+// and what the kernel and TLS buffer.
 //
 // Nothing is lost: we acknowledge only bytes that we have read, and the peer
 // keeps the others.
@@ -26,7 +26,7 @@ class UnknownCallers {
  public:
   struct Caller {
     HelloInfo hello;
-    FileDescriptor fd; // empty while it has still to hear that it is let in
+    StreamSocket socket; // empty while it has still to hear that it is let in
   };
 
   // `patience`: how long a process waits, from its first connection on.
@@ -39,7 +39,7 @@ class UnknownCallers {
   bool admits(const HelloInfo& hello, size_t maxProcesses);
   // It has come, to the place that was kept for it; a connection of that index
   // that was there before is closed. And: it has broken away before.
-  void add(const HelloInfo& hello, FileDescriptor fd);
+  void add(const HelloInfo& hello, StreamSocket socket);
   void forget(const HelloInfo& hello);
   // A group knows the process now: all that has come, and places kept. A caller
   // without a descriptor arrives later; its place is gone then.

@@ -228,7 +228,7 @@ struct FakePeer {
       fillRandom(nonce.data(), nonce.size());
       return nonce;
     };
-    config.onPeer = [](HelloInfo, FileDescriptor, SocketAddress) {};
+    config.onPeer = [](HelloInfo, StreamSocket, SocketAddress) {};
     config.onPeerLost = [](HelloInfo) {};
   }
   void listen() {
@@ -303,15 +303,15 @@ TEST(engineLetsThePeerConnectWhileItsOwnSynIsNotAnswered) {
 TEST(engineKeepsThePauseBetweenAttemptsAtASilentPath) {
   std::mutex mutex;
   std::vector<TimePoint> calls;
-  std::vector<FileDescriptor> held;
+  std::vector<StreamSocket> held;
   FakePeer peer;
   peer.config.identity.decide = [&](const HelloInfo&) {
     std::lock_guard lock(mutex);
     calls.push_back(std::chrono::steady_clock::now());
     return calls.size() == 1 ? HelloCode::kOk : HelloCode::kDuplicateConnection;
   };
-  peer.config.onPeer = [&](HelloInfo, FileDescriptor fd, SocketAddress) {
-    held.push_back(std::move(fd)); // and says no word on it
+  peer.config.onPeer = [&](HelloInfo, StreamSocket socket, SocketAddress) {
+    held.push_back(std::move(socket)); // and says no word on it
   };
   peer.listen();
   EngineOptions options;

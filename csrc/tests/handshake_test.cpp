@@ -15,6 +15,7 @@
 
 #include "base/log.h"
 #include "tests/check.h"
+#include "tests/tls_pair.h"
 #include "transport/listener.h"
 
 namespace resilient {
@@ -51,7 +52,7 @@ struct World {
   std::unique_ptr<Listener> listener;
   HelloCode decision = HelloCode::kOk;
   std::vector<HelloInfo> peers;
-  std::vector<FileDescriptor> connections;
+  std::vector<StreamSocket> connections;
   HelloInfo hello;
 
   World() {
@@ -64,13 +65,22 @@ struct World {
       }
       return std::nullopt;
     };
+    config.identity.keysOf = test::keysOf("secret");
     config.identity.decide = [this](const HelloInfo&) { return decision; };
     config.nonce = nextNonce;
-    config.onPeer = [this](HelloInfo info, FileDescriptor fd, SocketAddress) {
+    config.onPeer = [this](HelloInfo info, StreamSocket peer, SocketAddress) {
       peers.push_back(info);
       // At once, so that these bytes follow the verdict in one segment.
-      CHECK_EQ(::write(fd.get(), "after", 5), 5);
-      connections.push_back(std::move(fd));
+      if (peer.tls) {
+        iovec part{const_cast<char*>("after"), 5};
+        CHECK_EQ(peer.tls->seal({&part, 1}), 5u);
+        const auto out = peer.tls->output();
+        CHECK_EQ(::write(peer.get(), out.data(), out.size()), out.size());
+        peer.tls->sent(out.size());
+      } else {
+        CHECK_EQ(::write(peer.get(), "after", 5), 5);
+      }
+      connections.push_back(std::move(peer));
     };
     config.onPeerLost = [](HelloInfo) {};
     hello.initiator.fill(0x11);
@@ -93,6 +103,7 @@ struct World {
     s.hello = hello;
     s.nonce = nextNonce;
     s.secret = "secret";
+    s.encryption = config.encryption;
     s.attemptTimeout = 20s;
     return s;
   }
@@ -159,42 +170,131 @@ FileDescriptor rawConnection(
   return fd;
 }
 
-TEST(a_peer_connects_over_either_family) {
-  for (const char* ip : {"127.0.0.1", "::1"}) {
-    World world;
-    world.listen();
-    if (std::strchr(ip, ':') != nullptr && !world.listener->dualStack()) {
-      continue; // a machine without IPv6
-    }
-    OutgoingResult result = world.connect(world.spec({world.address(ip)}));
-    CHECK(result.status.ok());
-    CHECK_EQ(result.accept.eagerBudgetBytes, 4321);
-    CHECK_EQ(result.remote.toString(), world.address(ip).toString());
-    CHECK_EQ(world.peers.size(), 1);
-    CHECK(world.peers[0].initiator == world.hello.initiator);
-    CHECK_EQ(world.peers[0].connectionIndex, 5);
-    CHECK_EQ(world.peers[0].initiatorRank, 9);
-    // What the peer wrote right after the verdict is still to be read.
-    char buffer[16];
-    ssize_t n = ::recv(result.fd.get(), buffer, sizeof(buffer), 0);
+// In plaintext, and with TLS where there is a libssl.
+std::vector<Encryption> encryptions() {
+  std::vector<Encryption> all{Encryption::kOff};
+  if (test::tlsAvailable()) {
+    all.push_back(Encryption::kAlways);
+  }
+  return all;
+}
+
+void connectsOver(const char* ip, Encryption encryption) {
+  World world;
+  world.config.encryption = encryption;
+  world.listen();
+  if (std::strchr(ip, ':') != nullptr && !world.listener->dualStack()) {
+    return; // a machine without IPv6
+  }
+  OutgoingResult result = world.connect(world.spec({world.address(ip)}));
+  CHECK(result.status.ok());
+  CHECK_EQ(result.accept.eagerBudgetBytes, 4321);
+  CHECK_EQ(result.remote.toString(), world.address(ip).toString());
+  CHECK_EQ(world.peers.size(), 1);
+  CHECK(world.peers[0].initiator == world.hello.initiator);
+  CHECK_EQ(world.peers[0].connectionIndex, 5);
+  CHECK_EQ(world.peers[0].initiatorRank, 9);
+  // What the peer wrote right after the verdict is still to be read.
+  char buffer[16];
+  if (encryption == Encryption::kOff) {
+    CHECK(!result.socket.tls && !world.connections[0].tls);
+    ssize_t n = ::recv(result.socket.get(), buffer, sizeof(buffer), 0);
     CHECK_EQ(n, 5);
-    CHECK_EQ(std::string(buffer, 5), std::string("after"));
-    // The accepting side has its options, too.
-    int noDelay = 0;
-    socklen_t bytes = sizeof(noDelay);
-    CHECK_EQ(
-        ::getsockopt(
-            world.connections[0].get(),
-            IPPROTO_TCP,
-            TCP_NODELAY,
-            &noDelay,
-            &bytes),
-        0);
-    CHECK(noDelay != 0);
-    ListenerStats stats = world.listener->stats();
-    CHECK_EQ(stats.admitted, 1);
-    CHECK_EQ(stats.pending, 0);
-    CHECK(world.log.lines.empty());
+  } else {
+    TlsSession& tls = *result.socket.tls;
+    CHECK(world.connections[0].tls != nullptr);
+    // It may have been read together with the verdict.
+    auto* const to = reinterpret_cast<std::byte*>(buffer);
+    size_t n = tls.open(to, sizeof(buffer));
+    if (n == 0) {
+      const auto room = tls.input();
+      const ssize_t got =
+          ::recv(result.socket.get(), room.data(), room.size(), 0);
+      CHECK(got > 5);
+      tls.received(static_cast<size_t>(got));
+      n = tls.open(to, sizeof(buffer));
+    }
+    CHECK_EQ(n, 5u);
+  }
+  CHECK_EQ(std::string(buffer, 5), std::string("after"));
+  // The accepting side has its options, too.
+  int noDelay = 0;
+  socklen_t bytes = sizeof(noDelay);
+  CHECK_EQ(
+      ::getsockopt(
+          world.connections[0].get(),
+          IPPROTO_TCP,
+          TCP_NODELAY,
+          &noDelay,
+          &bytes),
+      0);
+  CHECK(noDelay != 0);
+  ListenerStats stats = world.listener->stats();
+  CHECK_EQ(stats.admitted, 1);
+  CHECK_EQ(stats.pending, 0);
+  CHECK(world.log.lines.empty());
+}
+
+TEST(a_peer_connects_over_either_family) {
+  for (const Encryption encryption : encryptions()) {
+    for (const char* ip : {"127.0.0.1", "::1"}) {
+      connectsOver(ip, encryption);
+    }
+  }
+}
+
+// Where a connection must be encrypted, no other one is let in, and no other
+// one is made.
+TEST(there_is_no_way_back_to_plaintext) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  for (const bool ofListener : {true, false}) {
+    World world;
+    world.config.encryption =
+        ofListener ? Encryption::kAlways : Encryption::kOff;
+    world.listen();
+    OutgoingSpec spec = world.spec({world.address()});
+    spec.encryption = ofListener ? Encryption::kOff : Encryption::kAlways;
+    const OutgoingResult result = world.connect(std::move(spec));
+    CHECK(!result.status.ok());
+    CHECK(!result.failure.refusedEverywhere);
+    CHECK(world.peers.empty());
+    CHECK_EQ(world.listener->stats().refused, 1);
+    if (ofListener) {
+      CHECK(result.failure.verdict == HelloCode::kEncryption);
+      CHECK_CONTAINS(result.status.message(), "encrypted connections only");
+      CHECK_CONTAINS(world.log.lines.at(0), "TORCH_RESILIENT_ENCRYPTION");
+    } else {
+      CHECK_CONTAINS(result.status.message(), "closed the connection");
+    }
+  }
+}
+
+// A connection that stays on this host needs no encryption, and may have it.
+TEST(encryption_between_hosts_leaves_connections_of_one_host_alone) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  struct Case {
+    const char* from;
+    Encryption ofCaller;
+    bool encrypted;
+  };
+  for (const Case c :
+       {Case{"127.0.0.1", Encryption::kBetweenHosts, false},
+        Case{"127.0.0.3", Encryption::kBetweenHosts, true},
+        Case{"127.0.0.1", Encryption::kAlways, true}}) {
+    World world;
+    world.config.encryption = Encryption::kBetweenHosts;
+    world.listen();
+    OutgoingSpec spec = world.spec({world.address()});
+    spec.source = SocketAddress::parse(c.from, 0);
+    spec.encryption = c.ofCaller;
+    const OutgoingResult result = world.connect(std::move(spec));
+    CHECK(result.status.ok());
+    CHECK_EQ(result.socket.tls != nullptr, c.encrypted);
+    CHECK_EQ(world.connections.at(0).tls != nullptr, c.encrypted);
   }
 }
 
@@ -300,7 +400,7 @@ TEST(a_connection_closed_in_the_midst_is_not_a_dead_peer) {
       "the connection stood, then the handshake failed");
 }
 
-TEST(refusals_name_their_reason) {
+void refusalsNameTheirReason(Encryption encryption) {
   struct Case {
     HelloCode code;
     StatusCode status;
@@ -311,6 +411,7 @@ TEST(refusals_name_their_reason) {
         Case{HelloCode::kDuplicateConnection, StatusCode::kNetwork},
         Case{HelloCode::kBusy, StatusCode::kNetwork}}) {
     World world;
+    world.config.encryption = encryption;
     world.listen();
     OutgoingSpec spec = world.spec({world.address()});
     if (c.code == HelloCode::kUnknownKey) {
@@ -321,16 +422,27 @@ TEST(refusals_name_their_reason) {
       world.decision = c.code;
     }
     OutgoingResult result = world.connect(std::move(spec));
-    CHECK(result.status.code() == c.status);
+    // With TLS, the far end can only say that it does not know the secret.
+    const bool alert =
+        encryption != Encryption::kOff && c.code == HelloCode::kUnknownKey;
+    CHECK(result.status.code() == (alert ? StatusCode::kProtocol : c.status));
     CHECK(result.failure.verdict == c.code);
-    CHECK_CONTAINS(result.status.message(), helloCodeText(c.code));
-    CHECK(!result.fd);
+    CHECK_CONTAINS(
+        result.status.message(),
+        alert ? "does not know this job's secret" : helloCodeText(c.code));
+    CHECK(!result.socket);
     CHECK_EQ(result.failure.refusedEverywhere, c.code == HelloCode::kWrongPeer);
     CHECK(world.peers.empty());
     CHECK_EQ(world.listener->stats().refused, 1);
     // A warning for strangers only: members are told to go elsewhere all day.
     CHECK_EQ(
         world.log.lines.size(), c.code == HelloCode::kUnknownKey ? 1u : 0u);
+  }
+}
+
+TEST(refusals_name_their_reason) {
+  for (const Encryption encryption : encryptions()) {
+    refusalsNameTheirReason(encryption);
   }
 }
 
@@ -473,7 +585,7 @@ TEST(a_thousand_silent_strangers_do_not_keep_a_peer_out) {
     CHECK(world.listener->stats().pending <= 64);
     if (world.listener->stats().accepted < 1001) {
       world.loop.after(1ms, flood);
-    } else if (world.peers.size() == 1 && result.fd) {
+    } else if (world.peers.size() == 1 && result.socket) {
       world.loop.stop();
     } else {
       world.loop.after(1ms, flood);

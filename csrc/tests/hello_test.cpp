@@ -118,6 +118,66 @@ TEST(a_handshake_ends_with_both_sides_knowing_the_other) {
   CHECK_EQ(e.accept.size(), kAcceptBytes);
 }
 
+// Inside TLS one round trip is enough: both ends are proved already.
+TEST(inside_tls_the_verdict_follows_the_challenge) {
+  for (const HelloCode code : {HelloCode::kOk, HelloCode::kBusy}) {
+    World world;
+    world.decision = code;
+    ClientHandshake client(world.info, kSecret, /*insideTls=*/true);
+    auto server = world.server();
+    server.setInsideTls();
+    CHECK_EQ(pass(client, server).size(), kHelloBytes);
+    CHECK_EQ(pass(server, client).size(), kChallengeBytes + kAcceptBytes);
+    CHECK(take(client).empty());
+    CHECK(server.authenticated());
+    CHECK_EQ(world.decisions, 1);
+    CHECK(client.accepted().code == code);
+    CHECK(client.accepted().signer == world.identity.uid);
+    CHECK_EQ(
+        client.accepted().eagerBudgetBytes, world.identity.eagerBudgetBytes);
+    const State expected =
+        code == HelloCode::kOk ? State::kDone : State::kFailed;
+    CHECK(client.state() == expected);
+    CHECK(server.state() == expected);
+  }
+}
+
+// Who skips its proof without TLS does not get in.
+TEST(only_tls_takes_the_place_of_a_proof) {
+  World world;
+  ClientHandshake client(world.info, kSecret, /*insideTls=*/true);
+  auto server = world.server();
+  pass(client, server);
+  CHECK_EQ(pass(server, client).size(), kChallengeBytes);
+  CHECK(take(client).empty());
+  CHECK(server.state() == State::kRunning);
+  CHECK(!server.authenticated());
+  CHECK_EQ(world.decisions, 0);
+}
+
+TEST(plaintext_is_refused_where_it_is_not_enough) {
+  World world;
+  auto client = world.client();
+  auto server = world.server();
+  server.refusePlaintext();
+  pass(client, server);
+  pass(server, client);
+  CHECK(client.state() == State::kFailed);
+  CHECK(client.accepted().code == HelloCode::kEncryption);
+  CHECK_CONTAINS(client.status().message(), "encrypted connections only");
+  CHECK(server.state() == State::kFailed);
+  CHECK_CONTAINS(server.status().message(), "TORCH_RESILIENT_ENCRYPTION");
+  CHECK(!server.authenticated());
+  CHECK_EQ(world.decisions, 0);
+  // A stranger does not even learn that.
+  auto stranger = world.client("another secret of somebody");
+  auto again = world.server();
+  again.refusePlaintext();
+  pass(stranger, again);
+  pass(again, stranger);
+  CHECK(stranger.accepted().code == HelloCode::kUnknownKey);
+}
+
 // docs/wire_handshake.md holds the same bytes. The proofs in it were also
 // computed with another implementation of HMAC (Python's hmac).
 TEST(the_bytes_on_the_wire_are_the_documented_ones) {

@@ -116,6 +116,9 @@ class RelayHost final : public LinkHost, public MailboxListener {
   int32_t globalRank() const override {
     return 0;
   }
+  Encryption encryption() const override {
+    return Encryption::kOff;
+  }
   Mailbox& mailbox() override {
     return mailbox_;
   }

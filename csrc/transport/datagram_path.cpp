@@ -268,6 +268,7 @@ void DatagramPath::fill(PathStats& stats) const {
   Path::fill(stats);
   stats.localAddress = localAddress();
   stats.remoteAddress = remoteAddress();
+  stats.encrypted = true;
   if (!stats.datagrams) {
     stats.datagrams.emplace();
   }

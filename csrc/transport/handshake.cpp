@@ -7,9 +7,23 @@
 #include <cstdio>
 #include <cstring>
 
+#include "base/random.h"
+
 namespace resilient {
 
 namespace {
+
+// The first byte of a TLS connection: the type of a record of its handshake
+// (RFC 8446, 5.1).
+constexpr uint8_t kTlsHandshake = 22;
+
+// Read at a time while a connection with TLS is being made: its flights are
+// shorter than this, and strangers cost so much memory.
+constexpr size_t kTlsFlightBytes = 2048;
+
+Status closedByOther() {
+  return Status(StatusCode::kNetwork, "the other side closed the connection");
+}
 
 // Moves bytes between the socket and the handshake until the socket has no
 // more to give or take, or the handshake has ended. Never reads a byte that
@@ -44,10 +58,66 @@ Status exchangeBytes(int fd, Handshake& handshake) {
       return errnoStatus(StatusCode::kNetwork, "receive", errno);
     }
     if (n == 0) {
-      return Status(
-          StatusCode::kNetwork, "the other side closed the connection");
+      return closedByOther();
     }
     handshake.receive(buffer, static_cast<size_t>(n));
+  }
+}
+
+// The same with TLS in between, whose own handshake comes first. Bytes behind
+// the handshake may have been read: they stay in the session.
+Status exchangeBytes(int fd, TlsSession& tls, Handshake& handshake) {
+  for (;;) {
+    if (const auto out = tls.output(); !out.empty()) {
+      const ssize_t n = retryInterrupted(
+          [&] { return ::send(fd, out.data(), out.size(), MSG_NOSIGNAL); });
+      if (n < 0) {
+        return errno == EAGAIN
+            ? Status()
+            : errnoStatus(StatusCode::kNetwork, "send", errno);
+      }
+      (void)tls.sent(static_cast<size_t>(n));
+      continue;
+    }
+    if (tls.failed()) { // and has said so
+      return tls.status();
+    }
+    if (tls.ended()) {
+      return closedByOther();
+    }
+    if (!tls.handshaking()) {
+      if (std::vector<uint8_t>& out = handshake.output(); !out.empty()) {
+        const iovec part{out.data(), out.size()};
+        const size_t n = tls.seal({&part, 1});
+        out.erase(out.begin(), out.begin() + static_cast<ptrdiff_t>(n));
+        continue;
+      }
+      if (handshake.state() != Handshake::State::kRunning) {
+        return Status();
+      }
+      std::byte buffer[128];
+      if (const size_t n =
+              tls.open(buffer, std::min(handshake.wanted(), sizeof(buffer)))) {
+        handshake.receive(buffer, n);
+        continue;
+      }
+      if (tls.ended() || tls.failed()) {
+        continue; // what it says first
+      }
+    }
+    const std::span<std::byte> room = tls.input(kTlsFlightBytes);
+    const ssize_t n = retryInterrupted(
+        [&] { return ::recv(fd, room.data(), room.size(), 0); });
+    if (n < 0) {
+      return errno == EAGAIN
+          ? Status()
+          : errnoStatus(StatusCode::kNetwork, "receive", errno);
+    }
+    if (n == 0) {
+      return closedByOther();
+    }
+    tls.received(static_cast<size_t>(n));
+    tls.proceed();
   }
 }
 
@@ -88,8 +158,23 @@ std::string endpointText(const HelloEndpoint& end) {
       .toString();
 }
 
-uint32_t eventsFor(Handshake& handshake) {
-  return handshake.output().empty() ? EPOLLIN : EPOLLOUT;
+// Something is still to be sent.
+bool unsent(Handshake& handshake, const TlsSession* tls) {
+  return !handshake.output().empty() ||
+      (tls != nullptr && !tls->output().empty());
+}
+
+uint32_t eventsFor(Handshake& handshake, const TlsSession* tls) {
+  // With TLS, what is not sealed yet waits for the far end's handshake.
+  const bool out =
+      tls != nullptr ? !tls->output().empty() : !handshake.output().empty();
+  return out ? EPOLLOUT : EPOLLIN;
+}
+
+TlsNonce freshNonce() {
+  TlsNonce nonce;
+  fillRandom(nonce.data(), nonce.size());
+  return nonce;
 }
 
 } // namespace
@@ -119,6 +204,7 @@ void OutgoingHandshake::closeAttempt() {
   loop_.cancel(timer_);
   timer_ = 0;
   handshake_.reset();
+  tls_.reset();
   connectedAt_.reset();
   if (fd_) {
     loop_.remove(fd_.get());
@@ -194,14 +280,21 @@ void OutgoingHandshake::onEvents(uint32_t events) {
     }
     HelloInfo hello = spec_.hello;
     hello.nonce = spec_.nonce();
-    handshake_.emplace(hello, spec_.secret);
+    if (mustEncrypt(spec_.encryption, fd_.get())) {
+      tls_ = TlsSession::client(TlsKeys::of(spec_.secret), freshNonce());
+    }
+    handshake_.emplace(hello, spec_.secret, /*insideTls=*/tls_ != nullptr);
   }
   pump();
 }
 
 void OutgoingHandshake::pump() {
-  Status status = exchangeBytes(fd_.get(), *handshake_);
+  const Status status = tls_ ? exchangeBytes(fd_.get(), *tls_, *handshake_)
+                             : exchangeBytes(fd_.get(), *handshake_);
   if (!status.ok()) {
+    if (tls_ && tls_->unknownSecret()) {
+      failure_.verdict = HelloCode::kUnknownKey;
+    }
     attemptFailed(
         Status(
             status.code(),
@@ -212,7 +305,7 @@ void OutgoingHandshake::pump() {
   }
   switch (handshake_->state()) {
     case Handshake::State::kRunning:
-      loop_.modify(fd_.get(), eventsFor(*handshake_));
+      loop_.modify(fd_.get(), eventsFor(*handshake_, tls_.get()));
       return;
     case Handshake::State::kFailed:
       onRefused();
@@ -223,7 +316,7 @@ void OutgoingHandshake::pump() {
       result.local = localAddress(fd_.get());
       result.remote = remote_;
       loop_.remove(fd_.get());
-      result.fd = std::move(fd_);
+      result.socket = {std::move(fd_), std::move(tls_)};
       finish(std::move(result));
       return;
     }
@@ -296,12 +389,15 @@ IncomingHandshake::IncomingHandshake(
     FileDescriptor fd,
     SocketAddress remote,
     const ServerIdentity& identity,
+    Encryption encryption,
     HelloNonce nonce,
     Nanos timeout,
     Callback callback)
     : loop_(loop),
       fd_(std::move(fd)),
       remote_(remote),
+      identity_(identity),
+      encryption_(encryption),
       handshake_(identity, nonce, endpointOf(localAddress(fd_.get()))),
       callback_(std::move(callback)) {
   RESILIENT_IN_LOOP(loop);
@@ -325,11 +421,11 @@ IncomingHandshake::~IncomingHandshake() {
 // A handshake that has failed keeps running until its output is sent. The
 // caller learns the reason, if it reads, or the timeout ends the wait.
 bool IncomingHandshake::advance() {
-  Status status = exchangeBytes(fd_.get(), handshake_);
-  const bool unsent = !handshake_.output().empty();
+  Status status = exchange();
   if (status.ok() &&
-      (unsent || handshake_.state() == Handshake::State::kRunning)) {
-    if (const uint32_t events = unsent ? EPOLLOUT : EPOLLIN;
+      (unsent(handshake_, tls_.get()) ||
+       handshake_.state() == Handshake::State::kRunning)) {
+    if (const uint32_t events = eventsFor(handshake_, tls_.get());
         events != watched_) {
       watched_ = events;
       loop_.modify(fd_.get(), events);
@@ -338,6 +434,32 @@ bool IncomingHandshake::advance() {
   }
   finish(status.ok() ? handshake_.status() : status);
   return false;
+}
+
+// Nothing is decided before the first byte: it may be long in coming.
+Status IncomingHandshake::exchange() {
+  if (!begun_ && encryption_ != Encryption::kOff) {
+    uint8_t first = 0;
+    const ssize_t n = retryInterrupted(
+        [&] { return ::recv(fd_.get(), &first, 1, MSG_PEEK); });
+    if (n < 0) {
+      return errno == EAGAIN
+          ? Status()
+          : errnoStatus(StatusCode::kNetwork, "receive", errno);
+    }
+    if (n == 0) {
+      return closedByOther();
+    }
+    if (first == kTlsHandshake) {
+      tls_ = TlsSession::server(identity_.keysOf);
+      handshake_.setInsideTls();
+    } else if (mustEncrypt(encryption_, fd_.get())) {
+      handshake_.refusePlaintext();
+    }
+  }
+  begun_ = true;
+  return tls_ ? exchangeBytes(fd_.get(), *tls_, handshake_)
+              : exchangeBytes(fd_.get(), handshake_);
 }
 
 // watched_ is cleared before the callback, so the destructor does not reset a
@@ -352,7 +474,7 @@ void IncomingHandshake::finish(Status status) {
   result.authenticated = handshake_.authenticated();
   result.remote = remote_;
   if (status.ok()) {
-    result.fd = std::move(fd_);
+    result.socket = {std::move(fd_), std::move(tls_)};
   } else {
     result.status = Status(
         status.code(),

@@ -8,7 +8,7 @@
 
 #include "base/status.h"
 #include "transport/event_loop.h"
-#include "transport/socket.h"
+#include "transport/stream_socket.h"
 #include "wire/hello.h"
 
 namespace resilient {
@@ -27,7 +27,7 @@ struct ConnectFailure {
 
 struct OutgoingResult {
   Status status;
-  FileDescriptor fd; // connected, non-blocking, not watched; if ok
+  StreamSocket socket; // connected, non-blocking, not watched; if ok
   AcceptInfo accept; // if ok
   SocketAddress local, remote; // if ok
   ConnectFailure failure; // if not ok
@@ -46,6 +46,8 @@ struct OutgoingSpec {
   // up no nonce.
   std::function<HelloNonce()> nonce;
   std::string secret;
+  // A connection that must be encrypted is never made in plaintext.
+  Encryption encryption = Encryption::kOff;
   // Whether this process of the job can have that address now, as far as the
   // caller knows. Not set: yes.
   std::function<bool(const Uid& process, const SocketAddress& at)> mayBeAt;
@@ -98,6 +100,7 @@ class OutgoingHandshake final : private Handler {
   FileDescriptor fd_; // watched while open
   bool connecting_ = false;
   std::optional<TimePoint> connectedAt_;
+  std::unique_ptr<TlsSession> tls_; // if this connection is encrypted
   std::optional<ClientHandshake> handshake_;
   TimerId timer_ = 0; // the next attempt, or the limit of this one
   bool refusedEverywhere_ = true;
@@ -111,16 +114,17 @@ class OutgoingHandshake final : private Handler {
 // Thread: the loop's.
 //
 // The socket must be non-blocking. A caller that is refused still gets its
-// verdict before the end, within the timeout.
+// verdict before the end, within the timeout. By its first byte a caller tells
+// whether it speaks TLS: a hello begins with another one.
 class IncomingHandshake final : private Handler {
  public:
-  // `fd` and `info` are good if the status is ok. If it is not ok but `verdict`
-  // is kOk, the caller was let in and then lost: the reservation of decide()
-  // must be released. `info` is the caller's claim until `authenticated`, and
-  // empty if no hello came.
+  // `socket` and `info` are good if the status is ok. If it is not ok but
+  // `verdict` is kOk, the caller was let in and then lost: the reservation of
+  // decide() must be released. `info` is the caller's claim until
+  // `authenticated`, and empty if no hello came.
   struct Result {
     Status status;
-    FileDescriptor fd;
+    StreamSocket socket;
     HelloInfo info;
     std::optional<HelloCode> verdict;
     bool authenticated = false;
@@ -134,14 +138,15 @@ class IncomingHandshake final : private Handler {
       FileDescriptor fd,
       SocketAddress remote,
       const ServerIdentity& identity,
+      Encryption encryption,
       HelloNonce nonce,
       Nanos timeout,
       Callback callback);
   ~IncomingHandshake() override;
 
   // Reads the bytes that have come. False if that was the end: the callback has
-  // run and may have destroyed the object. Not a byte beyond the handshake is
-  // read: what follows belongs to the path.
+  // run and may have destroyed the object. What follows the handshake belongs
+  // to the path: it stays in the kernel, or in the session of TLS.
   bool advance();
   const SocketAddress& remote() const {
     return remote_;
@@ -151,18 +156,23 @@ class IncomingHandshake final : private Handler {
   }
   // It has named a secret of ours, which proves nothing.
   bool namedSecret() const {
-    return handshake_.namedSecret();
+    return tls_ ? tls_->namedSecret() : handshake_.namedSecret();
   }
 
  private:
   void onEvents(uint32_t) override {
     (void)advance();
   }
+  Status exchange();
   void finish(Status status);
 
   EventLoop& loop_;
   FileDescriptor fd_;
   SocketAddress remote_;
+  const ServerIdentity& identity_;
+  const Encryption encryption_;
+  bool begun_ = false; // the first byte is there
+  std::unique_ptr<TlsSession> tls_; // if the caller speaks it
   ServerHandshake handshake_;
   Callback callback_;
   TimerId timer_ = 0;

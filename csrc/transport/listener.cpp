@@ -381,6 +381,7 @@ void Listener::admit(FileDescriptor fd, SocketAddress remote) {
       std::move(fd),
       remote,
       config_.identity,
+      config_.encryption,
       config_.nonce(),
       config_.handshakeTimeout,
       [this, which](IncomingHandshake::Result result) {
@@ -406,7 +407,8 @@ void Listener::onResult(
   bool suspicious = false;
   if (result.status.ok()) {
     ++stats_.admitted;
-    config_.onPeer(std::move(result.info), std::move(result.fd), result.remote);
+    config_.onPeer(
+        std::move(result.info), std::move(result.socket), result.remote);
     return;
   }
   if (result.verdict == HelloCode::kOk) {

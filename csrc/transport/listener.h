@@ -26,10 +26,12 @@ struct ListenerConfig {
   // Callers that have not proved themselves yet. With more, one of those that
   // look least like a member is dropped, see Standing. Must exceed the number
   // of peers that call at once within a round trip; each costs a descriptor and
-  // about 1 KiB.
+  // about 1 KiB, or 40 KiB with TLS.
   size_t maxPendingHandshakes = 1024;
   // Handshakes refer to it until the listener is destroyed.
   ServerIdentity identity;
+  // Unless it is off, callers may speak TLS; where it is needed, they must.
+  Encryption encryption = Encryption::kOff;
   // Called once for each caller, and once more to seed the choice of callers to
   // drop. A nonce must never repeat.
   std::function<HelloNonce()> nonce;
@@ -37,9 +39,9 @@ struct ListenerConfig {
   // set: none has.
   std::function<bool(const SocketAddress&)> isMembers;
   // A caller that has proved itself and was let in by identity.decide. The
-  // descriptor is connected, non-blocking and not watched. Bytes that came
-  // after the handshake are still unread in the kernel.
-  std::function<void(HelloInfo, FileDescriptor, SocketAddress remote)> onPeer;
+  // socket is connected, non-blocking and not watched. Bytes that came after
+  // the handshake are still unread.
+  std::function<void(HelloInfo, StreamSocket, SocketAddress remote)> onPeer;
   // A caller that decide() let in and that disconnected before the verdict
   // reached it: its reservation must be released.
   std::function<void(HelloInfo)> onPeerLost;

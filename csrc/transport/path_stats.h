@@ -66,6 +66,9 @@ struct PathStats {
   std::string state;
   std::string nic, remoteNic; // empty where the system chooses
   std::string localAddress, remoteAddress;
+  // Nothing leaves the host in plaintext. Over a relay: on either part of the
+  // way; the relay itself sees what it carries.
+  bool encrypted = false;
   uint64_t bytesSent = 0, bytesReceived = 0;
   uint64_t chunksSent = 0, chunksRetransmitted = 0;
   double roundTripS = 0; // smoothed; 0 while unknown

@@ -30,13 +30,14 @@ TcpPath::TcpPath(
     Channel& channel,
     PathId id,
     int index,
-    FileDescriptor socket,
+    StreamSocket socket,
     PathFaults& faults,
     PathOwner& owner)
     : Path(PathKind::kTcp, id, channel, owner),
       loop_(loop),
       index_(index),
-      socket_(std::move(socket)),
+      socket_(std::move(socket.fd)),
+      tls_(std::move(socket.tls)),
       faults_(faults),
       localAddress_(resilient::localAddress(socket_.get()).toString()),
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
@@ -53,6 +54,9 @@ TcpPath::TcpPath(
   channel_.addPath(id, loop_.now());
   faults_.connectionOpened(loop_.now());
   applyFaultState();
+  if (tls_) {
+    readLater(EPOLLIN); // no event tells of what the handshake has read
+  }
 }
 
 // onPathClosed() is not called: the owner that destroys an open path knows
@@ -75,6 +79,12 @@ void TcpPath::reset(const Status& why) {
 
 void TcpPath::close(const Status& why) {
   if (!closed_) {
+    if (tls_) {
+      tls_->close();
+      const auto last = tls_->output(); // best effort, as the rest of it
+      (void)::send(
+          socket_.get(), last.data(), last.size(), MSG_NOSIGNAL | MSG_DONTWAIT);
+    }
     end(why);
   }
 }
@@ -126,6 +136,7 @@ void TcpPath::fill(PathStats& stats) const {
   Path::fill(stats);
   stats.localAddress = localAddress_;
   stats.remoteAddress = remoteAddress_;
+  stats.encrypted = tls_ != nullptr;
 }
 
 // Frames are bound to this path once taken, so the limit is what the path sends
@@ -235,7 +246,8 @@ bool TcpPath::flush() {
 // the path at once: the peer may have sent its goodbye before it closed
 // (resetWhenRead).
 void TcpPath::writeOut() {
-  while (!closed_ && !socketFull_ && !releases_.empty()) {
+  while (!closed_ && !socketFull_ &&
+         (!releases_.empty() || (tls_ && !tls_->output().empty()))) {
     size_t limit = SIZE_MAX;
     if (faults_.any()) {
       const TimePoint now = loop_.now();
@@ -249,30 +261,55 @@ void TcpPath::writeOut() {
         return;
       }
     }
+    size_t sent = 0;
+    if (tls_ && !tls_->output().empty()) {
+      const auto sealed = tls_->output();
+      iovec part{const_cast<std::byte*>(sealed.data()), sealed.size()};
+      if (!send(&part, 1, sent)) {
+        return;
+      }
+      wrote(tls_->sent(sent));
+      continue;
+    }
     iovec parts[32];
     const size_t count = gather(parts, 32, limit);
     if (count == 0) {
       armFaultTimer(releases_.front());
       return;
     }
-    msghdr message{};
-    message.msg_iov = parts;
-    message.msg_iovlen = count;
-    const ssize_t n =
-        ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
-    if (n < 0) {
-      if (errno == EAGAIN || errno == EINTR) {
-        socketFull_ = true; // until EPOLLOUT
+    if (tls_) {
+      if (tls_->seal({parts, count}) == 0) {
+        socketFull_ = true;
+        resetWhenRead(tls_->status());
         return;
       }
-      socketFull_ = true; // nothing more is bound to it
-      resetWhenRead(Status(
-          StatusCode::kNetwork,
-          "write to " + remoteAddress_ + ": " + std::strerror(errno)));
+      continue;
+    }
+    if (!send(parts, count, sent)) {
       return;
     }
-    wrote(static_cast<size_t>(n));
+    wrote(sent);
   }
+}
+
+// False if the socket takes nothing now, or never again.
+bool TcpPath::send(iovec* parts, size_t count, size_t& sent) {
+  msghdr message{};
+  message.msg_iov = parts;
+  message.msg_iovlen = count;
+  const ssize_t n =
+      ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
+  if (n >= 0) {
+    sent = static_cast<size_t>(n);
+    return true;
+  }
+  socketFull_ = true; // until EPOLLOUT, or nothing more is bound to it
+  if (errno != EAGAIN && errno != EINTR) {
+    resetWhenRead(Status(
+        StatusCode::kNetwork,
+        "write to " + remoteAddress_ + ": " + std::strerror(errno)));
+  }
+  return false;
 }
 
 // The last that the far end has sent may not have been read yet, above all
@@ -408,6 +445,9 @@ void TcpPath::onEvents(uint32_t events) {
 // The buffer is small next to a chunk: most payload bytes are read straight to
 // their place, and only headers and small frames are copied.
 TcpPath::Read TcpPath::readSome(size_t& total) {
+  if (tls_) {
+    return readSealed(total);
+  }
   iovec parts[2];
   size_t count = 0;
   size_t direct = reader_.missing();
@@ -434,17 +474,10 @@ TcpPath::Read TcpPath::readSome(size_t& total) {
   }
   const ssize_t n = ::readv(socket_.get(), parts, static_cast<int>(count));
   if (n < 0) {
-    if (errno != EAGAIN && errno != EINTR) {
-      reset(Status(
-          StatusCode::kNetwork,
-          "read from " + remoteAddress_ + ": " + std::strerror(errno)));
-    }
-    return Read::kNothing;
+    return readFailed();
   }
   if (n == 0) {
-    reset(Status(
-        StatusCode::kNetwork,
-        "connection to " + remoteAddress_ + " was closed by the other end"));
+    reset(closedByOther());
     return Read::kNothing;
   }
   heardAt_ = loop_.now();
@@ -463,6 +496,97 @@ TcpPath::Read TcpPath::readSome(size_t& total) {
     return Read::kNothing;
   }
   return bytes == asked ? Read::kFull : Read::kShort;
+}
+
+// By errno of a read.
+TcpPath::Read TcpPath::readFailed() {
+  if (errno != EAGAIN && errno != EINTR) {
+    reset(Status(
+        StatusCode::kNetwork,
+        "read from " + remoteAddress_ + ": " + std::strerror(errno)));
+  }
+  return Read::kNothing;
+}
+
+Status TcpPath::closedByOther() const {
+  return Status(
+      StatusCode::kNetwork,
+      "connection to " + remoteAddress_ + " was closed by the other end");
+}
+
+// One system call. Then all records that are there whole are opened, so that
+// the next one finds room.
+TcpPath::Read TcpPath::readSealed(size_t& total) {
+  const std::span<std::byte> room = tls_->input();
+  ssize_t n = 0;
+  if (!room.empty()) { // else the handshake has left something
+    n = ::recv(socket_.get(), room.data(), room.size(), 0);
+    if (n < 0) {
+      const Read read = readFailed();
+      if (!closed_) {
+        openRecords();
+      }
+      return read;
+    }
+    if (n == 0) {
+      tls_->end();
+      reset(
+          tls_->failed() ? Status(
+                               tls_->status().code(),
+                               "connection to " + remoteAddress_ + ": " +
+                                   tls_->status().message())
+                         : closedByOther());
+      return Read::kNothing;
+    }
+    heardAt_ = loop_.now();
+    tls_->received(static_cast<size_t>(n));
+    total += static_cast<size_t>(n);
+  }
+  openRecords();
+  if (closed_) {
+    return Read::kNothing;
+  }
+  return static_cast<size_t>(n) == room.size() ? Read::kFull : Read::kShort;
+}
+
+// Headers are opened alone, so that a payload goes from its record straight to
+// its place.
+void TcpPath::openRecords() {
+  const TimePoint now = loop_.now();
+  for (;;) {
+    std::byte* to = buffer_.get();
+    size_t most = std::min(reader_.wants(), kReadBuffer);
+    const bool payload = reader_.missing() != 0;
+    if (payload) {
+      to = reader_.destination();
+      most = reader_.missing();
+      if (to == nullptr) {
+        to = scrap();
+        most = std::min(most, kScrapBytes);
+      }
+    }
+    const size_t n = tls_->open(to, most);
+    if (n == 0) {
+      break;
+    }
+    const Status status = payload ? reader_.placed(n, now)
+                                  : reader_.consume(buffer_.get(), n, now);
+    if (!status.ok()) {
+      reset(status);
+    }
+    if (closed_) {
+      return;
+    }
+  }
+  if (tls_->failed()) {
+    reset(Status(
+        tls_->status().code(),
+        "connection to " + remoteAddress_ + ": " + tls_->status().message()));
+  } else if (tls_->ended()) {
+    reset(closedByOther());
+  } else if (!tls_->output().empty()) { // its answer to a request for a new key
+    writeOut();
+  }
 }
 
 } // namespace resilient

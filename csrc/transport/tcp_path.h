@@ -14,7 +14,7 @@
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
 #include "transport/path.h"
-#include "transport/socket.h"
+#include "transport/stream_socket.h"
 
 namespace resilient {
 
@@ -30,6 +30,10 @@ namespace resilient {
 // then. After an event, reading must go on until the kernel has no more, or a
 // later turn must continue (readLater).
 //
+// With TLS, frames are sealed into records on their way to the socket, and
+// opened into their places. Records that were sealed leave before more are. A
+// frame counts as written when its last record is in the kernel.
+//
 // close() leaves accepted bytes to the kernel, which a goodbye needs. reset()
 // drops them: after a failure another path sends them, and they must not
 // linger.
@@ -40,7 +44,7 @@ class TcpPath final : public Path, public Handler {
       Channel& channel,
       PathId id,
       int index,
-      FileDescriptor socket,
+      StreamSocket socket,
       PathFaults& faults,
       PathOwner& owner);
   ~TcpPath() override;
@@ -131,7 +135,12 @@ class TcpPath final : public Path, public Handler {
   // kNothing: no data, or the path is closed.
   enum class Read { kNothing, kShort, kFull };
   Read readSome(size_t& total);
+  Read readSealed(size_t& total);
+  void openRecords();
+  Read readFailed();
+  Status closedByOther() const;
   size_t gather(struct iovec* out, size_t capacity, size_t limit) const;
+  bool send(struct iovec* parts, size_t count, size_t& sent);
   void wrote(size_t bytes);
   void resetWhenRead(const Status& why);
   void cut();
@@ -143,6 +152,7 @@ class TcpPath final : public Path, public Handler {
   EventLoop& loop_;
   const int index_;
   FileDescriptor socket_;
+  const std::unique_ptr<TlsSession> tls_; // null: in plaintext
   PathFaults& faults_;
   std::string localAddress_, remoteAddress_;
   bool local_ = false; // the far end is on this host

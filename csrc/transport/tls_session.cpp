@@ -31,6 +31,7 @@ constexpr int kBioFlush = 11;
 constexpr int kKeyUpdateNotRequested = 0, kKeyUpdateRequested = 1;
 constexpr unsigned long kReasonMask = 0xfff;
 constexpr unsigned long kReasonAlertHandshakeFailure = 1000 + 40;
+constexpr uint64_t kInitNoAtexit = 0x80000;
 constexpr unsigned long kVersion111 = 0x10101000;
 
 // The number of the suite on the wire. Both are for SHA-256, as is the key.
@@ -49,6 +50,7 @@ constexpr uint8_t kFirstRecordType = 20, kLastRecordType = 23;
 // NOLINTBEGIN(bugprone-macro-parentheses): the arguments are parts of types
 #define RESILIENT_SSL_FUNCTIONS(X)                                           \
   X(unsigned long, OpenSSL_version_num, ())                                  \
+  X(int, OPENSSL_init_crypto, (uint64_t, const void*))                       \
   X(const char*, OpenSSL_version, (int))                                     \
   X(const void*, TLS_client_method, ())                                      \
   X(const void*, TLS_server_method, ())                                      \
@@ -137,6 +139,11 @@ struct Library {
   }
     RESILIENT_SSL_FUNCTIONS(X)
 #undef X
+    // OpenSSL must not free its state when the process ends: the loop may still
+    // use it. (Who has loaded it before us may have decided otherwise.)
+    if (missing.empty()) {
+      OPENSSL_init_crypto(kInitNoAtexit, nullptr);
+    }
     if (missing.empty() && OpenSSL_version_num() < kVersion111) {
       missing = std::string(OpenSSL_version(0)) +
           " is too old: 1.1.1 or a "

@@ -52,7 +52,7 @@ uint32_t interfaceIndexOf(const std::string& nic) {
 }
 
 VerbsChoice::VerbsChoice(const EngineOptions& options)
-    : off_(options.rdma == "off"),
+    : off_(options.rdma == "off" || options.encryption == "required"),
       required_(options.rdma == "required"),
       gidIndex_(options.gidIndex()) {
   std::string name;

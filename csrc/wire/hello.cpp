@@ -218,10 +218,14 @@ void Handshake::receive(const void* data, size_t bytes) {
   }
 }
 
-ClientHandshake::ClientHandshake(HelloInfo info, std::string secret)
+ClientHandshake::ClientHandshake(
+    HelloInfo info,
+    std::string secret,
+    bool insideTls)
     : Handshake(kHelloHeaderBytes),
       secret_(std::move(secret)),
       info_(std::move(info)) {
+  insideTls_ = insideTls;
   info_.keyId = keyIdOf(secret_);
   Writer hello(kHelloKind, kHelloBytes);
   hello.bytes(info_.keyId);
@@ -266,14 +270,15 @@ void ClientHandshake::onInput() {
 
 // The order matters. A refusal is looked at first, since it has no proof. Then
 // the server must prove that it knows the secret. Only then the client writes
-// its own proof, and only then `eagerBudgetBytes` counts.
+// its own proof (which TLS has given before), and only then `eagerBudgetBytes`
+// counts.
 void ClientHandshake::onChallenge() {
   Reader in(input_);
   auto code = helloCodeOf(in.number<uint16_t>());
   bool reserved = in.zeros(6);
   // The other codes say something of a process, and only an ACCEPT is signed.
   const bool here = code == HelloCode::kOk || code == HelloCode::kUnknownKey ||
-      code == HelloCode::kVersion;
+      code == HelloCode::kVersion || code == HelloCode::kEncryption;
   if (!here || !reserved) {
     fail(StatusCode::kProtocol, "the server's challenge is malformed");
     return;
@@ -294,10 +299,12 @@ void ClientHandshake::onChallenge() {
   }
   accepted_.eagerBudgetBytes = in.number<uint64_t>();
   append(transcript_, input_);
-  Writer proof(kProofKind, kProofBytes);
-  sign(proof, secret_, kClientLabel, transcript_);
-  append(transcript_, proof.out());
-  append(output_, proof.out());
+  if (!insideTls_) {
+    Writer proof(kProofKind, kProofBytes);
+    sign(proof, secret_, kClientLabel, transcript_);
+    append(transcript_, proof.out());
+    append(output_, proof.out());
+  }
   stage_ = kAccept;
   expect(kAcceptBytes);
 }
@@ -408,16 +415,28 @@ void ServerHandshake::onHello() {
     fail(StatusCode::kProtocol, "the caller belongs to another job");
     return;
   }
+  if (plaintextRefused_) {
+    sendChallenge(HelloCode::kEncryption);
+    fail(
+        StatusCode::kProtocol,
+        "the caller came in plaintext, and this process takes encrypted "
+        "connections only: set TORCH_RESILIENT_ENCRYPTION alike on all ranks");
+    return;
+  }
   secret_ = std::move(*secret);
   append(transcript_, input_);
   sendChallenge(HelloCode::kOk);
+  if (insideTls_) {
+    sendVerdict();
+    return;
+  }
   stage_ = kProof;
   expect(kProofBytes);
 }
 
 // The transcript grows in the order of the messages, equally on both sides:
-// HELLO, CHALLENGE, PROOF. decide() has side effects (a reservation), so a
-// client without the secret must not reach it.
+// HELLO, CHALLENGE, and PROOF if there is one. decide() has side effects (a
+// reservation), so a client without the secret must not reach it.
 void ServerHandshake::onProof() {
   auto error = headerError(input_, kProofKind, kProofBytes);
   if (!error.empty() || versionOf(input_) != kWireVersion ||
@@ -425,8 +444,13 @@ void ServerHandshake::onProof() {
     fail(StatusCode::kProtocol, "the caller's proof is wrong");
     return;
   }
-  authenticated_ = true;
   append(transcript_, input_);
+  sendVerdict();
+}
+
+// The client has proved that it knows the secret, by its PROOF or in TLS.
+void ServerHandshake::sendVerdict() {
+  authenticated_ = true;
   // Only now: an answer about who lives here is for members of the job.
   verdict_ = info_.acceptor == identity_.uid ? identity_.decide(info_)
                                              : HelloCode::kWrongPeer;

@@ -5,11 +5,13 @@
 #include <cstdint>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "base/sha256.h"
 #include "base/status.h"
+#include "wire/tls_keys.h"
 
 namespace resilient {
 
@@ -25,9 +27,10 @@ namespace resilient {
 //
 // Both proofs cover all bytes said before, so nothing said can be changed or
 // replayed. The rest of the connection is not protected: the handshake keeps
-// out processes without the secret, it does not encrypt. By default the secret
-// lies in torch's store, where every process that can connect to the store
-// reads it.
+// out processes without the secret, it does not encrypt. Inside TLS, which has
+// proved both ends before, there is no PROOF, and ACCEPT follows CHALLENGE. By
+// default the secret lies in torch's store, where every process that can
+// connect to the store reads it.
 
 // Raise it when any byte of the wire changes, here or in a frame.
 inline constexpr uint16_t kWireVersion = 1;
@@ -50,9 +53,9 @@ struct HelloEndpoint {
   bool operator==(const HelloEndpoint&) const = default;
 };
 
-// The server's verdict, by wire value. Only kOk, kUnknownKey and kVersion may
-// come in a CHALLENGE, which is not signed at that point. The others speak
-// about a process and come signed, in ACCEPT
+// The server's verdict, by wire value. Only kOk, kUnknownKey, kVersion and
+// kEncryption may come in a CHALLENGE, which is not signed at that point. The
+// others speak about a process and come signed, in ACCEPT
 // (a_challenge_says_nothing_about_processes).
 #define RESILIENT_HELLO_CODES(X)                                          \
   X(kOk, "ok")                                                            \
@@ -60,7 +63,8 @@ struct HelloEndpoint {
   X(kWrongPeer, "another process answers at that address")                \
   X(kUnknownKey, "it does not know this job's secret")                    \
   X(kVersion, "it speaks another version of the protocol")                \
-  X(kBusy, "it takes no more connections now")
+  X(kBusy, "it takes no more connections now")                            \
+  X(kEncryption, "it takes encrypted connections only")
 
 enum class HelloCode : uint16_t {
 #define X(name, text) name,
@@ -164,6 +168,7 @@ class Handshake {
 
   std::vector<uint8_t> input_;
   std::vector<uint8_t> output_;
+  bool insideTls_ = false;
 
  private:
   size_t expected_;
@@ -177,7 +182,7 @@ class Handshake {
 class ClientHandshake final : public Handshake {
  public:
   // info.keyId is filled in from the secret.
-  ClientHandshake(HelloInfo info, std::string secret);
+  ClientHandshake(HelloInfo info, std::string secret, bool insideTls = false);
   // Valid if kDone; `code` also after a refusal, and with kWrongPeer, which is
   // always signed, all of it.
   const AcceptInfo& accepted() const {
@@ -207,6 +212,9 @@ struct ServerIdentity {
   // connection may break before the verdict is out). It is not asked for a
   // client that wanted another process: the verdict is then kWrongPeer.
   std::function<HelloCode(const HelloInfo&)> decide;
+  // The keys for TLS by the name of one of our secrets, or nothing. Not needed
+  // without encryption.
+  std::function<std::optional<TlsKeys>(std::span<const uint8_t> name)> keysOf;
 };
 
 // The side that was called. Bytes that are no hello get no answer at all. It
@@ -220,6 +228,14 @@ class ServerHandshake final : public Handshake {
       const ServerIdentity& identity,
       HelloNonce nonce,
       HelloEndpoint reachedAt);
+  // Before the first byte: TLS has proved the client, or it has come in
+  // plaintext where that is not enough.
+  void setInsideTls() {
+    insideTls_ = true;
+  }
+  void refusePlaintext() {
+    plaintextRefused_ = true;
+  }
   // The client's hello. Unproven unless authenticated().
   const HelloInfo& info() const {
     return info_;
@@ -242,6 +258,7 @@ class ServerHandshake final : public Handshake {
   void onInput() override;
   void onHello();
   void onProof();
+  void sendVerdict();
   void sendChallenge(HelloCode code);
 
   const ServerIdentity& identity_;
@@ -249,6 +266,7 @@ class ServerHandshake final : public Handshake {
   HelloEndpoint reachedAt_;
   HelloInfo info_;
   std::string secret_;
+  bool plaintextRefused_ = false;
   bool authenticated_ = false;
   std::optional<HelloCode> verdict_;
   std::vector<uint8_t> transcript_;

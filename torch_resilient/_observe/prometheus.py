@@ -30,6 +30,7 @@ _OF_PATHS = (
     ("chunks_retransmitted", "counter", "Of these, retransmissions."),
     ("reconnects", "counter", "Times the connection was made again."),
     ("times_suspect", "counter", "Times it was silent for too long."),
+    ("encrypted", "gauge", "1 if nothing of it leaves the host in plaintext."),
     ("round_trip_s", "gauge", "Smoothed round trip, 0 while unknown."),
     ("goodput_bytes_per_s", "gauge", "Smoothed rate of acknowledged bytes."),
     ("capacity_bytes_per_s", "gauge", "Estimate of what it could carry, 0 while unknown."),

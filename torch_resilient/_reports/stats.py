@@ -178,6 +178,9 @@ class PathStats(Record):
             "connecting"; "down"; "unused".
         nic, remote_nic: interface names; empty where the system chooses.
         local_address, remote_address: "host:port".
+        encrypted: what it sends is encrypted and authenticated on the network. False also for
+            "shm", which never leaves the host. "relay": encrypted on both parts of the way, but
+            the rank between them sees what it carries.
         bytes_sent, bytes_received: of messages; sent bytes include retransmissions.
         chunks_sent, chunks_retransmitted: chunks of messages.
         times_suspect: how often it was silent for too long.
@@ -201,6 +204,7 @@ class PathStats(Record):
     remote_nic: str
     local_address: str
     remote_address: str
+    encrypted: bool
     bytes_sent: int
     bytes_received: int
     chunks_sent: int

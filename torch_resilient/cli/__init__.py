@@ -17,6 +17,7 @@ from torch_resilient.cli import (
     lab,
     plan,
     profile_drop,
+    secret,
     shift,
     timeline,
     top,
@@ -29,6 +30,7 @@ examples:
   torch-resilient top /tmp/job                                    watch it (TORCH_RESILIENT_METRICS)
   torch-resilient chaos -- torchrun --nproc-per-node 2 train.py   drill it with network faults
   torch-resilient lab --delay 20ms -- torchrun train.py           the same on hosts far apart (root)
+  torch-resilient secret job.secret                               make the secret of a job
   torch-resilient shift --serve -- ib_write_bw                    an RDMA program survives a NIC
   torch-resilient geo plan --json job.json                        is a second site worth its price?
   torch-resilient profile-drop --steps 200 train.py               the cost of dropped activations
@@ -55,6 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     lab.add_parser(commands)
     plan.add_parser(commands)
     profile_drop.add_parser(commands)
+    secret.add_parser(commands)
     shift.add_parser(commands)
     timeline.add_parser(commands)
     top.add_parser(commands)

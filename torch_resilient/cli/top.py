@@ -304,6 +304,8 @@ def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
                     over = f"over rank {path.relay.rank}"
                 elif path.nic and path.kind != "shm":
                     over = f"{path.nic}-{path.remote_nic}"
+                if path.encrypted:
+                    over += ", encrypted"
                 rows.append(
                     (
                         name,
