@@ -48,10 +48,12 @@ Status DatagramConnector::sendOffer(size_t route, size_t connection) {
   }
   offered.connection = connection;
   offered.nonce = freshNonce();
+  offered.secret =
+      connections_.path(connection)->ownSecret().value_or(link_.secret());
   DatagramOffer offer;
   offer.connection = static_cast<uint16_t>(connection);
   offer.port = offered.socket.port();
-  offer.key = std::bit_cast<uint64_t>(keyIdOf(link_.secret()));
+  offer.key = std::bit_cast<uint64_t>(keyIdOf(offered.secret));
   offer.nonce = offered.nonce;
   offered_[route] = std::move(offered);
   link_.channel().sendControl(encode(offer));
@@ -129,7 +131,7 @@ void DatagramConnector::onAnswer(const DatagramOffer& answer, size_t route) {
   makePath(
       route,
       std::move(offered.socket),
-      {link_.secret(), offered.nonce, answer.nonce, /*initiator=*/true});
+      {offered.secret, offered.nonce, answer.nonce, /*initiator=*/true});
 }
 
 // An offer for a route with a path means that the peer has closed its end. An
@@ -153,8 +155,7 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   if (status.ok()) {
     status = connect(connection, offer.port, socket);
   }
-  // A group that only the far end has joined as yet: it will ask again.
-  const auto secret = link_.host().secretOf(std::bit_cast<KeyId>(offer.key));
+  const auto secret = secretOf(offer);
   if (status.ok() && !secret) {
     status = Status(StatusCode::kNetwork, "its secret is not known yet");
   }
@@ -169,6 +170,21 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   }
   link_.channel().sendControl(encode(answer));
   link_.changed();
+}
+
+// Without TLS there may be a group that only the far end has joined as yet;
+// with it, the connection may have been made anew at one end. Either way the
+// far end asks again. The job's secret is not taken where the connection has
+// its own.
+std::optional<std::string> DatagramConnector::secretOf(
+    const DatagramOffer& offer) const {
+  const auto key = std::bit_cast<KeyId>(offer.key);
+  const TcpPath* const path = connections_.path(offer.connection);
+  auto own = path != nullptr ? path->ownSecret() : std::nullopt;
+  if (!own) {
+    return link_.host().secretOf(key);
+  }
+  return keyIdOf(*own) == key ? own : std::nullopt;
 }
 
 // --- paths

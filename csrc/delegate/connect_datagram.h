@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,9 @@
 namespace resilient {
 
 // Datagrams with a peer on another host, where the option wan asks for them.
-// Nonces of both ends make the keys of a path.
+// A secret and nonces of both ends make the keys of a path. The secret is that
+// of the connection by which the path is agreed, if it is encrypted: with it
+// ends what could decrypt a recording. Else it is the job's.
 //
 // How it works. An offer opens a socket from the interface of the connection,
 // and names its port, the secret to use and a nonce. The other end opens a
@@ -41,7 +44,7 @@ class DatagramConnector final : public RoutePathConnector {
   struct Offered {
     DatagramSocket socket;
     size_t connection = 0; // beside which it is
-    std::string nonce;
+    std::string secret, nonce;
   };
   struct Keys {
     std::string secret, initiatorNonce, answererNonce;
@@ -61,6 +64,8 @@ class DatagramConnector final : public RoutePathConnector {
 
   void onAnswer(const DatagramOffer& answer, size_t route);
   void answer(const DatagramOffer& offer, size_t route);
+  // The secret that the offer names, if this end has it for that connection.
+  std::optional<std::string> secretOf(const DatagramOffer& offer) const;
   Status open(size_t connection, DatagramSocket& socket) const;
   Status connect(size_t connection, uint16_t port, DatagramSocket& socket)
       const;

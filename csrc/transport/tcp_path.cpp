@@ -139,6 +139,14 @@ void TcpPath::fill(PathStats& stats) const {
   stats.encrypted = tls_ != nullptr;
 }
 
+std::optional<std::string> TcpPath::ownSecret() const {
+  if (!tls_) {
+    return std::nullopt;
+  }
+  const auto key = tls_->exportKey("EXPORTER-torch_resilient-paths", "");
+  return std::string(reinterpret_cast<const char*>(key.data()), key.size());
+}
+
 // Frames are bound to this path once taken, so the limit is what the path sends
 // in a few milliseconds. Under fault rules the limits are those of the
 // simulated link: a delay holds many frames here, and a rate has a queue of

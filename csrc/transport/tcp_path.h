@@ -94,6 +94,9 @@ class TcpPath final : public Path, public Handler {
   SocketAddress remoteSocket() const {
     return resilient::remoteAddress(socket_.get());
   }
+  // With TLS, a secret of this very connection, which only its two ends know
+  // and that nobody can find out later; else nothing.
+  std::optional<std::string> ownSecret() const;
   const std::string& localAddress() const {
     return localAddress_;
   }
