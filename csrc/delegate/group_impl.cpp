@@ -5,6 +5,7 @@
 
 #include "base/log.h"
 #include "base/random.h"
+#include "delegate/authenticated_store.h"
 #include "delegate/collective_run.h"
 #include "delegate/diagnosis.h"
 #include "delegate/member_list.h"
@@ -19,6 +20,20 @@ namespace {
 // asleep: about 20 us of work, where waking the loop would take as long. What
 // is larger goes to the loop thread, so that isend returns at once.
 constexpr uint64_t kSmallBytes = 64u << 10;
+
+// With a secret of the job's own, whoever else writes to the store changes
+// nothing unnoticed. A secret that itself lies in the store could not do that.
+std::shared_ptr<KeyValue> protectedStore(
+    GroupConfig& config,
+    const std::vector<std::string>& secrets) {
+  if (secrets.empty()) {
+    return std::move(config.store);
+  }
+  return std::make_shared<AuthenticatedStore>(
+      std::move(config.store),
+      secrets,
+      StoreContext{config.rank, config.size, config.globalRanks});
+}
 
 } // namespace
 
@@ -49,7 +64,7 @@ GroupImpl::GroupImpl(GroupConfig config, std::shared_ptr<Engine> engine)
       engine_(std::move(engine)),
       eagerConnect_(config.eagerConnect || engine_->options().eager_connect),
       wholeJob_(config.globalRanks.empty()),
-      store_(std::move(config.store)),
+      store_(protectedStore(config, engine_->ownSecrets())),
       membership_(store_, name_, rank_, config.size),
       members_(static_cast<size_t>(config.size)) {
   for (size_t r = 0; r < members_.size(); ++r) {

@@ -110,12 +110,12 @@ Membership::Terms Membership::agree(
   if (given.empty()) {
     proposal += ' ' + randomHex(kSecretBytes);
   }
-  std::string agreed = store_->setIfAbsent(key("job", 0), proposal);
+  std::string agreed = proposeTerms(proposal);
   // When a job is restarted, not all ranks may have come as far before.
   while (agreed == kOver) {
     generation_ =
         store_->add("resilient/generation/" + std::to_string(rank_), 1);
-    agreed = store_->setIfAbsent(key("job", 0), proposal);
+    agreed = proposeTerms(proposal);
   }
   const std::vector<std::string> words = wordsOf(agreed);
   Terms terms;
@@ -149,6 +149,14 @@ Membership::Terms Membership::agree(
   return terms;
 }
 
+std::string Membership::proposeTerms(const std::string& proposal) {
+  try {
+    return store_->setIfAbsent(key("job", 0), proposal);
+  } catch (const StatusError& error) { // not authentic
+    refuse(error.status());
+  }
+}
+
 // If another process wrote this rank's last address, this one replaces it.
 // Ranks that have joined that generation do not come back to it, so it is
 // marked as over: a rank that is behind skips it. Guarded by
@@ -167,9 +175,13 @@ void Membership::startGeneration(const PeerAddress& self) {
   generation_ = count;
 }
 
+std::string Membership::refusalOf(const Status& status) {
+  return kRefused + status.message();
+}
+
 // Tells the others, so that they need not wait for their timeouts.
 void Membership::refuse(const Status& status) {
-  const std::string text = kRefused + status.message();
+  const std::string text = refusalOf(status);
   store_->set(addressKey(rank_), text);
   store_->set(listKey(), text);
   throw StatusError(status);
@@ -191,8 +203,14 @@ std::string Membership::writeList() {
     keys.push_back(addressKey(r));
   }
   std::vector<PeerAddress> members(keys.size());
+  std::vector<std::string> texts;
+  try {
+    texts = store_->getAll(keys);
+  } catch (const StatusError& error) { // not authentic
+    refuse(error.status());
+  }
   size_t r = 0;
-  for (const std::string& text : store_->getAll(keys)) {
+  for (const std::string& text : texts) {
     const Status status = PeerAddress::parse(text, members[r++]);
     if (!status.ok()) {
       refuse(status);

@@ -29,6 +29,8 @@ namespace resilient {
 //   resilient/joined/G/0    how many have written the latter
 //   resilient/members/G/0   the list (member_list.h)
 // Where an address or the list is expected, a text from refusal() may stand.
+// With a secret of the job's own the store is an AuthenticatedStore, so these
+// are the values inside its records.
 // Paper: SHIFT §4.2 exchanges what a connection needs through a key-value
 // store.
 //
@@ -63,10 +65,13 @@ class Membership {
 
   // The reason why a rank could not join, if that is what `text` holds.
   static std::optional<std::string> refusal(const std::string& text);
+  // And the text for it.
+  static std::string refusalOf(const Status& status);
 
  private:
   std::string key(const char* what, int rank) const;
   void startGeneration(const PeerAddress& self);
+  std::string proposeTerms(const std::string& proposal);
   [[noreturn]] void refuse(const Status& status);
   std::string writeList();
 
