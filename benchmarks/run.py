@@ -37,7 +37,7 @@ LAB_SCRIPTS = (
 # Takes five minutes even if quick.
 LONG_SCRIPTS = ("stragglers.py",)
 # Run only if named.
-NAMED_SCRIPTS = ("bubbles.py", "geo_planning.py", "verbs_safety.py")
+NAMED_SCRIPTS = ("bubbles.py", "encryption.py", "geo_planning.py", "verbs_safety.py")
 NAMED_LAB_SCRIPTS = (
     "geo_training.py",
     "lab_calibration.py",
