@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -19,9 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import error_of, make_store, on_gloo, run_ranks, wait_until
+from test_failover import Job
 
 from torch_resilient import PathStats, faults, stats
 from torch_resilient.cli.secret import write_secret
+from torch_resilient.testing import NetworkLab
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo has no such options")
 
@@ -183,6 +186,71 @@ def test_a_capture_holds_no_payload(secret_file: str) -> None:
     secret = Path(secret_file).read_text().strip()
     assert secret.encode() not in sealed
     assert bytes.fromhex(secret) not in sealed
+
+
+# Counts the packets at eth0 of a host, and those with the bytes of its argument (in hex), until
+# its input ends.
+LISTEN = """
+import select, socket, sys
+part = bytes.fromhex(sys.argv[1])
+wire = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
+wire.bind(("eth0", 0))
+print("listening", flush=True)
+packets = found = 0
+while True:
+    ready = select.select([wire, sys.stdin], [], [])[0]
+    if wire in ready:
+        packet = wire.recv(1 << 16)
+        packets += 1
+        found += part in packet
+    elif not sys.stdin.readline():
+        break
+print(packets, found, flush=True)
+"""
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("wan", ["tcp", "udp"])
+@pytest.mark.parametrize("with_secret", [False, True])
+def test_what_leaves_a_host_is_encrypted_once_there_is_a_secret(
+    lab: NetworkLab, secret_file: str, wan: str, with_secret: bool
+) -> None:
+    """With the default encryption=auto. Datagrams are encrypted even without a secret."""
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.002, rate_bytes_per_s=50e6)
+    control = lab.link(a, b, name="control")
+    environment = {"TORCH_RESILIENT_WAN": wan, "TORCH_RESILIENT_INTERFACE": "eth0"}
+    if with_secret:
+        environment["TORCH_RESILIENT_SECRET_FILE"] = secret_file
+    content = struct.pack("<i", 77) * 4  # of the 77th message
+    pipe = subprocess.PIPE
+    listener = b.popen(
+        [sys.executable, "-c", LISTEN, content.hex()], stdin=pipe, stdout=pipe, text=True
+    )
+    assert listener.stdout is not None
+    assert listener.stdout.readline() == "listening\n"
+    settings = {"job": "exchange", "count": 100, "pause_s": 0.005}
+    job = Job([a, b], control, settings, environment)
+    try:
+        results = job.end()
+    finally:
+        job.close()
+        said = listener.communicate()[0]
+    packets, found = map(int, said.split())
+    assert packets > 1000
+    for result in results:
+        assert result.get("wrong") == 0, result
+        paths = [path for path in result["paths"] if path["local_address"]]
+        assert {path["kind"] for path in paths} == {"tcp", wan}
+        for path in paths:
+            assert path["encrypted"] == (with_secret or path["kind"] == "udp"), path
+        (most,) = [p for p in paths if p["bytes_sent"] == max(p["bytes_sent"] for p in paths)]
+        assert most["kind"] == wan
+    if with_secret:
+        assert found == 0
+    elif wan == "tcp":
+        assert found > 0  # the listener can tell
 
 
 # ---- what is refused ----------------------------------------------------------------------
