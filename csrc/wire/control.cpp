@@ -408,7 +408,8 @@ std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload) {
   note.busy = busy == 1;
   const bool sound = what >= 1 &&
       what <= static_cast<uint8_t>(RelayNote::What::kPassed) && hop >= 1 &&
-      hop <= 2 && fromOpener <= 1 && busy <= 1 && note.flow.opener != note.flow.other;
+      hop <= 2 && fromOpener <= 1 && busy <= 1 &&
+      note.flow.opener != note.flow.other;
   return in.complete() && sound ? std::optional(note) : std::nullopt;
 }
 
