@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <optional>
 
 #include "base/time.h"
@@ -29,7 +30,8 @@ class Uplink {
     if (declared) {
       const auto most =
           static_cast<uint64_t>(*declared * toSeconds(kWaitsAtMost));
-      limit_.emplace(*declared, std::min(starvationBytes, most));
+      limit_ = std::make_unique<RateLimit>(
+          *declared, std::min(starvationBytes, most));
     }
   }
 
@@ -39,7 +41,7 @@ class Uplink {
   }
   // Null without a limit.
   RateLimit* limit() {
-    return limit_ ? &*limit_ : nullptr;
+    return limit_.get();
   }
 
   // Before a user sends: activations of its own wait for this way, or for
@@ -87,7 +89,7 @@ class Uplink {
   // count as silent.
   static constexpr Nanos kWaitsAtMost = std::chrono::milliseconds(100);
 
-  std::optional<RateLimit> limit_;
+  std::unique_ptr<RateLimit> limit_;
   std::map<RateLimit::User, Use> users_;
   TimePoint ownAt_ = TimePoint() - 2 * kOwnMemory;
 };
