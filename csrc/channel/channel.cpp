@@ -200,8 +200,8 @@ bool Channel::takesChunksDirectly() const {
   });
 }
 
-// What the uplink carries is divided among our connections as their own rates
-// are.
+// Our connections share what the uplink carries, in proportion to their own
+// rates.
 double Channel::inTurn(double bytesPerS) const {
   if (uplinkBytesPerS_ == 0) {
     return bytesPerS;

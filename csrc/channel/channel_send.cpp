@@ -374,8 +374,8 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   return std::min(bytes, max);
 }
 
-// Where uplinks have a limit, a path waits for its turn there, and its own rate
-// is only that of its share. What counts is the rate in its turn.
+// A path waits for its turn at an uplink that has a limit, and its own rate is
+// then only that of its share. Its chunks go at the rate of the uplink.
 PathLoad Channel::loadOf(const PathState& p, TimePoint now) const {
   PathLoad l;
   l.bytesPerS = p.statistics.capacityBytesPerS();

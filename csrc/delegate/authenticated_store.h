@@ -9,7 +9,7 @@
 
 namespace resilient {
 
-// What the MAC of a record covers besides its key and value.
+// The MAC of a record covers this besides its key and value.
 struct StoreContext {
   int rank = 0; // of the writer, in the group: it stands in its records
   // The members of the group: a record of another group, or of the same one in
@@ -18,11 +18,11 @@ struct StoreContext {
   std::vector<uint64_t> globalRanks;
 };
 
-// A store in which every record has a MAC under the job's secret. Who can write
-// to the store, but has no secret, can then delete records and write nonsense,
-// which fails the start and is named, but can redirect no rank and change no
-// setting. Keys contain the generation, so records of an earlier one do not
-// pass for those of a later one.
+// A store in which every record has a MAC under the job's secret. An attacker
+// who can write to the store, but has no secret, can then delete records and
+// write nonsense, which fails the start and is named. He can redirect no rank
+// and change no setting. Keys contain the generation, so records of an earlier
+// one do not pass for those of a later one.
 //
 // Counters (add) have no MAC: a wrong count makes ranks wait, or fail. Nor have
 // refusals: a rank with another secret, or with none, must be able to read why

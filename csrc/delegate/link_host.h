@@ -47,7 +47,7 @@ class LinkHost {
   // self() as it is now, as text.
   virtual std::string addressText() const = 0;
   virtual int32_t globalRank() const = 0;
-  // Of the TCP connections of this process, with the job's secret.
+  // Which TCP connections of this process the job's secret encrypts.
   virtual Encryption encryption() const = 0;
   virtual Mailbox& mailbox() = 0;
   virtual CompletionQueue& completions() = 0;

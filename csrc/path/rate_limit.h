@@ -34,12 +34,6 @@ class RateLimit {
   double bytesPerS() const {
     return bytesPerS_;
   }
-  // Another limit from now on.
-  void set(double bytesPerS, uint64_t starvationBytes) {
-    bytesPerS_ = bytesPerS;
-    starvationBytes_ = starvationBytes;
-    tokens_ = std::min(tokens_, max());
-  }
 
   // May `user` send a frame now? If not, it has a place in the queue. Asking
   // again keeps that place.
@@ -120,8 +114,8 @@ class RateLimit {
     refilledAt_ = std::max(refilledAt_, now);
   }
 
-  double bytesPerS_;
-  uint64_t starvationBytes_;
+  const double bytesPerS_;
+  const uint64_t starvationBytes_;
   double tokens_;
   TimePoint refilledAt_{};
   std::deque<Waiting> waiting_; // who has waited longest comes first

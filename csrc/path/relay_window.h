@@ -8,9 +8,9 @@
 namespace resilient {
 
 // How many bytes may be on the way to a relay or wait there for their turn: as
-// few as keep it busy. What waits at one relay can no longer leave by another
-// one whose turn has come, or by our own NIC. What the relay has passed on does
-// not count, so the distance to the far end plays no part.
+// few as keep it busy. Bytes that wait at one relay can no longer leave by
+// another one whose turn has come, or by our own NIC. Those that the relay has
+// passed on do not count, so the distance to the far end plays no part.
 //
 // How it works. With an empty queue at the relay, it takes the shortest time
 // that was seen until the relay tells that it has passed bytes on. The rest is

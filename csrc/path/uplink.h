@@ -13,12 +13,12 @@ namespace resilient {
 
 // All that this process sends to another site, and the declared limit on it.
 //
-// With a limit, what waits for its turn waits here, and the most urgent goes
-// first: the site serves one pipeline after the other. Without one, it would
-// wait in a queue of the network, which serves all alike. A limit that is only
-// measured does not do: what arrives over a way tells what it carries while it
-// is full, and pipelines keep it full for too short a time. So a process
-// without a limit is no relay for others' activations while it sends its own.
+// Frames wait here for their turn if there is a limit, and the most urgent goes
+// first: the site serves one pipeline after the other. Without one, they would
+// wait in a queue of the network, which serves all alike. A measured limit does
+// not do: the arrivals tell what a way carries only while it is full, and
+// pipelines keep it full for too short a time. So a process without a limit is
+// no relay for others' activations while it sends its own.
 //
 // Paper: ATLAS §4.3, temporal bandwidth sharing, which plans what this does
 // message by message.
