@@ -22,6 +22,7 @@ struct PlantedBugs {
   bool copyToPinned = false; // though it is still being read from the far end
   bool deliverPinned = false; // the receive ends while it is
   bool endPinsEarly = false; // when the path is removed
+  bool copyTooLittle = false; // a copy lacks the first chunk that is needed
   bool copyReferred = false; // ends the send; the far end reads what comes next
   bool forgetSettled = false; // the sender never hears that it may send
 

@@ -50,9 +50,11 @@ struct ChannelConfig {
   // Sends up to this size are copied at once and end in send(), if the
   // StagingBudget allows it.
   uint64_t copyBytes = 64u << 10;
-  // A larger point-to-point send may be copied after this time: see
-  // stageLent().
+  // A larger send may be copied after this time: see stageLent().
   Nanos stageAfter = std::chrono::milliseconds(2);
+  // A copy is made in pieces of this size: 16 MiB at once hold up the loop for
+  // 2 to 3 ms.
+  uint64_t copyPieceBytes = 2u << 20;
   uint64_t starvationBytes = 8u << 20;
   uint32_t firstChunkBytes = UINT32_MAX; // at most, while nothing is measured
 };
@@ -453,8 +455,12 @@ class Channel {
   void detachFrames(OutMessage& m);
   void clearOffer(OutMessage& m);
   void eraseIfDone(OutMessage& m);
-  void repoint(OutMessage& m, const std::byte* from);
   bool stage(OutMessage& m);
+  bool beginCopy(OutMessage& m);
+  bool continueCopy(OutMessage& m, uint64_t maxBytes);
+  uint64_t firstNeeded(const OutMessage& m) const;
+  std::optional<Nanos> patience() const;
+  bool anyInMemory() const;
   void stageLent(TimePoint now);
   void release(OutMessage& m);
 

@@ -20,8 +20,8 @@ constexpr Nanos kReadWithin = std::chrono::seconds(1);
 // Numbers the message, fixes the size of its chunks for good, and queues it by
 // traffic class. The chunks themselves are cut in pullChunk(), when a path
 // asks. The owner's buffer is lent until all chunks are acknowledged, unless
-// the message is copied: a small one at once, a larger point-to-point message
-// later (lent_, see stageLent()).
+// the message is copied: a small one at once, a larger one later (lent_, see
+// stageLent()).
 void Channel::send(SendOp* op, TimePoint now) {
   lastNow_ = now;
   if (!failure_.ok()) {
@@ -79,7 +79,10 @@ void Channel::send(SendOp* op, TimePoint now) {
   const bool small = op->bytes <= config_.copyBytes;
   if (m.tolerant || op->neverCopied) {
     // Its owner waits for more than the buffer, or does not need it.
-  } else if ((!small || !stage(m)) && op->pointToPoint) {
+  } else if (
+      (!small || !stage(m)) &&
+      (op->pointToPoint || (patience() && !anyInMemory()))) {
+    m.lent = true;
     lent_.push_back(h.message);
     stageInterval_ = config_.stageAfter;
     stageCheckAt_ = std::min(stageCheckAt_, now + stageInterval_);
@@ -103,25 +106,82 @@ void Channel::sourceGrew(SendOp* op, uint64_t availableBytes, TimePoint now) {
   }
 }
 
-// Copies the message; its owner gets the buffer back. False if it is too large,
-// over the budget, not there yet, or ended already; then nothing has changed.
+// Copies what is not acknowledged of the message; its owner gets the buffer
+// back. False if that is too large, over the budget, not there yet, or if the
+// message has ended already; then nothing has changed.
 bool Channel::stage(OutMessage& m) {
-  const uint64_t bytes = m.header.totalBytes;
-  if (m.op == nullptr || !m.availableWhole() || bytes > kMaxStagedBytes ||
-      (m.referred && !RESILIENT_PLANTED(copyReferred)) ||
-      staging_.used + bytes > staging_.limit) {
+  return beginCopy(m) && continueCopy(m, UINT64_MAX);
+}
+
+bool Channel::beginCopy(OutMessage& m) {
+  if (m.op == nullptr || !m.availableWhole() ||
+      (m.referred && !RESILIENT_PLANTED(copyReferred))) {
     return false;
   }
-  if (bytes != 0) {
-    m.owned = std::make_unique_for_overwrite<std::byte[]>(bytes);
-    std::memcpy(m.owned.get(), m.data, bytes);
-    const std::byte* from = m.data;
-    m.data = m.owned.get();
-    staging_.used += bytes;
-    repoint(m, from);
+  if (m.copy) {
+    return true;
   }
+  const uint64_t from = firstNeeded(m);
+  const uint64_t bytes = m.header.totalBytes - from;
+  if (bytes > kMaxStagedBytes || staging_.used + bytes > staging_.limit) {
+    return false;
+  }
+  m.copy = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  m.copyFrom = from;
+  m.copiedBytes = 0;
+  staging_.used += bytes;
+  return true;
+}
+
+// True once the message sends from its copy. Frames that have not been written
+// follow it there.
+bool Channel::continueCopy(OutMessage& m, uint64_t maxBytes) {
+  const uint64_t rest = m.header.totalBytes - m.copyFrom - m.copiedBytes;
+  const uint64_t bytes = std::min(rest, maxBytes);
+  if (bytes != 0) {
+    std::memcpy(
+        m.copy.get() + m.copiedBytes, m.at(m.copyFrom + m.copiedBytes), bytes);
+    m.copiedBytes += bytes;
+  }
+  if (bytes < rest) {
+    return false;
+  }
+  for (auto& [id, p] : paths_) {
+    for (OutFrame& f : p.unwritten) {
+      if (f.message == m.number() && f.payloadBytes != 0 && !f.owned) {
+        f.payload = m.copy.get() + (f.offset - m.copyFrom);
+      }
+    }
+  }
+  m.data = m.copy.get();
+  m.dataFrom = m.copyFrom;
   finishSend(m, Status());
   return true;
+}
+
+// The first byte that may have to be sent, or sent again. Chunks before it are
+// acknowledged.
+uint64_t Channel::firstNeeded(const OutMessage& m) const {
+  if (m.nextChunk == 0 || m.chunks == 1) {
+    return 0;
+  }
+  uint32_t first = m.nextChunk;
+  for (const uint32_t chunk : m.retransmits) {
+    first = std::min(first, chunk);
+  }
+  if (m.inFlight != 0) {
+    for (const auto& [id, p] : paths_) {
+      for (const InFlight& f : p.inFlight) {
+        if (f.message == m.number() && !f.control) {
+          first = std::min(first, f.chunk); // an offer's number is no less
+        }
+      }
+    }
+  }
+  const uint64_t bytes = uint64_t(first) * m.header.chunkBytes;
+  return RESILIENT_PLANTED(copyTooLittle)
+      ? std::min(bytes + m.header.chunkBytes, m.header.totalBytes)
+      : std::min(bytes, m.header.totalBytes);
 }
 
 // A point-to-point message of one chunk is copied once it has been written: the
@@ -151,17 +211,6 @@ void Channel::popReferred(PathId path) {
   p.unwritten.pop_front();
 }
 
-// Frames that have not been written follow the message to its copy.
-void Channel::repoint(OutMessage& m, const std::byte* from) {
-  for (auto& [id, p] : paths_) {
-    for (OutFrame& f : p.unwritten) {
-      if (f.message == m.number() && f.payloadBytes != 0 && !f.owned) {
-        f.payload = m.data + (f.payload - from);
-      }
-    }
-  }
-}
-
 // A frame that is half written must end with the bytes it began with, whatever
 // becomes of the message's buffer: an abandoned chunk may be the one that
 // makes the message whole at the receiver.
@@ -181,9 +230,9 @@ void Channel::detachFrames(OutMessage& m) {
 }
 
 void Channel::release(OutMessage& m) {
-  if (m.owned) {
-    staging_.used -= m.header.totalBytes;
-    m.owned.reset();
+  if (m.copy) {
+    staging_.used -= m.header.totalBytes - m.copyFrom;
+    m.copy.reset();
   }
   m.data = nullptr;
 }
@@ -196,22 +245,41 @@ void Channel::finishSend(OutMessage& m, const Status& status) {
   }
 }
 
-// Paper: PIPEMORPH §5.2. On a slow link a send must not hold the trainer's
-// buffer until the far end has it: a message that only waits for its
-// acknowledgement, or that has waited long for its turn, is copied.
-void Channel::stageLent(TimePoint now) {
-  bool staged = false;
-  // On a short link the acknowledgement is only late because both ends are
-  // busy, and a copy would make them busier. A link that has not been measured
-  // gets a little longer to show that it is short.
+// How long a message that has been handed out whole waits for its
+// acknowledgement before it is copied; nothing if it always waits. On a short
+// link the acknowledgement is only late because both ends are busy, and a copy
+// would make them busier. A link that has not been measured gets a little
+// longer to show that it is short.
+std::optional<Nanos> Channel::patience() const {
   double min = 0;
   for (const auto& [id, p] : paths_) {
     const double s = p.statistics.minRoundTripS();
     min = min == 0 ? s : std::min(min, s == 0 ? min : s);
   }
-  const Nanos patience = min == 0              ? 5 * config_.stageAfter
-      : fromSeconds(min) >= config_.stageAfter ? config_.stageAfter
-                                               : Nanos::max();
+  if (min == 0) {
+    return 5 * config_.stageAfter;
+  }
+  if (fromSeconds(min) >= config_.stageAfter) {
+    return config_.stageAfter;
+  }
+  return std::nullopt;
+}
+
+bool Channel::anyInMemory() const {
+  return std::any_of(paths_.begin(), paths_.end(), [](const auto& each) {
+    return each.second.inMemory();
+  });
+}
+
+// Paper: PIPEMORPH §5.2. On a slow link a send must not hold the trainer's
+// buffer until the far end has it: a message that only waits for its
+// acknowledgement is copied, and so is a point-to-point message that has waited
+// long for its turn. A collective would wait half a round trip for what it does
+// not need to know.
+void Channel::stageLent(TimePoint now) {
+  bool staged = false;
+  bool copying = false;
+  const std::optional<Nanos> wait = patience();
   std::deque<uint64_t> keep;
   for (uint64_t number : lent_) {
     auto found = out_.find(number);
@@ -219,14 +287,25 @@ void Channel::stageLent(TimePoint now) {
       continue;
     }
     OutMessage& m = *found->second;
+    if (!m.pointToPoint && !wait) {
+      m.lent = false; // the link has proved to be short
+      continue;
+    }
     // The time that a fast link needs: it finishes before a copy would.
     const Nanos fair = 10 * config_.stageAfter +
         Nanos(static_cast<int64_t>(2 * m.header.totalBytes));
-    const bool waitsForAck = m.allHandedOut() && now - m.pulledAt >= patience;
+    const bool waitsForAck =
+        wait && m.allHandedOut() && now - m.pulledAt >= *wait;
+    const bool waitsForTurn = m.pointToPoint && now - m.postedAt >= fair;
     const bool mayBeRead = m.awaitsReceive && now - m.postedAt < kReadWithin;
-    if ((waitsForAck || now - m.postedAt >= fair) && !mayBeRead && stage(m)) {
-      staged = true;
-      continue;
+    // One piece a turn: the loop has other things to do.
+    if (!copying && (waitsForAck || waitsForTurn) && !mayBeRead &&
+        beginCopy(m)) {
+      if (continueCopy(m, config_.copyPieceBytes)) {
+        staged = true;
+        continue;
+      }
+      copying = true;
     }
     keep.push_back(number);
   }
@@ -239,6 +318,9 @@ void Channel::stageLent(TimePoint now) {
   stageInterval_ =
       std::max<Nanos>(stageInterval_, std::chrono::milliseconds(1));
   stageCheckAt_ = lent_.empty() ? kNever : now + stageInterval_;
+  if (copying) {
+    stageCheckAt_ = now;
+  }
 }
 
 void Channel::cancelSend(SendOp* op, const std::string& reason, TimePoint now) {
@@ -354,8 +436,7 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   for (const auto& [id, p] : paths_) {
     const double rate =
         p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, {}).bytesPerS;
-    const bool memory = p.selfAcknowledging && p.ordered;
-    if (rate > 0 && !p.suspect && p.classes != 0 && !memory) {
+    if (rate > 0 && !p.suspect && p.classes != 0 && !p.inMemory()) {
       const double bytes =
           rate * toSeconds(p.overRelay ? kRelayedChunkTime : kChunkTime);
       fits = fits == 0 ? bytes : std::min(fits, bytes);
@@ -703,7 +784,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   if (m->tolerant && m->op != nullptr) {
     f.tolerance = m->op->tolerance;
   }
-  f.payload = h.payloadBytes == 0 ? nullptr : m->data + h.offset;
+  f.payload = h.payloadBytes == 0 ? nullptr : m->at(h.offset);
   f.mayRefer = m->granted && m->op != nullptr &&
       !m->copiedWhenWritten(p.selfAcknowledging);
   InFlight& flight = p.inFlight.emplace_back();
@@ -715,6 +796,11 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   ++p.handedOut;
   ++m->inFlight;
   m->pulledAt = now;
+  if (m->lent && m->allHandedOut()) {
+    if (const auto wait = patience()) {
+      stageCheckAt_ = std::min(stageCheckAt_, now + *wait);
+    }
+  }
   p.chunkAt = now;
   p.inFlightBytes += h.payloadBytes;
   p.counters.bytesSent += h.payloadBytes;

@@ -40,8 +40,8 @@ inline constexpr Nanos kMeasureEvery = std::chrono::milliseconds(10);
 // Grants that no sender waits for go out together, at most this many.
 inline constexpr size_t kGrantBatch = 64;
 
-// Messages above this are not copied to let a send complete early: one copy
-// of 16 MiB holds up the loop for 2 to 3 ms.
+// If more than this of a message is not acknowledged, it is not copied to let a
+// send complete early.
 inline constexpr uint64_t kMaxStagedBytes = 16u << 20;
 
 // A point-to-point message above copyBytes and up to this is copied as soon as
@@ -89,10 +89,17 @@ inline constexpr uint64_t kWorthExploring = 1u << 20;
 struct Channel::OutMessage {
   FrameHeader header; // of every chunk, except offset and payload
   SendOp* op = nullptr; // null once its owner has been told
-  // The owner's buffer, or `owned`; null once nothing can be sent from it.
+  // The bytes from dataFrom on, in the owner's buffer or in `copy`; null once
+  // nothing can be sent from there.
   const std::byte* data = nullptr;
+  uint64_t dataFrom = 0;
   uint64_t available = 0; // of its bytes, the first that may be read
-  std::unique_ptr<std::byte[]> owned;
+  // The bytes from copyFrom on, of which copiedBytes are there. While it is
+  // not whole, chunks still come from the owner's buffer.
+  std::unique_ptr<std::byte[]> copy;
+  uint64_t copyFrom = 0;
+  uint64_t copiedBytes = 0;
+  bool lent = false; // in lent_
   uint32_t chunks = 1;
   uint32_t nextChunk = 0; // the first that was never handed to a path
   // Taken back from dead or suspect paths; the back goes first.
@@ -129,6 +136,9 @@ struct Channel::OutMessage {
   }
   size_t queue() const {
     return queueOf(header.trafficClass, header.group == kRelayGroup);
+  }
+  const std::byte* at(uint64_t offset) const {
+    return data + (offset - dataFrom);
   }
   bool allHandedOut() const {
     return nextChunk == chunks && retransmits.empty();
@@ -237,6 +247,10 @@ struct Channel::PathState {
   LinkStatistics statistics;
   PathCounters counters;
 
+  // Shared memory.
+  bool inMemory() const {
+    return selfAcknowledging && ordered;
+  }
   bool carries(size_t queue) const {
     return (classes >> classOf(queue) & 1) != 0 &&
         !(overRelay && isForOthers(queue));

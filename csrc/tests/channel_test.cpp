@@ -281,6 +281,102 @@ TEST(channel_copies_what_waits_long) {
   pair.checkEmpty();
 }
 
+// A pair with one path, on which a message has measured this round trip.
+struct MeasuredPair : ChannelPair {
+  explicit MeasuredPair(Nanos roundTrip, ChannelConfig config = defaults())
+      : ChannelPair(config) {
+    up(1);
+    a.channel.ping(1);
+    CHECK(move(a, 1).has_value());
+    now += roundTrip;
+    CHECK(move(b, 1)->type == FrameType::kPong);
+    CHECK_EQ(
+        a.channel.pathStatistics(1).minRoundTripS(),
+        static_cast<double>(roundTrip.count()) / 1e9);
+  }
+  // Until nothing is due within `time`.
+  void pass(Nanos time) {
+    const TimePoint end = now + time;
+    while (a.channel.deadline() <= end) {
+      now = std::max(now, a.channel.deadline());
+      a.channel.onTimer(now);
+      a.completions.drain();
+    }
+    now = end;
+  }
+};
+
+TEST(channel_copies_what_a_long_link_has_not_acknowledged) {
+  MeasuredPair pair(std::chrono::milliseconds(40));
+  TestSend send(text(450));
+  send.pointToPoint = false;
+  TestRecv recv(&pair.b.channel, 450);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  CHECK(pair.move(pair.a, 1).has_value());
+  CHECK(pair.move(pair.a, 1).has_value());
+  CHECK(pair.take(pair.a, 1).has_value());
+  pair.pass(std::chrono::milliseconds(100));
+  CHECK(pair.move(pair.b, 1).has_value()); // acknowledges two chunks
+  CHECK_EQ(send.ends, 0); // not handed out whole
+  CHECK(pair.take(pair.a, 1).has_value());
+  CHECK(pair.take(pair.a, 1).has_value());
+  pair.pass(ChannelPair::defaults().stageAfter);
+  CHECK_EQ(send.ends, 1);
+  CHECK_EQ(pair.a.staging.used, 250u);
+  send.content.assign(450, 'X'); // its owner's again
+  pair.up(2);
+  pair.down(1); // three frames are lost
+  pair.settle({2});
+  CHECK_EQ(recv.content, text(450));
+  pair.checkEmpty();
+}
+
+TEST(channel_copies_in_pieces) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.copyPieceBytes = 120;
+  MeasuredPair pair(std::chrono::milliseconds(40), config);
+  TestSend send(text(300));
+  send.pointToPoint = false;
+  pair.a.channel.send(&send, pair.now);
+  while (pair.take(pair.a, 1)) {
+  }
+  pair.now += config.stageAfter;
+  for (int piece = 1; piece <= 3; ++piece) {
+    CHECK_EQ(send.ends, 0);
+    CHECK(pair.a.channel.deadline() <= pair.now);
+    CHECK_EQ(pair.a.staging.used, piece == 1 ? 0u : 300u);
+    pair.a.channel.onTimer(pair.now);
+    pair.a.completions.drain();
+  }
+  CHECK_EQ(send.ends, 1);
+  send.content.assign(300, 'X');
+  pair.up(2);
+  pair.down(1);
+  TestRecv recv(&pair.b.channel, 300);
+  pair.b.mailbox.post(&recv);
+  pair.settle({2});
+  CHECK_EQ(recv.content, text(300));
+  pair.checkEmpty();
+}
+
+TEST(channel_copies_no_collective_on_a_short_link) {
+  MeasuredPair pair(std::chrono::milliseconds(1));
+  TestSend send(text(300));
+  send.pointToPoint = false;
+  TestRecv recv(&pair.b.channel, 300);
+  pair.b.mailbox.post(&recv);
+  pair.a.channel.send(&send, pair.now);
+  const auto first = pair.take(pair.a, 1);
+  pair.pass(std::chrono::seconds(10));
+  CHECK_EQ(send.ends, 0);
+  CHECK_EQ(pair.a.staging.used, 0u);
+  CHECK(pair.give(pair.b, 1, *first).ok());
+  pair.settle({1});
+  CHECK_EQ(send.ends, 1);
+  pair.checkEmpty();
+}
+
 // The far end is not asked to hurry: it has better things to do.
 TEST(channel_copies_a_small_message_once_it_is_written) {
   ChannelPair pair;

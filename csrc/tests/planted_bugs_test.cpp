@@ -118,6 +118,7 @@ PLANTED(channels, copyToPinned)
 PLANTED(channels, deliverPinned)
 PLANTED(channels, endPinsEarly)
 PLANTED(channels, copyReferred)
+PLANTED(channels, copyTooLittle)
 PLANTED(channels, forgetSettled)
 
 PLANTED(failover, noProbation)

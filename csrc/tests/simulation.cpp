@@ -44,6 +44,7 @@ void Simulation::plan() {
         {std::chrono::microseconds(100),
          std::chrono::milliseconds(2),
          std::chrono::milliseconds(100)});
+    config.copyPieceBytes = oneOf<uint64_t>({50, 1000, 2 << 20});
     config.ownEagerBytes =
         oneOf<uint64_t>({0, chunkBytes_ / 2, chunkBytes_ * 3, 3000, 1 << 20});
     eagerBytes_.push_back(config.ownEagerBytes);
