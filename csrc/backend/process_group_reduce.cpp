@@ -16,7 +16,7 @@ ProcessGroupResilient::Body ProcessGroupResilient::allReducePart(
   void* data = work.tensors().add(tensor, Use::kInputOutput);
   const auto count = static_cast<size_t>(tensor.numel());
   return [data, count, reduction](Communicator& comm) {
-    return allReduce(comm, data, count, reduction, CostModel());
+    return allReduce(comm, data, count, reduction);
   };
 }
 
@@ -123,8 +123,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::reduce(
       signatureOf(OpKind::kReduce, reduction, count, root),
       opts,
       [data, count, reduction, root](Communicator& comm) {
-        return resilient::reduce(
-            comm, data, count, reduction, root, CostModel());
+        return resilient::reduce(comm, data, count, reduction, root);
       });
 }
 
@@ -166,7 +165,7 @@ ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
           counts = std::move(counts),
           out,
           reduction](Communicator& comm) {
-    return reduceScatter(comm, pointers, counts, out, reduction, CostModel());
+    return reduceScatter(comm, pointers, counts, out, reduction);
   };
 }
 
@@ -204,7 +203,7 @@ ProcessGroupResilient::Body ProcessGroupResilient::reduceScatterPart(
           counts = std::move(counts),
           out,
           reduction](Communicator& comm) {
-    return reduceScatter(comm, pointers, counts, out, reduction, CostModel());
+    return reduceScatter(comm, pointers, counts, out, reduction);
   };
 }
 

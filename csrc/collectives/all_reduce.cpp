@@ -321,8 +321,7 @@ Task allReduce(
     Communicator& comm,
     void* data,
     size_t count,
-    Reduction reduction,
-    CostModel cost) {
+    Reduction reduction) {
   const size_t bytes = count * dtypeBytes(reduction.dtype);
   TopologyUse use = TopologyUse::kIgnore;
   Task choosing =
@@ -342,12 +341,16 @@ Task allReduce(
   } else {
     const AllReduceAlgorithm algorithm = use == TopologyUse::kOneRound
         ? AllReduceAlgorithm::kFlat
-        : chooseAllReduce(comm.size(), bytes, cost);
-    Tuning tuning;
-    if (algorithm == AllReduceAlgorithm::kDirect) {
-      tuning = tuningForFanIn(comm.size());
-    }
-    chosen = allReduceWith(algorithm, comm, data, count, reduction, tuning);
+        : chooseAllReduce(comm.size(), bytes, costModelFor(comm.topology()));
+    const int peers =
+        algorithm == AllReduceAlgorithm::kDirect ? comm.size() - 1 : 1;
+    chosen = allReduceWith(
+        algorithm,
+        comm,
+        data,
+        count,
+        reduction,
+        tuningFor(peers, comm.topology()));
   }
   co_await chosen;
 }

@@ -128,7 +128,7 @@ Task barrier(Communicator& comm) {
       : barrierWith(
             use == TopologyUse::kOneRound
                 ? BarrierAlgorithm::kFlat
-                : chooseBarrier(comm.size(), CostModel()),
+                : chooseBarrier(comm.size(), costModelFor(comm.topology())),
             comm);
   co_await chosen;
 }

@@ -250,7 +250,8 @@ Task broadcast(Communicator& comm, void* data, size_t bytes, int root) {
     chosen = broadcastWith(
         use == TopologyUse::kOneRound
             ? BroadcastAlgorithm::kFlat
-            : chooseBroadcast(comm.size(), bytes, CostModel()),
+            : chooseBroadcast(
+                  comm.size(), bytes, costModelFor(comm.topology())),
         comm,
         data,
         bytes,

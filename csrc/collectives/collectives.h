@@ -26,15 +26,6 @@ namespace resilient {
 // other buffer, except where a function allows it. The backend sees to that
 // (backend/host_tensors.h).
 
-// The costs by which an algorithm is chosen; see collectives/cost.h.
-// The model must be equal on all ranks; otherwise they choose different
-// algorithms.
-struct CostModel {
-  double latencyS = 30e-6; // one message, one way
-  double secondsPerByte = 1 / 2e9; // on the wire
-  double reduceSecondsPerByte = 1 / 8e9;
-};
-
 struct Reduction {
   DType dtype = DType::kFloat32;
   ReduceOp op = ReduceOp::kSum;
@@ -47,8 +38,7 @@ Task allReduce(
     Communicator& comm,
     void* data,
     size_t count,
-    Reduction reduction,
-    CostModel cost);
+    Reduction reduction);
 
 // The result is in `data` of the root; elsewhere `data` is left as it was.
 Task reduce(
@@ -56,8 +46,7 @@ Task reduce(
     void* data,
     size_t count,
     Reduction reduction,
-    int root,
-    CostModel cost);
+    int root);
 
 // `data` of the root is only read.
 Task broadcast(Communicator& comm, void* data, size_t bytes, int root);
@@ -98,8 +87,7 @@ Task reduceScatter(
     std::vector<const void*> inputs,
     std::vector<size_t> counts,
     void* output,
-    Reduction reduction,
-    CostModel cost);
+    Reduction reduction);
 
 // inputs[r] goes to rank r, outputs[r] comes from it. Outputs do not alias
 // inputs.

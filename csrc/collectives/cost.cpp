@@ -47,10 +47,20 @@ int logRounds(int ranks) {
       : static_cast<int>(std::bit_width(static_cast<unsigned>(ranks - 1)));
 }
 
-Tuning tuningForFanIn(int ranks) {
+Tuning tuningFor(int peers, const Topology* topology) {
   Tuning tuning;
-  const size_t peers = ranks > 1 ? static_cast<size_t>(ranks - 1) : 1;
-  size_t segment = kSegmentScratchBytesMax / (peers * tuning.window);
+  const size_t n = static_cast<size_t>(std::max(peers, 1));
+  size_t scratch = kSegmentScratchBytesMax;
+  if (topology != nullptr && topology->hasSites()) {
+    scratch = kHierarchyScratchBytesMax;
+    const double onTheWire =
+        2 * topLink(*topology).latencyS * kFastestSiteBytesPerS;
+    tuning.window = std::clamp(
+        static_cast<size_t>(onTheWire) / kSegmentBytes + 1,
+        kSegmentWindow,
+        std::max(scratch / (n * kSegmentBytes), kSegmentWindow));
+  }
+  size_t segment = scratch / (n * tuning.window);
   segment -= segment % 4096;
   tuning.segmentBytes = std::clamp(segment, kSegmentBytesMin, kSegmentBytes);
   return tuning;
@@ -204,18 +214,36 @@ BarrierAlgorithm chooseBarrier(int ranks, CostModel model) {
   return cheapest({A::kFlat, A::kDissemination}, costOf, model);
 }
 
-namespace {
-
-const LinkModel& topLink(const Topology& topology) {
-  return topology.hasSites() ? kBetweenSites : kBetweenHosts;
+LinkModel topLink(const Topology& topology) {
+  if (!topology.hasSites()) {
+    return kBetweenHosts;
+  }
+  LinkModel link = kBetweenSites;
+  if (topology.siteRoundTripS() > 0) {
+    link.latencyS = topology.siteRoundTripS() / 2;
+  }
+  return link;
 }
+
+CostModel costModelFor(const Topology* topology) {
+  CostModel model;
+  if (topology != nullptr && topology->choice() != AlgorithmChoice::kFlat &&
+      topology->hasHosts()) {
+    const LinkModel link = topLink(*topology);
+    model.latencyS = link.latencyS;
+    model.secondsPerByte = link.secondsPerByte;
+  }
+  return model;
+}
+
+namespace {
 
 // The time of the hierarchical all-reduce at the top level alone.
 // Exchanging whole shares costs one latency less. Between two places it sends
 // no more bytes than the two steps; with more places it does.
 double
 topAllReduceSeconds(const Topology& topology, double bytes, bool exchange) {
-  const LinkModel& link = topLink(topology);
+  const LinkModel link = topLink(topology);
   const double places = static_cast<double>(topology.root().children.size());
   return exchange ? link.latencyS + (places - 1) * bytes * link.secondsPerByte
                   : 2 * link.latencyS +
@@ -238,9 +266,17 @@ bool exchangesAtTop(const Topology& topology, size_t bytes) {
 // all-reduce, for data that fits the scratch memory.
 TopologyUse
 chooseTopologyUse(const Topology& topology, CollectiveKind kind, size_t bytes) {
-  if (!topology.hasLevels() || topology.choice() == AlgorithmChoice::kFlat ||
+  if (topology.choice() == AlgorithmChoice::kFlat ||
       (bytes == 0 && kind != CollectiveKind::kBarrier)) {
     return TopologyUse::kIgnore;
+  }
+  if (!topology.hasLevels()) {
+    // Between two ranks, the exchange at the top is the flat algorithm in
+    // chunks: one round for data of any size.
+    const bool exchanges = kind == CollectiveKind::kAllReduce &&
+        topology.hasSites() && topology.size() == 2 &&
+        bytes > kUnsegmentedScratchBytesMax;
+    return exchanges ? TopologyUse::kHierarchy : TopologyUse::kIgnore;
   }
   if (topology.choice() == AlgorithmChoice::kHierarchical) {
     return TopologyUse::kHierarchy;
@@ -260,7 +296,7 @@ chooseTopologyUse(const Topology& topology, CollectiveKind kind, size_t bytes) {
     crossing = std::max(crossing, m * (n - m));
     parts = std::max(parts, ((places - 1) * m + (n - m)) / 2);
   }
-  const LinkModel& top = topLink(topology);
+  const LinkModel top = topLink(topology);
   const LinkModel& lower = topology.hasSites() ? kBetweenHosts : kWithinHost;
   const double reduceSeconds = CostModel().reduceSecondsPerByte;
 

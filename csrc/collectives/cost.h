@@ -7,6 +7,14 @@
 
 namespace resilient {
 
+// The costs by which an algorithm is chosen. The model must be equal on all
+// ranks; otherwise they choose different algorithms.
+struct CostModel {
+  double latencyS = 30e-6; // one message, one way
+  double secondsPerByte = 1 / 2e9; // on the wire
+  double reduceSecondsPerByte = 1 / 8e9;
+};
+
 // The time an algorithm takes, as far as the choice between algorithms needs
 // to know it:
 //
@@ -62,6 +70,10 @@ inline constexpr size_t kSegmentBytesMin = 16u << 10;
 
 // Segments under way at a time, per peer: one is reduced while others travel.
 inline constexpr size_t kSegmentWindow = 4;
+// Between sites, as many as are on the wire at this rate, or the sender waits
+// for acknowledgements. More only cost memory, up to
+// kHierarchyScratchBytesMax.
+inline constexpr double kFastestSiteBytesPerS = 1.25e9;
 
 // The unit of pipelining between the levels of a hierarchy, in bytes of one
 // rank's data: long enough that the share of one rank in four is a segment,
@@ -86,11 +98,11 @@ struct Tuning {
   size_t window = kSegmentWindow; // >= 1
 };
 
-// The tuning for a reduction where every rank receives from n-1 peers.
-// Segments shrink as the group grows, to keep the scratch memory within
-// kSegmentScratchBytesMax, down to kSegmentBytesMin: beyond 512 ranks the
-// memory grows with the group.
-Tuning tuningForFanIn(int ranks);
+// The tuning for an algorithm where every rank receives from `peers` others at
+// a time. Segments shrink as the number grows, to keep the scratch memory
+// within kSegmentScratchBytesMax, down to kSegmentBytesMin: beyond 512 ranks
+// the memory grows with the group. Null: nothing is known of the places.
+Tuning tuningFor(int peers, const Topology* topology);
 
 enum class AllReduceAlgorithm { kFlat, kRecursiveDoubling, kDirect, kRing };
 enum class ReduceAlgorithm { kDirect, kScatterGather };
@@ -126,6 +138,14 @@ struct LinkModel {
 inline constexpr LinkModel kBetweenSites{20e-3, 1 / 125e6};
 inline constexpr LinkModel kBetweenHosts{100e-6, 1 / 1.25e9};
 inline constexpr LinkModel kWithinHost{30e-6, 1 / 2e9};
+
+// Between the children of the root. Of sites that were inferred, the latency is
+// known: it was published once and is the same on all ranks.
+LinkModel topLink(const Topology& topology);
+
+// Of the messages of an algorithm that regards no places. Null: nothing is
+// known, as for a single rank.
+CostModel costModelFor(const Topology* topology);
 
 enum class CollectiveKind {
   kAllReduce,

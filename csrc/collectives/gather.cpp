@@ -174,12 +174,13 @@ Task allGather(
     chosen = allGatherWith(
         use == TopologyUse::kOneRound
             ? AllGatherAlgorithm::kDirect
-            : chooseAllGather(comm.size(), total, CostModel()),
+            : chooseAllGather(
+                  comm.size(), total, costModelFor(comm.topology())),
         comm,
         input,
         std::move(outputs),
         std::move(bytes),
-        Tuning());
+        tuningFor(1, comm.topology()));
   }
   co_await chosen;
 }

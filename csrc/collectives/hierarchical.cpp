@@ -55,7 +55,7 @@ Task chooseByTopology(
     size_t bytes,
     TopologyUse& use) {
   use = TopologyUse::kIgnore;
-  if (comm.size() <= 2) {
+  if (comm.size() == 1) {
     co_return;
   }
   if (comm.topology() == nullptr) {

@@ -23,8 +23,8 @@ namespace resilient {
 // have children and outlive the Task. There must be something to do: data of
 // no elements is the flat algorithms' business.
 
-// Waits until the ranks' places are known, and says what to make of them. For
-// two ranks there is nothing to learn.
+// Waits until the ranks' places are known, and says what to make of them. For a
+// single rank there is nothing to learn.
 //
 //   TopologyUse use = TopologyUse::kIgnore;
 //   Task choosing = chooseByTopology(comm, kind, bytes, use);

@@ -64,8 +64,7 @@ Task reduceScatter(
     std::vector<const void*> inputs,
     std::vector<size_t> counts,
     void* output,
-    Reduction reduction,
-    CostModel /*cost*/) {
+    Reduction reduction) {
   const size_t bytes =
       std::accumulate(counts.begin(), counts.end(), size_t{0}) *
       dtypeBytes(reduction.dtype);
@@ -88,7 +87,7 @@ Task reduceScatter(
             std::move(counts),
             output,
             reduction,
-            tuningForFanIn(comm.size()));
+            tuningFor(comm.size() - 1, comm.topology()));
   co_await chosen;
 }
 
@@ -147,8 +146,7 @@ Task reduce(
     void* data,
     size_t count,
     Reduction reduction,
-    int root,
-    CostModel cost) {
+    int root) {
   const size_t bytes = count * dtypeBytes(reduction.dtype);
   TopologyUse use = TopologyUse::kIgnore;
   Task choosing = chooseByTopology(comm, CollectiveKind::kReduce, bytes, use);
@@ -165,14 +163,15 @@ Task reduce(
         hierarchyTuningFor(*comm.topology()));
   } else {
     chosen = reduceWith(
-        use == TopologyUse::kOneRound ? ReduceAlgorithm::kDirect
-                                      : chooseReduce(comm.size(), bytes, cost),
+        use == TopologyUse::kOneRound
+            ? ReduceAlgorithm::kDirect
+            : chooseReduce(comm.size(), bytes, costModelFor(comm.topology())),
         comm,
         data,
         count,
         reduction,
         root,
-        tuningForFanIn(comm.size()));
+        tuningFor(comm.size() - 1, comm.topology()));
   }
   co_await chosen;
 }

@@ -591,7 +591,8 @@ void GroupImpl::learned(const std::string& list) {
     topology_ = std::make_shared<Topology>(
         sites,
         hostsOf(members),
-        algorithmChoiceFrom(engine_->options().collective_algorithm));
+        algorithmChoiceFrom(engine_->options().collective_algorithm),
+        siteRoundTripS(members));
   }
   for (int r = 0; r < size(); ++r) {
     Member& m = members_[static_cast<size_t>(r)];

@@ -1,5 +1,6 @@
 #include "delegate/member_list.h"
 
+#include <algorithm>
 #include <map>
 #include <string_view>
 
@@ -154,6 +155,14 @@ std::vector<std::string> sitesOf(const std::vector<PeerAddress>& members) {
     }
   }
   return sites;
+}
+
+double siteRoundTripS(const std::vector<PeerAddress>& members) {
+  Nanos farthest{};
+  for (const InferredSite& site : inferSites(members)) {
+    farthest = std::max(farthest, site.roundTrip);
+  }
+  return toSeconds(farthest);
 }
 
 std::vector<int> hostsOf(const std::vector<PeerAddress>& members) {

@@ -33,5 +33,7 @@ Status parseMemberList(
 // them, and a number for each host, in order of first appearance.
 std::vector<std::string> sitesOf(const std::vector<PeerAddress>& members);
 std::vector<int> hostsOf(const std::vector<PeerAddress>& members);
+// For Topology: from the store's site to the farthest; 0 for declared sites.
+double siteRoundTripS(const std::vector<PeerAddress>& members);
 
 } // namespace resilient

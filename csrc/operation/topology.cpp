@@ -100,8 +100,12 @@ Topology::Topology(int ranks)
 Topology::Topology(
     std::vector<std::string> sites,
     std::vector<int> hosts,
-    AlgorithmChoice choice)
-    : sites_(std::move(sites)), hosts_(std::move(hosts)), choice_(choice) {
+    AlgorithmChoice choice,
+    double siteRoundTripS)
+    : sites_(std::move(sites)),
+      hosts_(std::move(hosts)),
+      choice_(choice),
+      siteRoundTripS_(siteRoundTripS) {
   std::vector<int> all(sites_.size());
   for (size_t r = 0; r < all.size(); ++r) {
     all[r] = static_cast<int>(r);
@@ -123,6 +127,10 @@ Topology::Topology(
     sitePlaces.push_back(group(std::move(hostPlaces)));
   }
   hasSites_ = sitePlaces.size() > 1;
+  hasHosts_ =
+      hasSites_ || std::any_of(hosts_.begin(), hosts_.end(), [this](int host) {
+        return host != hosts_.front();
+      });
   root_ = group(std::move(sitePlaces));
   height_ = root_.height();
 }

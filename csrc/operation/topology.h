@@ -38,11 +38,12 @@ class Topology {
   // By rank: the name of its site (or empty: nothing was declared) and any
   // number that only ranks of the same host share. Two sites never share a
   // host here: ranks of one machine that declare different sites are apart.
-  // Both vectors have one entry per rank.
+  // Both vectors have one entry per rank. siteRoundTripS: as below.
   Topology(
       std::vector<std::string> sites,
       std::vector<int> hosts,
-      AlgorithmChoice choice);
+      AlgorithmChoice choice,
+      double siteRoundTripS = 0);
 
   int size() const {
     return static_cast<int>(sites_.size());
@@ -64,9 +65,17 @@ class Topology {
   const Place& root() const {
     return root_;
   }
+  // The ranks are on several hosts.
+  bool hasHosts() const {
+    return hasHosts_;
+  }
   // The children of the root are sites, not hosts or ranks.
   bool hasSites() const {
     return hasSites_;
+  }
+  // From one site to another, in seconds; 0: unknown.
+  double siteRoundTripS() const {
+    return siteRoundTripS_;
   }
   // There are groups that have something to do among themselves.
   // False if the root's children are ranks: a hierarchical algorithm would then
@@ -82,6 +91,8 @@ class Topology {
   std::vector<std::string> sites_;
   std::vector<int> hosts_;
   AlgorithmChoice choice_ = AlgorithmChoice::kAuto;
+  double siteRoundTripS_ = 0;
+  bool hasHosts_ = false;
   bool hasSites_ = false;
   Place root_;
   size_t height_ = 0;

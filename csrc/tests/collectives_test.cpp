@@ -487,7 +487,6 @@ TEST(collectives_all_reduce_chooses_by_itself) {
         DType::kFloat32,
         ReduceOp::kSum);
     std::vector<Bytes> data = c.inputs;
-    const CostModel cost;
     expectAllOk(
         LoopbackNetwork::run(
             {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
@@ -495,11 +494,10 @@ TEST(collectives_all_reduce_chooses_by_itself) {
                   comm,
                   data[static_cast<size_t>(comm.rank())].data(),
                   c.count,
-                  c.of(comm.rank()),
-                  cost);
+                  c.of(comm.rank()));
             }));
     const Bytes expected =
-        c.allReduced(chooseAllReduce(ranks, c.inputs[0].size(), cost));
+        c.allReduced(chooseAllReduce(ranks, c.inputs[0].size(), CostModel()));
     for (const Bytes& result : data) {
       CHECK(result == expected);
     }
@@ -527,16 +525,15 @@ TEST(collectives_reduce_leaves_other_ranks_alone) {
             {.ranks = ranks, .seed = seed}, [&](Communicator& comm) {
               void* mine = data[static_cast<size_t>(comm.rank())].data();
               const Reduction reduction = c.of(comm.rank());
-              return choose
-                  ? reduce(comm, mine, c.count, reduction, root, CostModel())
-                  : reduceWith(
-                        algorithm,
-                        comm,
-                        mine,
-                        c.count,
-                        reduction,
-                        root,
-                        tuning);
+              return choose ? reduce(comm, mine, c.count, reduction, root)
+                            : reduceWith(
+                                  algorithm,
+                                  comm,
+                                  mine,
+                                  c.count,
+                                  reduction,
+                                  root,
+                                  tuning);
             }));
     for (int r = 0; r < ranks; ++r) {
       const size_t i = static_cast<size_t>(r);
@@ -934,11 +931,7 @@ TEST(collectives_reject_what_cannot_be) {
           1,
           [&](Communicator& comm) {
             return allReduce(
-                comm,
-                &x,
-                1,
-                {DType::kFloat32, ReduceOp::kBand, 1},
-                CostModel());
+                comm, &x, 1, {DType::kFloat32, ReduceOp::kBand, 1});
           }),
       "all_reduce: BAND of float32");
   CHECK_CONTAINS(

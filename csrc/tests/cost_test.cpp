@@ -111,7 +111,7 @@ TEST(collectives_choice_follows_size_and_ranks) {
   CHECK(chooseBarrier(4, lan) == BarrierAlgorithm::kFlat);
   CHECK(chooseBarrier(1000, lan) == BarrierAlgorithm::kDissemination);
   for (int ranks : {2, 9, 64, 1000}) {
-    const Tuning tuning = tuningForFanIn(ranks);
+    const Tuning tuning = tuningFor(ranks - 1, nullptr);
     CHECK(tuning.segmentBytes % 16 == 0);
     CHECK(tuning.segmentBytes >= kSegmentBytesMin);
     CHECK(tuning.segmentBytes <= kSegmentBytes);
@@ -204,6 +204,56 @@ TEST(collectives_use_places_where_it_pays) {
       make({"a", "a", "b", "b", "c"}, std::vector<int>{0, 1, 2, 3, 4});
   CHECK(exchangesAtTop(three, 1000));
   CHECK(!exchangesAtTop(three, 64u << 20));
+}
+
+// Two ranks, whose sites were found by their distance or declared.
+Topology twoSites(double roundTripS) {
+  return Topology({"a", "b"}, {0, 1}, AlgorithmChoice::kAuto, roundTripS);
+}
+
+TEST(cost_of_a_flat_algorithm_knows_the_distance_of_sites) {
+  using A = AllReduceAlgorithm;
+  const Topology far = twoSites(40e-3);
+  CHECK_EQ(costModelFor(&far).latencyS, 20e-3);
+  const Topology declared = twoSites(0);
+  CHECK_EQ(costModelFor(&declared).latencyS, kBetweenSites.latencyS);
+  // One round, which sends the same bytes.
+  for (const size_t bytes : {8u, 1u << 20, 4u << 20}) {
+    CHECK(chooseAllReduce(2, bytes, costModelFor(&far)) == A::kFlat);
+  }
+  CHECK(chooseAllReduce(2, 4u << 20, costModelFor(nullptr)) == A::kDirect);
+  const auto useOf = [](const Topology& topology, size_t bytes) {
+    return chooseTopologyUse(topology, CollectiveKind::kAllReduce, bytes);
+  };
+  CHECK(useOf(far, 4u << 20) == TopologyUse::kIgnore);
+  CHECK(useOf(far, 64u << 20) == TopologyUse::kHierarchy);
+  CHECK(exchangesAtTop(far, 64u << 20));
+  const Topology hosts({"", ""}, {0, 1}, AlgorithmChoice::kAuto);
+  CHECK_EQ(costModelFor(&hosts).latencyS, kBetweenHosts.latencyS);
+  const Topology oneHost({"", ""}, {0, 0}, AlgorithmChoice::kAuto);
+  CHECK_EQ(costModelFor(&oneHost).latencyS, CostModel().latencyS);
+  CHECK(useOf(hosts, 64u << 20) == TopologyUse::kIgnore);
+  const Topology flat({"a", "b"}, {0, 1}, AlgorithmChoice::kFlat);
+  CHECK(useOf(flat, 64u << 20) == TopologyUse::kIgnore);
+  CHECK_EQ(costModelFor(&flat).latencyS, CostModel().latencyS);
+}
+
+TEST(cost_segments_under_way_fill_a_long_link) {
+  for (const double roundTripS : {5e-3, 10e-3, 40e-3}) {
+    const Topology sites = twoSites(roundTripS);
+    const Tuning tuning = tuningFor(1, &sites);
+    CHECK(
+        static_cast<double>(tuning.window * tuning.segmentBytes) >=
+        roundTripS * kFastestSiteBytesPerS);
+  }
+  for (const int peers : {1, 3, 15, 100}) {
+    const Topology sites = twoSites(300e-3);
+    const Tuning tuning = tuningFor(peers, &sites);
+    CHECK(tuning.window >= kSegmentWindow);
+    CHECK(
+        static_cast<size_t>(peers) * tuning.window * tuning.segmentBytes <=
+        kHierarchyScratchBytesMax);
+  }
 }
 
 } // namespace

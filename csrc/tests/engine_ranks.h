@@ -142,8 +142,7 @@ struct Rank {
     spec.signature.count = data.size();
     spec.timeout = timeout;
     spec.body = [&data](Communicator& comm) {
-      return resilient::allReduce(
-          comm, data.data(), data.size(), Reduction{}, CostModel{});
+      return resilient::allReduce(comm, data.data(), data.size(), Reduction{});
     };
     spec.done = [waiter](const Status& status) { waiter->end(status); };
     group->submit(std::move(spec));

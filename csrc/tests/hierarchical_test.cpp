@@ -839,8 +839,7 @@ TEST(collectives_follow_the_topology) {
                     comm,
                     data[static_cast<size_t>(comm.rank())].data(),
                     c.count,
-                    c.of(comm.rank()),
-                    CostModel());
+                    c.of(comm.rank()));
               }));
       for (const Bytes& result : data) {
         CHECK(result == data[0]);
