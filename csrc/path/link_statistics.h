@@ -96,12 +96,25 @@ class LinkStatistics {
       capacityBytes_ = 0;
       minInFlight_ = UINT64_MAX;
       minInWindow_ = 0;
+      if (capacity_ > 0) {
+        // The first answer comes after a round trip, and after all that the far
+        // end sends: the time before it says nothing of the rate.
+        capacityStart_ = now;
+        if (now - busySince >= kFirstCapacityWindow) {
+          raise(static_cast<double>(bytes) / toSeconds(now - busySince));
+        }
+        return;
+      }
     }
     capacityBytes_ += bytes;
     minInFlight_ = std::min(minInFlight_, inFlight);
     const Nanos elapsed = now - capacityStart_;
+    const Nanos roundTrip = fromSeconds(minRoundTripS());
     const Nanos window = capacity_ == 0 ? kFirstCapacityWindow : kWindow;
-    if (elapsed < std::max(window, fromSeconds(minRoundTripS()))) {
+    // Of a burst, the end is all that there is.
+    const bool over = inFlight == 0 &&
+        elapsed >= std::max(kFirstCapacityWindow, roundTrip / 2);
+    if (elapsed < std::max(window, roundTrip) && !over) {
       return;
     }
     const double rate =
@@ -115,14 +128,23 @@ class LinkStatistics {
     if (slow) {
       capacity_ = rate;
       onlyExpected_ = false;
-    } else if (rate > capacity_ || full) {
-      capacity_ = capacity_ == 0 ? rate : capacity_ + (rate - capacity_) / 2;
+    } else if (full && capacity_ > 0) {
+      capacity_ += (rate - capacity_) / 2;
       onlyExpected_ = false;
+    } else {
+      raise(rate);
     }
     capacityStart_ = now;
     capacityBytes_ = 0;
     minInFlight_ = UINT64_MAX;
     minInWindow_ = 0;
+  }
+
+  void raise(double rate) {
+    if (rate > capacity_) {
+      capacity_ = capacity_ == 0 ? rate : capacity_ + (rate - capacity_) / 2;
+      onlyExpected_ = false;
+    }
   }
 
   // Long enough to hold several acknowledgements of a WAN path, short enough

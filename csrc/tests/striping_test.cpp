@@ -197,6 +197,30 @@ TEST(link_capacity_does_not_fall_with_use) {
   CHECK(s.capacityBytesPerS() > 15e6);
 }
 
+// Each burst is answered late, behind what the far end sends, and then as fast
+// as the link is. Once the estimate fell by half with each of them.
+TEST(link_capacity_does_not_fall_with_bursts) {
+  LinkStatistics s;
+  TimePoint t(std::chrono::seconds(1));
+  s.onRoundTrip(std::chrono::milliseconds(40), t);
+  s.expectCapacity(16e6);
+  constexpr uint64_t kBurst = 8 << 20, kAck = 1 << 20;
+  double before = s.capacityBytesPerS();
+  for (int i = 0; i < 5; ++i) {
+    const TimePoint busy = t;
+    t += std::chrono::milliseconds(110);
+    s.onRoundTrip(t - busy, t);
+    for (uint64_t left = kBurst; left != 0; t += fromSeconds(kAck / 125e6)) {
+      left -= kAck;
+      s.onAcknowledged(kAck, busy, t, left);
+    }
+    CHECK(s.capacityBytesPerS() > before);
+    before = s.capacityBytesPerS();
+    t += std::chrono::seconds(1);
+  }
+  CHECK(s.capacityBytesPerS() > 100e6 && s.capacityBytesPerS() < 126e6);
+}
+
 TEST(link_capacity_of_the_path_before_is_believed_until_it_shows_wrong) {
   LinkStatistics s;
   TimePoint t(std::chrono::seconds(1));
