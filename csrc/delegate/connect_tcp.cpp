@@ -385,12 +385,15 @@ void TcpConnector::tuneNew(size_t c, int fd) {
     return;
   }
   const size_t route = failover_.routeOf(c);
-  if (host.mayChangeCongestionControl() && tuning_.lossy(route)) {
+  const auto view = tcpInfo(fd); // the handshake has been a first measurement
+  if (host.mayChangeCongestionControl() &&
+      (tuning_.lossy(route) ||
+       (view && view->roundTrip >= kSlowStartCounts &&
+        slowStartsAfterIdle()))) {
     (void)setCongestionControl(fd, kLossyCongestionControl);
   }
-  if (const auto view = tcpInfo(fd); view && options.wan_connections == 0 &&
+  if (view && options.wan_connections == 0 &&
       options.socket_buffer_bytes == 0) {
-    // The handshake has been a first measurement.
     ConnectionCount& count = tuning_.count(route);
     const uint64_t window =
         std::min(kMaxWindowBytes, count.neededWindowBytes(view->roundTrip));

@@ -9,6 +9,13 @@ namespace resilient {
 // Its name in the kernel.
 inline constexpr char kLossyCongestionControl[] = "bbr";
 
+// After some round trips without traffic, most congestion controls begin slowly
+// again, unless the administrator has switched that off; BBR goes on at the
+// rate that it knows. Bursts of up to 4 MiB, as of a training step, then take
+// two to five times as long. With a shorter round trip than this it is lost in
+// the noise.
+inline constexpr Nanos kSlowStartCounts = std::chrono::milliseconds(2);
+
 // Whether one connection would do better with a congestion control that does
 // not take every lost packet for congestion (BBR). CUBIC at 1 % of random loss
 // and 40 ms fills 3 Mbit/s of any link; then losses come without a queue: the

@@ -83,7 +83,7 @@ TEST(the_kernel_knows_the_round_trip_to_a_port) {
 TEST(socket_knows_when_bbr_starts_up) {
   Connection c;
   CHECK(setCongestionControl(c.first.get(), "reno"));
-  CHECK_EQ(bbrStartUpRate(c.first.get()), 0u);
+  CHECK(!bbrView(c.first.get()));
   if (mayUseCongestionControl("bbr")) {
     CHECK(setCongestionControl(c.first.get(), "bbr"));
     // It is asked when data is acknowledged.
@@ -92,9 +92,18 @@ TEST(socket_knows_when_bbr_starts_up) {
     CHECK_EQ(::recv(c.second.get(), &x, 1, 0), 1);
     while (tcpInfo(c.first.get())->unackedSegments > 0) {
     }
-    CHECK(bbrStartUpRate(c.first.get()) > 0);
+    const auto view = bbrView(c.first.get());
+    CHECK(view && view->startingUp);
+    CHECK(view->sends > 0);
+    // What the kernel says of the limit is what it has been told.
+    limitPacing(c.first.get(), 1'000'000);
+    CHECK_EQ(::send(c.first.get(), "x", 1, 0), 1);
+    CHECK_EQ(::recv(c.second.get(), &x, 1, 0), 1);
+    while (tcpInfo(c.first.get())->unackedSegments > 0) {
+    }
+    CHECK(bbrView(c.first.get())->sends <= 1'000'000);
   }
-  CHECK_EQ(bbrStartUpRate(-1), 0u);
+  CHECK(!bbrView(-1));
 }
 
 } // namespace

@@ -578,7 +578,7 @@ Nanos minRoundTripTo(uint16_t port) {
   return min;
 }
 
-uint64_t bbrStartUpRate(int fd) {
+std::optional<BbrView> bbrView(int fd) {
   char name[16] = {};
   socklen_t bytes = sizeof(name) - 1;
   tcp_cc_info control{};
@@ -590,10 +590,25 @@ uint64_t bbrStartUpRate(int fd) {
       ::getsockopt(fd, IPPROTO_TCP, TCP_CC_INFO, &control, &controlBytes) !=
           0 ||
       ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &rawBytes) != 0) {
-    return 0;
+    return std::nullopt;
   }
+  BbrView view;
   // In 1/256: 2.89 then, at most 1.25 later.
-  return control.bbr.bbr_pacing_gain > 512 ? raw.tcpi_pacing_rate : 0;
+  view.startingUp = control.bbr.bbr_pacing_gain > 512;
+  view.sends = raw.tcpi_pacing_rate;
+  view.arrives = uint64_t(control.bbr.bbr_bw_hi) << 32 | control.bbr.bbr_bw_lo;
+  return view;
+}
+
+void limitPacing(int fd, uint64_t bytesPerS) {
+  const uint64_t rate = bytesPerS == 0 ? UINT64_MAX : bytesPerS;
+  (void)::setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof(rate));
+}
+
+bool slowStartsAfterIdle() {
+  std::ifstream file("/proc/sys/net/ipv4/tcp_slow_start_after_idle");
+  int value = 1;
+  return !(file >> value) || value != 0;
 }
 
 } // namespace resilient

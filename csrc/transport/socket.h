@@ -196,8 +196,17 @@ std::optional<TcpInfo> tcpInfo(int fd);
 // or more each: for rare use.
 Nanos minRoundTripTo(uint16_t port);
 
-// Bytes per second at which BBR sends while it has not found the link's rate;
-// 0 if it has, or the connection has another congestion control.
-uint64_t bbrStartUpRate(int fd);
+// What BBR knows of a connection, in bytes per second.
+struct BbrView {
+  bool startingUp = false; // it has not found the link's rate
+  uint64_t sends = 0;
+  uint64_t arrives = 0; // the highest rate of the last round trips
+};
+// Nothing if the connection has another congestion control.
+std::optional<BbrView> bbrView(int fd);
+// 0: no limit.
+void limitPacing(int fd, uint64_t bytesPerS);
+// net.ipv4.tcp_slow_start_after_idle of this host; true if it cannot be read.
+bool slowStartsAfterIdle();
 
 } // namespace resilient

@@ -189,15 +189,34 @@ void TcpPath::tune() {
   // Start-up only ends after rounds in which the kernel never ran dry. Until
   // then BBR sends nearly three times as fast as the link is, which fills its
   // queue and loses a tenth of the packets, for as long as the stream lasts.
-  startUpBytes_ = std::min(
-      static_cast<size_t>(
-          static_cast<double>(bbrStartUpRate(socket_.get())) *
-          toSeconds(kStartUpTime)),
-      kMaxStartUpUnsent);
+  const BbrView view = bbrView(socket_.get()).value_or(BbrView());
+  paceStartUp(view);
+  startUpBytes_ = view.startingUp
+      ? std::min(
+            static_cast<size_t>(
+                static_cast<double>(view.sends) * toSeconds(kStartUpTime)),
+            kMaxStartUpUnsent)
+      : 0;
   wanted = std::max(wanted, startUpBytes_);
   if (wanted > unsentLimit_ * 5 / 4 || wanted < unsentLimit_ / 2) {
     unsentLimit_ = wanted;
     limitUnsent(socket_.get(), static_cast<int>(wanted));
+  }
+}
+
+void TcpPath::paceStartUp(const BbrView& view) {
+  StartUpPacing::Sample sample;
+  sample.startingUp = view.startingUp;
+  sample.bytesPerS = view.arrives;
+  if (const auto info =
+          view.startingUp ? tcpInfo(socket_.get()) : std::nullopt) {
+    sample.roundTrip = info->roundTrip;
+    sample.minRoundTrip = info->minRoundTrip;
+  }
+  const uint64_t limit = startUpPacing_.observe(sample);
+  if (limit != pacingLimit_) {
+    pacingLimit_ = limit;
+    limitPacing(socket_.get(), limit);
   }
 }
 

@@ -11,6 +11,7 @@
 #include "channel/channel.h"
 #include "failover/health.h"
 #include "path/faults.h"
+#include "path/start_up_pacing.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
 #include "transport/path.h"
@@ -129,6 +130,7 @@ class TcpPath final : public Path, public Handler {
   static constexpr size_t kReadPerTurn = 4u << 20;
   static constexpr size_t kReadBuffer = 16u << 10;
 
+  void paceStartUp(const BbrView& view);
   size_t bytesAhead() const;
   size_t batchBytes() const;
   void writeOut();
@@ -161,6 +163,8 @@ class TcpPath final : public Path, public Handler {
   bool local_ = false; // the far end is on this host
   size_t unsentLimit_ = kMinUnsent;
   size_t startUpBytes_ = 0; // not 0 while BBR starts up
+  StartUpPacing startUpPacing_;
+  uint64_t pacingLimit_ = 0; // as set in the kernel; 0: none
   TimePoint heardAt_;
 
   // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.
