@@ -118,6 +118,35 @@ def test_it_leaves_nothing_behind(
     assert 'TORCH_RESILIENT_METRICS="job": expected a folder' in capsys.readouterr().out
 
 
+def test_connections_that_begin_slowly_after_each_idle_second() -> None:
+    slow = {
+        "net.ipv4.tcp_slow_start_after_idle": "1",
+        "net.ipv4.tcp_available_congestion_control": "reno cubic bbr",
+        "net.ipv4.tcp_allowed_congestion_control": "reno cubic",
+    }
+
+    def findings(
+        sysctl: dict[str, str], round_trip_s: float, forced: bool = False
+    ) -> list[Finding]:
+        ranks = [
+            host(0, sysctl=sysctl, round_trips_s={1: round_trip_s}, buffers_forced=forced),
+            host(1, sysctl=sysctl),
+        ]
+        return [each for each in check_job(ranks) if each.check == "slow-start"]
+
+    finding = only(findings(slow, 0.04))
+    assert "the round trip is 40 ms" in finding.seen
+    assert "net.ipv4.tcp_slow_start_after_idle=0" in finding.remedy
+    assert findings(slow, 0.001) == []
+    # Root may use what is available.
+    assert findings(slow, 0.04, forced=True) == []
+    for key, value in (
+        ("net.ipv4.tcp_slow_start_after_idle", "0"),
+        ("net.ipv4.tcp_allowed_congestion_control", "reno cubic bbr"),
+    ):
+        assert findings({**slow, key: value}, 0.04) == []
+
+
 @pytest.mark.parametrize(
     "values",
     [

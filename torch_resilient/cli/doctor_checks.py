@@ -701,6 +701,42 @@ def check_windows(all_facts: Sequence[Facts]) -> Iterator[Finding]:
                     yield finding
 
 
+def check_slow_start(all_facts: Sequence[Facts]) -> Iterator[Finding]:
+    """Whether connections to far hosts begin slowly again after each idle second."""
+    by_rank = {facts.rank: facts for facts in all_facts}
+    told = set()
+    for facts in all_facts:
+        # What root may use does not depend on what all may use.
+        allowed = "available" if facts.buffers_forced else "allowed"
+        controls = facts.sysctl.get(f"net.ipv4.tcp_{allowed}_congestion_control", "").split()
+        far = {
+            peer: round_trip_s
+            for peer, round_trip_s in facts.round_trips_s.items()
+            if round_trip_s >= _LONG_WAY_S
+            and peer in by_rank
+            and by_rank[peer].host_key != facts.host_key
+        }
+        if (
+            not far
+            or "bbr" in controls
+            or facts.sysctl.get("net.ipv4.tcp_slow_start_after_idle") != "1"
+            or facts.host_key in told
+        ):
+            continue
+        told.add(facts.host_key)
+        peer, round_trip_s = max(far.items(), key=lambda each: each[1])
+        yield Finding(
+            "slow-start",
+            f"{facts.where} - {by_rank[peer].where}",
+            f"the round trip is {round_trip_s * 1e3:.0f} ms, "
+            "net.ipv4.tcp_slow_start_after_idle is 1, and bbr may not be used",
+            "after an idle second, operations of up to 4 MiB take 2 to 5 times as long as the link "
+            "needs",
+            "`sysctl -w net.ipv4.tcp_slow_start_after_idle=0` on both hosts; or `modprobe tcp_bbr` "
+            'and `sysctl -w net.ipv4.tcp_allowed_congestion_control="reno cubic bbr"`',
+        )
+
+
 def _max(facts: Facts, name: str) -> int | None:
     """The last of the three numbers of tcp_rmem or tcp_wmem."""
     words = facts.sysctl.get(f"net.ipv4.{name}", "").split()
@@ -781,6 +817,7 @@ def check_job(all_facts: Sequence[Facts]) -> list[Finding]:
     findings += check_versions(all_facts)
     findings += check_links(all_facts)
     findings += check_windows(all_facts)
+    findings += check_slow_start(all_facts)
     findings += check_clocks(all_facts)
     return findings
 

@@ -30,6 +30,9 @@ _SYSCTL = (
     "net.ipv4.tcp_wmem",
     "net.ipv4.tcp_moderate_rcvbuf",
     "net.ipv4.tcp_mtu_probing",
+    "net.ipv4.tcp_slow_start_after_idle",
+    "net.ipv4.tcp_available_congestion_control",
+    "net.ipv4.tcp_allowed_congestion_control",
 )
 # Reported with all variables of this package; the values of secrets are omitted.
 _VARIABLES = (
