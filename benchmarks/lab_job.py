@@ -24,10 +24,11 @@ def start_job(
     environment: Mapping[str, str] | None = None,
     sites: Sequence[str] | None = None,
     port: int = PORT,
+    prefix: Sequence[str] = (),
 ) -> LabJob:
-    """`script --worker JSON` on each host; the store goes over `control`."""
+    """`prefix script --worker JSON` on each host; the store goes over `control`."""
     return LabJob(
-        [sys.executable, script, "--worker", json.dumps(dict(arguments))],
+        [*prefix, sys.executable, script, "--worker", json.dumps(dict(arguments))],
         hosts,
         control,
         environment={"PYTHONPATH": str(ROOT), **(environment or {})},

@@ -46,6 +46,7 @@ NAMED_LAB_SCRIPTS = (
     "verbs_lab.py",
     "verbs_speed.py",
     "verbs_failover.py",
+    "wan_bursts.py",
 )
 ALL_SCRIPTS = SCRIPTS + LAB_SCRIPTS + LONG_SCRIPTS + NAMED_SCRIPTS + NAMED_LAB_SCRIPTS
 
