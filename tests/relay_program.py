@@ -22,14 +22,15 @@ def content(number: int, count: int) -> torch.Tensor:
 
 
 def stream(settings: Mapping[str, Any]) -> None:
-    """Messages from one rank to another; the rest of the ranks take no part."""
-    source, target = settings["source"], settings["target"]
+    """Messages from one rank to another in each of some pairs; the rest take no part."""
+    pairs = [pair for pair in settings["pairs"] if dist.get_rank() in pair]
     count = settings["bytes"] // 8
     if dist.get_rank() in settings.get("busy", ()):
         while True:
             sum(range(10_000))
-    if dist.get_rank() not in (source, target):
+    if not pairs:
         return
+    ((source, target),) = pairs
     message = torch.zeros(count, dtype=torch.int64)
     for number in range(settings["count"]):
         begin = time.monotonic()
@@ -39,6 +40,7 @@ def stream(settings: Mapping[str, Any]) -> None:
             dist.recv(message, source)
             say(
                 kind="message",
+                source=source,
                 number=number,
                 right=torch.equal(message, content(number, count)),
                 time_s=time.monotonic(),
@@ -63,23 +65,35 @@ def pipelines(settings: Mapping[str, Any]) -> None:
 
 
 def train(settings: Mapping[str, Any]) -> None:
-    """Data-parallel steps; the losses and the sum of the parameters as exact bits."""
+    """Data-parallel steps; the losses and the sum of the parameters as exact bits.
+
+    A rank that is no member waits for a line, and leaves.
+    """
+    members = settings.get("members") or list(range(dist.get_world_size()))
+    group = dist.new_group(members)
+    if dist.get_rank() not in members:
+        sys.stdin.readline()
+        say(kind="leaves", relay=torch_resilient.stats().relay.to_dict())
+        dist.destroy_process_group()
+        say(kind="left")
+        sys.exit()
     torch.manual_seed(0)
-    model = torch.nn.Linear(256, 256)
+    width = settings.get("width", 256)
+    model = torch.nn.Linear(width, width)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for step in range(settings["count"]):
-        data = torch.randn(8, 256, generator=generator)
+        data = torch.randn(8, width, generator=generator)
         loss = (model(data) - data).square().mean()
         optimizer.zero_grad()
         loss.backward()
         for parameter in model.parameters():
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad /= len(members)
         optimizer.step()
         total = loss.detach().double()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         losses.append(total.item().hex())
         say(kind="step", number=step, time_s=time.monotonic())
         time.sleep(settings.get("pause_s", 0.0))

@@ -31,24 +31,24 @@ Row = dict[str, Any]
 
 
 class Sites:
-    """Two sites of two hosts each. Each host has a NIC of its own for all traffic, with a limit on
-    what it sends to the other site, and one for the store that nothing happens to."""
+    """Two sites of two hosts each, or more. Each host has a NIC of its own for all traffic, with a
+    limit on what it sends to the other site, and one for the store that nothing happens to."""
 
-    def __init__(self, lab: NetworkLab) -> None:
+    def __init__(self, lab: NetworkLab, near: int = 2) -> None:
         self.lab = lab
-        self.hosts: list[Host] = [lab.host(name) for name in ("a0", "a1", "b0", "b1")]
+        names = {"a": [f"a{k}" for k in range(near)], "b": ["b0", "b1"]}
+        self.hosts: list[Host] = [lab.host(name) for name in names["a"] + names["b"]]
+        self.far = {"a": ",".join(names["b"]), "b": ",".join(names["a"])}
         self.net: Network = lab.network(self.hosts, delay_s=0.0001)
         self.control = lab.network(self.hosts, name="control")
-        self.net.set(direction="a0,a1<->b0,b1", delay_s=DELAY_S)
+        self.net.set(direction=f"{self.far['b']}<->{self.far['a']}", delay_s=DELAY_S)
         for host in self.hosts:
-            far = "b0,b1" if host.name.startswith("a") else "a0,a1"
-            self.net.share_rate(f"{host.name}->{far}", RATE_BYTES_PER_S)
+            self.net.share_rate(f"{host.name}->{self.far[host.name[0]]}", RATE_BYTES_PER_S)
         self.jobs: list[LabJob] = []
 
     def cut(self, host: str) -> None:
         """The host's way to the other site drops everything; its site is as before."""
-        far = "b0,b1" if host.startswith("a") else "a0,a1"
-        self.net.down(direction=f"{host}<->{far}")
+        self.net.down(direction=f"{host}<->{self.far[host[0]]}")
 
     def job(self, ready: bool = True, **settings: Any) -> LabJob:
         """One rank on each host; TORCH_RESILIENT_* as uppercase names."""
@@ -64,22 +64,22 @@ class Sites:
                 "TORCH_RESILIENT_WAN_CONNECTIONS": "2",
                 **names,
             },
-            sites=["a", "a", "b", "b"],
+            sites=[host.name[0] for host in self.hosts],
             port=29400 + len(self.jobs),
         )
         self.jobs.append(made)
-        waiting = set(range(4)) if ready else set()
+        waiting = set(range(len(self.hosts))) if ready else set()
         while waiting:
             row = made.until(lambda row: row["kind"] in ("ready", "error"), "start", PATIENCE_S)
             assert row["kind"] == "ready", row
             waiting.discard(row["rank"])
         return made
 
-    def stream(self, count: int, **settings: Any) -> LabJob:
-        """Messages of 1 MiB from a0 to b0."""
-        return self.job(
-            job="stream", source=0, target=2, count=count, bytes=MESSAGE_BYTES, **settings
-        )
+    def stream(
+        self, count: int, pairs: Sequence[Sequence[int]] = ((0, 2),), **settings: Any
+    ) -> LabJob:
+        """Messages of 1 MiB from the first to the second rank of each pair: from a0 to b0."""
+        return self.job(job="stream", pairs=pairs, count=count, bytes=MESSAGE_BYTES, **settings)
 
 
 @pytest.fixture
@@ -91,15 +91,26 @@ def sites(lab: NetworkLab) -> Iterator[Sites]:
         job.close()
 
 
-def until_message(job: LabJob, number: int) -> None:
-    """Returns when that message has arrived; all before it were right."""
+@pytest.fixture
+def wide_sites(lab: NetworkLab) -> Iterator[Sites]:
+    """The same with three hosts in the first site: ranks 0 to 2, and 3 and 4."""
+    made = Sites(lab, near=3)
+    yield made
+    for job in made.jobs:
+        job.close()
+
+
+def until_message(job: LabJob, number: int, sources: Sequence[int] = (0,)) -> None:
+    """Returns when that message of each source has arrived; all before it were right."""
+    waiting = set(sources)
 
     def arrived(row: Row) -> bool:
         assert row["kind"] != "error", row
-        if row["kind"] != "message":
-            return False
-        assert row["right"], row
-        return bool(row["number"] >= number)
+        if row["kind"] == "message":
+            assert row["right"], row
+            if row["number"] >= number:
+                waiting.discard(row["source"])
+        return not waiting
 
     job.until(arrived, f"message {number}", PATIENCE_S)
 
@@ -278,6 +289,73 @@ def test_without_any_way_the_error_names_the_ways(sites: Sites) -> None:
     ways = row["text"].partition("over relays: ")[2]
     assert "rank 1 (host a1" in ways, row["text"]
     assert "rank 3 (host b1" in ways, row["text"]
+
+
+@pytest.mark.parametrize("relay", ["auto", "failover"])
+def test_a_site_cut_in_two(wide_sites: Sites, relay: str) -> None:
+    """Nothing joins its halves: that is an error with names. Both still reach the other site."""
+    job = wide_sites.stream(400, pairs=[(0, 3), (1, 2)], timeout_s=8, RELAY=relay, pause_s=0.02)
+    until_message(job, 3, sources=[0, 1])
+    wide_sites.net.down(direction="a0,a1<->a2")
+    # The sends have ended with copies, as long as there is memory for these.
+    row = job.until(lambda row: row["kind"] == "error", "error", PATIENCE_S)
+    text = row["text"]
+    assert row["rank"] == 2, row
+    assert "rank 1 (host a1" in text, text
+    assert "path 0" in text, text  # the ways
+    # Within a site, ranks relay for each other only if nothing else works.
+    assert ("over relays: rank 0 (host a0" in text) == (relay == "failover"), text
+    job.until(
+        lambda row: row["kind"] == "message" and row["source"] == 0 and row["right"],
+        "a message to the other site",
+        PATIENCE_S,
+    )
+
+
+def test_within_a_site_a_neighbour_stands_in(wide_sites: Sites) -> None:
+    job = wide_sites.stream(60, pairs=[(0, 2)], RELAY="failover", pause_s=0.02)
+    until_message(job, 3)
+    wide_sites.net.down(direction="a0<->a2")
+    until_message(job, 59)
+    assert sent_over(results(job, range(5))[0], 2, relay=1) >= 20 * MESSAGE_BYTES
+
+
+def test_a_relay_leaves_the_job(sites: Sites) -> None:
+    """It destroys its process group, while the others train on in a group without it."""
+    told = []
+    for leaves in (False, True):
+        job = sites.job(job="train", count=12, members=[0, 2, 3], width=1024)
+        if leaves:
+            job.until(
+                lambda row: row["kind"] == "step" and row["number"] == 3, "step 3", PATIENCE_S
+            )
+            stdin = job.processes[1].stdin
+            assert stdin is not None
+            stdin.write("\n")
+            stdin.flush()
+        rows: dict[int, Row] = {}
+        kinds = set()
+
+        def trained(row: Row, rows: dict[int, Row] = rows, kinds: set[str] = kinds) -> bool:
+            assert row["kind"] != "error", row
+            if row["kind"] == "leaves":
+                assert row["relay"]["messages"] > 0  # it was in use
+            kinds.add(row["kind"])
+            if row["kind"] == "trained":
+                rows[row["rank"]] = row
+            return set(rows) == {0, 2, 3}
+
+        job.until(trained, "training", PATIENCE_S)
+        assert ("left" in kinds) == leaves
+        told.append(
+            (
+                {rank: row["losses"] for rank, row in rows.items()},
+                {row["weights"] for row in rows.values()},
+            )
+        )
+        job.close()
+    assert told[0] == told[1]
+    assert len(told[0][1]) == 1
 
 
 @pytest.mark.parametrize("where", ["everywhere", "relay"])
