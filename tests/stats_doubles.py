@@ -20,7 +20,7 @@ from torch_resilient._reports.stats import (
 _LISTENER = ListenerStats(
     accepted=0, admitted=0, refused=0, timed_out=0, broken_off=0, dropped=0, pending=0
 )
-_RELAY = RelayCounts(flows=0, messages=0, bytes=0, held_bytes=0, refused=0)
+_RELAY = RelayCounts(flows=0, messages=0, bytes=0, held_bytes=0, held_max_bytes=0, refused=0)
 
 
 def datagram_stats(**values: Any) -> DatagramStats:

@@ -15,6 +15,7 @@ from harness import run_ranks
 from stats_doubles import datagram_stats, path_stats
 
 from torch_resilient import cli
+from torch_resilient._reports.stats import RelayStats
 from torch_resilient.cli import bench
 
 
@@ -63,6 +64,7 @@ def link(a: int, b: int, **values: Any) -> dict[str, Any]:
         "goodput_bytes_per_s": 1.5e9,
         "connections": 4,
         "nics": [{"nic": "eth0", "remote_nic": "eth0", "connections": 4, "bytes": 100}],
+        "relays": [],
         "chunks_retransmitted": 0,
         "reconnects": 0,
         "packets": 0,
@@ -107,6 +109,48 @@ def test_dropped_datagrams_are_those_of_the_transfer() -> None:
     assert (used["packets"], used["packets_dropped"]) == (1500, 12)
 
 
+def test_relays_are_not_connections() -> None:
+    over = RelayStats(rank=2, host="c", ours=True, window_bytes=1)
+
+    def paths(direct: int, relayed: int) -> bench._Paths:
+        relay = path_stats(kind="relay", nic="", remote_nic="", relay=over, bytes_sent=relayed)
+        return {each.key: each for each in (path_stats(bytes_sent=direct), relay)}
+
+    used = bench._used(paths(1_000_000, 2_000_000), paths(4_000_000, 3_000_000))
+    assert used["connections"] == 1
+    assert [nic["bytes"] for nic in used["nics"]] == [3_000_000]
+    assert used["relays"] == [{"rank": 2, "host": "c", "bytes": 1_000_000}]
+    # Pings are no use of a relay.
+    assert bench._used(paths(0, 0), paths(1_000_000, 500))["relays"] == []
+
+
+def test_what_relays_have_done() -> None:
+    def passed_on(nbytes: int, sent: int, held: int, refused: int = 0) -> dict[str, int]:
+        names = ("bytes", "bytes_sent", "held_max_bytes", "refused")
+        return dict(zip(names, (nbytes, sent, held, refused), strict=True))
+
+    idle = passed_on(500, 9_000_000, 2_000_000)
+    before = [idle, passed_on(1_000_000, 5_000_000, 0), idle]
+    after = [idle, passed_on(4_000_000, 9_000_000, 700_000, 2), idle]
+    (relay,) = bench.relays_between(before, after)
+    assert relay == {
+        "rank": 1,
+        "bytes": 3_000_000,
+        "bytes_sent": 4_000_000,
+        "refused": 2,
+        "share": 0.75,
+        "held_max_bytes": 700_000,
+    }
+    over = [{"rank": 1, "host": "b", "bytes": 300}]
+    links = [link(0, 2, relays=over), link(2, 0), link(0, 1)]
+    text = bench.text_of(["a", "b", "c"], links, [relay])
+    assert text.endswith(
+        "\n\n0 to 2: 75% over rank 1 (b)\n"
+        "relay 1 (b): 3.0 MB for others, 75% of all it sent, at most 0.7 MB waiting, 2 refused; "
+        "for 0 to 2"
+    )
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.0123, "0.0123"), (9.996, "10.00"), (123.4, "123"), (12345, "12345")]
 )
@@ -128,6 +172,7 @@ def test_rank_0_of_a_job_prints_the_result() -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert len(told["hosts"]) == 2
+    assert told["relays"] == []
     assert [(each["from"], each["to"]) for each in told["links"]] == [(0, 1), (1, 0)]
 
 

@@ -17,12 +17,19 @@ import pytest
 from conftest import ROOT
 
 from torch_resilient import cli
-from torch_resilient.cli import doctor, doctor_checks, doctor_facts, doctor_peers
+from torch_resilient.cli import (
+    doctor,
+    doctor_checks,
+    doctor_facts,
+    doctor_peers,
+    doctor_relays,
+)
 from torch_resilient.cli.doctor_checks import (
     Facts,
     Finding,
     Interface,
     Link,
+    Relayed,
     Target,
     check_host,
     check_job,
@@ -433,6 +440,38 @@ def test_a_blocked_port_of_one_interface_of_two() -> None:
     # The port is open to be named: it is fixed already.
     assert "--dport 29600" in finding.remedy
     assert "export TORCH_RESILIENT_LISTEN_PORT" not in finding.remedy
+
+
+def test_a_blocked_port_with_a_way_over_a_relay() -> None:
+    error = "connect to 10.0.0.2:41000: no answer in 5 s"
+    links = [
+        Link(1, "tcp", 0, "eth0", "eth0", "down", error),
+        Link(1, "relay", 0, "", "", "up", relay=3),
+        Link(1, "relay", 1, "", "", "reserve", relay=2),
+    ]
+    finding = only(job(links=links))
+    assert finding.seen == error
+    assert "reach each other only over rank 2, 3" in finding.why
+    assert "every operation between them fails" not in finding.why
+
+
+def test_relays_are_told_and_are_no_finding() -> None:
+    # A relay that did not answer once is no trouble of a firewall.
+    links = [
+        Link(1, "tcp", 0, "eth0", "eth0", "up"),
+        Link(1, "relay", 0, "", "", "reserve", "no answer over rank 3", relay=3),
+        Link(1, "relay", 1, "", "", "suspect", "no answer over rank 2", relay=2),
+    ]
+    relayed = Relayed(bytes=2_000_000, bytes_sent=8_000_000, held_max_bytes=300_000, refused=1)
+    facts = host(0, links=links, relayed=relayed)
+    assert check_job([facts, host(1)]) == []
+    assert doctor_relays.about(facts) == [
+        "rank 0 (node0): relays: to rank 1 over 3",
+        "rank 0 (node0): passes on for others: 2.0 MB, 25% of all it sent, at most 0.3 MB "
+        "waiting, 1 refused",
+    ]
+    assert doctor_relays.about(host(0)) == []
+    assert Facts.from_json(json.loads(json.dumps(facts.as_json()))) == facts
 
 
 def test_large_messages_that_do_not_pass() -> None:

@@ -497,7 +497,14 @@ def test_rdma_has_numbers_of_its_own() -> None:
 
 
 def test_relays_have_a_table_of_their_own() -> None:
-    relay = RelayCounts(flows=3, messages=9, bytes=2_000_000, held_bytes=500_000, refused=4)
+    relay = RelayCounts(
+        flows=3,
+        messages=9,
+        bytes=2_000_000,
+        held_bytes=500_000,
+        held_max_bytes=600_000,
+        refused=4,
+    )
     over = RelayStats(rank=2, host="c", ours=True, window_bytes=1)
     path = path_stats(kind="relay", relay=over, bytes_sent=8_000_000)
     before = process_snapshot(peer_stats(path))

@@ -425,6 +425,7 @@ py::dict toPython(const GroupStats& s) {
   relay["messages"] = s.relay.messages;
   relay["bytes"] = s.relay.bytes;
   relay["held_bytes"] = s.relay.heldBytes;
+  relay["held_max_bytes"] = s.relay.heldMaxBytes;
   relay["refused"] = s.relay.refused;
   d["relay"] = std::move(relay);
   return d;

@@ -158,6 +158,7 @@ struct RelayCounters {
   uint64_t flows = 0; // now
   uint64_t messages = 0, bytes = 0; // passed on
   uint64_t heldBytes = 0; // now, also of what comes for this rank
+  uint64_t heldMaxBytes = 0; // the most so far
   uint64_t refused = 0; // messages, and flows
 };
 

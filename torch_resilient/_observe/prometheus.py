@@ -62,6 +62,7 @@ _OF_RELAY = (
     ("messages", "counter", "Parts of messages passed on for others."),
     ("bytes", "counter", "Bytes of these, with headers."),
     ("held_bytes", "gauge", "Bytes in memory for it, also of what others have passed on to us."),
+    ("held_max_bytes", "gauge", "The most that these bytes have been so far."),
     ("refused", "counter", "Messages and flows that were refused."),
 )
 _OF_PEERS = (

@@ -305,6 +305,7 @@ class RelayCounts(Record):
         messages: parts of messages passed on.
         bytes: their bytes, with headers.
         held_bytes: bytes in memory now, also of what others have passed on to this rank.
+        held_max_bytes: the most that these have been so far.
         refused: messages and flows that were refused: unknown, forged, or beyond `relay_bytes`.
     """
 
@@ -312,6 +313,7 @@ class RelayCounts(Record):
     messages: int
     bytes: int
     held_bytes: int
+    held_max_bytes: int
     refused: int
 
 

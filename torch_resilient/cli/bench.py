@@ -35,7 +35,8 @@ examples:
 
 Rank 0 prints three tables, from the rank of the row to the rank of the column: the round trip of a
 small message (median, milliseconds), goodput (MB/s of 10^6 bytes, after ramping up), and the
-connections that carried it. Below them it lists the packets that the network dropped.
+connections that carried it. Below them it lists the packets that the network dropped, what went
+over other ranks as relays, and what these relays have passed on and held.
 
 It takes about 1.3 s more than --seconds for each of the N * (N - 1) directions.
 exit status: 0; 1 if a direction could not be measured; 2 for bad input.
@@ -207,6 +208,7 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
     """The connections and packets that a transfer used, from the sender's paths before and after
     it."""
     nics: dict[tuple[str, str], dict[str, Any]] = {}
+    relays: dict[int, dict[str, Any]] = {}
     retransmitted = reconnects = packets = dropped = 0
     for place, path in after.items():
         old = before.get(place)
@@ -218,7 +220,13 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
         reconnects += path.reconnects - (old.reconnects if old else 0)
         nbytes = path.bytes_sent - (old.bytes_sent if old else 0)
         # Heartbeats and small answers are ignored.
-        if nbytes > _MIN_BYTES // 2:
+        if nbytes <= _MIN_BYTES // 2:
+            continue
+        if path.relay is not None:
+            over = path.relay
+            relay = relays.setdefault(over.rank, {"rank": over.rank, "host": over.host, "bytes": 0})
+            relay["bytes"] += nbytes
+        else:
             key = (path.nic, path.remote_nic)
             nic = nics.setdefault(
                 key, {"nic": key[0], "remote_nic": key[1], "connections": 0, "bytes": 0}
@@ -228,11 +236,47 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
     return {
         "connections": sum(nic["connections"] for nic in nics.values()),
         "nics": list(nics.values()),
+        "relays": list(relays.values()),
         "chunks_retransmitted": retransmitted,
         "reconnects": reconnects,
         "packets": packets,  # datagrams; of connections only the kernel knows
         "packets_dropped": dropped,
     }
+
+
+def _passed_on() -> dict[str, int]:
+    """What this rank has passed on for others so far, and all that it has sent.
+
+    The bytes of paths over relays are sent by the connections to the relays, so they count there.
+    """
+    from torch_resilient._reports.stats import stats
+
+    found = stats()
+    paths = [path for peer in found.peers for path in peer.paths if path.relay is None]
+    return {
+        "bytes": found.relay.bytes,
+        "bytes_sent": sum(path.bytes_sent for path in paths),
+        "refused": found.relay.refused,
+        "held_max_bytes": found.relay.held_max_bytes,
+    }
+
+
+def relays_between(
+    before: Sequence[dict[str, int]], after: Sequence[dict[str, int]]
+) -> list[dict[str, Any]]:
+    """The ranks that have passed on something in between, from _passed_on() of all ranks.
+
+    `share` is the part of all that they have sent; `held_max_bytes` counts from the start.
+    """
+    rows = []
+    for rank, (old, new) in enumerate(zip(before, after, strict=True)):
+        grown = {key: new[key] - old[key] for key in ("bytes", "bytes_sent", "refused")}
+        if grown["bytes"] > 0 or grown["refused"] > 0:
+            share = min(1.0, grown["bytes"] / grown["bytes_sent"]) if grown["bytes_sent"] else 0.0
+            rows.append(
+                {"rank": rank, **grown, "share": share, "held_max_bytes": new["held_max_bytes"]}
+            )
+    return rows
 
 
 def _measure(sender: int, receiver: int, seconds: float) -> dict[str, Any] | None:
@@ -310,7 +354,30 @@ def _significant(value: float) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}"
 
 
-def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
+def _relay_lines(
+    hosts: Sequence[str], links: Sequence[dict[str, Any]], relays: Sequence[dict[str, Any]]
+) -> list[str]:
+    """One line for each relay."""
+    lines = []
+    for row in relays:
+        served = [
+            f"{link['from']} to {link['to']}"
+            for link in links
+            if any(relay["rank"] == row["rank"] for relay in link.get("relays", ()))
+        ]
+        lines.append(
+            f"relay {row['rank']} ({hosts[row['rank']]}): {row['bytes'] / 1e6:.1f} MB for others, "
+            f"{row['share']:.0%} of all it sent, at most {row['held_max_bytes'] / 1e6:.1f} MB "
+            f"waiting, {row['refused']} refused; for {', '.join(served) or 'none of the messages'}"
+        )
+    return lines
+
+
+def text_of(
+    hosts: Sequence[str],
+    links: Sequence[dict[str, Any]],
+    relays: Sequence[dict[str, Any]] = (),
+) -> str:
     """The three tables, with remarks."""
     size = len(hosts)
     lines = [f"rank {rank}: {host}" for rank, host in enumerate(hosts)]
@@ -335,6 +402,11 @@ def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
                 for nic in link["nics"]
             )
             notes.append(f"{where}: {shares}")
+        total = sum(each["bytes"] for each in [*link["nics"], *link["relays"]])
+        notes += [
+            f"{where}: {relay['bytes'] / total:.0%} over rank {relay['rank']} ({relay['host']})"
+            for relay in link["relays"]
+        ]
         if link["reconnects"] or link["chunks_retransmitted"]:
             notes.append(
                 f"{where}: {link['reconnects']} reconnects, "
@@ -343,6 +415,7 @@ def text_of(hosts: Sequence[str], links: Sequence[dict[str, Any]]) -> str:
         if link["packets_dropped"]:
             dropped, packets = link["packets_dropped"], link["packets"]
             notes.append(f"{where}: {dropped} of {packets} datagrams dropped")
+    notes += _relay_lines(hosts, links, relays)
     return "\n".join([*lines, *([""] if notes else []), *notes])
 
 
@@ -373,12 +446,18 @@ def run(options: argparse.Namespace) -> int:
         dist.init_process_group("resilient", timeout=timedelta(seconds=limit_s))
         hosts: list[Any] = [None] * size
         dist.all_gather_object(hosts, socket.gethostname())
+        before: list[Any] = [None] * size
+        after: list[Any] = [None] * size
+        dist.all_gather_object(before, _passed_on())
         links = measure_all(options.seconds)
+        dist.all_gather_object(after, _passed_on())
+        relays = relays_between(before, after)
         failed = [0 if dist.get_rank() else sum("error" in link for link in links)]
         dist.broadcast_object_list(failed, src=0)
         if dist.get_rank() == 0:
-            told = {"hosts": hosts, "links": links}
-            print(json.dumps(told) if options.json else text_of(hosts, links), flush=True)
+            told = {"hosts": hosts, "links": links, "relays": relays}
+            text = json.dumps(told) if options.json else text_of(hosts, links, relays)
+            print(text, flush=True)
         dist.barrier()
     except ValueError as error:  # no MASTER_ADDR, or a setting out of range
         return bad_input("bench", error)

@@ -97,7 +97,8 @@ class Interface:
 class Link:
     """A path to another rank, in a job: what the backend says of it after a trial.
 
-    `large_stalled`: small messages passed, but large ones did not, twice.
+    `large_stalled`: small messages passed, but large ones did not, twice. `relay`: the rank that
+    passes the messages on; -1 of any other kind.
     """
 
     peer: int
@@ -108,6 +109,17 @@ class Link:
     state: str
     last_error: str = ""
     large_stalled: bool = False
+    relay: int = -1
+
+
+@dataclass
+class Relayed:
+    """What a rank has passed on for others, of all that it has sent."""
+
+    bytes: int
+    bytes_sent: int
+    held_max_bytes: int
+    refused: int
 
 
 @dataclass
@@ -187,6 +199,7 @@ class Facts:
         links: to other ranks; round_trips_s, clock_offsets_s: of peers, as far as they were tried;
             an offset is (theirs minus ours, its possible error).
         peer_errors: by rank, why a trial with it failed.
+        relayed: None outside of a job.
     """
 
     host: str
@@ -218,6 +231,7 @@ class Facts:
     round_trips_s: dict[int, float] = field(default_factory=dict)
     clock_offsets_s: dict[int, tuple[float, float]] = field(default_factory=dict)
     peer_errors: dict[int, str] = field(default_factory=dict)
+    relayed: Relayed | None = None
 
     @property
     def where(self) -> str:
@@ -239,6 +253,7 @@ class Facts:
             gpus = [RdmaGpu(**each) for each in told["rdma"]["gpus"]]
             values["rdma"] = Rdma(**{**told["rdma"], "ports": ports, "gpus": gpus})
         values["links"] = [Link(**each) for each in told["links"]]
+        values["relayed"] = Relayed(**told["relayed"]) if told["relayed"] else None
         values["nofile"] = tuple(told["nofile"])
         values["toward_master"] = tuple(told["toward_master"]) if told["toward_master"] else None
         values["round_trips_s"] = {int(k): v for k, v in told["round_trips_s"].items()}
@@ -566,9 +581,21 @@ def _subnet_advice(links: Sequence[Link], broken: Link) -> str:
     """Advice that selects the working interfaces and leaves out a broken one."""
     good = []
     for link in links:
-        if link.state in ("up", "reserve", "proving") and link.nic != broken.nic:
+        works = link.kind != "relay" and link.state in ("up", "reserve", "proving")
+        if works and link.nic != broken.nic:
             good += [link.nic] if link.nic not in good else []
     return ",".join(good)
+
+
+def over_relays(links: Sequence[Link], peer: int) -> list[int]:
+    """The ranks that can pass messages on to a peer."""
+    return sorted(
+        {
+            link.relay
+            for link in links
+            if link.peer == peer and link.kind == "relay" and link.state in ("up", "reserve")
+        }
+    )
 
 
 def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
@@ -595,7 +622,7 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             )
         for link in facts.links:
             other = by_rank.get(link.peer)
-            if other is None or link.kind == "rdma":  # see doctor_rdma.py
+            if other is None or link.kind in ("rdma", "relay"):  # see doctor_rdma.py
                 continue
             # Several connections between two interfaces, and both ends, have one cause.
             ends = sorted([(facts.host_key, link.nic), (other.host_key, link.remote_nic)])
@@ -650,7 +677,14 @@ def _blocked_finding(where: str, facts: Facts, other: Facts, link: Link) -> Find
         f"own) and `iptables -I INPUT -p tcp --dport {number} -j ACCEPT` on both hosts"
     )
     why = "this way is not used"
-    if not keep:
+    relays = over_relays(others, link.peer)
+    if not keep and relays:
+        ranks = ", ".join(map(str, relays))
+        why = (
+            f"these two ranks reach each other only over rank {ranks}, whose NIC is shared, and "
+            "which must not fail"
+        )
+    elif not keep:
         why = "no way is left between these two ranks: every operation between them fails"
     error = link.last_error
     if "no answer" in error or "timed out" in error.lower():

@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch_resilient.cli import doctor_facts
-from torch_resilient.cli.doctor_checks import Facts, Link
+from torch_resilient.cli.doctor_checks import Facts, Link, Relayed
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -58,6 +58,7 @@ def examine() -> list[Facts] | None:
                 _try_pair(facts, a, b)
             _meet(store, f"pair/{number}", len(able))
         facts.links = _links(facts.links)
+        facts.relayed = _relayed()
         _meet(store, "done", len(able))
         dist.destroy_process_group()
     store.set(f"facts/{rank}", json.dumps(facts.as_json()))
@@ -220,6 +221,15 @@ def _exchange_large(peer: int) -> str:
     return ""
 
 
+def _relayed() -> Relayed:
+    """Without what went over relays themselves: the connections to these have sent that."""
+    from torch_resilient._reports.stats import stats
+
+    told = stats().relay
+    sent = sum(path.bytes_sent for _, path in _paths() if path.relay is None)
+    return Relayed(told.bytes, sent, told.held_max_bytes, told.refused)
+
+
 def _links(suspects: Sequence[Link]) -> list[Link]:
     """All paths as they are now; those of `suspects` do not carry large messages."""
     stalled = {(link.peer, link.kind, link.index) for link in suspects}
@@ -233,6 +243,7 @@ def _links(suspects: Sequence[Link]) -> list[Link]:
             path.state,
             path.last_error,
             large_stalled=(peer, *path.key) in stalled,
+            relay=path.relay.rank if path.relay is not None else -1,
         )
         for peer, path in _paths()
     ]
