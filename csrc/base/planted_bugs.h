@@ -38,6 +38,16 @@ struct PlantedBugs {
   bool reserveWhenNothingWorks = false;
   bool standbyFirstRouteOnly = false; // the standby never takes over
   bool keepClassOnDeadNic = false;
+
+  // relays
+  bool relayAcknowledges = false; // instead of the receiver
+  bool acknowledgeOverGaps = false; // frames before it have not come
+  bool noRelayRequeue = false; // what a dead relay had is not sent again
+  bool anyFlowNumber = false; // frames of an old flow count in the new one
+  bool neverSilentRelay = false; // a relay that says nothing is trusted
+  bool forgetRelayLimit = false; // a relay takes whatever comes
+  bool uncountedForwards = false; // what waits for its target is not counted
+  bool keepRelayCredit = false; // nor given back when its flow ends
 };
 
 inline PlantedBugs plantedBugs;

@@ -75,10 +75,11 @@ class RelayConnector final : public Connector {
   };
 
   bool wanted() const;
+  bool matters() const;
   bool shares() const;
   size_t count() const;
   size_t opened() const;
-  void open(const Uid& relay);
+  bool open(const Uid& relay);
   void add(const Uid& relay, const RelayFlow& flow, bool opener);
   Flow* find(const RelayFlow& flow);
   void lookAgain(Nanos delay);

@@ -1,8 +1,11 @@
 #include "delegate/relay_service.h"
 
+#include <algorithm>
+#include <numeric>
 #include <utility>
 #include <vector>
 
+#include "base/planted_bugs.h"
 #include "delegate/link_host.h"
 #include "delegate/peer_link.h"
 #include "path/uplink.h"
@@ -20,6 +23,8 @@ constexpr Nanos kLookEvery = std::chrono::seconds(1);
 // A sender hears what has left, or that nothing waits any more. This is a part
 // of what may wait.
 constexpr uint64_t kTellEveryBytes = 64u << 10;
+// While a connection to the far end of a new flow is being made.
+constexpr Nanos kLookSoon = std::chrono::milliseconds(50);
 
 } // namespace
 
@@ -34,6 +39,7 @@ struct RelayService::Held : RecvOp {
     data = content.get();
     bytes = header.totalBytes;
     s.heldBytes_ += bytes;
+    s.counters_.heldMaxBytes = std::max(s.counters_.heldMaxBytes, s.heldBytes_);
   }
   ~Held() override {
     service.heldBytes_ -= bytes;
@@ -54,7 +60,7 @@ struct RelayService::Held : RecvOp {
 struct RelayService::Forward : SendOp {
   explicit Forward(RelayService& s) : service(s) {}
   ~Forward() override {
-    service.heldBytes_ -= bytes;
+    service.heldBytes_ -= RESILIENT_PLANTED(uncountedForwards) ? 0 : bytes;
   }
   void finished(const Status& status) override {
     RelayService& owner = service;
@@ -112,7 +118,9 @@ RecvOp* RelayService::receive(const FrameHeader& header, Channel& channel) {
   PeerLink* const from = host_.linkOf(channel);
   const auto most = static_cast<uint64_t>(host_.options().relay_bytes);
   if (from == nullptr || header.totalBytes < kRelayHeaderBytes ||
-      header.totalBytes > most || heldBytes_ > most - header.totalBytes) {
+      header.totalBytes > most ||
+      (heldBytes_ > most - header.totalBytes &&
+       !RESILIENT_PLANTED(forgetRelayLimit))) {
     ++counters_.refused;
     return nullptr;
   }
@@ -194,7 +202,9 @@ void RelayService::passOn(
   forward.content = std::move(held.content);
   forward.data = forward.content.get();
   forward.bytes = held.bytes;
-  heldBytes_ += forward.bytes; // held's leave with it
+  if (!RESILIENT_PLANTED(uncountedForwards)) {
+    heldBytes_ += forward.bytes; // held's leave with it
+  }
   forward.neverCopied = true;
   forward.key.group = kRelayGroup;
   forward.key.order = held.order;
@@ -333,11 +343,15 @@ void RelayService::pass(PeerLink& from, const RelayNote& note) {
   if (note.what == RelayNote::What::kAccept) {
     accepted(flow);
   }
-  RelayNote onward = note;
-  onward.hop = RelayHop::kFromRelay;
-  host_.linkTo(note.target())
-      ->channel()
-      .sendControl(encode(onward), /*direct=*/true);
+  // Of a flow that was not announced the far end needs to know nothing.
+  if (note.what != RelayNote::What::kOpen &&
+      (!note.fromOpener || flow->second.announced)) {
+    RelayNote onward = note;
+    onward.hop = RelayHop::kFromRelay;
+    host_.linkTo(note.target())
+        ->channel()
+        .sendControl(encode(onward), /*direct=*/true);
+  }
   if (note.what == RelayNote::What::kClose) {
     end(flow);
   }
@@ -367,6 +381,26 @@ void RelayService::open(const RelayFlow& flow) {
   if (isNew) {
     at->second.openedAt = host_.loop().now();
     setInterest(flow, true);
+    announce(at);
+    if (!at->second.announced) {
+      host_.loop().cancel(std::exchange(timer_, 0)); // look() sooner
+    }
+  }
+}
+
+// Once there is a connection to the other end. A note that waited for one in
+// the channel could not be taken back when the flow ends, and would hold up the
+// end of this process.
+void RelayService::announce(Flows::iterator flow) {
+  PeerLink* const target = host_.linkTo(flow->first.other);
+  if (!flow->second.announced && target != nullptr && target->usable() &&
+      target->channel().takesChunksDirectly()) {
+    RelayNote note;
+    note.what = RelayNote::What::kOpen;
+    note.hop = RelayHop::kFromRelay;
+    note.flow = flow->first;
+    target->channel().sendControl(encode(note), /*direct=*/true);
+    flow->second.announced = true;
   }
 }
 
@@ -384,6 +418,7 @@ void RelayService::end(Flows::iterator flow) {
     const auto next = std::next(at);
     if (at->flow == of) {
       PeerLink& target = *at->target;
+      heldBytes_ += RESILIENT_PLANTED(keepRelayCredit) ? at->bytes : 0;
       target.channel().cancelSend(&*at, "its flow is over", host_.loop().now());
       forwards_.erase(at);
       target.dropInterest();
@@ -394,10 +429,11 @@ void RelayService::end(Flows::iterator flow) {
 
 void RelayService::endBoth(Flows::iterator flow, const std::string& why) {
   const RelayFlow of = flow->first;
+  const bool announced = flow->second.announced;
   end(flow);
   for (const bool toOpener : {true, false}) {
     PeerLink* const to = host_.linkTo(toOpener ? of.opener : of.other);
-    if (to != nullptr && to->usable()) {
+    if (to != nullptr && to->usable() && (toOpener || announced)) {
       answer(*to, of, !toOpener, RelayHop::kFromRelay, why);
     }
   }
@@ -429,7 +465,9 @@ void RelayService::look() {
   if (timer_ != 0) {
     return;
   }
-  timer_ = host_.loop().after(kLookEvery, [this] {
+  const bool soon = std::ranges::any_of(
+      flows_, [](const auto& each) { return !each.second.announced; });
+  timer_ = host_.loop().after(soon ? kLookSoon : kLookEvery, [this] {
     timer_ = 0;
     const TimePoint now = host_.loop().now();
     std::vector<RelayFlow> late;
@@ -439,7 +477,9 @@ void RelayService::look() {
         late.push_back(forward.flow);
       }
     }
-    for (const auto& [flow, state] : flows_) {
+    for (auto at = flows_.begin(); at != flows_.end(); ++at) {
+      announce(at);
+      const auto& [flow, state] = *at;
       more = more || !state.accepted;
       if (!state.accepted && now - state.openedAt > kTakesAtMost) {
         late.push_back(flow);
@@ -454,6 +494,17 @@ void RelayService::look() {
       look();
     }
   });
+}
+
+uint64_t RelayService::countHeldBytes() const {
+  const auto add = [](uint64_t sum, const auto& each) {
+    return sum + each.bytes;
+  };
+  return std::accumulate(
+      forwards_.begin(),
+      forwards_.end(),
+      std::accumulate(held_.begin(), held_.end(), uint64_t{0}, add),
+      add);
 }
 
 RelayCounters RelayService::counters() const {

@@ -54,6 +54,8 @@ class RelayService {
   // Everything is over; nothing that is held calls back.
   void close();
   RelayCounters counters() const;
+  // RelayCounters::heldBytes, counted anew: for tests.
+  uint64_t countHeldBytes() const;
 
  private:
   struct Held;
@@ -69,6 +71,7 @@ class RelayService {
       uint64_t toldBytes = 0;
     };
     std::array<Passed, 2> passed{}; // by fromOpener
+    bool announced = false; // the other end has a note that it is open
   };
   using Flows = std::map<RelayFlow, Flow>;
 
@@ -83,6 +86,7 @@ class RelayService {
       const std::string& why);
   std::string whyNot(PeerLink& from, const RelayNote& note) const;
   void open(const RelayFlow& flow);
+  void announce(Flows::iterator flow);
   void accepted(Flows::iterator flow);
   void end(Flows::iterator flow);
   void endBoth(Flows::iterator flow, const std::string& why);

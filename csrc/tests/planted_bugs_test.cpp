@@ -17,6 +17,7 @@
 #include "base/planted_bugs.h"
 #include "tests/check.h"
 #include "tests/failover_simulation.h"
+#include "tests/relay_simulation.h"
 #include "tests/simulation.h"
 
 namespace resilient::test {
@@ -38,6 +39,10 @@ std::string channels(uint64_t seed) {
 
 std::string failover(uint64_t seed) {
   return simulateFailover(seed).error;
+}
+
+std::string relays(uint64_t seed) {
+  return simulateRelays(seed).error;
 }
 
 // In a process of its own: some of the mistakes write to memory that was given
@@ -97,6 +102,7 @@ void mustBeFound(
 TEST(planted_bugs_none_is_none) {
   mustBeFound("none", nullptr, channels);
   mustBeFound("none", nullptr, failover);
+  mustBeFound("none", nullptr, relays);
 }
 
 #define PLANTED(simulation, name)                       \
@@ -132,6 +138,15 @@ PLANTED(failover, ignoreNicDown)
 PLANTED(failover, reserveWhenNothingWorks)
 PLANTED(failover, standbyFirstRouteOnly)
 PLANTED(failover, keepClassOnDeadNic)
+
+PLANTED(relays, relayAcknowledges)
+PLANTED(relays, acknowledgeOverGaps)
+PLANTED(relays, noRelayRequeue)
+PLANTED(relays, anyFlowNumber)
+PLANTED(relays, neverSilentRelay)
+PLANTED(relays, forgetRelayLimit)
+PLANTED(relays, uncountedForwards)
+PLANTED(relays, keepRelayCredit)
 
 } // namespace
 } // namespace resilient::test

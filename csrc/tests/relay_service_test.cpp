@@ -8,16 +8,16 @@
 #include <vector>
 
 #include "base/random.h"
-#include "channel/mailbox.h"
 #include "delegate/peer_link.h"
 #include "tests/check.h"
+#include "tests/plain_link_host.h"
 
 namespace resilient::test {
 namespace {
 
 // A process with links to ranks 1, 2, ... whose frames the test reads and
 // writes. Nothing connects: no address is known.
-class RelayHost final : public LinkHost, public MailboxListener {
+class RelayHost final : public PlainLinkHost {
  public:
   explicit RelayHost(uint64_t relayBytes = 64u << 20) {
     options_.relay_bytes = static_cast<int64_t>(relayBytes);
@@ -101,90 +101,9 @@ class RelayHost final : public LinkHost, public MailboxListener {
   }
 
   // LinkHost
-  EventLoop& loop() override {
-    return loop_;
-  }
-  const EngineOptions& options() const override {
-    return options_;
-  }
-  const PeerAddress& self() const override {
-    return self_;
-  }
-  std::string addressText() const override {
-    return "";
-  }
-  int32_t globalRank() const override {
-    return 0;
-  }
-  Encryption encryption() const override {
-    return Encryption::kOff;
-  }
-  Mailbox& mailbox() override {
-    return mailbox_;
-  }
-  CompletionQueue& completions() override {
-    return completions_;
-  }
-  StagingBudget& staging() override {
-    return staging_;
-  }
-  FaultPlan& faults() override {
-    return faults_;
-  }
-  SocketOptions socketOptions(const std::string*) const override {
-    return {};
-  }
-  int dscpOf(const std::string&) const override {
-    return 0;
-  }
-  bool datagramsTo(const std::string&) const override {
-    return false;
-  }
-  RecoverySchemes recoveryTo(const std::string&) const override {
-    return {};
-  }
-  VerbsApi* verbs() override {
-    return nullptr;
-  }
-  const std::vector<VerbsPort>& verbsPorts() override {
-    return ports_;
-  }
-  VerbsLoans* loans() override {
-    return nullptr;
-  }
-  const VerbsChoice& verbsChoice() const override {
-    return verbsChoice_;
-  }
-  Uplink* uplink(const std::string&) override {
-    return nullptr;
-  }
-  void waitForTurn(const std::string&) override {}
-  const BufferLimits& bufferLimits() const override {
-    return limits_;
-  }
-  const std::string& congestionControl() const override {
-    return none_;
-  }
-  bool mayChangeCongestionControl() const override {
-    return false;
-  }
-  const std::array<std::string, kTrafficClassCount>& nicClasses()
-      const override {
-    return nicClasses_;
-  }
-  std::optional<std::string> secretOf(const KeyId&) override {
-    return std::nullopt;
-  }
-  bool mayBeAt(const Uid&, const SocketAddress&) const override {
-    return true;
-  }
-  void membersMoved() override {}
-  void letIn(PeerLink&) override {}
-  void onLinkUp(PeerLink&) override {}
   void onLinkClosed(PeerLink& link, const Status&) override {
     service->onLinkClosed(link);
   }
-  void onControl(PeerLink&, std::span<const std::byte>) override {}
   PeerLink* linkTo(const Uid& uid) override {
     const auto found = links_.find(uid);
     return found == links_.end() ? nullptr : found->second.get();
@@ -193,47 +112,15 @@ class RelayHost final : public LinkHost, public MailboxListener {
     return byChannel_[channel.id() - 1];
   }
   std::vector<Uid> relaysTo(const Link&) const override {
-    return {};
+    return neighbours;
   }
-  PathId nextPathId() override {
-    return ++lastPath_;
-  }
-  void markDirty(PeerLink&) override {}
-  void destroyLater(std::shared_ptr<void> object) override {
-    graveyard_.push_back(std::move(object));
-  }
-  SharedRendezvous* sharedRendezvous() override {
-    return nullptr;
-  }
-  void noSharedMemory(const std::string&) override {}
-
-  // MailboxListener
-  void onCollectiveMismatch(
-      uint64_t,
-      uint64_t,
-      const OpSignature&,
-      const FrameHeader&,
-      Channel&) override {}
 
   std::unique_ptr<RelayService> service;
-  EngineOptions options_;
+  std::vector<Uid> neighbours; // relays to all peers
 
  private:
-  EventLoop loop_;
-  PeerAddress self_;
-  CompletionQueue completions_;
-  StagingBudget staging_;
-  Mailbox mailbox_{completions_, *this};
-  FaultPlan faults_;
-  std::vector<VerbsPort> ports_;
-  VerbsChoice verbsChoice_{EngineOptions()};
-  BufferLimits limits_;
-  std::string none_;
-  std::array<std::string, kTrafficClassCount> nicClasses_;
   std::map<Uid, std::unique_ptr<PeerLink>> links_;
   std::vector<PeerLink*> byChannel_;
-  std::vector<std::shared_ptr<void>> graveyard_;
-  PathId lastPath_ = 1000;
 };
 
 RelayFlow flow(uint8_t opener, uint8_t other, uint64_t number = 1) {
@@ -454,6 +341,53 @@ TEST(relay_service_tells_both_ends_when_a_link_closes) {
   CHECK_CONTAINS(note->text, "died: for the test");
   CHECK_EQ(host.service->counters().flows, 0u);
   CHECK_EQ(host.service->counters().heldBytes, 0u);
+}
+
+// Nothing waits for a way to the far end that may never come: it could not be
+// taken back, and would hold up the end of the process.
+TEST(relay_service_announces_a_flow_once_the_far_end_is_connected) {
+  for (const bool connects : {true, false}) {
+    RelayHost host;
+    PeerLink& a = host.peer(1);
+    Channel& toB = host.peer(2).channel();
+    toB.removePath(2, host.loop().now());
+    host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+    CHECK(toB.drained());
+    if (connects) {
+      toB.addPath(2, host.loop().now());
+      host.loop().turnAt(host.loop().now() + std::chrono::milliseconds(100));
+      const auto note = host.nextNote(2);
+      CHECK(note && note->what == What::kOpen && note->flow == flow(1, 2));
+    }
+    host.service->onNote(a, noteOf(What::kClose, flow(1, 2)));
+    CHECK_EQ(toB.drained(), !connects);
+    if (connects) {
+      const auto note = host.nextNote(2);
+      CHECK(note && note->what == What::kClose);
+    }
+    CHECK_EQ(host.service->counters().flows, 0u);
+  }
+}
+
+// A neighbour that has left does not take the place of one that is there.
+TEST(relay_connector_passes_over_ranks_that_are_gone) {
+  RelayHost host;
+  host.options_.relay = "failover"; // one relay at a time
+  host.options_.wan_connections = 1;
+  PeerLink& gone = host.peer(1);
+  gone.close(Link::State::kLeft, StatusCode::kPeerLeft, "has left");
+  (void)host.peer(2);
+  host.neighbours = {RelayHost::uidOf(1), RelayHost::uidOf(2)};
+  PeerLink& far = host.peer(3);
+  far.connections().close(); // no sockets
+  PeerAddress address;
+  address.uid = RelayHost::uidOf(3);
+  address.hostId = address.hostName = "far";
+  far.setAddress(address, "secret", 3);
+  far.onConnection();
+  const auto note = host.nextNote(2);
+  CHECK(note && note->what == What::kOpen);
+  CHECK(note->flow.other == RelayHost::uidOf(3));
 }
 
 // Any notes and messages of members, in any order: nothing crashes, leaks, or

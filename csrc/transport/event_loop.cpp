@@ -301,10 +301,13 @@ void EventLoop::remove(Poller* poller) {
 // posts itself over and over, or a timer in the past, therefore starves nothing
 // (a_timer_that_rearms_itself_in_the_past_starves_nobody). Functions at the end
 // of the turn come last, since they write what all others have gathered.
-void EventLoop::takeTurn(const epoll_event* events, int count) noexcept {
+void EventLoop::takeTurn(
+    const epoll_event* events,
+    int count,
+    TimePoint now) noexcept {
   Turn turn(*this);
   turns_.fetch_add(1, std::memory_order_relaxed);
-  now_ = std::chrono::steady_clock::now();
+  now_ = now;
   {
     std::lock_guard lock(mutex_);
     postedRunning_.swap(posted_);
@@ -319,6 +322,17 @@ void EventLoop::takeTurn(const epoll_event* events, int count) noexcept {
   }
   endOfTurnRunning_.swap(endOfTurn_);
   runAll(endOfTurnRunning_);
+}
+
+void EventLoop::turnAt(TimePoint now) {
+  std::lock_guard turn(turn_);
+  takeTurn(nullptr, 0, now);
+}
+
+TimePoint EventLoop::dueAt() {
+  std::lock_guard turn(turn_);
+  std::lock_guard lock(mutex_);
+  return posted_.empty() && endOfTurn_.empty() ? timers_.next() : now_;
 }
 
 void EventLoop::closeInForkedChild() {

@@ -65,6 +65,11 @@ class EventLoop {
   // For tearing down the handlers, once run() has returned: calls `run` while
   // no caller that was helping is in a turn, or about to end one.
   void afterEnd(const std::function<void()>& run);
+  // For simulations, in place of run() and from one thread: a turn at a time of
+  // their own, which never goes back, without descriptors and pollers.
+  void turnAt(TimePoint now);
+  // When the next turn has something to do; kNever: nothing is to come.
+  TimePoint dueAt();
   // True in the thread that is in a turn; in any thread while none is in run().
   // Setting up and tearing down count as the loop, by one thread at a time.
   bool inLoop() const;
@@ -174,7 +179,10 @@ class EventLoop {
   // see it. The caller must not hold mutex_.
   void wakeUp();
   int wait(epoll_event* events, int capacity, Nanos timeout);
-  void takeTurn(const epoll_event* events, int count) noexcept;
+  void takeTurn(
+      const epoll_event* events,
+      int count,
+      TimePoint now = std::chrono::steady_clock::now()) noexcept;
   void dispatch(const epoll_event* events, int count);
   void runAll(std::vector<std::function<void()>>& functions);
   Registration& registration(int fd, const char* attempt);

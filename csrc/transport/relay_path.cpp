@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "base/planted_bugs.h"
+
 namespace resilient {
 namespace {
 
@@ -88,6 +90,9 @@ void RelayPath::close(const Status& why) {
   loop_.cancel(std::exchange(timer_, 0));
   loop_.cancel(std::exchange(tellTimer_, 0));
   loop_.cancel(std::exchange(busyTimer_, 0));
+  if (RESILIENT_PLANTED(noRelayRequeue)) {
+    channel_.delivered(id(), lastNumber_, loop_.now());
+  }
   for (Part& part : parts_) {
     toRelay_.cancelSend(&part, why.message(), loop_.now());
   }
@@ -102,6 +107,9 @@ void RelayPath::close(const Status& why) {
 void RelayPath::Part::finished(const Status& status) {
   RelayPath& owner = path;
   owner.parts_.erase(self); // destroys this
+  if (RESILIENT_PLANTED(relayAcknowledges) && status.ok()) {
+    owner.onDelivered(std::min(owner.delivered_ + 1, owner.lastNumber_));
+  }
   if (!status.ok()) {
     owner.close(Status(
         StatusCode::kNetwork,
@@ -330,7 +338,9 @@ Status RelayPath::receive(
   }
   status = channel_.onPayload(id(), loop_.now());
   if (status.ok() && !closed_ && header.number != 0) {
-    arrived_ = received_.firstGap(arrived_ + 1) - 1;
+    arrived_ = RESILIENT_PLANTED(acknowledgeOverGaps)
+        ? std::max(arrived_, header.number)
+        : received_.firstGap(arrived_ + 1) - 1;
     owe(frame.size(), (h.flags & kFlagAckNow) != 0);
   }
   return status;
@@ -370,7 +380,7 @@ Nanos RelayPath::silenceLimit() const {
 // answer make the path silent, and others take over; if it stays so, it is
 // given up.
 void RelayPath::look() {
-  if (closed_) {
+  if (closed_ || (proven_ && RESILIENT_PLANTED(neverSilentRelay))) {
     return;
   }
   const TimePoint now = loop_.now();
