@@ -48,6 +48,8 @@ struct PlantedBugs {
   bool forgetRelayLimit = false; // a relay takes whatever comes
   bool uncountedForwards = false; // what waits for its target is not counted
   bool keepRelayCredit = false; // nor given back when its flow ends
+  bool neverTellPassed = false; // a sender never hears what has left a relay
+  bool ignoreBusy = false; // a relay that needs its uplink gets chunks
 };
 
 inline PlantedBugs plantedBugs;

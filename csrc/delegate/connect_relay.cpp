@@ -158,6 +158,12 @@ RelayConnector::Flow* RelayConnector::find(const RelayFlow& flow) {
   return at == flows_.end() ? nullptr : &*at;
 }
 
+const RelayPath* RelayConnector::pathOf(const RelayFlow& flow) const {
+  const auto at = std::ranges::find_if(
+      flows_, [&](const Flow& f) { return f.path->flow() == flow; });
+  return at == flows_.end() ? nullptr : at->path;
+}
+
 // --- what comes over a relay
 
 std::string RelayConnector::onNote(const Uid& relay, const RelayNote& note) {

@@ -37,6 +37,8 @@ class RelayConnector final : public Connector {
   TimePoint heardAt() const;
   // The peer is needed now: what it takes to reach it without a connection.
   void onNeeded();
+  // The path of that flow, if there is one: for tests.
+  const RelayPath* pathOf(const RelayFlow& flow) const;
   // "2 relays: rank 1 (host node7) up, rank 2 (host node8): no answer"; empty
   // without any.
   std::string summary() const;

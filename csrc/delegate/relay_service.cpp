@@ -250,6 +250,7 @@ void RelayService::tell() {
       const uint64_t untold = passed.bytes - passed.toldBytes;
       PeerLink* const to = host_.linkTo(fromOpener ? flow.opener : flow.other);
       if (untold == 0 || to == nullptr || !to->usable() ||
+          RESILIENT_PLANTED(neverTellPassed) ||
           (untold < kTellEveryBytes && passed.waitingBytes != 0)) {
         continue;
       }

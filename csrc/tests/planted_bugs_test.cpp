@@ -147,6 +147,8 @@ PLANTED(relays, neverSilentRelay)
 PLANTED(relays, forgetRelayLimit)
 PLANTED(relays, uncountedForwards)
 PLANTED(relays, keepRelayCredit)
+PLANTED(relays, neverTellPassed)
+PLANTED(relays, ignoreBusy)
 
 } // namespace
 } // namespace resilient::test

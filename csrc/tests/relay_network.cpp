@@ -14,6 +14,8 @@ namespace {
 
 constexpr size_t kTurnLimit = 10'000; // at one time
 constexpr Nanos kRetry = std::chrono::milliseconds(100);
+// A busy relay is left alone at least so long (RelayPath).
+constexpr Nanos kBusyFor = std::chrono::seconds(10);
 
 } // namespace
 
@@ -23,13 +25,17 @@ SimulatedRank::SimulatedRank(
     RelayNetwork& network,
     size_t rank,
     const EngineOptions& options,
-    const std::string& site)
+    const std::string& site,
+    std::optional<double> declared)
     : network_(network), rank_(rank) {
   options_ = options;
   self_.uid[0] = static_cast<uint8_t>(rank + 1);
   self_.site = site;
   self_.hostId = self_.hostName = "host" + std::to_string(rank);
   loop_.turnAt(network.now());
+  if (declared || options.relay == "auto") {
+    uplink_.emplace(declared, static_cast<uint64_t>(options.starvation_bytes));
+  }
   completions_.setWake([this] { scheduleTurn(); });
   service_ = std::make_unique<RelayService>(*this);
 }
@@ -76,6 +82,33 @@ bool SimulatedRank::drained() {
 PeerLink* SimulatedRank::linkTo(const Uid& uid) {
   const size_t peer = size_t{uid[0]} - 1;
   return peer < links_.size() ? links_[peer].get() : nullptr;
+}
+
+Uplink* SimulatedRank::uplink(const std::string& site) {
+  return site != self_.site && uplink_ ? &*uplink_ : nullptr;
+}
+
+// As the Engine's.
+void SimulatedRank::waitForTurn(const std::string&) {
+  RateLimit* const limit = uplink_->limit();
+  if (limit == nullptr || turnTimer_ != 0 || !limit->idleTurn()) {
+    return;
+  }
+  turnTimer_ = loop_.at(limit->readyAt(), [this, limit] {
+    turnTimer_ = 0;
+    if (!limit->idleTurn()) {
+      return;
+    }
+    const bool inOrder = uplink_->contended(loop_.now());
+    const RateLimit::User next = limit->nextTurn([&](RateLimit::User user) {
+      const Urgency urgency = links_[user - 1]
+                                  ->channel()
+                                  .mostUrgent(globalRank())
+                                  .value_or(Urgency());
+      return inOrder ? urgency : Urgency{urgency.cls};
+    });
+    markDirty(*links_[next - 1]);
+  });
 }
 
 // As the Engine's: those behind us first.
@@ -141,10 +174,31 @@ void SimulatedRank::armTimer(PeerLink& link) {
 void SimulatedRank::onControl(
     PeerLink& link,
     std::span<const std::byte> payload) {
-  if (const auto note = decodeRelayNote(payload)) {
-    service_->onNote(link, *note);
-  } else {
+  const auto note = decodeRelayNote(payload);
+  if (!note) {
     network_.fail("a control frame that is no note");
+    return;
+  }
+  if (note->what == RelayNote::What::kPassed) {
+    network_.onPassed(*note);
+    TimePoint& until = busyUntil_[note->flow];
+    if (note->busy && until <= loop_.now()) {
+      until = loop_.now() + kBusyFor;
+    }
+  }
+  service_->onNote(link, *note);
+}
+
+void SimulatedRank::checkBusy(PeerLink& link, const Roles& roles) {
+  for (const auto& [flow, until] : busyUntil_) {
+    const RelayPath* const path =
+        until > loop_.now() ? link.relays().pathOf(flow) : nullptr;
+    if (path != nullptr && roles.relays == 0 &&
+        link.channel().classes(path->id()) != 0) {
+      network_.fail(
+          "rank " + std::to_string(rank_) + " gives chunks to " +
+          path->relay() + ", which is busy");
+    }
   }
 }
 
@@ -169,12 +223,14 @@ RelayNetwork::~RelayNetwork() {
 SimulatedRank& RelayNetwork::add(
     const EngineOptions& options,
     const std::string& site,
-    uint64_t uplinkBytesPerS) {
+    uint64_t uplinkBytesPerS,
+    std::optional<double> declared) {
   uplinkBytesPerS_.push_back(uplinkBytesPerS);
   uplinkFree_.emplace_back();
   wakeAt_.push_back(kNever);
   ranks_.push_back(
-      std::make_unique<SimulatedRank>(*this, ranks_.size(), options, site));
+      std::make_unique<SimulatedRank>(
+          *this, ranks_.size(), options, site, declared));
   return *ranks_.back();
 }
 
@@ -337,13 +393,25 @@ void RelayNetwork::read(
   }
 }
 
-// Which kind of path asks first must not matter.
+// Which kind of path asks first must not matter. Under a limit, connections do:
+// the link ends its turn when its own paths are done.
 void RelayNetwork::pump(SimulatedRank& rank, PeerLink& link) {
   if (!link.usable()) {
     return;
   }
   assign(rank, link);
-  const bool relaysFirst = prng_.chance(0.5);
+  Uplink* const uplink = rank.uplink(link.address()->site);
+  RateLimit* const limit = uplink != nullptr ? uplink->limit() : nullptr;
+  if (uplink != nullptr) {
+    const Channel& channel = link.channel();
+    const bool direct = channel.takesChunksDirectly();
+    uplink->onWaiting(
+        channel.id(),
+        direct && channel.backloggedActivations(/*forOthers=*/false),
+        direct && channel.backloggedActivations(/*forOthers=*/true),
+        now_);
+  }
+  const bool relaysFirst = prng_.chance(0.5) && limit == nullptr;
   if (relaysFirst) {
     link.pump();
   }
@@ -352,22 +420,29 @@ void RelayNetwork::pump(SimulatedRank& rank, PeerLink& link) {
     any = false;
     for (const WayRef ref : ways) {
       Connection& c = connections_[ref];
-      any = write(c, sideOf(c, rank.rank())) || any;
+      any = write(c, sideOf(c, rank.rank()), limit) || any;
     }
   }
   if (!relaysFirst) {
     link.pump();
   }
+  if (limit != nullptr) { // a link without paths of its own has not done so
+    limit->endTurn(link.channel().id());
+    rank.waitForTurn(link.address()->site);
+  }
 }
 
 // One frame, if there is one and room for it.
-bool RelayNetwork::write(Connection& c, size_t side) {
+bool RelayNetwork::write(Connection& c, size_t side, RateLimit* limit) {
   Direction& d = c.directions[side];
   if (!c.open[side] || d.bytes >= c.way.windowBytes) {
     return false;
   }
   Channel& channel = linkOf(c, side).channel();
-  const OutFrame* const f = channel.pull(c.ids[side], now_);
+  const PathId id = c.ids[side];
+  const bool chunks = limit == nullptr || !channel.takesChunks(id) ||
+      !channel.backlogged() || limit->mayTake(channel.id(), now_);
+  const OutFrame* const f = channel.pull(id, now_, chunks);
   if (f == nullptr) {
     return false;
   }
@@ -377,7 +452,10 @@ bool RelayNetwork::write(Connection& c, size_t side) {
     frame.bytes.insert(
         frame.bytes.end(), f->payload, f->payload + f->payloadBytes);
   }
-  channel.popWritten(c.ids[side]);
+  channel.popWritten(id);
+  if (limit != nullptr) {
+    limit->took(channel.id(), frame.bytes.size(), now_);
+  }
   if (c.broken) {
     return true; // nobody knows it yet
   }
@@ -417,6 +495,7 @@ void RelayNetwork::assign(SimulatedRank& rank, PeerLink& link) {
     }
   }
   link.onRoles(roles);
+  rank.checkBusy(link, roles);
 }
 
 // --- connections

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <queue>
 #include <string>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "base/random.h"
 #include "delegate/peer_link.h"
 #include "delegate/relay_service.h"
+#include "path/uplink.h"
 #include "tests/plain_link_host.h"
 
 namespace resilient::test {
@@ -24,11 +27,13 @@ class SimulatedRank final : public PlainLinkHost {
  public:
   enum class State { kRuns, kStopped, kGone };
 
+  // `declared`: the limit on what it sends to the other site.
   SimulatedRank(
       RelayNetwork& network,
       size_t rank,
       const EngineOptions& options,
-      const std::string& site);
+      const std::string& site,
+      std::optional<double> declared);
   ~SimulatedRank() override;
   void join(const std::vector<std::unique_ptr<SimulatedRank>>& all);
 
@@ -53,6 +58,9 @@ class SimulatedRank final : public PlainLinkHost {
     staging_.limit = bytes;
   }
   bool drained();
+  // A relay that has said that it is busy gets no chunks while a connection
+  // carries them.
+  void checkBusy(PeerLink& link, const Roles& roles);
 
   // LinkHost
   int32_t globalRank() const override {
@@ -62,6 +70,8 @@ class SimulatedRank final : public PlainLinkHost {
   PeerLink* linkOf(const Channel& channel) override {
     return links_[channel.id() - 1].get();
   }
+  Uplink* uplink(const std::string& site) override;
+  void waitForTurn(const std::string& site) override;
   std::vector<Uid> relaysTo(const Link& peer) const override;
   void markDirty(PeerLink& link) override;
   void destroyLater(std::shared_ptr<void> object) override;
@@ -79,6 +89,9 @@ class SimulatedRank final : public PlainLinkHost {
   RelayNetwork& network_;
   const size_t rank_;
   State state_ = State::kRuns;
+  std::optional<Uplink> uplink_; // to the other site
+  TimerId turnTimer_ = 0;
+  std::map<RelayFlow, TimePoint> busyUntil_; // as relays have said
   std::unique_ptr<RelayService> service_;
   std::vector<std::unique_ptr<PeerLink>> links_; // by rank; its own: null
   std::vector<PeerLink*> dirty_;
@@ -108,7 +121,8 @@ class RelayNetwork {
   SimulatedRank& add(
       const EngineOptions& options,
       const std::string& site,
-      uint64_t uplinkBytesPerS);
+      uint64_t uplinkBytesPerS,
+      std::optional<double> declared);
   void join();
   SimulatedRank& rank(size_t r) {
     return *ranks_[r];
@@ -150,6 +164,13 @@ class RelayNetwork {
   uint64_t events() const {
     return events_;
   }
+  // What relays have told of what they have passed on.
+  uint64_t passedNotes() const {
+    return passedNotes_;
+  }
+  uint64_t busyNotes() const {
+    return busyNotes_;
+  }
   // The first thing that went wrong; empty: nothing.
   const std::string& error() const {
     return error_;
@@ -167,6 +188,10 @@ class RelayNetwork {
   // --- from ranks
   // Moves frames of a link to its ways.
   void pump(SimulatedRank& rank, PeerLink& link);
+  void onPassed(const RelayNote& note) {
+    ++passedNotes_;
+    busyNotes_ += note.busy;
+  }
   void onLinkClosed(SimulatedRank& rank, PeerLink& link);
 
   std::function<void(size_t)> afterTurn; // of a rank
@@ -215,7 +240,7 @@ class RelayNetwork {
   void readAll(size_t r);
   void read(Connection& c, size_t side, const std::vector<std::byte>& bytes);
   TimePoint nextArrival(size_t r) const;
-  bool write(Connection& c, size_t side);
+  bool write(Connection& c, size_t side, RateLimit* limit);
   void assign(SimulatedRank& rank, PeerLink& link);
   void openLater(WayRef ref);
   void open(WayRef ref);
@@ -242,6 +267,7 @@ class RelayNetwork {
   TimePoint now_{std::chrono::seconds(1)};
   std::priority_queue<Event> queue_;
   uint64_t events_ = 0, eventNumber_ = 0;
+  uint64_t passedNotes_ = 0, busyNotes_ = 0;
   std::string error_;
   uint64_t traceHash_ = 0;
   std::function<void(const std::string&)> trace_;

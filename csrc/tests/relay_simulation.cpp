@@ -4,6 +4,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <tuple>
 #include <vector>
@@ -118,7 +119,7 @@ class RelaySimulation {
   void plan();
   void planWays();
   bool mayBeGateway(size_t a, size_t b);
-  void planMessages(size_t src, size_t dst, bool busy);
+  void planMessages(size_t src, size_t dst, bool large);
   void planFault();
   void planEnd(size_t r);
   void eachWayOf(size_t r, bool far, const std::function<void(size_t)>& call);
@@ -168,7 +169,7 @@ void RelaySimulation::plan() {
   gateways_ = below(2) == 0;
   options_.relay_bytes = static_cast<int64_t>(
       gateways_ ? oneOf<uint64_t>({4u << 20, 64u << 20})
-                : oneOf<uint64_t>({512u << 10, 1u << 20, 4u << 20}));
+                : oneOf<uint64_t>({128u << 10, 512u << 10, 4u << 20}));
   options_.chunk_bytes =
       static_cast<int64_t>(oneOf<uint64_t>({1024, 8192, 65536}));
   options_.copy_bytes = static_cast<int64_t>(oneOf<uint64_t>({0, 4096, 65536}));
@@ -177,9 +178,14 @@ void RelaySimulation::plan() {
   options_.wan_connections = 1; // nothing is tuned: there are no connections
   const size_t near = 2 + below(2), far = 1 + below(3);
   const uint64_t uplink = oneOf<uint64_t>({1'000'000, 10'000'000, 100'000'000});
+  std::optional<double> declared;
+  if (below(3) == 0) {
+    declared = 0.8 * static_cast<double>(uplink);
+    ++result_.limits;
+  }
   for (size_t r = 0; r < near + far; ++r) {
     sites_.push_back(r < near ? 0 : 1);
-    network_.add(options_, r < near ? "near" : "far", uplink)
+    network_.add(options_, r < near ? "near" : "far", uplink, declared)
         .setStagingBytes(oneOf<uint64_t>({0, 1u << 20, 64u << 20}));
   }
   for (uint64_t i = below(3); i > 0; --i) {
@@ -188,7 +194,7 @@ void RelaySimulation::plan() {
   if (below(8) == 0 && !victims_.empty()) {
     network_.rank(*victims_.begin()).options_.relay = "off";
   }
-  large_ = below(8) == 0;
+  large_ = below(4) == 0;
   planWays();
   network_.join();
   for (size_t src = 0; src < sites_.size(); ++src) {
@@ -477,6 +483,8 @@ void RelaySimulation::checkQuiet() {
     anyStopped = anyStopped ||
         network_.rank(r).state() == SimulatedRank::State::kStopped;
   }
+  result_.passedNotes = network_.passedNotes();
+  result_.busyNotes = network_.busyNotes();
   // A rank that stands still may be in the middle of a message, and others go
   // on looking for ways to it.
   for (size_t r = 0; r < sites_.size(); ++r) {

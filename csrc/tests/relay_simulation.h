@@ -19,6 +19,9 @@ struct RelaySimulationResult {
   uint64_t relayFailures = 0; // of these, closed before the end
   uint64_t silentRelays = 0; // times that such a path was silent
   uint64_t refusals = 0; // by relays
+  uint64_t passedNotes = 0; // of relays, about what they have passed on
+  uint64_t busyNotes = 0; // of these, that they need their uplink
+  uint64_t limits = 0; // networks with a declared limit
   uint64_t uplinkSilences = 0; // nothing passes between a rank and a site
   uint64_t uplinkLosses = 0; // its connections are reset, too
   uint64_t cuts = 0; // of one connection

@@ -26,8 +26,10 @@ void print(const RelaySimulationResult& sum, uint64_t networks) {
             << " frames (" << (sum.relayedBytes >> 20) << " MiB) over "
             << sum.relayFlows << " paths, " << sum.silentRelays
             << " times silent, " << sum.relayFailures << " lost, "
-            << sum.refusals << " refusals; " << sum.gateways
-            << " pairs with relays only, " << sum.uplinkSilences
+            << sum.refusals << " refusals, " << sum.passedNotes
+            << " notes of what has passed, " << sum.busyNotes
+            << " of them busy; " << sum.limits << " with a limit, "
+            << sum.gateways << " pairs with relays only, " << sum.uplinkSilences
             << " silent and " << sum.uplinkLosses << " lost uplinks, "
             << sum.cuts << " cuts, " << sum.kills << " kills, " << sum.stops
             << " stops, " << sum.leaves << " leaves; the fullest relay "
@@ -57,6 +59,9 @@ TEST(relay_simulation_holds_its_promises) {
           &R::relayFailures,
           &R::silentRelays,
           &R::refusals,
+          &R::passedNotes,
+          &R::busyNotes,
+          &R::limits,
           &R::uplinkSilences,
           &R::uplinkLosses,
           &R::cuts,
@@ -98,6 +103,9 @@ TEST(relay_simulation_holds_its_promises) {
     CHECK(sum.relayFailures > networks / 4);
     CHECK(sum.silentRelays > networks / 4);
     CHECK(sum.refusals > networks / 10);
+    CHECK(sum.passedNotes > networks * 10);
+    CHECK(sum.busyNotes > networks);
+    CHECK(sum.limits > networks / 10);
     CHECK(sum.uplinkSilences > networks / 4);
     CHECK(sum.uplinkLosses > networks / 4);
     CHECK(sum.cuts > networks / 4);
