@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 import random
-from dataclasses import dataclass
+import zlib
+from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch.nn.functional as F
 from harness import RanksFailed, error_of, run_ranks
 from torch import nn
 
-from torch_resilient.control import Layout
+from torch_resilient.control import Layout, plain_state
 from torch_resilient.control.migrate import (
     LayoutGroups,
     State,
@@ -224,19 +227,6 @@ def test_every_part_of_the_state_matters() -> None:
 # ---- any state ----------------------------------------------------------------------------------
 
 
-@dataclass
-class Made:
-    """Its state is one tensor, which has no other reference once it is pickled."""
-
-    value: float
-
-    def __getstate__(self) -> torch.Tensor:
-        return torch.full((3,), self.value)
-
-    def __setstate__(self, state: torch.Tensor) -> None:
-        self.value = state[0].item()
-
-
 def some_state(replica: int, stage: int) -> State:
     """The state of a place: tensors of all kinds and other objects; two calls give equal ones."""
     generator = torch.Generator().manual_seed(10 * replica + stage)
@@ -266,8 +256,11 @@ def some_state(replica: int, stage: int) -> State:
         "shared": [shared, shared],
         "nested": {"a": [{"b": (numbers.clone(), 1.5, None)}], 7: "text" * (1 + stage)},
         "large": torch.randn(100_000 + 1000 * replica, generator=generator),
-        "numpy": np.arange(5 + replica),
-        "made": [Made(each) for each in range(4)],
+        "numpy": [np.arange(5 + replica), np.zeros((2, 0)), np.float32(1.5), np.array(["a", "bc"])],
+        "plain": (True, 1 << 70, -0.0, 1 + 2j, b"\0bytes", {1, 2}, frozenset("x")),
+        "torch": [torch.float8_e4m3fn, torch.device("cpu"), torch.Size([2, 3])],
+        "ordered": OrderedDict([("b", 1), ("a", 2)]),
+        "random": [random.Random(replica).getstate(), np.random.RandomState(stage).get_state()],
     }
 
 
@@ -284,8 +277,10 @@ def same(one: Any, other: Any) -> bool:
             and one.shape == other.shape
             and torch.equal(raw(one), raw(other))
         )
+    if type(one) is not type(other):
+        return False
     if isinstance(one, np.ndarray):
-        return bool(np.array_equal(one, other))
+        return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)):
@@ -372,12 +367,17 @@ def test_ranks_with_different_layouts_say_so() -> None:
 def unfit(rank: int) -> list[str]:
     swap = Layout(((1, 0),))
     now = Layout(((0, 1),))
+    circle: State = {}
+    circle["self"] = circle
     errors = [
         error_of(lambda: migrate_state(now, Layout(((0,), (1,))), {})),
         error_of(lambda: migrate_state(now, Layout(((0, 2),)), {})),
         error_of(lambda: migrate_state(Layout(((4, 5),)), Layout(((5, 4),)), {})),
         error_of(lambda: migrate_state(now, swap, {"x": torch.ones(3).to_sparse()})),
         error_of(lambda: migrate_state(now, swap, {"x": torch.ones(3, device="meta")})),
+        error_of(lambda: migrate_state(now, swap, {"x": [1, Path("file")]})),
+        error_of(lambda: migrate_state(now, swap, {"x": np.array([Path("file")])})),
+        error_of(lambda: migrate_state(now, swap, circle)),
     ]
     # Nothing has been sent by any of these.
     found = migrate_state(now, swap, {"rank": rank, "x": torch.full((2,), rank)})
@@ -394,6 +394,77 @@ def test_what_cannot_be_moved_is_refused_before_anything_is_sent() -> None:
         assert errors[3].startswith("TypeError")
         assert "sparse" in errors[3]
         assert errors[4].startswith("TypeError")
+        assert "state['x'][1] is a pathlib" in errors[5]
+        assert "state['x'] is a numpy.ndarray" in errors[6]
+        assert "state['self'] contains itself" in errors[7]
+
+
+class RunsCode:
+    """Unpickling it makes a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self._file,)
+
+
+def send_pickle(rank: int, file: Path) -> str:
+    """Rank 1 is an attacker, who does as the peer would until the description."""
+    now, swap = Layout(((0, 1),)), Layout(((1, 0),))
+    if rank == 0:
+        return error_of(lambda: migrate_state(now, swap, {"x": 1}))
+    evil = bytearray(pickle.dumps(([], RunsCode(file))))
+    layouts = zlib.crc32(f"{now.to_json()} {swap.to_json()}".encode())
+    header = torch.tensor([layouts, len(evil)]).view(torch.uint8)
+    size = torch.empty_like(header)
+    dist.send(header, 0)
+    dist.recv(size, 0)
+    dist.send(torch.frombuffer(evil, dtype=torch.uint8), 0)
+    dist.recv(torch.empty(int(size.view(torch.int64)[1]), dtype=torch.uint8), 0)
+    return ""
+
+
+def test_a_peer_cannot_make_a_rank_run_code(tmp_path: Path) -> None:
+    file = tmp_path / "made"
+    pickle.loads(pickle.dumps(RunsCode(file)))
+    assert file.exists()  # the attack works on what unpickles
+    file.unlink()
+    error, _ = run_ranks(send_pickle, file)
+    assert "rank 1: what was received does not describe a state" in error
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '{"a":1}',
+        '["?"]',
+        "[]",
+        '["T",0]',
+        '["T"]',
+        '["d",1]',
+        '["s",["l"]]',
+        '["b","0"]',
+        '["A",0,"O",[1]]',
+        '["N","V4","00000000"]',
+        '["N","f4",""]',
+        '["K","nn"]',
+        '["Z",-1]',
+        "[" * 100_000 + "]" * 100_000,
+    ],
+)
+def test_what_is_no_state_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match="does not describe a state"):
+        plain_state.Parts(f"[[],{value}]".encode()).put_together([])
+
+
+@pytest.mark.parametrize(
+    "kinds", ["1", "[[]]", '[["cpu","float99",[1]]]', '[["cpu","nn",[1]]]', '[["cpu","int8",[-1]]]']
+)
+def test_tensors_that_do_not_exist_are_refused(kinds: str) -> None:
+    with pytest.raises(ValueError, match="does not describe a state"):
+        plain_state.Parts(f"[{kinds},null]".encode())
 
 
 def wrong_stage(rank: int) -> None:

@@ -15,8 +15,6 @@ torch.
 from __future__ import annotations
 
 import inspect
-import io
-import pickle
 import random
 import zlib
 from collections.abc import Sequence
@@ -29,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from torch_resilient.control import plain_state
 from torch_resilient.control.layout import Layout
 
 State = dict[str, Any]
@@ -178,8 +177,9 @@ def migrate_state(
 
     Args:
         old, new: the same ranks, in the numbers of the default group; both the same on all ranks.
-        state: what `capture_state` gives, or any picklable object: tensors in it travel as raw
-            bytes, the rest pickled, as in torch's object collectives.
+        state: what `capture_state` gives, or any other plain containers with tensors and numbers
+            (`torch_resilient.control.plain_state`). Nothing is pickled: a peer cannot make this
+            rank run code.
         group: all ranks that move must be members; None is the default group.
         through: the device from which all is sent, for a group that has a backend only for one:
             "cuda" with NCCL. With "cpu", received tensors also stay in host memory, and the device
@@ -192,10 +192,11 @@ def migrate_state(
     returns, what `state` holds must not be changed; it never changes it itself, so after an error
     the caller still has it.
 
-    Raises ValueError if the layouts do not fit each other, this rank has no place in them, or the
-    rank on the other side has been given other layouts; TypeError for tensors that are more than
-    their bytes (sparse, quantized, without data, or of a subclass such as DTensor), before anything
-    is sent; what the group raises.
+    Raises ValueError if the layouts do not fit each other, this rank has no place in them, the
+    rank on the other side has been given other layouts, or it sends something that is no state;
+    TypeError, before anything is sent, for tensors that are more than their bytes (sparse,
+    quantized, without data, or of a subclass such as DTensor) and for objects of other classes;
+    what the group raises.
     """
     # Paper: PIPEMORPH §7.3, the places change in the running job
     old.moved(new)  # they fit
@@ -207,7 +208,9 @@ def migrate_state(
     via = None if through is None else torch.device(through)
     control = via or torch.device("cpu")
 
-    description, outgoing = _take_apart(state)
+    text, outgoing = plain_state.take_apart(state)
+    # A copy, since torch wants memory that can be written to.
+    description = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     layouts = zlib.crc32(f"{old.to_json()} {new.to_json()}".encode())
 
     header = torch.tensor([layouts, description.numel()], dtype=torch.int64, device=control)
@@ -223,14 +226,25 @@ def migrate_state(
         raise ValueError(f"rank {source} announces a description of {size} bytes")
     incoming = torch.empty(size, dtype=torch.uint8, device=control)
     _exchange([description.to(control)], destination, [incoming], source, group)
-    shapes, skeleton = pickle.loads(incoming.cpu().numpy().tobytes())
+    try:
+        parts = plain_state.Parts(incoming.cpu().numpy().tobytes())
+    except ValueError as error:
+        raise ValueError(f"rank {source}: {error}") from None
     received = [
-        torch.empty(shape, dtype=dtype, device=via or kind) for kind, dtype, shape in shapes
+        torch.empty(each.shape, dtype=each.dtype, device=via or each.device_type)
+        for each in parts.tensors
     ]
     _exchange([_plain(each, via) for each in outgoing], destination, received, source, group)
     if via is not None and via.type != "cpu":
-        received = [each.to(kind) for each, (kind, _, _) in zip(received, shapes, strict=True)]
-    return _Unpickler(io.BytesIO(skeleton), received).load()  # type: ignore[no-any-return]
+        received = [
+            tensor.to(each.device_type)
+            for tensor, each in zip(received, parts.tensors, strict=True)
+        ]
+    try:
+        found: State = parts.put_together(received)
+    except ValueError as error:
+        raise ValueError(f"rank {source}: {error}") from None
+    return found
 
 
 def _plain(tensor: torch.Tensor, via: torch.device | None) -> torch.Tensor:
@@ -265,45 +279,3 @@ def _exchange(
     works = [work for batch in batches.values() for work in dist.batch_isend_irecv(batch)]
     for work in works:
         work.wait()
-
-
-def _take_apart(state: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """(bytes that tell what tensors follow and what is around them, the tensors)."""
-    buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
-    pickler.dump(state)
-    shapes = [(each.device.type, each.dtype, tuple(each.shape)) for each in pickler.tensors]
-    description = pickle.dumps((shapes, buffer.getvalue()))
-    # A copy, since torch wants memory that can be written to.
-    return torch.frombuffer(bytearray(description), dtype=torch.uint8), pickler.tensors
-
-
-class _Pickler(pickle.Pickler):
-    """Puts numbers in the place of tensors. One that stands in several places goes once."""
-
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[torch.Tensor] = []
-        # With the tensor: one that was made for pickling would leave its id to the next one.
-        self._numbers: dict[int, tuple[int, torch.Tensor]] = {}
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, torch.Tensor):
-            return None
-        if type(obj) not in (torch.Tensor, nn.Parameter):
-            raise TypeError(f"a tensor of the type {type(obj).__name__} cannot be moved")
-        if obj.layout != torch.strided or obj.is_quantized or obj.is_meta:
-            raise TypeError(f"a tensor that is sparse, quantized or without data: {obj.layout}")
-        if id(obj) not in self._numbers:
-            self._numbers[id(obj)] = (len(self.tensors), obj)
-            self.tensors.append(obj.detach())
-        return self._numbers[id(obj)][0]
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__(file)
-        self._tensors = tensors
-
-    def persistent_load(self, pid: int) -> torch.Tensor:
-        return self._tensors[pid]
