@@ -21,6 +21,7 @@
 #include "backend/staging_thread.h"
 #include "backend/traffic_choice.h"
 #include "base/log.h"
+#include "delegate/authenticated_store.h"
 #include "delegate/engine_control.h"
 #include "transport/gpu_way.h"
 #include "transport/verbs_api.h"
@@ -569,6 +570,36 @@ void bindGroup(py::module_& m) {
         d["algorithm"] = nameOf(topology->choice());
         d["declared"] = group.declaresSite();
         return d;
+      },
+      py::arg("group"));
+  // The holder is not const in pybind11; the class has no method that changes.
+  py::class_<RecordSeal, std::shared_ptr<RecordSeal>>(
+      m, "RecordSeal", "Makes and checks the MAC of records in the store.")
+      .def(
+          "protect",
+          &RecordSeal::protect,
+          py::arg("key"),
+          py::arg("value"),
+          "The record to store for the value.")
+      .def(
+          "open",
+          [](const RecordSeal& seal,
+             const std::string& key,
+             const std::string& record) {
+            std::string value;
+            if (const Status status = seal.open(key, record, value);
+                !status.ok()) {
+              throw py::value_error(status.message());
+            }
+            return value;
+          },
+          py::arg("key"),
+          py::arg("record"),
+          "The value. Raises ValueError if the record is not authentic.");
+  m.def(
+      "record_seal",
+      [](ProcessGroupResilient& group) {
+        return std::const_pointer_cast<RecordSeal>(group.recordSeal());
       },
       py::arg("group"));
   m.def(

@@ -209,6 +209,11 @@ GroupStats ProcessGroupResilient::stats() {
   return group_->stats();
 }
 
+std::shared_ptr<const RecordSeal> ProcessGroupResilient::recordSeal() {
+  checkUsable("record_seal");
+  return group_->recordSeal();
+}
+
 std::shared_ptr<const Topology> ProcessGroupResilient::topology() {
   checkUsable("topology");
   return group_->topology(

@@ -99,6 +99,8 @@ class ProcessGroupResilient : public c10d::Backend {
 
   // Waits for a turn of the loop.
   GroupStats stats();
+  // Group::recordSeal(). Does not wait.
+  std::shared_ptr<const RecordSeal> recordSeal();
   // Group::topology within the group's time-out, and Group::setTopology with
   // the site of each rank and the choice of algorithms.
   std::shared_ptr<const Topology> topology();

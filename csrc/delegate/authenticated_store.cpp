@@ -3,7 +3,6 @@
 #include <charconv>
 #include <utility>
 
-#include "base/sha256.h"
 #include "base/text.h"
 #include "delegate/membership.h"
 
@@ -35,65 +34,43 @@ void updatePart(HmacSha256& mac, std::string_view part) {
 
 } // namespace
 
-struct AuthenticatedStore::Keys {
-  std::vector<Digest> keys; // one for each secret
-  StoreContext context;
-
-  std::string mac(
-      const Digest& key,
-      std::string_view name,
-      std::string_view writer,
-      std::string_view value) const {
-    HmacSha256 mac(textOf(key));
-    updatePart(mac, name);
-    updatePart(mac, std::to_string(context.size));
-    for (const uint64_t rank : context.globalRanks) {
-      updatePart(mac, std::to_string(rank));
-    }
-    updatePart(mac, writer);
-    updatePart(mac, value);
-    return hexOf(mac.finish());
-  }
-};
-
-AuthenticatedStore::AuthenticatedStore(
-    std::unique_ptr<KeyValue> store,
+RecordSeal::RecordSeal(
     const std::vector<std::string>& secrets,
-    StoreContext context)
-    : AuthenticatedStore(std::move(store), [&] {
-        auto keys = std::make_shared<Keys>();
-        for (const std::string& secret : secrets) {
-          keys->keys.push_back(hkdf(kSalt, secret, kLabel));
-        }
-        keys->context = std::move(context);
-        return keys;
-      }()) {}
-
-AuthenticatedStore::AuthenticatedStore(
-    std::unique_ptr<KeyValue> store,
-    std::shared_ptr<const Keys> keys)
-    : store_(std::move(store)), keys_(std::move(keys)) {}
-
-// "<MAC> <rank of the writer> <value>"
-std::string AuthenticatedStore::protect(
-    const std::string& key,
-    const std::string& value) const {
-  if (Membership::refusal(value)) {
-    return value;
+    StoreContext context,
+    std::string scope)
+    : context_(std::move(context)), scope_(std::move(scope)) {
+  for (const std::string& secret : secrets) {
+    keys_.push_back(hkdf(kSalt, secret, kLabel));
   }
-  const std::string writer = std::to_string(keys_->context.rank);
-  return keys_->mac(keys_->keys.front(), key, writer, value) + ' ' + writer +
-      ' ' + value;
 }
 
-Status AuthenticatedStore::open(
+std::string RecordSeal::mac(
+    const Digest& key,
+    std::string_view name,
+    std::string_view writer,
+    std::string_view value) const {
+  HmacSha256 mac(textOf(key));
+  updatePart(mac, std::string(name) + scope_);
+  updatePart(mac, std::to_string(context_.size));
+  for (const uint64_t rank : context_.globalRanks) {
+    updatePart(mac, std::to_string(rank));
+  }
+  updatePart(mac, writer);
+  updatePart(mac, value);
+  return hexOf(mac.finish());
+}
+
+std::string RecordSeal::protect(
+    const std::string& key,
+    const std::string& value) const {
+  const std::string writer = std::to_string(context_.rank);
+  return mac(keys_.front(), key, writer, value) + ' ' + writer + ' ' + value;
+}
+
+Status RecordSeal::open(
     const std::string& key,
     const std::string& record,
     std::string& value) const {
-  if (Membership::refusal(record)) {
-    value = record;
-    return Status();
-  }
   const size_t writerEnd = record.size() > kMacDigits
       ? record.find(' ', kMacDigits + 1)
       : std::string::npos;
@@ -102,9 +79,9 @@ Status AuthenticatedStore::open(
     const std::string writer =
         record.substr(kMacDigits + 1, writerEnd - kMacDigits - 1);
     const std::string content = record.substr(writerEnd + 1);
-    for (const Digest& each : keys_->keys) {
-      const std::string mac = keys_->mac(each, key, writer, content);
-      if (equalConstantTime(mac.data(), record.data(), kMacDigits)) {
+    for (const Digest& each : keys_) {
+      const std::string expected = mac(each, key, writer, content);
+      if (equalConstantTime(expected.data(), record.data(), kMacDigits)) {
         value = content;
         return Status();
       }
@@ -118,12 +95,34 @@ Status AuthenticatedStore::open(
   }
   return Status(
       StatusCode::kInvalidArgument,
-      "the record " + key + " in the store" + by +
+      "the record " + key + scope_ + " in the store" + by +
           " is not authentic under the secret of rank " +
-          std::to_string(keys_->context.rank) +
+          std::to_string(context_.rank) +
           ": its writer has another one or none, or somebody else has changed "
           "it. Either all ranks are given the same TORCH_RESILIENT_SECRET_FILE "
           "(or _SECRET) or none is; let only hosts of the job reach the store");
+}
+
+AuthenticatedStore::AuthenticatedStore(
+    std::unique_ptr<KeyValue> store,
+    std::shared_ptr<const RecordSeal> seal)
+    : store_(std::move(store)), seal_(std::move(seal)) {}
+
+std::string AuthenticatedStore::protect(
+    const std::string& key,
+    const std::string& value) const {
+  return Membership::refusal(value) ? value : seal_->protect(key, value);
+}
+
+Status AuthenticatedStore::open(
+    const std::string& key,
+    const std::string& record,
+    std::string& value) const {
+  if (Membership::refusal(record)) {
+    value = record;
+    return Status();
+  }
+  return seal_->open(key, record, value);
 }
 
 void AuthenticatedStore::set(const std::string& key, const std::string& value) {
@@ -170,8 +169,7 @@ std::vector<std::string> AuthenticatedStore::getAll(
 }
 
 std::unique_ptr<KeyValue> AuthenticatedStore::clone() {
-  return std::unique_ptr<KeyValue>(
-      new AuthenticatedStore(store_->clone(), keys_));
+  return std::make_unique<AuthenticatedStore>(store_->clone(), seal_);
 }
 
 } // namespace resilient

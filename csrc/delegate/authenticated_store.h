@@ -3,8 +3,11 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "base/sha256.h"
+#include "base/status.h"
 #include "delegate/group.h"
 
 namespace resilient {
@@ -16,6 +19,40 @@ struct StoreContext {
   // another order, is not valid here. As in GroupConfig.
   int size = 1;
   std::vector<uint64_t> globalRanks;
+};
+
+// Makes and checks the MAC of records, for members of one group.
+//
+// Immutable, so any thread.
+class RecordSeal {
+ public:
+  // `secrets`: the first one is for what is written, and each for what is read;
+  // not empty. `scope` belongs to every key, so that what is written in one
+  // scope is not valid in another one.
+  RecordSeal(
+      const std::vector<std::string>& secrets,
+      StoreContext context,
+      std::string scope = "");
+
+  // The record for `value`: "<MAC> <rank of the writer> <value>".
+  std::string protect(const std::string& key, const std::string& value) const;
+  // kInvalidArgument, which names the key and the writer, if it is not
+  // authentic.
+  Status open(
+      const std::string& key,
+      const std::string& record,
+      std::string& value) const;
+
+ private:
+  std::string mac(
+      const Digest& key,
+      std::string_view name,
+      std::string_view writer,
+      std::string_view value) const;
+
+  std::vector<Digest> keys_; // one for each secret
+  const StoreContext context_;
+  const std::string scope_;
 };
 
 // A store in which every record has a MAC under the job's secret. An attacker
@@ -35,12 +72,9 @@ struct StoreContext {
 // Thread: as the store that it protects.
 class AuthenticatedStore final : public KeyValue {
  public:
-  // `secrets`: the first one is for what is written, and each for what is read;
-  // not empty.
   AuthenticatedStore(
       std::unique_ptr<KeyValue> store,
-      const std::vector<std::string>& secrets,
-      StoreContext context);
+      std::shared_ptr<const RecordSeal> seal);
 
   void set(const std::string& key, const std::string& value) override;
   bool tryGet(const std::string& key, std::string& value) override;
@@ -58,11 +92,6 @@ class AuthenticatedStore final : public KeyValue {
   }
 
  private:
-  struct Keys; // of the MAC, and the context
-
-  AuthenticatedStore(
-      std::unique_ptr<KeyValue> store,
-      std::shared_ptr<const Keys> keys);
   std::string protect(const std::string& key, const std::string& value) const;
   Status open(
       const std::string& key,
@@ -70,7 +99,7 @@ class AuthenticatedStore final : public KeyValue {
       std::string& value) const;
 
   const std::unique_ptr<KeyValue> store_;
-  const std::shared_ptr<const Keys> keys_;
+  const std::shared_ptr<const RecordSeal> seal_;
 };
 
 } // namespace resilient

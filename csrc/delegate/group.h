@@ -24,6 +24,8 @@
 
 namespace resilient {
 
+class RecordSeal; // authenticated_store.h
+
 // The key-value store through which ranks find each other (c10d's Store, or a
 // map in tests). Calls may block for a network round trip and for other users
 // of the same connection, never for a key that is missing. Thread-safe. Every
@@ -200,6 +202,10 @@ class Group {
   // the engine, within the same `linger`.
   virtual void shutdown(Nanos linger) = 0;
   virtual GroupStats stats() = 0;
+  // For what the members themselves put into the store. Null without a secret
+  // of the job's own: whoever can write to the store then knows the secret.
+  // Does not wait for a turn.
+  virtual std::shared_ptr<const RecordSeal> recordSeal() const = 0;
   // The topology of the members; waits until all have joined. Throws
   // StatusError if they have not after `timeout`, or cannot work together.
   // `meanwhile`, if any, is called now and then, and may throw (Ctrl-C). Later

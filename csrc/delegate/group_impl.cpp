@@ -31,8 +31,8 @@ std::shared_ptr<KeyValue> protectedStore(
   }
   return std::make_shared<AuthenticatedStore>(
       std::move(config.store),
-      secrets,
-      StoreContext{config.rank, config.size, config.globalRanks});
+      std::make_shared<RecordSeal>(
+          secrets, StoreContext{config.rank, config.size, config.globalRanks}));
 }
 
 } // namespace
@@ -117,6 +117,22 @@ void GroupImpl::join() {
 }
 
 // --- any thread
+
+// The group's number is another one in each generation, and all members know it
+// from a record that has a MAC.
+std::shared_ptr<const RecordSeal> GroupImpl::recordSeal() const {
+  if (engine_->ownSecrets().empty()) {
+    return nullptr;
+  }
+  StoreContext context{rank_, size(), {}};
+  for (const Member& member : members_) {
+    context.globalRanks.push_back(static_cast<uint64_t>(member.globalRank));
+  }
+  return std::make_shared<RecordSeal>(
+      engine_->ownSecrets(),
+      std::move(context),
+      " of group " + std::to_string(id_));
+}
 
 // The function is posted under the lock and the turn is taken without it: the
 // turn may run anything, and no turn may wait for mutex_ (docs/threads.md).

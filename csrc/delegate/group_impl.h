@@ -55,6 +55,7 @@ class GroupImpl final : public Group,
   void abort(const std::string& reason) override;
   void shutdown(Nanos linger) override;
   GroupStats stats() override;
+  std::shared_ptr<const RecordSeal> recordSeal() const override;
   std::shared_ptr<const Topology> topology(Nanos timeout, void (*meanwhile)())
       override;
   void setTopology(std::shared_ptr<const Topology> topology) override;

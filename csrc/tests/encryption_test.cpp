@@ -111,10 +111,10 @@ std::unique_ptr<AuthenticatedStore> storeOf(
     const std::shared_ptr<MapStore>& map,
     std::vector<std::string> secrets = {kOwn},
     StoreContext context = {0, 2, {}}) {
+  auto values = std::make_unique<MapKeyValue>(map, context.rank);
   return std::make_unique<AuthenticatedStore>(
-      std::make_unique<MapKeyValue>(map, context.rank),
-      secrets,
-      std::move(context));
+      std::move(values),
+      std::make_shared<RecordSeal>(secrets, std::move(context)));
 }
 
 std::string read(KeyValue& store, const std::string& key) {
@@ -186,6 +186,28 @@ TEST(store_records_of_others_are_refused) {
   storeOf(map, {kOther}, {1, 2, {}})->set("resilient/at/1/1", "there");
   CHECK(refuses(*store, "resilient/at/1/1"));
   CHECK_CONTAINS(read(*store, "resilient/at/1/1"), "of rank 1");
+}
+
+TEST(store_records_of_the_program_hold_in_their_scope) {
+  const std::vector<std::string> secrets{kOwn};
+  const StoreContext writer{0, 2, {}}, reader{1, 2, {}};
+  const std::string record =
+      RecordSeal(secrets, writer, " of group 1").protect("plan", "a value");
+  std::string value;
+  CHECK_EQ(
+      RecordSeal(secrets, reader, " of group 1")
+          .open("plan", record, value)
+          .message(),
+      "");
+  CHECK_EQ(value, "a value");
+  for (const std::string scope : {"", " of group 2"}) {
+    const Status status =
+        RecordSeal(secrets, reader, scope).open("plan", record, value);
+    CHECK(status.code() == StatusCode::kInvalidArgument);
+    CHECK_CONTAINS(
+        status.message(), "the record plan" + scope + " in the store");
+    CHECK_CONTAINS(status.message(), "by its own words of rank 0");
+  }
 }
 
 // Ranks are restarted one by one: first those that take the new secret, too,

@@ -30,6 +30,7 @@ from torch_resilient.pipelining.schedule import DispatchedSchedule
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.pipelining.torch_actions import (
     AnyStage,
+    GroupStore,
     StageActions,
     carries_messages,
     control_device,
@@ -194,7 +195,7 @@ class ScheduleAdaptiveZB(DispatchedSchedule):
             stage.stage_index,
             Decider(n_microbatches, limits, fixed),
             initial,
-            control_store(),
+            GroupStore(control_store(), self._group),
             f"torch_resilient/plan/{name}/{_made[name]}",
         )
         _made[name] += 1

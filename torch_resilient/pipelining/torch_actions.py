@@ -24,7 +24,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.nn.parallel import DistributedDataParallel
 
-from torch_resilient._groups import carries
+from torch_resilient import _native
+from torch_resilient._groups import carries, find_backend
+from torch_resilient.control.orchestrator import PlanStore
 from torch_resilient.pipelining.tolerance import ActivationTolerance
 from torch_resilient.smart import recovery
 from torch_resilient.traffic import traffic_class
@@ -48,6 +50,33 @@ def control_store() -> Store:
         store = store.clone()
         store.set_timeout(_STORE_TIMEOUT)
     return store
+
+
+class GroupStore:
+    """`store` for the members of `group`, one thread at a time.
+
+    If the group has a secret of its own, each value carries a MAC under it: get() raises ValueError
+    for a value that no member has written for that key in this run.
+    """
+
+    def __init__(self, store: PlanStore, group: dist.ProcessGroup) -> None:
+        self._store = store
+        try:
+            backend = find_backend(group)
+        except ValueError:  # carried by another backend, which has no secret
+            self._seal = None
+        else:
+            self._seal = _native.load().record_seal(backend)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, self._seal.protect(key, value) if self._seal else value)
+
+    def get(self, key: str) -> bytes:
+        record = self._store.get(key)
+        if self._seal is None:
+            return record
+        value: str = self._seal.open(key, record.decode(errors="replace"))
+        return value.encode()
 
 
 def group_of(stage: AnyStage) -> dist.ProcessGroup:
