@@ -48,8 +48,9 @@ Status DatagramConnector::sendOffer(size_t route, size_t connection) {
   }
   offered.connection = connection;
   offered.nonce = freshNonce();
-  offered.secret =
-      connections_.path(connection)->ownSecret().value_or(link_.secret());
+  const auto own = connections_.path(connection)->ownSecret();
+  offered.secret = own.value_or(link_.secret());
+  offered.forwardSecret = own.has_value();
   DatagramOffer offer;
   offer.connection = static_cast<uint16_t>(connection);
   offer.port = offered.socket.port();
@@ -131,7 +132,11 @@ void DatagramConnector::onAnswer(const DatagramOffer& answer, size_t route) {
   makePath(
       route,
       std::move(offered.socket),
-      {offered.secret, offered.nonce, answer.nonce, /*initiator=*/true});
+      {offered.secret,
+       offered.nonce,
+       answer.nonce,
+       /*initiator=*/true,
+       offered.forwardSecret});
 }
 
 // An offer for a route with a path means that the peer has closed its end. An
@@ -164,7 +169,11 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
     makePath(
         route,
         std::move(socket),
-        {*secret, offer.nonce, answer.nonce, /*initiator=*/false});
+        {*secret,
+         offer.nonce,
+         answer.nonce,
+         /*initiator=*/false,
+         connections_.path(connection)->ownSecret().has_value()});
   } else {
     offerLater(route, status.message());
   }
@@ -202,8 +211,10 @@ void DatagramConnector::makePath(
   DatagramPathConfig config;
   std::string why;
   config.route = route;
-  config.ours = PacketSeal::make(key(keys.initiator), why);
-  config.theirs = PacketSeal::make(key(!keys.initiator), why);
+  config.ours = PacketSealer::make(
+      key(keys.initiator), SealLimits(), link_.loop().now(), why);
+  config.theirs = PacketOpener::make(key(!keys.initiator), why);
+  config.forwardSecret = keys.forwardSecret;
   if (!config.ours || !config.theirs) {
     offerLater(route, why);
     return;

@@ -45,10 +45,12 @@ class DatagramConnector final : public RoutePathConnector {
     DatagramSocket socket;
     size_t connection = 0; // beside which it is
     std::string secret, nonce;
+    bool forwardSecret = false;
   };
   struct Keys {
     std::string secret, initiatorNonce, answererNonce;
     bool initiator = false; // ours is the initiator's
+    bool forwardSecret = false; // the secret is that of a connection
   };
 
   // RoutePathConnector

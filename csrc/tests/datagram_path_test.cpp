@@ -43,8 +43,8 @@ TEST(datagram_path_is_not_heard_by_a_copy) {
   EventLoop loop;
   Owner owner;
   DatagramPathConfig config;
-  config.ours = PacketSeal::make(key, why);
-  config.theirs = PacketSeal::make(key, why);
+  config.ours = PacketSealer::make(key, {}, loop.now(), why);
+  config.theirs = PacketOpener::make(key, why);
   config.proveWithin = std::chrono::seconds(60);
   DatagramPath path(
       loop, pair.a.channel, 1, std::move(mine), std::move(config), owner);
@@ -111,8 +111,8 @@ TEST(datagram_path_sleeps_while_its_socket_is_full) {
   EventLoop loop;
   Owner owner;
   DatagramPathConfig config;
-  config.ours = PacketSeal::make(key, why);
-  config.theirs = PacketSeal::make(key, why);
+  config.ours = PacketSealer::make(key, {}, loop.now(), why);
+  config.theirs = PacketOpener::make(key, why);
   config.proveWithin = std::chrono::seconds(60);
   DatagramPath path(
       loop, pair.a.channel, 1, std::move(mine), std::move(config), owner);
@@ -200,8 +200,12 @@ class DatagramHelper final : public PathHelper {
       makers[side] = [sockets, side](PathUser& user, PathId id) {
         DatagramPathConfig config;
         std::string why;
-        config.ours = PacketSeal::make(keyOf(side), why);
-        config.theirs = PacketSeal::make(keyOf(1 - side), why);
+        // Far fewer packets for each key than in use: keys change all the time.
+        SealLimits limits;
+        limits.packets = 1000;
+        config.ours =
+            PacketSealer::make(keyOf(side), limits, user.loop.now(), why);
+        config.theirs = PacketOpener::make(keyOf(1 - side), why);
         config.proveWithin = std::chrono::seconds(60);
         return std::make_unique<DatagramPath>(
             user.loop,

@@ -1,5 +1,6 @@
 #include "transport/packet_seal.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -159,6 +160,164 @@ TEST(packet_seal_refuses_random_bytes) {
     const size_t n = std::min<size_t>(bytes.size(), 4); // the right magic
     std::copy_n(good.begin(), n, bytes.begin());
     CHECK(!opens(*seal, bytes));
+  });
+}
+
+// --- phases of the key
+
+constexpr TimePoint kBegin{};
+constexpr Nanos kHour = std::chrono::hours(1);
+
+struct Ends {
+  std::unique_ptr<PacketSealer> sealer;
+  std::unique_ptr<PacketOpener> opener;
+  uint64_t last = 0;
+
+  explicit Ends(SealLimits limits) {
+    const SealKey key = deriveSealKey("s", kI, kA, true);
+    std::string why;
+    sealer = PacketSealer::make(key, limits, kBegin, why);
+    opener = PacketOpener::make(key, why);
+    CHECK(sealer && opener);
+  }
+  std::vector<std::byte> seal(TimePoint now = kBegin) {
+    const auto what = content(40 + ++last % 7);
+    std::vector<std::byte> datagram(what.size() + kSealOverheadBytes);
+    sealer->seal(last, what, datagram.data(), now);
+    return datagram;
+  }
+  // Its number, or 0.
+  uint64_t open(std::span<const std::byte> datagram, TimePoint now = kBegin)
+      const {
+    uint64_t number = 0;
+    std::vector<std::byte> out(datagram.size());
+    std::span<const std::byte> packet;
+    if (!opener->open(datagram, number, out.data(), packet, now)) {
+      return 0;
+    }
+    const auto what = content(40 + number % 7);
+    CHECK(std::equal(packet.begin(), packet.end(), what.begin(), what.end()));
+    return number;
+  }
+};
+
+TEST(packet_phases_change_by_packets_and_by_time) {
+  if (!available()) {
+    return;
+  }
+  Ends ends({.packets = 10, .age = kHour});
+  for (uint64_t n = 1; n <= 25; ++n) {
+    CHECK_EQ(ends.open(ends.seal()), n);
+    CHECK_EQ(ends.sealer->phase(), (n - 1) / 10);
+    CHECK_EQ(ends.opener->phase(), ends.sealer->phase());
+  }
+  ends.seal(kBegin + kHour - Nanos(1));
+  CHECK_EQ(ends.sealer->phase(), 2u);
+  const auto first = ends.seal(kBegin + kHour);
+  CHECK_EQ(ends.sealer->phase(), 3u);
+  CHECK_EQ(ends.open(first), ends.last);
+  // One phase at a time, however long nothing was sent.
+  CHECK_EQ(ends.open(ends.seal(kBegin + 9 * kHour)), ends.last);
+  CHECK_EQ(ends.sealer->phase(), 4u);
+}
+
+// The key of a phase opens nothing of another one, and the phase that a packet
+// names cannot be changed.
+TEST(packet_phases_have_keys_of_their_own) {
+  if (!available()) {
+    return;
+  }
+  const SealKey key = deriveSealKey("s", kI, kA, true);
+  CHECK(nextSealKey(key) != key);
+  CHECK(nextSealKey(nextSealKey(key)) != nextSealKey(key));
+  Ends ends({.packets = 1, .age = kHour});
+  const auto zero = ends.seal(), one = ends.seal();
+  const auto first = sealOf(key), second = sealOf(nextSealKey(key));
+  CHECK(opens(*first, zero));
+  CHECK(!opens(*first, one));
+  CHECK(opens(*second, one));
+  CHECK(!opens(*second, zero));
+  for (int phase = 0; phase < 256; ++phase) {
+    auto moved = zero;
+    moved[3] = static_cast<std::byte>(phase);
+    CHECK_EQ(ends.open(moved), phase == 0 ? 1u : 0u);
+  }
+  // Forgeries have moved nothing on.
+  CHECK_EQ(ends.opener->phase(), 0u);
+  CHECK_EQ(ends.open(one), 2u);
+}
+
+TEST(packet_phases_forget_old_keys_after_a_while) {
+  if (!available()) {
+    return;
+  }
+  Ends ends({.packets = 2, .age = kHour});
+  std::vector<std::vector<std::byte>> sent;
+  for (int i = 0; i < 12; ++i) {
+    sent.push_back(ends.seal());
+  }
+  CHECK_EQ(ends.open(sent[0]), 1u);
+  CHECK_EQ(ends.open(sent[2]), 3u);
+  // Late, from the phase before.
+  const TimePoint end = kBegin + PacketOpener::kPreviousFor;
+  CHECK_EQ(ends.open(sent[1], end - Nanos(1)), 2u);
+  CHECK_EQ(ends.open(sent[1], end), 0u);
+  // A whole phase is lost; the one before the new one still counts.
+  CHECK_EQ(ends.open(sent[7]), 8u);
+  CHECK_EQ(ends.opener->phase(), 3u);
+  CHECK_EQ(ends.open(sent[5]), 6u);
+  CHECK_EQ(ends.open(sent[3]), 0u);
+  // More are lost than are looked ahead.
+  Ends behind({.packets = 2, .age = kHour});
+  CHECK_EQ(behind.open(sent[6]), 0u);
+  CHECK_EQ(behind.open(sent[4]), 5u);
+  CHECK_EQ(behind.open(sent[6]), 7u);
+}
+
+// A network that loses, repeats and reorders, over many phases.
+TEST(packet_phases_are_invisible_to_the_stream) {
+  if (!available()) {
+    return;
+  }
+  forSeeds(200, [&](uint64_t seed) {
+    Prng prng(mixBits(seed));
+    const uint64_t perKey = 20 + prng.below(60);
+    Ends ends({.packets = perKey, .age = kHour});
+    // Late by less than the packets of one phase.
+    std::vector<std::vector<std::byte>> late;
+    uint64_t delivered = 0, largest = 0;
+    const auto deliver = [&](const std::vector<std::byte>& datagram) {
+      uint64_t number = 0;
+      std::memcpy(&number, datagram.data() + 4, sizeof(number));
+      largest = std::max(largest, number);
+      CHECK_EQ(ends.open(datagram), number);
+      if (prng.below(8) == 0) {
+        CHECK_EQ(ends.open(datagram), number); // a copy is for the window
+      }
+      ++delivered;
+    };
+    for (int i = 0; i < 1500; ++i) {
+      auto datagram = ends.seal();
+      if (prng.below(10) == 0) {
+        continue; // lost
+      }
+      late.push_back(std::move(datagram));
+      if (late.size() > 10) {
+        const size_t at = prng.below(late.size());
+        deliver(late[at]);
+        late.erase(late.begin() + static_cast<ptrdiff_t>(at));
+        // None waits for longer than a phase.
+        uint64_t number = 0;
+        std::memcpy(&number, late.front().data() + 4, sizeof(number));
+        if (ends.last - number > perKey / 2) {
+          deliver(late.front());
+          late.erase(late.begin());
+        }
+      }
+    }
+    CHECK(delivered > 1000);
+    CHECK_EQ(ends.opener->phase(), (largest - 1) / perKey);
+    CHECK(ends.opener->phase() > 15);
   });
 }
 

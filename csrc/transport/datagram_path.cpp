@@ -191,7 +191,7 @@ void DatagramPath::seal(std::span<const std::byte> packet) {
   batchOpen_ = bytes == batchEach_;
   const size_t at = batch_.size();
   batch_.resize(at + bytes);
-  config_.ours->seal(lastPacket_, packet, batch_.data() + at);
+  config_.ours->seal(lastPacket_, packet, batch_.data() + at, loop_.now());
   ++batchCount_;
 }
 
@@ -361,7 +361,8 @@ void DatagramPath::onDatagram(
   }
   uint64_t number = 0;
   std::span<const std::byte> packet;
-  if (!config_.theirs->open(datagram, number, opened_.data(), packet)) {
+  if (!config_.theirs->open(
+          datagram, number, opened_.data(), packet, loop_.now())) {
     ++forged_;
     return;
   }

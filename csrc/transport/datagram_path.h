@@ -22,7 +22,9 @@ namespace resilient {
 // delegate/connect_datagram.cpp.
 struct DatagramPathConfig {
   size_t route = 0; // on which it is, for the owner
-  std::unique_ptr<PacketSeal> ours, theirs; // one for each direction
+  std::unique_ptr<PacketSealer> ours;
+  std::unique_ptr<PacketOpener> theirs;
+  bool forwardSecret = false; // the keys are not those of the job's secret
   RecoverySchemes schemes;
   // As measured on the connections of the same route; 0: unknown.
   double knownBytesPerS = 0;

@@ -9,7 +9,8 @@
 namespace resilient {
 namespace {
 
-constexpr uint32_t kMagic = 0x31445254; // "TRD1" in memory
+constexpr char kMagic[] = {'T', 'R', 'D'}; // the phase is behind it
+constexpr std::string_view kNextLabel = "torch_resilient datagram next key";
 
 // OpenSSL's EVP interface, the same since 1.1.
 struct Crypto {
@@ -152,9 +153,11 @@ PacketSeal::~PacketSeal() {
 size_t PacketSeal::seal(
     uint64_t number,
     std::span<const std::byte> packet,
-    std::byte* out) {
+    std::byte* out,
+    uint8_t phase) {
   const Crypto& c = crypto();
-  std::memcpy(out, &kMagic, 4);
+  std::memcpy(out, kMagic, sizeof(kMagic));
+  out[sizeof(kMagic)] = std::byte{phase};
   std::memcpy(out + 4, &number, 8);
   const auto nonce = nonceOf(number);
   std::byte* const sealed = out + kDatagramHeaderBytes;
@@ -181,12 +184,8 @@ bool PacketSeal::open(
     uint64_t& number,
     std::byte* out,
     std::span<const std::byte>& packet) {
-  uint32_t magic = 0;
-  if (datagram.size() < kSealOverheadBytes) {
-    return false;
-  }
-  std::memcpy(&magic, datagram.data(), 4);
-  if (magic != kMagic) {
+  if (datagram.size() < kSealOverheadBytes ||
+      std::memcmp(datagram.data(), kMagic, sizeof(kMagic)) != 0) {
     return false;
   }
   std::memcpy(&number, datagram.data() + 4, 8);
@@ -215,6 +214,113 @@ bool PacketSeal::open(
     return false;
   }
   packet = {out, bytes};
+  return true;
+}
+
+SealKey nextSealKey(const SealKey& key) {
+  const Digest digest =
+      HmacSha256({reinterpret_cast<const char*>(key.data()), key.size()})
+          .update(kNextLabel)
+          .finish();
+  SealKey next;
+  std::memcpy(next.data(), digest.data(), next.size());
+  return next;
+}
+
+std::unique_ptr<PacketSealer> PacketSealer::make(
+    const SealKey& key,
+    SealLimits limits,
+    TimePoint now,
+    std::string& why) {
+  std::unique_ptr<PacketSealer> made(new PacketSealer);
+  made->seal_ = PacketSeal::make(key, why);
+  made->key_ = key;
+  made->limits_ = limits;
+  made->since_ = now;
+  return made->seal_ ? std::move(made) : nullptr;
+}
+
+// Without memory for another context the present key goes on: it is still far
+// from what the cipher bears, and a path that dies would cost more.
+void PacketSealer::nextPhase(TimePoint now) {
+  const SealKey next = nextSealKey(key_);
+  std::string why;
+  if (auto seal = PacketSeal::make(next, why)) {
+    seal_ = std::move(seal);
+    key_ = next;
+    ++phase_;
+  }
+  packets_ = 0;
+  since_ = now;
+}
+
+size_t PacketSealer::seal(
+    uint64_t number,
+    std::span<const std::byte> packet,
+    std::byte* out,
+    TimePoint now) {
+  if (packets_ >= limits_.packets || now - since_ >= limits_.age) {
+    nextPhase(now);
+  }
+  ++packets_;
+  return seal_->seal(number, packet, out, static_cast<uint8_t>(phase_));
+}
+
+std::unique_ptr<PacketOpener> PacketOpener::make(
+    const SealKey& key,
+    std::string& why) {
+  std::unique_ptr<PacketOpener> made(new PacketOpener);
+  made->keys_[0] = key;
+  made->seals_[0] = PacketSeal::make(key, why);
+  return made->seals_[0] ? std::move(made) : nullptr;
+}
+
+// The keys are kept once made: a forged packet then costs no more than the
+// attempt to open it.
+bool PacketOpener::prepare(size_t ahead) {
+  std::string why;
+  for (size_t i = 1; i <= ahead; ++i) {
+    if (!seals_[i]) {
+      keys_[i] = nextSealKey(keys_[i - 1]);
+      seals_[i] = PacketSeal::make(keys_[i], why);
+    }
+  }
+  return seals_[ahead] != nullptr;
+}
+
+// The phase in the packet only chooses the key; it counts once the packet has
+// been opened with it.
+bool PacketOpener::open(
+    std::span<const std::byte> datagram,
+    uint64_t& number,
+    std::byte* out,
+    std::span<const std::byte>& packet,
+    TimePoint now) {
+  if (datagram.size() < kSealOverheadBytes) {
+    return false;
+  }
+  if (previous_ && now >= previousUntil_) {
+    previous_.reset();
+  }
+  const auto phase = std::to_integer<uint8_t>(datagram[sizeof(kMagic)]);
+  const size_t ahead =
+      static_cast<uint8_t>(phase - static_cast<uint8_t>(phase_));
+  if (ahead == 0xff) {
+    return previous_ && previous_->open(datagram, number, out, packet);
+  }
+  if (ahead > kAhead || !prepare(ahead) ||
+      !seals_[ahead]->open(datagram, number, out, packet)) {
+    return false;
+  }
+  for (size_t i = 0; i < ahead; ++i) {
+    previous_ = std::move(seals_[0]);
+    std::move(seals_.begin() + 1, seals_.end(), seals_.begin());
+    std::copy(keys_.begin() + 1, keys_.end(), keys_.begin());
+    seals_.back().reset();
+    keys_.back() = {};
+    ++phase_;
+    previousUntil_ = now + kPreviousFor;
+  }
   return true;
 }
 

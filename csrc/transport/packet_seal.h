@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -8,11 +9,12 @@
 #include <string>
 
 #include "base/status.h"
+#include "base/time.h"
 
 namespace resilient {
 
 // The clear part of a datagram, before the sealed one: a mark that it is ours,
-// and its number.
+// the phase of the key, and the number.
 inline constexpr size_t kDatagramHeaderBytes = 12;
 inline constexpr size_t kSealBytes = 16; // behind it
 inline constexpr size_t kSealOverheadBytes = kDatagramHeaderBytes + kSealBytes;
@@ -52,9 +54,12 @@ class PacketSeal {
   // `out` has room for kSealOverheadBytes more. Returns the bytes of the
   // datagram. `packet` and `out` must not overlap. The caller counts the
   // numbers up and never goes back: two packets with one number would reveal
-  // their XOR and the key that authenticates.
-  size_t
-  seal(uint64_t number, std::span<const std::byte> packet, std::byte* out);
+  // their XOR and the key that authenticates. `phase` is only written down.
+  size_t seal(
+      uint64_t number,
+      std::span<const std::byte> packet,
+      std::byte* out,
+      uint8_t phase = 0);
   // False: not sealed with this key. Else `packet` is within `out`, which has
   // room for as many bytes as the datagram has.
   //
@@ -70,6 +75,86 @@ class PacketSeal {
   PacketSeal() = default;
   void* sealing_ = nullptr; // EVP_CIPHER_CTX
   void* opening_ = nullptr;
+};
+
+// How long one key is used. AES-GCM keeps its strength far beyond 2^32 short
+// packets; an hour limits what a key that has been read out of memory opens.
+struct SealLimits {
+  uint64_t packets = uint64_t{1} << 32;
+  Nanos age = std::chrono::hours(1);
+};
+
+// The key of the next phase. Nobody can go back from it to the present one.
+SealKey nextSealKey(const SealKey& key);
+
+// Seals the packets of one direction of a path with one key after the other,
+// and forgets each. The far end learns of a new phase from the packets
+// themselves: nothing is asked for or acknowledged.
+//
+// Thread: one at a time.
+class PacketSealer {
+ public:
+  // Null, and `why` says so, as PacketSeal::make().
+  static std::unique_ptr<PacketSealer>
+  make(const SealKey& key, SealLimits limits, TimePoint now, std::string& why);
+  // As PacketSeal::seal(); numbers go on over all phases.
+  size_t seal(
+      uint64_t number,
+      std::span<const std::byte> packet,
+      std::byte* out,
+      TimePoint now);
+  uint64_t phase() const {
+    return phase_;
+  }
+
+ private:
+  PacketSealer() = default;
+  void nextPhase(TimePoint now);
+
+  SealKey key_{};
+  std::unique_ptr<PacketSeal> seal_;
+  SealLimits limits_;
+  uint64_t phase_ = 0, packets_ = 0;
+  TimePoint since_{};
+};
+
+// Opens them. Packets may come late, from the phase before, or be the first of
+// one of the next phases, if all of those in between have been lost.
+//
+// Thread: one at a time.
+class PacketOpener {
+ public:
+  // Phases that may be skipped. The sender changes once in an hour, so more are
+  // lost only on a path that has long been given up.
+  static constexpr size_t kAhead = 2;
+  // Packets of the phase before are opened for so long after the first of a new
+  // one: far longer than a network can delay them.
+  static constexpr Nanos kPreviousFor = std::chrono::seconds(30);
+
+  static std::unique_ptr<PacketOpener> make(
+      const SealKey& key,
+      std::string& why);
+  // As PacketSeal::open().
+  bool open(
+      std::span<const std::byte> datagram,
+      uint64_t& number,
+      std::byte* out,
+      std::span<const std::byte>& packet,
+      TimePoint now);
+  uint64_t phase() const {
+    return phase_;
+  }
+
+ private:
+  PacketOpener() = default;
+  bool prepare(size_t ahead);
+
+  // The present phase and those after it; only the first one from the start.
+  std::array<std::unique_ptr<PacketSeal>, kAhead + 1> seals_;
+  std::array<SealKey, kAhead + 1> keys_{};
+  std::unique_ptr<PacketSeal> previous_;
+  TimePoint previousUntil_{};
+  uint64_t phase_ = 0;
 };
 
 } // namespace resilient
