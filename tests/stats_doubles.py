@@ -15,11 +15,17 @@ from torch_resilient._reports.stats import (
     PeerStats,
     RdmaStats,
     RelayCounts,
+    TrustFaults,
+    TrustStats,
 )
 
 _LISTENER = ListenerStats(
     accepted=0, admitted=0, refused=0, timed_out=0, broken_off=0, dropped=0, pending=0
 )
+_FAULTS = TrustFaults(
+    wrong_secret=0, plaintext=0, tls=0, version=0, malformed=0, timed_out=0, record=0
+)
+_TRUST = TrustStats(encryption="off", own_secret=False, encrypted=0, plaintext=1, faults=_FAULTS)
 _RELAY = RelayCounts(flows=0, messages=0, bytes=0, held_bytes=0, held_max_bytes=0, refused=0)
 
 
@@ -74,6 +80,8 @@ def path_stats(**values: Any) -> PathStats:
         local_address="10.0.0.1:1",
         remote_address="10.0.0.2:2",
         encrypted=False,
+        cipher="",
+        forward_secret=False,
         bytes_sent=1000,
         bytes_received=500,
         chunks_sent=3,
@@ -124,6 +132,7 @@ def group_stats(*peers: PeerStats) -> GroupStats:
         peers=peers,
         listener=_LISTENER,
         relay=_RELAY,
+        trust=_TRUST,
         events=(),
     )
 
@@ -141,6 +150,12 @@ def process_snapshot(*peers: PeerStats, **values: Any) -> Snapshot:
         peers=peers,
         listener=_LISTENER,
         relay=_RELAY,
+        trust=_TRUST,
         events=(),
     )
     return replace(running, **values)
+
+
+def trust_stats(**faults: int) -> TrustStats:
+    """Of a process that has these faults."""
+    return replace(_TRUST, faults=replace(_FAULTS, **faults))

@@ -23,6 +23,7 @@ from torch_resilient.cli import (
     doctor_facts,
     doctor_peers,
     doctor_relays,
+    doctor_trust,
 )
 from torch_resilient.cli.doctor_checks import (
     Facts,
@@ -72,7 +73,12 @@ def host(rank: int | None = None, **values: Any) -> Facts:
         nofile=(1 << 20, 1 << 20),
     )
     if rank is not None:
-        facts.links = [Link(1 - rank, "tcp", 0, "eth0", "eth0", "up")]
+        facts.environment["TORCH_RESILIENT_SECRET_FILE"] = "(set)"
+        facts.known_variables.append("TORCH_RESILIENT_SECRET_FILE")
+        cipher = "TLS_AES_128_GCM_SHA256"
+        facts.links = [
+            Link(1 - rank, "tcp", 0, "eth0", "eth0", "up", cipher=cipher, forward_secret=True)
+        ]
         facts.round_trips_s = {1 - rank: 0.0002}
         facts.clock_offsets_s = {1 - rank: (0.003, 0.0001)}
     return dataclasses.replace(facts, **values)
@@ -494,6 +500,52 @@ def test_a_link_that_fails_for_another_reason() -> None:
     finding = only(job(peer_errors={1: "rank 1 (host node1) died: its connections closed"}))
     assert finding.check == "link"
     assert finding.seen.startswith("rank 1 (host node1) died")
+
+
+def plain_job(environment: dict[str, str], **link: Any) -> list[Finding]:
+    values = {"peer": 1, "kind": "tcp", "index": 0, "nic": "eth0", "remote_nic": "eth0"}
+    links = [Link(**{**values, "state": "up", **link})]
+    facts = host(0, links=links, environment=environment)
+    return list(doctor_trust.check_encryption([facts, host(1)]))
+
+
+def test_plaintext_between_hosts_is_named_with_its_remedy() -> None:
+    finding = only(plain_job({}))
+    assert finding.check == "encryption"
+    assert finding.where == "rank 0 (node0) - rank 1"
+    assert "not encrypted" in finding.seen
+    assert "torch-resilient secret" in finding.remedy
+    assert "TORCH_RESILIENT_SECRET_FILE" in finding.remedy
+    given = {"TORCH_RESILIENT_SECRET_FILE": "(set)"}
+    assert "RDMA" in only(plain_job(given, kind="rdma")).seen
+    # Chosen, encrypted, within the host, or not used.
+    assert plain_job({"TORCH_RESILIENT_ENCRYPTION": "off"}) == []
+    assert plain_job({}, cipher="TLS_AES_128_GCM_SHA256") == []
+    assert plain_job({}, local=True) == []
+    assert plain_job({}, kind="shm") == []
+    assert plain_job({}, state="down") == []
+
+
+def test_each_link_is_shown_with_its_cipher_and_keys() -> None:
+    (line,) = doctor_trust.about(host(0))
+    assert line == (
+        "  to rank 1 eth0-eth0 (tcp): TLS_AES_128_GCM_SHA256, keys of its own, forward secrecy; "
+        "proved by a secret file"
+    )
+    links = [
+        Link(1, "udp", 0, "eth0", "eth0", "up", cipher="AES-256-GCM"),
+        *(Link(1, "tcp", index, "eth0", "eth0", "up") for index in range(3)),
+        Link(2, "tcp", 0, "", "", "reserve", local=True),
+        Link(2, "shm", 0, "", "", "up", local=True),
+        Link(3, "tcp", 0, "eth0", "eth0", "down"),
+    ]
+    store = "torch's store, which tells it to everybody who can reach it"
+    assert doctor_trust.about(host(0, links=links, environment={})) == [
+        f"  to rank 1 eth0-eth0 (udp): AES-256-GCM, keys from {store}, no forward secrecy; "
+        f"proved by {store}",
+        "  to rank 1 eth0-eth0 (tcp): in plaintext",
+        "  to rank 2 (tcp): in plaintext, within the host",
+    ]
 
 
 def test_windows_too_small_for_a_long_link() -> None:

@@ -30,7 +30,14 @@ import torch
 import torch.distributed as dist
 from conftest import ROOT
 from harness import init_group, run_outcomes, run_ranks, wait_until
-from stats_doubles import datagram_stats, path_stats, peer_stats, process_snapshot, rdma_stats
+from stats_doubles import (
+    datagram_stats,
+    path_stats,
+    peer_stats,
+    process_snapshot,
+    rdma_stats,
+    trust_stats,
+)
 
 from torch_resilient import (
     Event,
@@ -102,6 +109,21 @@ def test_the_document_lists_every_metric() -> None:
                 prefix = re.match(r"torch_resilient_(?:peer|path|datagrams|rdma|relay)|", name)[0]
             listed.add(name.replace("...", prefix))
     assert listed == rendered
+
+
+def test_faults_of_trust_are_shown_by_reason() -> None:
+    quiet, loud = trust_stats(), trust_stats(wrong_secret=3, plaintext=2)
+    found = samples(prometheus.render(process_snapshot(trust=loud)))
+    counts = found["torch_resilient_trust_faults_total"]
+    assert counts['rank="0",reason="wrong_secret"'] == 3
+    assert counts['rank="0",reason="plaintext"'] == 2
+    assert sum(counts.values()) == 5
+    assert found["torch_resilient_own_secret"] == {'rank="0"': 0}
+    shown = top.frame([], [process_snapshot(trust=loud)])
+    head, row = (line.split() for line in shown.splitlines()[-2:])
+    assert head[:4] == ["failed", "trust", "wrong", "secret"]
+    assert row == ["0", "3", "2", "0", "0", "0", "0", "0"]
+    assert "trust" not in top.frame([], [process_snapshot(trust=quiet)])
 
 
 def test_datagrams_have_numbers_of_their_own() -> None:

@@ -23,7 +23,9 @@ from harness import error_of, make_store, on_gloo, run_ranks, wait_until
 from test_failover import Job
 
 from torch_resilient import PathStats, faults, stats
+from torch_resilient._reports.stats import TrustStats
 from torch_resilient.cli.secret import write_secret
+from torch_resilient.pipelining.torch_actions import GroupStore, control_store
 from torch_resilient.testing import NetworkLab
 
 pytestmark = pytest.mark.skipif(on_gloo(), reason="gloo has no such options")
@@ -299,6 +301,77 @@ def test_ranks_that_disagree_name_the_option(secret_file: str) -> None:
             'encryption is "' in error and "TORCH_RESILIENT_ENCRYPTION alike" in error
             for error in errors_of(ours, theirs)
         )
+
+
+def reduce_and_count(rank: int) -> TrustStats:
+    dist.all_reduce(torch.ones(10))
+    dist.barrier()
+    return stats().trust
+
+
+def test_handshakes_are_counted(secret_file: str) -> None:
+    for variables, sealed in (
+        ({"TORCH_RESILIENT_SHARED_MEMORY": "false"}, False),
+        (encrypted(secret_file), True),
+    ):
+        for trust in run_ranks(reduce_and_count, env=variables):
+            assert trust.own_secret == sealed
+            assert trust.encryption == ("always" if sealed else "off")
+            assert (trust.encrypted > 0) == sealed
+            assert (trust.plaintext > 0) == (not sealed)
+            assert not any(trust.faults.to_dict().values())
+
+
+def paths_of(rank: int) -> list[tuple[str, bool]]:
+    dist.all_reduce(torch.ones(100_000))
+    found = [(path.cipher, path.forward_secret) for path in tcp_paths()]
+    dist.barrier()
+    return found
+
+
+def test_paths_tell_their_cipher(secret_file: str) -> None:
+    for found in run_ranks(paths_of, env=encrypted(secret_file)):
+        assert all(secret for _, secret in found)
+        ciphers = {"TLS_AES_128_GCM_SHA256", "TLS_CHACHA20_POLY1305_SHA256"}
+        assert {cipher for cipher, _ in found} <= ciphers
+    for found in run_ranks(paths_of, env={"TORCH_RESILIENT_SHARED_MEMORY": "false"}):
+        assert set(found) == {("", False)}
+
+
+def plan_of_a_store_writer(rank: int, mac: bool) -> tuple[str, bytes]:
+    """Rank 0 writes a plan; somebody else changes it; rank 1 reads it."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = control_store()
+    shared = GroupStore(store, group)
+    if rank == 0:
+        shared.set("plan/1/0", '["gates", 1]')
+        written = store.get("plan/1/0")
+        assert (written == b'["gates", 1]') == (not mac)
+    dist.barrier()
+    read = shared.get("plan/1/0")
+    dist.barrier()
+    if rank == 0:
+        store.set("plan/1/0", store.get("plan/1/0").replace(b"1]", b"2]"))
+    dist.barrier()
+    error = ""
+    try:
+        assert shared.get("plan/1/0") == b'["gates", 2]'
+    except ValueError as found:
+        error = str(found)
+    dist.barrier()
+    return error, read
+
+
+def test_plans_of_schedules_carry_a_mac(secret_file: str) -> None:
+    for error, read in run_ranks(plan_of_a_store_writer, True, env=encrypted(secret_file)):
+        assert read == b'["gates", 1]'
+        assert error.startswith("the record plan/1/0 of group ")
+        assert "by its own words of rank 0" in error
+        assert "is not authentic" in error
+    for error, read in run_ranks(plan_of_a_store_writer, False):  # the store has the secret
+        assert read == b'["gates", 1]'
+        assert error == ""
 
 
 def test_different_secrets_are_named(secret_file: str, tmp_path: Path) -> None:

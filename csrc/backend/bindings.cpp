@@ -347,6 +347,8 @@ py::dict toPython(const PathStats& s) {
   d["local_address"] = s.localAddress;
   d["remote_address"] = s.remoteAddress;
   d["encrypted"] = s.encrypted;
+  d["cipher"] = s.cipher;
+  d["forward_secret"] = s.forwardSecret;
   d["bytes_sent"] = s.bytesSent;
   d["bytes_received"] = s.bytesReceived;
   d["chunks_sent"] = s.chunksSent;
@@ -429,6 +431,17 @@ py::dict toPython(const GroupStats& s) {
   relay["held_max_bytes"] = s.relay.heldMaxBytes;
   relay["refused"] = s.relay.refused;
   d["relay"] = std::move(relay);
+  py::dict trust;
+  trust["encryption"] = s.trust.encryption;
+  trust["own_secret"] = s.trust.ownSecret;
+  trust["encrypted"] = s.trust.handshakes.encrypted;
+  trust["plaintext"] = s.trust.handshakes.plaintext;
+  py::dict faults;
+  for (size_t i = 0; i < kTrustFaults; ++i) {
+    faults[kTrustFaultNames[i]] = s.trust.handshakes.faults[i];
+  }
+  trust["faults"] = std::move(faults);
+  d["trust"] = std::move(trust);
   return d;
 }
 
@@ -557,21 +570,6 @@ void bindGroup(py::module_& m) {
         return toPython(stats);
       },
       py::arg("group"));
-  m.def(
-      "topology",
-      [](ProcessGroupResilient& group) {
-        const auto topology = translated([&] {
-          py::gil_scoped_release release;
-          return group.topology();
-        });
-        py::dict d;
-        d["sites"] = topology->sites();
-        d["hosts"] = topology->hosts();
-        d["algorithm"] = nameOf(topology->choice());
-        d["declared"] = group.declaresSite();
-        return d;
-      },
-      py::arg("group"));
   // The holder is not const in pybind11; the class has no method that changes.
   py::class_<RecordSeal, std::shared_ptr<RecordSeal>>(
       m, "RecordSeal", "Makes and checks the MAC of records in the store.")
@@ -600,6 +598,21 @@ void bindGroup(py::module_& m) {
       "record_seal",
       [](ProcessGroupResilient& group) {
         return std::const_pointer_cast<RecordSeal>(group.recordSeal());
+      },
+      py::arg("group"));
+  m.def(
+      "topology",
+      [](ProcessGroupResilient& group) {
+        const auto topology = translated([&] {
+          py::gil_scoped_release release;
+          return group.topology();
+        });
+        py::dict d;
+        d["sites"] = topology->sites();
+        d["hosts"] = topology->hosts();
+        d["algorithm"] = nameOf(topology->choice());
+        d["declared"] = group.declaresSite();
+        return d;
       },
       py::arg("group"));
   m.def(

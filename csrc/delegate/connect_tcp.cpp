@@ -227,6 +227,7 @@ void TcpConnector::attempt(size_t c, const AttemptPlan& plan) {
   };
   spec.secret = link_.secret();
   spec.encryption = host.encryption();
+  spec.counters = &host.handshakes();
   spec.mayBeAt = [&host](const Uid& process, const SocketAddress& at) {
     return host.mayBeAt(process, at);
   };
@@ -422,6 +423,9 @@ void TcpConnector::onPathClosed(Path& path, const Status& why) {
   const auto c = static_cast<size_t>(static_cast<TcpPath&>(path).index());
   Connection& x = connections_[c];
   x.lastError = why;
+  if (x.path != nullptr && x.path->tlsFailed()) {
+    link_.host().handshakes().count(TrustFault::kRecord);
+  }
   x.path = nullptr;
   Channel& channel = link_.channel();
   const LinkStatistics& statistics = channel.pathStatistics(path.id());

@@ -651,6 +651,7 @@ void Engine::startListening(const std::string& storeHost) {
     return keysOf(name);
   };
   config.encryption = encryption_;
+  config.counters = &handshakes_;
   config.onPeer = [this](HelloInfo hello, StreamSocket socket, SocketAddress) {
     onCaller(hello, std::move(socket));
   };
@@ -1412,6 +1413,14 @@ ListenerCounters Engine::listenerCounters() const {
       s.brokenOff,
       s.dropped,
       s.pending};
+}
+
+TrustStats Engine::trustStats() const {
+  TrustStats stats;
+  stats.encryption = nameOf(encryption_);
+  stats.ownSecret = !ownSecrets_.empty();
+  stats.handshakes = handshakes_;
+  return stats;
 }
 
 void Engine::eachLink(const std::function<void(PeerLink&)>& call) {

@@ -126,6 +126,9 @@ class Engine final : public MailboxListener, public LinkHost {
   Encryption encryption() const override {
     return encryption_;
   }
+  HandshakeCounters& handshakes() override {
+    return handshakes_;
+  }
   // Asks `condition` on the loop thread until it holds or `deadline` passes;
   // true if it holds. Calls `meanwhile`, which may throw, on this thread. Asks
   // at least once, also after the deadline. Between two looks it sleeps for 0.2
@@ -199,6 +202,7 @@ class Engine final : public MailboxListener, public LinkHost {
     return ++lastPathId_;
   }
   ListenerCounters listenerCounters() const;
+  TrustStats trustStats() const;
   // For connections to a host of that site, or to this one (null).
   SocketOptions socketOptions(const std::string* site) const override;
   // Whether to offer datagrams to hosts there.
@@ -319,6 +323,7 @@ class Engine final : public MailboxListener, public LinkHost {
   const EngineOptions options_;
   const std::vector<std::string> ownSecrets_;
   Encryption encryption_ = Encryption::kOff; // constant after construction
+  HandshakeCounters handshakes_; // outlives the listener and the links
   const int32_t globalRank_;
   PeerAddress self_;
   EventLoop loop_;

@@ -21,6 +21,7 @@
 #include "transport/gpu_driver.h"
 #include "transport/path_stats.h"
 #include "wire/control.h"
+#include "wire/trust_fault.h"
 
 namespace resilient {
 
@@ -164,6 +165,13 @@ struct RelayCounters {
   uint64_t refused = 0; // messages, and flows
 };
 
+// How this process protects what it sends.
+struct TrustStats {
+  std::string encryption; // nameOf(Encryption)
+  bool ownSecret = false; // else the store has made it, and tells everybody
+  HandshakeCounters handshakes;
+};
+
 struct GroupStats {
   std::string group;
   int rank = 0, size = 1;
@@ -172,6 +180,7 @@ struct GroupStats {
   std::vector<PeerStats> peers;
   ListenerCounters listener; // of the process, all groups
   RelayCounters relay; // likewise
+  TrustStats trust; // likewise
 };
 
 // A group of ranks on the process's one engine. Thread-safe: every method may

@@ -301,6 +301,7 @@ GroupStats GroupImpl::stats() {
     }
     stats.listener = engine_->listenerCounters();
     stats.relay = engine_->relayCounters();
+    stats.trust = engine_->trustStats();
   });
   return stats;
 }

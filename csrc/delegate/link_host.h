@@ -49,6 +49,8 @@ class LinkHost {
   virtual int32_t globalRank() const = 0;
   // Which TCP connections of this process the job's secret encrypts.
   virtual Encryption encryption() const = 0;
+  // Counted by all links.
+  virtual HandshakeCounters& handshakes() = 0;
   virtual Mailbox& mailbox() = 0;
   virtual CompletionQueue& completions() = 0;
   virtual StagingBudget& staging() = 0;

@@ -271,6 +271,79 @@ TEST(there_is_no_way_back_to_plaintext) {
   }
 }
 
+// Who is refused, and who refuses, count it by its reason.
+TEST(failed_handshakes_are_counted_by_reason) {
+  struct Case {
+    const char* secret; // of the caller; the listener has "secret"
+    Encryption listener, caller;
+    // At the listener; at the caller.
+    std::optional<TrustFault> there, here;
+  };
+  constexpr auto kOff = Encryption::kOff, kAlways = Encryption::kAlways;
+  constexpr auto kWrong = TrustFault::kWrongSecret;
+  std::vector<Case> cases{
+      {"secret", kOff, kOff, {}, {}}, {"other", kOff, kOff, kWrong, kWrong}};
+  if (test::tlsAvailable()) {
+    cases.insert(
+        cases.end(),
+        {{"secret", kAlways, kAlways, {}, {}},
+         {"other", kAlways, kAlways, kWrong, kWrong},
+         {"secret",
+          kAlways,
+          kOff,
+          TrustFault::kPlaintext,
+          TrustFault::kPlaintext},
+         {"secret", kOff, kAlways, TrustFault::kMalformed, {}}});
+  }
+  for (const Case& c : cases) {
+    World world;
+    HandshakeCounters there, here;
+    world.config.encryption = c.listener;
+    world.config.counters = &there;
+    world.listen();
+    OutgoingSpec spec = world.spec({world.address()});
+    spec.secret = c.secret;
+    spec.encryption = c.caller;
+    spec.counters = &here;
+    const OutgoingResult result = world.connect(std::move(spec));
+    CHECK_EQ(result.status.ok(), !c.there);
+    const auto check = [](const HandshakeCounters& counters,
+                          std::optional<TrustFault> fault,
+                          bool encrypted,
+                          bool done) {
+      CHECK_EQ(counters.encrypted, uint64_t(done && encrypted));
+      CHECK_EQ(counters.plaintext, uint64_t(done && !encrypted));
+      for (size_t i = 0; i < kTrustFaults; ++i) {
+        const bool expected = fault && static_cast<size_t>(*fault) == i;
+        CHECK_EQ(counters.faults[i], uint64_t(expected));
+      }
+    };
+    const bool encrypted = c.caller == kAlways;
+    check(there, c.there, encrypted, !c.there);
+    check(here, c.here, encrypted, !c.there);
+  }
+}
+
+TEST(silent_ends_of_a_handshake_are_counted) {
+  World world;
+  HandshakeCounters there, here;
+  world.config.handshakeTimeout = 50ms;
+  world.config.counters = &there;
+  world.listen();
+  // One that connects and says the beginning of a hello.
+  const FileDescriptor caller = rawConnection(world.address());
+  CHECK_EQ(::write(caller.get(), "R", 1), 1);
+  SocketAddress silent;
+  const FileDescriptor server = silentServer(silent);
+  OutgoingSpec spec = world.spec({silent, closedPort()});
+  spec.attemptTimeout = 500ms;
+  spec.counters = &here;
+  const OutgoingResult result = world.connect(std::move(spec));
+  CHECK(!result.status.ok());
+  CHECK_EQ(here.of(TrustFault::kTimeout), 1u);
+  CHECK_EQ(there.of(TrustFault::kTimeout), 1u);
+}
+
 // A connection that stays on this host needs no encryption, and may have it.
 TEST(encryption_between_hosts_leaves_connections_of_one_host_alone) {
   if (!test::tlsAvailable()) {

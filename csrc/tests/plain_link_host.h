@@ -66,6 +66,9 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
   VerbsLoans* loans() override {
     return nullptr;
   }
+  HandshakeCounters& handshakes() override {
+    return handshakes_;
+  }
   const VerbsChoice& verbsChoice() const override {
     return verbsChoice_;
   }
@@ -134,6 +137,7 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
  private:
   FaultPlan faults_;
   std::vector<VerbsPort> ports_;
+  HandshakeCounters handshakes_;
   VerbsChoice verbsChoice_{EngineOptions()};
   BufferLimits limits_;
   std::string none_;

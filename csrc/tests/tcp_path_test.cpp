@@ -187,6 +187,7 @@ TEST(tls_path_tells_a_cut_from_an_end) {
     CHECK_EQ(owner.closed, 1);
     CHECK_CONTAINS(
         owner.why.message(), said ? "closed by the other end" : "was cut");
+    CHECK_EQ(path.tlsFailed(), !said); // which is counted
   }
 }
 

@@ -269,6 +269,8 @@ void DatagramPath::fill(PathStats& stats) const {
   stats.localAddress = localAddress();
   stats.remoteAddress = remoteAddress();
   stats.encrypted = true;
+  stats.cipher = "AES-256-GCM";
+  stats.forwardSecret = config_.forwardSecret;
   if (!stats.datagrams) {
     stats.datagrams.emplace();
   }

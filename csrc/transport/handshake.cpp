@@ -257,7 +257,8 @@ void OutgoingHandshake::limitTo(Nanos timeout) {
     std::string what = connecting_ ? "no answer" : "no end of the handshake";
     attemptFailed(
         Status(StatusCode::kTimeout, what + " in " + durationText(timeout)),
-        false);
+        false,
+        connecting_ ? std::nullopt : std::optional(TrustFault::kTimeout));
   });
 }
 
@@ -300,7 +301,8 @@ void OutgoingHandshake::pump() {
             status.code(),
             "the connection stood, then the handshake failed: " +
                 status.message()),
-        false);
+        false,
+        tls_ && tls_->failed() ? std::optional(tls_->fault()) : std::nullopt);
     return;
   }
   switch (handshake_->state()) {
@@ -316,6 +318,9 @@ void OutgoingHandshake::pump() {
       result.local = localAddress(fd_.get());
       result.remote = remote_;
       loop_.remove(fd_.get());
+      if (spec_.counters != nullptr) {
+        spec_.counters->countDone(tls_ != nullptr);
+      }
       result.socket = {std::move(fd_), std::move(tls_)};
       finish(std::move(result));
       return;
@@ -355,10 +360,16 @@ void OutgoingHandshake::onRefused() {
     // The peer itself has spoken; it would say the same elsewhere.
     next_ = spec_.candidates.size();
   }
-  attemptFailed(why, gone);
+  attemptFailed(why, gone, handshake_->fault());
 }
 
-void OutgoingHandshake::attemptFailed(Status status, bool refused) {
+void OutgoingHandshake::attemptFailed(
+    Status status,
+    bool refused,
+    std::optional<TrustFault> fault) {
+  if (fault && spec_.counters != nullptr) {
+    spec_.counters->count(*fault);
+  }
   closeAttempt();
   refusedEverywhere_ = refusedEverywhere_ && refused;
   // "connect to 10.0.0.7:29511: " is said once, in front of all attempts.
@@ -476,6 +487,12 @@ void IncomingHandshake::finish(Status status) {
   if (status.ok()) {
     result.socket = {std::move(fd_), std::move(tls_)};
   } else {
+    result.fault = handshake_.fault();
+    if (tls_ && tls_->failed()) {
+      result.fault = tls_->fault();
+    } else if (status.code() == StatusCode::kTimeout) {
+      result.fault = TrustFault::kTimeout;
+    }
     result.status = Status(
         status.code(),
         "connection from " + remote_.toString() + ": " + status.message());

@@ -48,6 +48,8 @@ struct OutgoingSpec {
   std::string secret;
   // A connection that must be encrypted is never made in plaintext.
   Encryption encryption = Encryption::kOff;
+  // Counts attempts, unless it is null; outlives the handshake.
+  HandshakeCounters* counters = nullptr;
   // Whether this process of the job can have that address now, as far as the
   // caller knows. Not set: yes.
   std::function<bool(const Uid& process, const SocketAddress& at)> mayBeAt;
@@ -87,7 +89,10 @@ class OutgoingHandshake final : private Handler {
   void tryNext();
   void pump();
   void onRefused();
-  void attemptFailed(Status status, bool refused);
+  void attemptFailed(
+      Status status,
+      bool refused,
+      std::optional<TrustFault> fault = std::nullopt);
   void limitTo(Nanos timeout);
   void closeAttempt();
   void finish(OutgoingResult result);
@@ -128,6 +133,8 @@ class IncomingHandshake final : private Handler {
     HelloInfo info;
     std::optional<HelloCode> verdict;
     bool authenticated = false;
+    // What kind of failure it was, if it was one of trust.
+    std::optional<TrustFault> fault;
     SocketAddress remote;
   };
   using Callback = std::function<void(Result)>;

@@ -405,6 +405,13 @@ void Listener::onResult(
   const auto handshake = std::move(which->handshake);
   erase(which);
   bool suspicious = false;
+  if (config_.counters != nullptr) {
+    if (result.status.ok()) {
+      config_.counters->countDone(result.socket.tls != nullptr);
+    } else if (result.fault) {
+      config_.counters->count(*result.fault);
+    }
+  }
   if (result.status.ok()) {
     ++stats_.admitted;
     config_.onPeer(

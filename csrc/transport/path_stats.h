@@ -69,6 +69,10 @@ struct PathStats {
   // Nothing leaves the host in plaintext. Over a relay: on either part of the
   // way; the relay itself sees what it carries.
   bool encrypted = false;
+  // How, such as "TLS_AES_128_GCM_SHA256"; empty if it is not.
+  std::string cipher;
+  // A recording cannot be decrypted by those who learn the job's secret later.
+  bool forwardSecret = false;
   uint64_t bytesSent = 0, bytesReceived = 0;
   uint64_t chunksSent = 0, chunksRetransmitted = 0;
   double roundTripS = 0; // smoothed; 0 while unknown

@@ -17,6 +17,19 @@ enum class Encryption : uint8_t {
   kAlways,
 };
 
+// "off", "between_hosts" or "always".
+inline const char* nameOf(Encryption encryption) {
+  switch (encryption) {
+    case Encryption::kOff:
+      return "off";
+    case Encryption::kBetweenHosts:
+      return "between_hosts";
+    case Encryption::kAlways:
+      return "always";
+  }
+  return "";
+}
+
 // Whether this connection has to be. The kernel's word decides, not that of the
 // store or of the peer, which may be forged: a connection stays on this host
 // only if both its ends have the same address.

@@ -136,7 +136,8 @@ void TcpPath::fill(PathStats& stats) const {
   Path::fill(stats);
   stats.localAddress = localAddress_;
   stats.remoteAddress = remoteAddress_;
-  stats.encrypted = tls_ != nullptr;
+  stats.encrypted = stats.forwardSecret = tls_ != nullptr;
+  stats.cipher = tls_ ? tls_->cipher() : "";
 }
 
 std::optional<std::string> TcpPath::ownSecret() const {

@@ -98,6 +98,11 @@ class TcpPath final : public Path, public Handler {
   // With TLS, a secret of this very connection, which only its two ends know
   // and that nobody can find out later; else nothing.
   std::optional<std::string> ownSecret() const;
+  // The far end's records are not as it has sealed them, or its stream was cut
+  // short: something on the way has changed it.
+  bool tlsFailed() const {
+    return tls_ && tls_->failed();
+  }
   const std::string& localAddress() const {
     return localAddress_;
   }

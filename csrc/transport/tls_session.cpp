@@ -491,6 +491,7 @@ void TlsSession::proceed() {
     return;
   }
   keys_ = {};
+  opened_ = true;
   state_ = State::kOpen;
 }
 

@@ -16,6 +16,7 @@
 
 #include "base/status.h"
 #include "wire/tls_keys.h"
+#include "wire/trust_fault.h"
 
 namespace resilient {
 
@@ -122,6 +123,12 @@ class TlsSession {
   const Status& status() const {
     return status_;
   }
+  // What kind of failure it was.
+  TrustFault fault() const {
+    return unknownSecret_ ? TrustFault::kWrongSecret
+        : opened_         ? TrustFault::kRecord
+                          : TrustFault::kTls;
+  }
   // A key that only the two ends know, for `label` and `context` (RFC 8446,
   // 7.5). Both get the same one. After the handshake; throws StatusError.
   std::array<std::byte, 32> exportKey(
@@ -159,6 +166,7 @@ class TlsSession {
   Status status_;
   bool named_ = false;
   bool unknownSecret_ = false;
+  bool opened_ = false; // the handshake has ended well
   bool anyInput_ = false;
 
   // Of a client.

@@ -182,6 +182,23 @@ std::string refusalText(HelloCode code) {
   return std::string("the peer refused the connection: ") + helloCodeText(code);
 }
 
+std::optional<TrustFault> faultOf(HelloCode code) {
+  switch (code) {
+    case HelloCode::kUnknownKey:
+      return TrustFault::kWrongSecret;
+    case HelloCode::kVersion:
+      return TrustFault::kVersion;
+    case HelloCode::kEncryption:
+      return TrustFault::kPlaintext;
+    case HelloCode::kOk:
+    case HelloCode::kDuplicateConnection:
+    case HelloCode::kWrongPeer:
+    case HelloCode::kBusy:
+      return std::nullopt;
+  }
+  return std::nullopt;
+}
+
 } // namespace
 
 const char* helloCodeText(HelloCode code) {
@@ -214,7 +231,10 @@ void Handshake::receive(const void* data, size_t bytes) {
     }
   }
   if (bytes > 0 && state_ == State::kDone) {
-    fail(StatusCode::kInternal, "more bytes given than the handshake wanted");
+    fail(
+        StatusCode::kInternal,
+        "more bytes given than the handshake wanted",
+        std::nullopt);
   }
 }
 
@@ -247,12 +267,16 @@ void ClientHandshake::onInput() {
       if (!error.empty()) {
         fail(
             StatusCode::kProtocol,
-            "the answer to the handshake is not one: " + error);
+            "the answer to the handshake is not one: " + error,
+            TrustFault::kMalformed);
         return;
       }
       if (versionOf(input_) != kWireVersion) {
         accepted_.code = HelloCode::kVersion;
-        fail(StatusCode::kProtocol, versionText(versionOf(input_)));
+        fail(
+            StatusCode::kProtocol,
+            versionText(versionOf(input_)),
+            TrustFault::kVersion);
         return;
       }
       stage_ = kChallenge;
@@ -280,7 +304,10 @@ void ClientHandshake::onChallenge() {
   const bool here = code == HelloCode::kOk || code == HelloCode::kUnknownKey ||
       code == HelloCode::kVersion || code == HelloCode::kEncryption;
   if (!here || !reserved) {
-    fail(StatusCode::kProtocol, "the server's challenge is malformed");
+    fail(
+        StatusCode::kProtocol,
+        "the server's challenge is malformed",
+        TrustFault::kMalformed);
     return;
   }
   if (*code != HelloCode::kOk) {
@@ -288,13 +315,15 @@ void ClientHandshake::onChallenge() {
     fail(
         // Not signed: anyone may have said so, so the peer is not given up.
         StatusCode::kNetwork,
-        refusalText(*code));
+        refusalText(*code),
+        faultOf(*code));
     return;
   }
   if (!proves(secret_, kServerLabel, transcript_, input_)) {
     fail(
         StatusCode::kProtocol,
-        "the server's proof is wrong: it does not know this job's secret");
+        "the server's proof is wrong: it does not know this job's secret",
+        TrustFault::kWrongSecret);
     return;
   }
   accepted_.eagerBudgetBytes = in.number<uint64_t>();
@@ -323,7 +352,8 @@ void ClientHandshake::onAccept() {
       !reserved || !proves(secret_, kAcceptLabel, transcript_, input_)) {
     fail(
         StatusCode::kProtocol,
-        "the server's verdict is malformed or not signed by it");
+        "the server's verdict is malformed or not signed by it",
+        TrustFault::kMalformed);
     return;
   }
   accepted_.code = *code;
@@ -331,13 +361,14 @@ void ClientHandshake::onAccept() {
   accepted_.reachedAt.ip = in.bytes<sizeof(HelloEndpoint::ip)>();
   accepted_.reachedAt.port = port;
   if (*code != HelloCode::kOk) {
-    fail(StatusCode::kNetwork, refusalText(*code));
+    fail(StatusCode::kNetwork, refusalText(*code), faultOf(*code));
     return;
   }
   if (accepted_.signer != info_.acceptor) {
     fail(
         StatusCode::kProtocol,
-        "a process that was not asked for accepts the connection");
+        "a process that was not asked for accepts the connection",
+        TrustFault::kMalformed);
     return;
   }
   finish();
@@ -358,12 +389,18 @@ void ServerHandshake::onInput() {
       auto error = headerError(input_, kHelloKind, kHelloBytes);
       if (!error.empty()) {
         // No answer: what called is none of ours.
-        fail(StatusCode::kProtocol, "the first message is no hello: " + error);
+        fail(
+            StatusCode::kProtocol,
+            "the first message is no hello: " + error,
+            TrustFault::kMalformed);
         return;
       }
       if (versionOf(input_) != kWireVersion) {
         sendChallenge(HelloCode::kVersion);
-        fail(StatusCode::kProtocol, versionText(versionOf(input_)));
+        fail(
+            StatusCode::kProtocol,
+            versionText(versionOf(input_)),
+            TrustFault::kVersion);
         return;
       }
       stage_ = kHello;
@@ -412,7 +449,10 @@ void ServerHandshake::onHello() {
   auto secret = identity_.secretOf(info_.keyId);
   if (!secret) {
     sendChallenge(HelloCode::kUnknownKey);
-    fail(StatusCode::kProtocol, "the caller belongs to another job");
+    fail(
+        StatusCode::kProtocol,
+        "the caller belongs to another job",
+        TrustFault::kWrongSecret);
     return;
   }
   if (plaintextRefused_) {
@@ -420,7 +460,8 @@ void ServerHandshake::onHello() {
     fail(
         StatusCode::kProtocol,
         "the caller came in plaintext, and this process takes encrypted "
-        "connections only: set TORCH_RESILIENT_ENCRYPTION alike on all ranks");
+        "connections only: set TORCH_RESILIENT_ENCRYPTION alike on all ranks",
+        TrustFault::kPlaintext);
     return;
   }
   secret_ = std::move(*secret);
@@ -441,7 +482,10 @@ void ServerHandshake::onProof() {
   auto error = headerError(input_, kProofKind, kProofBytes);
   if (!error.empty() || versionOf(input_) != kWireVersion ||
       !proves(secret_, kClientLabel, transcript_, input_)) {
-    fail(StatusCode::kProtocol, "the caller's proof is wrong");
+    fail(
+        StatusCode::kProtocol,
+        "the caller's proof is wrong",
+        TrustFault::kWrongSecret);
     return;
   }
   append(transcript_, input_);
@@ -467,7 +511,8 @@ void ServerHandshake::sendVerdict() {
   } else {
     fail(
         StatusCode::kNetwork,
-        std::string("refused the caller: ") + helloCodeText(*verdict_));
+        std::string("refused the caller: ") + helloCodeText(*verdict_),
+        faultOf(*verdict_));
   }
 }
 

@@ -12,6 +12,7 @@
 #include "base/sha256.h"
 #include "base/status.h"
 #include "wire/tls_keys.h"
+#include "wire/trust_fault.h"
 
 namespace resilient {
 
@@ -127,6 +128,11 @@ class Handshake {
   const Status& status() const {
     return status_;
   }
+  // What kind of failure it was; empty also for a verdict that only tells to
+  // come another time, or to go elsewhere.
+  std::optional<TrustFault> fault() const {
+    return fault_;
+  }
   // How many more bytes it can take now; 0 once it has ended.
   size_t wanted() const {
     return state_ == State::kRunning ? expected_ - input_.size() : 0;
@@ -161,9 +167,11 @@ class Handshake {
   void finish() {
     state_ = State::kDone;
   }
-  void fail(StatusCode code, std::string reason) {
+  void
+  fail(StatusCode code, std::string reason, std::optional<TrustFault> fault) {
     state_ = State::kFailed;
     status_ = Status(code, std::move(reason));
+    fault_ = fault;
   }
 
   std::vector<uint8_t> input_;
@@ -174,6 +182,7 @@ class Handshake {
   size_t expected_;
   State state_ = State::kRunning;
   Status status_;
+  std::optional<TrustFault> fault_;
 };
 
 // The side that connected. Its HELLO is in output() from the start. It proves

@@ -14,6 +14,7 @@ from torch_resilient._reports.stats import (
     PeerStats,
     RdmaStats,
     RelayCounts,
+    TrustStats,
 )
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,6 +32,7 @@ _OF_PATHS = (
     ("reconnects", "counter", "Times the connection was made again."),
     ("times_suspect", "counter", "Times it was silent for too long."),
     ("encrypted", "gauge", "1 if nothing of it leaves the host in plaintext."),
+    ("forward_secret", "gauge", "1 if the job's secret cannot decrypt a recording of it."),
     ("round_trip_s", "gauge", "Smoothed round trip, 0 while unknown."),
     ("goodput_bytes_per_s", "gauge", "Smoothed rate of acknowledged bytes."),
     ("capacity_bytes_per_s", "gauge", "Estimate of what it could carry, 0 while unknown."),
@@ -143,6 +145,8 @@ def render(snapshot: Snapshot) -> str:
         _add_listener(out, snapshot.listener)
     if snapshot.relay is not None:
         out.add_all("relay", _OF_RELAY, snapshot.relay)
+    if snapshot.trust is not None:
+        _add_trust(out, snapshot.trust)
     return out.text()
 
 
@@ -183,3 +187,14 @@ def _add_listener(out: _Text, listener: ListenerStats) -> None:
     text = "Callers at the listening port, by what became of them."
     for outcome in _LISTENER_OUTCOMES:
         out.add("callers_total", "counter", text, getattr(listener, outcome), outcome=outcome)
+
+
+def _add_trust(out: _Text, trust: TrustStats) -> None:
+    text = "1 if a secret was given to the job; else the store tells it to everybody."
+    out.add("own_secret", "gauge", text, trust.own_secret)
+    text = "Handshakes that have ended well, of both directions."
+    for encrypted, count in ((1, trust.encrypted), (0, trust.plaintext)):
+        out.add("handshakes_total", "counter", text, count, encrypted=encrypted)
+    text = "Failed handshakes, and encrypted connections that were changed, by reason."
+    for reason, count in trust.faults.to_dict().items():
+        out.add("trust_faults_total", "counter", text, count, reason=reason)

@@ -18,6 +18,7 @@ from torch_resilient._reports.stats import (
     PeerStats,
     Record,
     RelayCounts,
+    TrustStats,
     stats,
 )
 from torch_resilient._version import __version__
@@ -36,7 +37,7 @@ class Snapshot(Record):
         rank, world_size: of the default group; None while there is none.
         groups: all groups of this backend.
         peers: one entry for each other rank, with its rank in the default group.
-        listener, relay: None while there is no group.
+        listener, relay, trust: None while there is no group.
         events: recent decisions and changes, oldest first.
     """
 
@@ -50,6 +51,7 @@ class Snapshot(Record):
     peers: tuple[PeerStats, ...]
     listener: ListenerStats | None
     relay: RelayCounts | None
+    trust: TrustStats | None
     events: tuple[Event, ...]
 
     nested: ClassVar = {
@@ -57,6 +59,7 @@ class Snapshot(Record):
         "peers": PeerStats,
         "listener": ListenerStats,
         "relay": RelayCounts,
+        "trust": TrustStats,
         "events": Event,
     }
 
@@ -67,14 +70,14 @@ def snapshot() -> Snapshot:
 
     groups: list[GroupCounts] = []
     peers: dict[int, PeerStats] = {}
-    listener, relay = None, None
+    listener, relay, trust = None, None, None
     for group in _groups.all_groups():
         try:
             found = stats(group)
             ranks = dist.get_process_group_ranks(group)
         except (ValueError, RuntimeError, KeyError):
             continue  # of another backend, or destroyed meanwhile
-        listener, relay = found.listener, found.relay
+        listener, relay, trust = found.listener, found.relay, found.trust
         groups.append(found.counts)
         for peer in found.peers:
             rank = ranks[peer.rank]
@@ -95,5 +98,6 @@ def snapshot() -> Snapshot:
         peers=tuple(peers[rank] for rank in sorted(peers)),
         listener=listener,
         relay=relay,
+        trust=trust,
         events=event_log.recent(),
     )

@@ -30,6 +30,8 @@ __all__ = [
     "PeerStats",
     "RdmaStats",
     "Record",
+    "TrustFaults",
+    "TrustStats",
     "stats",
 ]
 
@@ -37,6 +39,7 @@ PathKind = Literal["tcp", "shm", "udp", "rdma", "relay"]
 PathState = Literal[
     "up", "reserve", "suspect", "stalled", "proving", "connecting", "down", "unused"
 ]
+Encryption = Literal["off", "between_hosts", "always"]
 PeerState = Literal["unconnected", "up", "suspect", "dead", "left"]
 
 
@@ -181,6 +184,8 @@ class PathStats(Record):
         encrypted: what it sends is encrypted and authenticated on the network. False also for
             "shm", which never leaves the host. "relay": encrypted on both parts of the way, but
             the rank between them sees what it carries.
+        cipher: how, such as "TLS_AES_128_GCM_SHA256"; empty if it is not.
+        forward_secret: who records it, and learns the job's secret later, can read none of it.
         bytes_sent, bytes_received: of messages; sent bytes include retransmissions.
         chunks_sent, chunks_retransmitted: chunks of messages.
         times_suspect: how often it was silent for too long.
@@ -205,6 +210,8 @@ class PathStats(Record):
     local_address: str
     remote_address: str
     encrypted: bool
+    cipher: str
+    forward_secret: bool
     bytes_sent: int
     bytes_received: int
     chunks_sent: int
@@ -318,6 +325,53 @@ class RelayCounts(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class TrustFaults(Record):
+    """Why this process and another one have not become sure of each other, by number of times.
+
+    Both directions: callers at our port, and our own connections.
+
+    Attributes:
+        wrong_secret: the other end has another secret, or none.
+        plaintext: it came, or wanted us, in plaintext where encryption is required.
+        tls: an alert of TLS, or bytes that are none.
+        version: another version of the protocol.
+        malformed: no message of a handshake; a port scanner, or a health check.
+        timed_out: it was connected, and did not end the handshake.
+        record: after the handshake, an encrypted connection was changed or cut on its way. A peer
+            that dies may look the same.
+    """
+
+    wrong_secret: int
+    plaintext: int
+    tls: int
+    version: int
+    malformed: int
+    timed_out: int
+    record: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrustStats(Record):
+    """How this process protects what it sends (docs/security.md).
+
+    Attributes:
+        encryption: which connections are encrypted: "off", "between_hosts" or "always".
+        own_secret: a secret was given to the job. Else the store has made one, which it tells to
+            everybody who can reach it.
+        encrypted, plaintext: handshakes that have ended well, of both directions.
+        faults: the others.
+    """
+
+    encryption: Encryption
+    own_secret: bool
+    encrypted: int
+    plaintext: int
+    faults: TrustFaults
+
+    nested: ClassVar = {"faults": TrustFaults}
+
+
+@dataclass(frozen=True, slots=True)
 class GroupCounts(Record):
     """A group as this process sees it, without its peers.
 
@@ -343,25 +397,27 @@ class GroupStats(GroupCounts):
         group, rank, size, collectives, operations_pending: see GroupCounts.
         peers: one entry for each other rank, in order of rank.
         listener: of the process; all its groups share it.
-        relay: likewise.
+        relay, trust: likewise.
         events: recent decisions and changes of this process, oldest first.
     """
 
     peers: tuple[PeerStats, ...]
     listener: ListenerStats
     relay: RelayCounts
+    trust: TrustStats
     events: tuple[Event, ...]
 
     nested: ClassVar = {
         "peers": PeerStats,
         "listener": ListenerStats,
         "relay": RelayCounts,
+        "trust": TrustStats,
         "events": Event,
     }
 
     @property
     def counts(self) -> GroupCounts:
-        """The same without peers, listener, relay and events."""
+        """The same without peers, listener, relay, trust and events."""
         return GroupCounts(*(getattr(self, each.name) for each in fields(GroupCounts)))
 
 
@@ -392,11 +448,13 @@ def stats(group: ProcessGroup | None = None) -> GroupStats:
     """
     native: dict[str, Any] = _native.load().stats(_groups.find_backend(group))
     peers, listener = native.pop("peers"), native.pop("listener")
-    relay = native.pop("relay")
+    relay, trust = native.pop("relay"), native.pop("trust")
+    faults = TrustFaults(**trust.pop("faults"))
     return GroupStats(
         **native,
         peers=tuple(map(_peer, peers)),
         listener=ListenerStats(**listener),
         relay=RelayCounts(**relay),
+        trust=TrustStats(**trust, faults=faults),
         events=event_log.recent(),
     )

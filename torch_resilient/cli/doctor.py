@@ -14,7 +14,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from torch_resilient.cli import doctor_facts, doctor_peers, doctor_rdma, doctor_relays
+from torch_resilient.cli import (
+    doctor_facts,
+    doctor_peers,
+    doctor_rdma,
+    doctor_relays,
+    doctor_trust,
+)
 from torch_resilient.cli.doctor_checks import Facts, Finding, check_host, check_job, check_target
 from torch_resilient.cli.errors import bad_input, printable
 
@@ -30,7 +36,9 @@ environment, misspelled variables, names that resolve to loopback (127.0.1.1 in 
 interfaces of containers (docker0), limits on open files and on TCP's buffers, /dev/shm, and RDMA
 devices: library, rights, locked memory, ports and addresses. In a job it also checks versions,
 ports and firewalls for every pair of interfaces, RDMA between them, large messages (MTU), buffers
-for the measured round trip, and clocks, and tells which ranks can pass on messages for which.
+for the measured round trip, clocks, and what protects the data between hosts: for every link it
+shows the cipher, where its keys come from, and whether it has forward secrecy. It tells which ranks
+can pass on messages for which.
 
 Each finding has an observation, its effect on a job, and a command that fixes it.
 exit status: 0 without findings, 1 with findings, 2 for bad input.
@@ -96,7 +104,12 @@ def _print(all_facts: Sequence[Facts], findings: Sequence[Finding], as_json: boo
         return
     for facts in all_facts:
         # Facts of other hosts, by way of the store.
-        lines = (about_text(facts), *doctor_rdma.about(facts), *doctor_relays.about(facts))
+        lines = (
+            about_text(facts),
+            *doctor_rdma.about(facts),
+            *doctor_relays.about(facts),
+            *doctor_trust.about(facts),
+        )
         for line in lines:
             print(printable(line))
     print()
@@ -132,6 +145,7 @@ def run(options: argparse.Namespace) -> int:
                 hosts.add(each.host_key)
                 findings += doctor_rdma.check_rdma(each)
         findings += doctor_rdma.check_pairs(all_facts)
+        findings += doctor_trust.check_encryption(all_facts)
     else:
         facts = doctor_facts.collect(options.host or os.environ.get("MASTER_ADDR", ""))
         doctor_facts.try_backend(facts)

@@ -98,7 +98,8 @@ class Link:
     """A path to another rank, in a job: what the backend says of it after a trial.
 
     `large_stalled`: small messages passed, but large ones did not, twice. `relay`: the rank that
-    passes the messages on; -1 of any other kind.
+    passes the messages on; -1 of any other kind. `cipher`: empty: it is not encrypted. `local`: it
+    does not leave the host.
     """
 
     peer: int
@@ -110,6 +111,9 @@ class Link:
     last_error: str = ""
     large_stalled: bool = False
     relay: int = -1
+    cipher: str = ""
+    forward_secret: bool = False
+    local: bool = False
 
 
 @dataclass

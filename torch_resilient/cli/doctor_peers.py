@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,8 @@ def examine() -> list[Facts] | None:
             if rank in (a, b):
                 _try_pair(facts, a, b)
             _meet(store, f"pair/{number}", len(able))
-        facts.links = _links(facts.links)
+        local = {other for other in able if hosts[other][0] == facts.host_key}
+        facts.links = _links(facts.links, local)
         facts.relayed = _relayed()
         _meet(store, "done", len(able))
         dist.destroy_process_group()
@@ -230,8 +231,9 @@ def _relayed() -> Relayed:
     return Relayed(told.bytes, sent, told.held_max_bytes, told.refused)
 
 
-def _links(suspects: Sequence[Link]) -> list[Link]:
-    """All paths as they are now; those of `suspects` do not carry large messages."""
+def _links(suspects: Sequence[Link], local: Collection[int]) -> list[Link]:
+    """All paths as they are now; those of `suspects` do not carry large messages. `local`: the
+    ranks on this host."""
     stalled = {(link.peer, link.kind, link.index) for link in suspects}
     return [
         Link(
@@ -244,6 +246,9 @@ def _links(suspects: Sequence[Link]) -> list[Link]:
             path.last_error,
             large_stalled=(peer, *path.key) in stalled,
             relay=path.relay.rank if path.relay is not None else -1,
+            cipher=path.cipher,
+            forward_secret=path.forward_secret,
+            local=peer in local,
         )
         for peer, path in _paths()
     ]

@@ -22,12 +22,19 @@ import time
 import tty
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch_resilient._observe.snapshot import Snapshot
-from torch_resilient._reports.stats import DatagramStats, PathKind, PathStats, PeerStats
+from torch_resilient._reports.stats import (
+    DatagramStats,
+    PathKind,
+    PathStats,
+    PeerStats,
+    TrustFaults,
+)
 from torch_resilient.cli.chaos import table
 from torch_resilient.cli.errors import bad_input
 
@@ -328,7 +335,7 @@ def frame(before: Sequence[Snapshot], now: Sequence[Snapshot]) -> str:
         f"{len(now)} of {size or '?'} ranks, on {hosts}; {pending} operations pending; "
         f"{time.strftime('%H:%M:%S')}"
     )
-    tables = (_datagrams(old, now), _rdma(now), _relays(old, now))
+    tables = (_datagrams(old, now), _rdma(now), _relays(old, now), _trust_faults(now))
     more = [table(rows) for rows in tables if rows]
     return "\n\n".join([head, table(rows), *more])
 
@@ -385,6 +392,20 @@ def _relays(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[tup
             )
         )
     head = ("relay", "flows", "for others MB/s", "of all sent %", "waiting MB", "refused")
+    return [head, *rows] if rows else []
+
+
+def _trust_faults(now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
+    """The rows of a table of processes with handshakes that have failed; empty if there are
+    none."""
+    rows = []
+    for told in now:
+        if told.trust is None:
+            continue
+        faults = told.trust.faults.to_dict()
+        if any(faults.values()):
+            rows.append((_rank_name(told), *map(str, faults.values())))
+    head = ("failed trust", *(each.name.replace("_", " ") for each in fields(TrustFaults)))
     return [head, *rows] if rows else []
 
 
