@@ -51,6 +51,16 @@ std::string missing(
   return choice(options).missing(there, why, addresses());
 }
 
+// A device sends plaintext.
+TEST(verbs_choice_is_off_where_encryption_is_required) {
+  CHECK(choice({{"encryption", "required"}}).off());
+  CHECK(!choice({{"encryption", "auto"}}).off());
+  CHECK_THROWS(
+      StatusError,
+      "an RDMA device sends plaintext",
+      choice({{"encryption", "required"}, {"rdma", "required"}}));
+}
+
 TEST(verbs_choice_takes_all_by_default) {
   const VerbsChoice all = choice({});
   CHECK(!all.off());
