@@ -19,6 +19,7 @@ import pytest
 from conftest import ROOT
 from harness import wait_until
 
+from torch_resilient.cli.secret import write_secret
 from torch_resilient.testing import Host, LabJob, Network, NetworkLab
 
 pytestmark = pytest.mark.lab
@@ -117,7 +118,10 @@ def sent_on(result: Row, nic: str) -> int:
     return sum(path["bytes_sent"] for path in result["paths"] if path["nic"] == nic)
 
 
-def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(bed: Bed) -> None:
+@pytest.mark.parametrize("encryption", ["off", "required"])
+def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(
+    bed: Bed, tmp_path: Path, encryption: str
+) -> None:
     seed = 1
     print(f"seed {seed}")
     chance = random.Random(seed)
@@ -125,7 +129,12 @@ def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(bed: Bed) ->
     quiet = bed.job("train", steps, 0.0)
     expected = quiet.end()
     quiet.close()
-    job = bed.job("train", steps, 0.01)
+    variables = {"TORCH_RESILIENT_ENCRYPTION": encryption}
+    if encryption == "required":
+        secret = tmp_path / "secret"
+        write_secret(secret)
+        variables["TORCH_RESILIENT_SECRET_FILE"] = str(secret)
+    job = bed.job("train", steps, 0.01, **variables)
     faults = [
         ("blackhole", None),
         ("admin", "a"),
@@ -146,6 +155,9 @@ def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(bed: Bed) ->
         assert result["kind"] == "result", result
         assert result["losses"] == before["losses"]
         assert result["weights"] == before["weights"]
+        standing = [path["encrypted"] for path in result["paths"] if path["local_address"]]
+        assert standing
+        assert set(standing) == {encryption == "required"}
 
 
 @pytest.mark.parametrize(("kind", "end"), [("admin", "a"), ("admin", "b"), ("blackhole", None)])

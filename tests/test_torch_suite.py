@@ -17,6 +17,8 @@ import pytest
 import torch
 from harness import backend_name
 
+from torch_resilient.cli.secret import write_secret
+
 SUITE = Path(__file__).resolve().parent / "torch_suite"
 BASELINE = SUITE / "gloo_baseline.json"
 
@@ -76,6 +78,42 @@ def test_passes_what_gloo_passes(tmp_path: Path) -> None:
         failed = {n: o["reason"] for n, o in ours.items() if o["status"] == "failed"}
         assert not failed, "\n".join(f"--- {n}: {reason}" for n, reason in failed.items())
     assert report["counts"]["passed"] >= EXPECTED_PASSES
+
+
+# One of each kind of operation, of subgroups, and of DDP: the rest differs above the connections.
+ENCRYPTED = (
+    "all_gather_full_group",
+    "all_gather_object_subgroup",
+    "all_reduce_coalesced_group_sum",
+    "all_reduce_sum_async",
+    "all_to_all_single_unequal_split",
+    "barrier_timeout_group",
+    "batch_isend_irecv_gloo_tags",
+    "broadcast_group",
+    "DistributedDataParallelCPU",
+    "gather_full_group",
+    "monitored_barrier_gloo_rank_0_timeout",
+    "reduce_full_group_product",
+    "scatter_group",
+    "send_recv_any_source",
+    "sparse_all_reduce_sum",
+)
+
+
+@pytest.mark.skipif(backend_name() == "gloo", reason="gloo has no such option")
+def test_passes_the_same_with_every_connection_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "secret"
+    write_secret(secret)
+    monkeypatch.setenv("TORCH_RESILIENT_SECRET_FILE", str(secret))
+    monkeypatch.setenv("TORCH_RESILIENT_ENCRYPTION", "required")
+    monkeypatch.setenv("TORCH_RESILIENT_SHARED_MEMORY", "false")
+    names = f"^test_({'|'.join(ENCRYPTED)})$"
+    report = run_suite(backend_name(), tmp_path / "ours.json", "--only", names)
+    failed = {n: o["reason"] for n, o in report["tests"].items() if o["status"] != "passed"}
+    assert not failed, "\n".join(f"--- {n}: {reason}" for n, reason in failed.items())
+    assert report["counts"]["passed"] == len(ENCRYPTED)
 
 
 @pytest.mark.slow
