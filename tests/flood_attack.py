@@ -1,7 +1,8 @@
 """A stranger that connects to a port at a given rate, for test_flood.py.
 
-Arguments: address, port, calls a second, first words (none, half or whole: of a hello), addresses
-to call from, and the name of the job's secret in hex, which a whole hello has. Says once a second
+Arguments: address, port, calls a second, first words (none, half or whole: of a hello, or tls),
+addresses to call from, the name of the job's secret in hex, which a whole hello has, and a
+ClientHello in hex, for tls. Says once a second
 how many calls it has made, in a row of JSON.
 """
 
@@ -29,9 +30,12 @@ def main() -> None:
     address, port, rate, words, sources = (
         sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), sys.argv[4], int(sys.argv[5])
     )  # fmt: skip
-    said = hello(bytes.fromhex(sys.argv[6]), os.urandom(16), os.urandom(16))[
-        : {"none": 0, "half": HELLO_BYTES // 2, "whole": HELLO_BYTES}[words]
-    ]
+    if words == "tls":
+        said = bytes.fromhex(sys.argv[7])
+    else:
+        said = hello(bytes.fromhex(sys.argv[6]), os.urandom(16), os.urandom(16))[
+            : {"none": 0, "half": HELLO_BYTES // 2, "whole": HELLO_BYTES}[words]
+        ]
     held: collections.deque[socket.socket] = collections.deque()
     calls, told = 0, 0
     began = time.monotonic()

@@ -37,6 +37,64 @@ def key_id_of(secret: bytes) -> bytes:
     return hashlib.sha256(b"resilient key id" + secret).digest()[:8]
 
 
+def _mac(key: bytes, text: bytes) -> bytes:
+    return hmac.digest(key, text, "sha256")
+
+
+def _expand(secret: bytes, info: bytes) -> bytes:
+    return _mac(secret, info + b"\1")
+
+
+def _label(secret: bytes, label: bytes, context: bytes) -> bytes:
+    """HKDF-Expand-Label (RFC 8446, 7.1)."""
+    name = b"tls13 " + label
+    return _expand(
+        secret,
+        struct.pack(">HB", 32, len(name)) + name + struct.pack(">B", len(context)) + context,
+    )
+
+
+def client_hello(secret: bytes) -> bytes:
+    """The first message of an encrypted connection: a record with a ClientHello that is right in
+    every respect, as a listener on the network could have recorded it."""
+    version = struct.pack("<H", VERSION)
+    base = _mac(b"torch_resilient tls", secret)
+    key = _expand(base, b"pre-shared key" + version)
+    naming = _expand(base, b"pre-shared key name" + version)
+    nonce = os.urandom(16)
+    name = nonce + _mac(naming, nonce)[:16]
+
+    def extension(kind: int, content: bytes) -> bytes:
+        return struct.pack(">HH", kind, len(content)) + content
+
+    identity = struct.pack(">H", len(name)) + name + struct.pack(">I", 0)
+    binders = 2 + 1 + 32  # their length, that of the one, and itself
+    extensions = (
+        extension(43, b"\2\3\4")  # TLS 1.3
+        + extension(10, b"\0\2\0\x1d")  # X25519
+        + extension(51, struct.pack(">HHH", 36, 0x1D, 32) + os.urandom(32))
+        + extension(45, b"\1\1")  # psk_dhe_ke
+        + struct.pack(">HHH", 41, 2 + len(identity) + binders, len(identity))
+        + identity
+    )
+    body = (
+        b"\3\3"
+        + os.urandom(32)
+        + b"\0"
+        + struct.pack(">HH", 2, 0x1301)
+        + b"\1\0"
+        + struct.pack(">H", len(extensions) + binders)
+        + extensions
+    )
+    length = len(body) + binders
+    message = b"\1" + length.to_bytes(3, "big") + body
+    early = _mac(bytes(32), key)
+    binder_key = _label(early, b"ext binder", hashlib.sha256().digest())
+    binder = _mac(_label(binder_key, b"finished", b""), hashlib.sha256(message).digest())
+    message += struct.pack(">HB", 33, 32) + binder
+    return b"\x16\3\1" + struct.pack(">H", len(message)) + message
+
+
 def read(s: socket.socket, count: int) -> bytes:
     """Reads exactly `count` bytes; raises OSError if there are fewer."""
     data = b""

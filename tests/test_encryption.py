@@ -19,8 +19,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from handshake_client import client_hello
 from harness import error_of, make_store, on_gloo, run_ranks, wait_until
 from test_failover import Job
+from test_security import listening_ports
 
 from torch_resilient import PathStats, faults, stats
 from torch_resilient._reports.stats import TrustStats
@@ -372,6 +374,47 @@ def test_plans_of_schedules_carry_a_mac(secret_file: str) -> None:
     for error, read in run_ranks(plan_of_a_store_writer, False):  # the store has the secret
         assert read == b'["gates", 1]'
         assert error == ""
+
+
+def outsider(rank: int, secret: str) -> bytes | TrustStats:
+    """Rank 2 is no member: it repeats what it could have recorded of a handshake with rank 0."""
+    store = make_store("test")
+    if rank < 2:
+        store.set(f"pid/{rank}", str(os.getpid()))
+        dist.init_process_group("resilient", store=make_store("job"), rank=rank, world_size=2)
+        dist.all_reduce(torch.ones(10))
+        store.set(f"running/{rank}", "")
+        store.wait(["stop"])
+        dist.all_reduce(torch.ones(10))
+        found = stats().trust
+        dist.destroy_process_group()
+        store.set(f"done/{rank}", "")
+        return found
+    store.wait(["running/0", "running/1"])
+    (port,) = listening_ports(int(store.get("pid/0")))
+    said = client_hello(Path(secret).read_text().strip().encode())
+    changed = said[:-1] + bytes([said[-1] ^ 1])
+    answers = []
+    for first in (said, said, changed):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
+            s.sendall(first)
+            answers.append(s.recv(5)[:1])
+            s.sendall(bytes(100))  # no end of a handshake
+            while s.recv(4096):
+                pass
+    store.set("stop", "")
+    store.wait(["done/0", "done/1"])
+    return b"".join(answers)
+
+
+def test_a_repeated_handshake_gets_nowhere(secret_file: str) -> None:
+    """The key of the answer is a fresh one, which only the member could know."""
+    first, second, answers = run_ranks(
+        outsider, secret_file, world_size=3, init=False, env=encrypted(secret_file)
+    )
+    assert answers == b"\x16\x16\x15"  # a handshake; for the changed one, an alert
+    assert first.faults.tls == 3
+    assert not any(second.faults.to_dict().values())
 
 
 def test_different_secrets_are_named(secret_file: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
-from handshake_client import key_id_of
+from handshake_client import client_hello, key_id_of
 
 from torch_resilient.testing import LabJob, NetworkLab
 
@@ -34,6 +34,8 @@ HEALED_MAX_S = 2.0
         (10_000, "half", 5000),
         (1500, "whole", 5000),
         (10_000, "whole", 5000),
+        (1500, "tls", 1),  # the recorded beginning of a member's handshake, again and again
+        (1500, "tls", 5000),
     ],
 )
 def test_a_cut_heals_under_a_flood(lab: NetworkLab, rate: int, words: str, sources: int) -> None:
@@ -60,7 +62,7 @@ def test_a_cut_heals_under_a_flood(lab: NetworkLab, rate: int, words: str, sourc
         attacks = []
         for host in hosts:
             call = [ATTACK, link.address(host), PORT, rate, words, sources]
-            call.append(key_id_of(SECRET.encode()).hex())
+            call += [key_id_of(SECRET.encode()).hex(), client_hello(SECRET.encode()).hex()]
             attacks.append(
                 host.popen([sys.executable, *map(str, call)], stdout=subprocess.PIPE, text=True)
             )
