@@ -161,7 +161,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
         options.delay_ms, options.rate_mbit, options.loss
     ):
         with NetworkLab() as lab, contextlib.ExitStack() as stack:
-            # Whatever the default of this machine.
+            # The default of this machine does not matter.
             system = {"net.ipv4.tcp_congestion_control": system_control()}
             hosts = [lab.host("a", sysctl=system), lab.host("b", sysctl=system)]
             bytes_per_s = rate_mbit * 1e6 / 8

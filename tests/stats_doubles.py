@@ -157,5 +157,5 @@ def process_snapshot(*peers: PeerStats, **values: Any) -> Snapshot:
 
 
 def trust_stats(**faults: int) -> TrustStats:
-    """Of a process that has these faults."""
+    """The trust of a process that has these faults."""
     return replace(_TRUST, faults=replace(_FAULTS, **faults))

@@ -139,12 +139,12 @@ inline constexpr LinkModel kBetweenSites{20e-3, 1 / 125e6};
 inline constexpr LinkModel kBetweenHosts{100e-6, 1 / 1.25e9};
 inline constexpr LinkModel kWithinHost{30e-6, 1 / 2e9};
 
-// Between the children of the root. Of sites that were inferred, the latency is
-// known: it was published once and is the same on all ranks.
+// Between the children of the root. The latency of inferred sites is known: it
+// was published once and is the same on all ranks.
 LinkModel topLink(const Topology& topology);
 
-// Of the messages of an algorithm that regards no places. Null: nothing is
-// known, as for a single rank.
+// The model for an algorithm that regards no places. Null: nothing is known, as
+// for a single rank.
 CostModel costModelFor(const Topology* topology);
 
 enum class CollectiveKind {

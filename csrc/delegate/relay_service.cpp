@@ -344,7 +344,7 @@ void RelayService::pass(PeerLink& from, const RelayNote& note) {
   if (note.what == RelayNote::What::kAccept) {
     accepted(flow);
   }
-  // Of a flow that was not announced the far end needs to know nothing.
+  // The far end need not know of a flow that was not announced.
   if (note.what != RelayNote::What::kOpen &&
       (!note.fromOpener || flow->second.announced)) {
     RelayNote onward = note;

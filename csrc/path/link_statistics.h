@@ -111,7 +111,7 @@ class LinkStatistics {
     const Nanos elapsed = now - capacityStart_;
     const Nanos roundTrip = fromSeconds(minRoundTripS());
     const Nanos window = capacity_ == 0 ? kFirstCapacityWindow : kWindow;
-    // Of a burst, the end is all that there is.
+    // A burst is shorter than the window: its end counts.
     const bool over = inFlight == 0 &&
         elapsed >= std::max(kFirstCapacityWindow, roundTrip / 2);
     if (elapsed < std::max(window, roundTrip) && !over) {

@@ -39,10 +39,10 @@ class StartUpPacing {
   }
 
  private:
-  // What other traffic and kernel timers add to a round trip.
+  // Other traffic and kernel timers add this to a round trip.
   static constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
-  // Of a connection that has carried little, the rate is not known: the queue
-  // is that of others.
+  // The rate of a connection that has carried little is not known: the queue is
+  // that of others.
   static constexpr double kEnough = 256 << 10;
 
   uint64_t limit_ = 0;

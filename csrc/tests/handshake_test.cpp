@@ -271,7 +271,7 @@ TEST(there_is_no_way_back_to_plaintext) {
   }
 }
 
-// Who is refused, and who refuses, count it by its reason.
+// Both ends count the failure by its reason.
 TEST(failed_handshakes_are_counted_by_reason) {
   struct Case {
     const char* secret; // of the caller; the listener has "secret"

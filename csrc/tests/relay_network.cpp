@@ -582,7 +582,7 @@ void RelayNetwork::closeEnd(WayRef ref, size_t side) {
   }
 }
 
-// Of what is on the way only a part arrives.
+// Only a part of what is on the way arrives.
 void RelayNetwork::breakDirections(Connection& c) {
   c.broken = true;
   for (Direction& d : c.directions) {

@@ -22,7 +22,7 @@ namespace resilient::test {
 class RelayNetwork;
 
 // A process with links to all others, in a loop whose time is that of the
-// network. What the Engine does at the end of a turn, it does, too.
+// network. It ends a turn as the Engine does.
 class SimulatedRank final : public PlainLinkHost {
  public:
   enum class State { kRuns, kStopped, kGone };
@@ -164,7 +164,7 @@ class RelayNetwork {
   uint64_t events() const {
     return events_;
   }
-  // What relays have told of what they have passed on.
+  // Notes of relays about what they have passed on.
   uint64_t passedNotes() const {
     return passedNotes_;
   }

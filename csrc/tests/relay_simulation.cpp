@@ -336,7 +336,7 @@ void RelaySimulation::planFault() {
   });
 }
 
-// What becomes of a victim.
+// The fate of one rank.
 void RelaySimulation::planEnd(size_t r) {
   const TimePoint when = network_.now() + upTo(duration_);
   const uint64_t kind = below(4);

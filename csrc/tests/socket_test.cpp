@@ -95,7 +95,7 @@ TEST(socket_knows_when_bbr_starts_up) {
     const auto view = bbrView(c.first.get());
     CHECK(view && view->startingUp);
     CHECK(view->sends > 0);
-    // What the kernel says of the limit is what it has been told.
+    // The kernel keeps to the limit.
     limitPacing(c.first.get(), 1'000'000);
     CHECK_EQ(::send(c.first.get(), "x", 1, 0), 1);
     CHECK_EQ(::recv(c.second.get(), &x, 1, 0), 1);

@@ -15,8 +15,8 @@
 
 namespace resilient::test {
 
-// Where there is no libssl, tests that need it fail, unless the environment
-// says that it is known: they must not pass in silence for want of a library.
+// Tests that need libssl fail without it, unless the environment says that this
+// is known: they must not pass in silence for want of a library.
 inline bool tlsAvailable() {
   std::string why;
   if (TlsSession::available(why)) {

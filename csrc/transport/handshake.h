@@ -133,7 +133,7 @@ class IncomingHandshake final : private Handler {
     HelloInfo info;
     std::optional<HelloCode> verdict;
     bool authenticated = false;
-    // What kind of failure it was, if it was one of trust.
+    // The kind of failure, if it was one of trust.
     std::optional<TrustFault> fault;
     SocketAddress remote;
   };

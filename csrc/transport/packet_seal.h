@@ -84,7 +84,7 @@ struct SealLimits {
   Nanos age = std::chrono::hours(1);
 };
 
-// The key of the next phase. Nobody can go back from it to the present one.
+// The key of the next phase. There is no way back to the present one.
 SealKey nextSealKey(const SealKey& key);
 
 // Seals the packets of one direction of a path with one key after the other,

@@ -196,7 +196,7 @@ std::optional<TcpInfo> tcpInfo(int fd);
 // or more each: for rare use.
 Nanos minRoundTripTo(uint16_t port);
 
-// What BBR knows of a connection, in bytes per second.
+// BBR's view of a connection, in bytes per second.
 struct BbrView {
   bool startingUp = false; // it has not found the link's rate
   uint64_t sends = 0;

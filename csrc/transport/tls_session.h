@@ -123,7 +123,7 @@ class TlsSession {
   const Status& status() const {
     return status_;
   }
-  // What kind of failure it was.
+  // The kind of failure.
   TrustFault fault() const {
     return unknownSecret_ ? TrustFault::kWrongSecret
         : opened_         ? TrustFault::kRecord

@@ -128,8 +128,8 @@ class Handshake {
   const Status& status() const {
     return status_;
   }
-  // What kind of failure it was; empty also for a verdict that only tells to
-  // come another time, or to go elsewhere.
+  // The kind of failure; empty also for a verdict that only tells to come
+  // another time, or to go elsewhere.
   std::optional<TrustFault> fault() const {
     return fault_;
   }

@@ -245,7 +245,7 @@ def _used(before: _Paths, after: _Paths) -> dict[str, Any]:
 
 
 def _passed_on() -> dict[str, int]:
-    """What this rank has passed on for others so far, and all that it has sent.
+    """The bytes that this rank has passed on for others so far, and all that it has sent.
 
     The bytes of paths over relays are sent by the connections to the relays, so they count there.
     """

@@ -118,7 +118,7 @@ class Link:
 
 @dataclass
 class Relayed:
-    """What a rank has passed on for others, of all that it has sent."""
+    """The bytes that a rank has passed on for others, of all that it has sent."""
 
     bytes: int
     bytes_sent: int
@@ -744,7 +744,7 @@ def check_slow_start(all_facts: Sequence[Facts]) -> Iterator[Finding]:
     by_rank = {facts.rank: facts for facts in all_facts}
     told = set()
     for facts in all_facts:
-        # What root may use does not depend on what all may use.
+        # Root may use all that is available.
         allowed = "available" if facts.buffers_forced else "allowed"
         controls = facts.sysctl.get(f"net.ipv4.tcp_{allowed}_congestion_control", "").split()
         far = {

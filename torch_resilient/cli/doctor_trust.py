@@ -14,7 +14,7 @@ _SOURCES = (
 
 
 def key_source(facts: Facts) -> str:
-    """Where the job's secret comes from, for people."""
+    """The source of the job's secret, for people."""
     given = (text for name, text in _SOURCES if name in facts.environment)
     return next(given, "torch's store, which tells it to everybody who can reach it")
 
