@@ -318,20 +318,20 @@ def train_with_work(rank: int, name: str, work: bool) -> Any:
         if name == "adaptive"
         else make(name, stage, rank)
     )
-    nasty = Nasty()
-    if work:
-        schedule.bubbles = Bubbles(0)
-        schedule.bubbles.add(nasty)
-        # So that chunks run in every wait from the first one on, however short it is.
-        schedule.bubbles._due.predicted_s = lambda place: 10.0
+    nasty, made = Nasty(), Bubbles(0)
+    made.add(nasty)
+    # So that chunks run in every wait from the first one on, however short it is.
+    made._due.predicted_s = lambda place: 10.0
+    if work and name.startswith("torch"):
+        made.attach(schedule)
+    elif work:
+        schedule.bubbles = made
     result = [train_with(schedule, module, stage), train_with(schedule, module, stage)]
-    found = schedule.bubbles.stats() if work else None
-    if work:
-        assert not schedule.bubbles.suspended
-    return result, nasty.chunks, nasty.seen, found, torch.rand(2).tolist()
+    assert not made.suspended
+    return result, nasty.chunks, nasty.seen, made.stats(), torch.rand(2).tolist()
 
 
-@pytest.mark.parametrize("name", ["live", "zb_h1", "adaptive"])
+@pytest.mark.parametrize("name", ["live", "zb_h1", "adaptive", "torch 1F1B"])
 def test_training_has_the_same_bits_with_work_in_its_bubbles(name: str) -> None:
     plain = run_ranks(train_with_work, name, False, world_size=3)
     busy = run_ranks(train_with_work, name, True, world_size=3)
@@ -341,6 +341,27 @@ def test_training_has_the_same_bits_with_work_in_its_bubbles(name: str) -> None:
     for _, chunks, seen, found, _ in busy:
         assert seen <= {(False, False)}
         assert found.chunks == chunks
+
+
+def attach_what_is_wrong(rank: int) -> Any:
+    """The errors of attach()."""
+    stage = PipelineStage(Part(rank), rank, 2, torch.device("cpu"))
+    errors = []
+    for name in ("live", "torch 1F1B"):
+        try:
+            Bubbles(0).attach(make(name, stage, rank))
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_attach_takes_only_torchs_own_schedules_over_this_backend() -> None:
+    for errors in run_ranks(attach_what_is_wrong, world_size=2):
+        assert len(errors) == 1
+        assert "ScheduleLive" in errors[0]
+    for errors in run_ranks(attach_what_is_wrong, world_size=2, backend="gloo"):
+        assert len(errors) == 2
+        assert "resilient" in errors[1]
 
 
 def program_wait(rank: int) -> Any:

@@ -3,7 +3,7 @@
 A stage that waits for a message has nothing to compute. `Bubbles` runs chunks of other work there:
 prefills, an evaluation, rollouts. A chunk only begins if it ends a guard before the message is due.
 
-    schedule.bubbles = Bubbles(memory_bytes=2 << 30)
+    schedule.bubbles = Bubbles(memory_bytes=2 << 30)    # torch's own: bubbles.attach(schedule)
     schedule.bubbles.add(work)
 
 Training does not change: chunks run without gradients and without autocast, and torch's random
@@ -15,6 +15,8 @@ numbers are restored after them. Work that raises or is much slower than predict
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 import statistics
 import time
@@ -22,14 +24,17 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from torch_resilient import _native
+from torch_resilient._groups import find_backend
 from torch_resilient._reports import events
 from torch_resilient.pipelining.measured import FilledSpan
+from torch_resilient.pipelining.torch_actions import groups_of, waits_by
 
 # The waits at one place of an iteration that predict the next one there. More would keep a plan's
 # waits alive after the network has changed.
@@ -225,6 +230,34 @@ class Bubbles:
         self._spans: list[FilledSpan] = []
         self._began_s = math.nan
         self._windows: list[tuple[float, float]] = []
+
+    def attach(self, schedule: _PipelineSchedule) -> None:
+        """Fills the waits for messages of one of torch's own schedules, such as Schedule1F1B.
+
+        Its `step()` is wrapped. Raises ValueError for a schedule of this package, whose `bubbles`
+        is to be set instead, and if another backend carries the messages of `schedule`.
+        """
+        if hasattr(schedule, "bubbles"):
+            raise ValueError(f"set the `bubbles` of a {type(schedule).__name__}, attach() is not")
+        for group in groups_of(schedule):
+            find_backend(group)
+        step = schedule.step
+
+        @functools.wraps(step)
+        def filled(*args: Any, **kwargs: Any) -> Any:
+            self.begin_iteration()
+            waits = itertools.count()
+
+            def wait(works: Sequence[dist.Work]) -> None:
+                for work in works:
+                    # Steps without a backward have other waits.
+                    self.wait([work], (torch.is_grad_enabled(), next(waits)))
+                    work.wait()
+
+            with waits_by(wait):
+                return step(*args, **kwargs)
+
+        schedule.step = filled  # type: ignore[method-assign]
 
     def add(self, work: BubbleWork) -> None:
         """Raises ValueError if its memory does not fit."""

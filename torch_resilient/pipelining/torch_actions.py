@@ -7,9 +7,10 @@ papers' letters are used: F, B (the gradient of a stage's inputs, torch's I) and
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 from torch._dynamo import OptimizedModule
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import schedules as torch_schedules
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -36,6 +38,38 @@ AnyStage = _PipelineStageBase
 
 _STORE_TIMEOUT = timedelta(seconds=10)
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+_waiting = threading.local()
+
+
+def groups_of(schedule: torch_schedules._PipelineSchedule) -> set[dist.ProcessGroup | None]:
+    """The groups over which one of torch's own schedules sends; None is the default group."""
+    if isinstance(schedule, PipelineScheduleSingle):
+        return {schedule._stage.group}
+    assert isinstance(schedule, torch_schedules.PipelineScheduleMulti)
+    return {stage.group for stage in schedule._stages}
+
+
+@contextlib.contextmanager
+def waits_by(wait: Callable[[Sequence[dist.Work]], None]) -> Iterator[None]:
+    """Within, torch's own schedules wait for their messages by `wait`, on this thread only."""
+    if torch_schedules._wait_batch_p2p is not _wait_for_messages:
+        _waiting_as_torch.append(torch_schedules._wait_batch_p2p)
+        torch_schedules._wait_batch_p2p = _wait_for_messages
+    _waiting.by = wait
+    try:
+        yield
+    finally:
+        _waiting.by = None
+
+
+# torch's function, once it has been replaced.
+_waiting_as_torch: list[Callable[[list[dist.Work]], None]] = []
+
+
+def _wait_for_messages(work: list[dist.Work]) -> None:
+    (getattr(_waiting, "by", None) or _waiting_as_torch[-1])(work)
 
 
 def control_store() -> Store:
