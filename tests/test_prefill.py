@@ -179,6 +179,50 @@ def test_the_pipe_that_begins_first_is_chosen() -> None:
     assert pipes == [1, 2, 0, 1]
 
 
+def test_a_placement_looks_at_few_of_many_pipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+    slots = Controller._slots
+
+    def counted(self: Controller, *arguments: Any) -> Any:
+        nonlocal looks
+        looks += 1
+        return slots(self, *arguments)
+
+    monkeypatch.setattr(Controller, "_slots", counted)
+    for seed in range(5):
+        rng = random.Random(seed)
+        pipes = 500
+        made = controller(*[1] * pipes)
+        alone = [controller(1) for _ in range(pipes)]
+        for pipe in range(pipes):
+            given = windows((rng.random(), rng.uniform(0.05, 0.3)), age_s=rng.random())
+            made.signal(pipe, 0, given, now_s=0.0)
+            alone[pipe].signal(0, 0, given, now_s=0.0)
+        now_s, looks, requests = 0.0, 0, 100
+        for request in range(requests):
+            now_s += rng.expovariate(20.0)
+            before = looks
+            found = made.place(request, rng.randint(1, 3 * CHUNK), now_s, 9.0, now_s + 60)
+            added = looks - before
+            # No other pipe begins earlier.
+            starts = []
+            for each in alone:
+                with contextlib.suppress(Rejected):
+                    other = each.place(request, found.tokens, now_s, 99.0, now_s + 999)
+                    starts.append(other.start_s)
+                    if each is not alone[found.pipe]:
+                        each.done(other)
+            assert found.start_s == pytest.approx(min(starts)), seed
+            looks = before + added
+            if request % 3 == 0:
+                made.done(found)
+                alone[found.pipe] = controller(1)
+                alone[found.pipe].signal(0, 0, given, now_s=now_s)
+                made.signal(found.pipe, 0, given, now_s=now_s)
+        assert looks / requests < pipes / 10, seed
+        assert len(made._queue) <= 4 * pipes + 65
+
+
 def test_the_ranks_of_a_pipe_follow_each_other() -> None:
     made = controller(2)
     made.signal(0, 0, windows((0.5, 0.25)), now_s=10.0)

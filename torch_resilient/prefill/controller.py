@@ -12,6 +12,7 @@ a controller, the training continues.
 from __future__ import annotations
 
 import bisect
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from torch_resilient.prefill.signal import IdleSignal
 _MAX_PERIODS = 1000
 # So many signals in a row must say that a promise cannot be kept: one iteration may be odd.
 _MAX_DOUBTS = 3
+# Entries of the queue that do not count any more, beyond some for each pipe.
+_MAX_STALE = 64
 
 
 class Rejected(Exception):
@@ -44,11 +47,30 @@ class _Rank:
     Attributes:
         began_s: when the iteration of the signal began, by the controller's clock.
         free_s: when all reserved prefills end.
+        ends_s: of the usable part of each window, from the begin of an iteration.
     """
 
     signal: IdleSignal | None = None
     began_s: float = 0.0
     free_s: float = -math.inf
+    ends_s: tuple[float, ...] = ()
+
+    def take(self, signal: IdleSignal, began_s: float) -> None:
+        self.signal, self.began_s = signal, began_s
+        self.ends_s = tuple(start + length - signal.guard_s for start, length in signal.windows)
+
+    def earliest_s(self, from_s: float) -> float:
+        """No chunk begins earlier, however short it is; infinite if there are no windows."""
+        signal = self.signal
+        if signal is None or not signal.windows:
+            return math.inf
+        from_s = max(from_s, self.free_s)
+        period = math.floor((from_s - self.began_s) / signal.period_s)
+        base_s = self.began_s + period * signal.period_s
+        window = bisect.bisect_right(self.ends_s, from_s - base_s)
+        if window < len(self.ends_s):
+            return max(base_s + signal.windows[window][0], from_s)
+        return max(base_s + signal.period_s + signal.windows[0][0], from_s)
 
     def slot(self, from_s: float, chunks_s: Sequence[float]) -> Slot | None:
         """Fills the idle windows from `from_s` on with these chunks; None if that takes too many
@@ -108,7 +130,9 @@ class Reservation:
 class Controller:
     """Reservations of the idle time of several pipes.
 
-    Time of a placement: linear in the number of ranks, and of iterations that a prefill takes.
+    A placement looks at the pipes in the order in which they can begin at all, and at no others
+    once one is found that begins earlier. Its time is linear in the number of iterations that
+    a prefill takes.
 
     Args:
         shape: of the model.
@@ -123,6 +147,11 @@ class Controller:
         self._lost: dict[int, str] = {}
         # The open requests of each pipe, in the order of their starts.
         self._open: list[list[Reservation]] = [[] for _ in depths]
+        # (a time before which the pipe cannot begin, the pipe, its number), as a heap. Of the
+        # entries of a pipe, the one with its last number counts; a pipe that is lost, or of which
+        # nothing is known, has none.
+        self._queue: list[tuple[float, int, int]] = []
+        self._numbers = [0 for _ in depths]
 
     def place(
         self, request: int, tokens: int, now_s: float, max_wait_s: float, deadline_s: float
@@ -133,8 +162,15 @@ class Controller:
         end later than `deadline_s`.
         """
         best: Reservation | None = None
-        for pipe in range(len(self._ranks)):
-            if pipe in self._lost:
+        seen = []
+        # Nothing begins earlier than now.
+        while self._queue and (best is None or max(self._queue[0][0], now_s) < best.start_s):
+            _, pipe, number = heapq.heappop(self._queue)
+            if number != self._numbers[pipe]:
+                continue
+            bound_s = self._ranks[pipe][0].earliest_s(now_s)
+            seen.append((bound_s, pipe))
+            if best is not None and bound_s >= best.start_s:
                 continue
             nothing = [0] * len(self._ranks[pipe])
             slots = self._slots(pipe, tokens, nothing, now_s)
@@ -150,6 +186,8 @@ class Controller:
                     deadline_s,
                     nothing,
                 )
+        for bound_s, pipe in seen:
+            self._enqueue(pipe, bound_s)
         if best is None:
             if len(self._lost) == len(self._ranks):
                 raise Rejected(f"no rank runs prefills: {next(iter(self._lost.values()))}")
@@ -170,8 +208,7 @@ class Controller:
         Returns those whose promise cannot be kept, since the plan or the network has changed. They
         are no longer open.
         """
-        rank = self._ranks[pipe][part]
-        rank.signal, rank.began_s = signal, now_s - signal.age_s
+        self._ranks[pipe][part].take(signal, now_s - signal.age_s)
         waiting, broken = self._open[pipe], []
         self._open[pipe] = []
         for each in self._ranks[pipe]:
@@ -185,6 +222,7 @@ class Controller:
                 broken.append(reservation)
             else:
                 self._reserve(reservation, now_s)
+        self._enqueue(pipe, self._ranks[pipe][0].earliest_s(now_s))
         return broken
 
     def layer_done(self, reservation: Reservation, layer: int) -> None:
@@ -199,16 +237,27 @@ class Controller:
         if not self._open[reservation.pipe]:
             for rank in self._ranks[reservation.pipe]:
                 rank.free_s = -math.inf
+            self._enqueue(reservation.pipe, -math.inf)
 
     def lose(self, pipe: int, reason: str) -> list[Reservation]:
         """A pipe takes no requests any more; returns those that were open."""
         self._lost[pipe] = reason
+        self._enqueue(pipe, math.inf)
         waiting, self._open[pipe] = self._open[pipe], []
         return waiting
 
     def is_lost(self, pipe: int) -> bool:
         """Whether lose() was called for it."""
         return pipe in self._lost
+
+    def _enqueue(self, pipe: int, bound_s: float) -> None:
+        """The pipe cannot begin before `bound_s`, now or at any later time."""
+        self._numbers[pipe] += 1
+        if bound_s < math.inf and pipe not in self._lost:
+            heapq.heappush(self._queue, (bound_s, pipe, self._numbers[pipe]))
+        if len(self._queue) > 4 * len(self._ranks) + _MAX_STALE:
+            self._queue = [each for each in self._queue if each[2] == self._numbers[each[1]]]
+            heapq.heapify(self._queue)
 
     def _slots(self, pipe: int, tokens: int, done: Sequence[int], now_s: float) -> list[Slot]:
         """The slots on the ranks of a pipe, one after the other; empty if it does not fit."""
