@@ -15,7 +15,12 @@ import torch.distributed as dist
 from harness import run_ranks
 from test_schedules import MICROBATCHES, Part, batch_of, loss_of
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    schedules,
+)
 from torch.distributed.pipelining._backward import stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +49,8 @@ def test_the_names_are_there() -> None:
         "clear_runtime_states",
     ):
         assert callable(getattr(PipelineStage, name)), name
+    # All of torch's own schedules wait for their messages in it.
+    assert list(inspect.signature(schedules._wait_batch_p2p).parameters) == ["work"]
     parameters = list(inspect.signature(PipelineStage.backward_maybe_with_nosync).parameters)
     assert parameters == ["self", "backward_type", "bwd_kwargs", "last_backward"]
     assert list(inspect.signature(stage_backward_weight).parameters) == [

@@ -44,7 +44,15 @@ _waiting = threading.local()
 
 
 def groups_of(schedule: torch_schedules._PipelineSchedule) -> set[dist.ProcessGroup | None]:
-    """The groups over which one of torch's own schedules sends; None is the default group."""
+    """The groups over which one of torch's own schedules sends; None is the default group.
+
+    Raises RuntimeError if this version of torch gives waits_by() no place.
+    """
+    if not hasattr(torch_schedules, "_wait_batch_p2p"):
+        raise RuntimeError(
+            f"torch {torch.__version__} waits for the messages of its schedules elsewhere: use the "
+            "schedules of torch_resilient.pipelining"
+        )
     if isinstance(schedule, PipelineScheduleSingle):
         return {schedule._stage.group}
     assert isinstance(schedule, torch_schedules.PipelineScheduleMulti)
