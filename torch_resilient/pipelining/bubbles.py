@@ -28,13 +28,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining.schedules import _PipelineSchedule
 
 from torch_resilient import _native
 from torch_resilient._groups import find_backend
 from torch_resilient._reports import events
 from torch_resilient.pipelining.measured import FilledSpan
-from torch_resilient.pipelining.torch_actions import groups_of, waits_by
+from torch_resilient.pipelining.torch_actions import TorchSchedule, groups_of, waits_by
 
 # The waits at one place of an iteration that predict the next one there. More would keep a plan's
 # waits alive after the network has changed.
@@ -231,7 +230,7 @@ class Bubbles:
         self._began_s = math.nan
         self._windows: list[tuple[float, float]] = []
 
-    def attach(self, schedule: _PipelineSchedule) -> None:
+    def attach(self, schedule: TorchSchedule) -> None:
         """Fills the waits for messages of one of torch's own schedules, such as Schedule1F1B.
 
         Its `step()` is wrapped. Raises ValueError for a schedule of this package, whose `bubbles`

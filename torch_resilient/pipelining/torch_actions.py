@@ -35,6 +35,8 @@ from torch_resilient.traffic import traffic_class
 
 # torch's PipelineStage, or what its tracer makes (Pipe.build_stage()).
 AnyStage = _PipelineStageBase
+# Any schedule of torch.
+TorchSchedule = torch_schedules._PipelineSchedule
 
 _STORE_TIMEOUT = timedelta(seconds=10)
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -43,7 +45,7 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _waiting = threading.local()
 
 
-def groups_of(schedule: torch_schedules._PipelineSchedule) -> set[dist.ProcessGroup | None]:
+def groups_of(schedule: TorchSchedule) -> set[dist.ProcessGroup | None]:
     """The groups over which one of torch's own schedules sends; None is the default group.
 
     Raises RuntimeError if this version of torch gives waits_by() no place.

@@ -147,9 +147,9 @@ class Controller:
         self._lost: dict[int, str] = {}
         # The open requests of each pipe, in the order of their starts.
         self._open: list[list[Reservation]] = [[] for _ in depths]
-        # (a time before which the pipe cannot begin, the pipe, its number), as a heap. Of the
-        # entries of a pipe, the one with its last number counts; a pipe that is lost, or of which
-        # nothing is known, has none.
+        # (a time before which the pipe cannot begin, the pipe, its number), as a heap. Only the
+        # entry with the last number of a pipe counts; a pipe that is lost, or of which nothing is
+        # known, has none.
         self._queue: list[tuple[float, int, int]] = []
         self._numbers = [0 for _ in depths]
 
