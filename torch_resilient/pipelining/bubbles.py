@@ -234,10 +234,13 @@ class Bubbles:
         """Fills the waits for messages of one of torch's own schedules, such as Schedule1F1B.
 
         Its `step()` is wrapped. Raises ValueError for a schedule of this package, whose `bubbles`
-        is to be set instead, and if another backend carries the messages of `schedule`.
+        is to be set instead, and if another backend carries the messages of `schedule`;
+        RuntimeError if this version of torch waits in another place.
         """
         if hasattr(schedule, "bubbles"):
-            raise ValueError(f"set the `bubbles` of a {type(schedule).__name__}, attach() is not")
+            raise ValueError(
+                f"a {type(schedule).__name__} has an attribute `bubbles`: set that instead"
+            )
         for group in groups_of(schedule):
             find_backend(group)
         step = schedule.step

@@ -67,11 +67,12 @@ def waits_by(wait: Callable[[Sequence[dist.Work]], None]) -> Iterator[None]:
     if torch_schedules._wait_batch_p2p is not _wait_for_messages:
         _waiting_as_torch.append(torch_schedules._wait_batch_p2p)
         torch_schedules._wait_batch_p2p = _wait_for_messages
+    before = getattr(_waiting, "by", None)
     _waiting.by = wait
     try:
         yield
     finally:
-        _waiting.by = None
+        _waiting.by = before
 
 
 # torch's function, once it has been replaced.
