@@ -264,6 +264,10 @@ void HostTensors::choosePieces() {
 
 // Small tensors first: they are there when the first piece is.
 void HostTensors::copyIn() {
+  if (devices_.empty() &&
+      std::ranges::all_of(slots_, [](const Slot& s) { return s.direct; })) {
+    return;
+  }
   at::AutoDispatchBelowADInplaceOrView below;
   choosePieces();
   std::set<DeviceStaging*> issued;

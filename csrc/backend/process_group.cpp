@@ -497,7 +497,7 @@ ProcessGroupResilient::WorkPtr ProcessGroupResilient::launch(
         spec->done = [work](const Status& status, int sourceRank) mutable {
           WorkResilient::end(std::move(work), status, sourceRank);
         };
-        group->submit(std::move(*spec));
+        group->submit(spec);
         WorkResilient::followPieces(work);
       });
   return started(std::move(work), /*wanted=*/false);

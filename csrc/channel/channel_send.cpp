@@ -401,8 +401,10 @@ void Channel::unblock() {
   for (size_t queue = 0; queue < kQueueCount; ++queue) {
     auto& ready = ready_[queue];
     auto& blocked = blocked_[queue];
-    ready.insert(ready.begin(), blocked.begin(), blocked.end());
-    blocked.clear();
+    if (!blocked.empty()) {
+      ready.insert(ready.begin(), blocked.begin(), blocked.end());
+      blocked.clear();
+    }
   }
 }
 
@@ -590,9 +592,11 @@ Channel::OutMessage* Channel::nextSendable(
     bool& repeated) {
   repeated = false;
   for (;;) {
-    std::array<bool, kQueueCount> waiting;
+    QueueSet waiting = 0;
     for (size_t queue = 0; queue < kQueueCount; ++queue) {
-      waiting[queue] = !ready_[queue].empty() && p.carries(queue);
+      if (!ready_[queue].empty() && p.carries(queue)) {
+        waiting |= QueueSet{1} << queue;
+      }
     }
     const size_t queue = scheduler_.pick(waiting);
     if (queue == kQueueCount) {
@@ -685,6 +689,9 @@ const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
 // The first that may leave by this path.
 std::deque<std::unique_ptr<Channel::Control>>::const_iterator
 Channel::controlFor(PathId path) const {
+  if (control_.empty()) {
+    return control_.end();
+  }
   const bool overRelay = state(path).overRelay;
   if (overRelay && anyDirect()) {
     return control_.end();

@@ -198,7 +198,8 @@ class Group {
   // A small operation may be started within the call, in a turn of the loop
   // that the caller takes. `done` may then be called before submit() returns.
   virtual uint64_t submit(CollectiveSpec spec) = 0;
-  virtual void submit(PointToPointSpec spec) = 0;
+  // `spec` belongs to the group from here on.
+  virtual void submit(std::shared_ptr<PointToPointSpec> spec) = 0;
   virtual uint64_t sequence() const = 0; // of the last collective
   // The next collective gets `sequence` + 1. All ranks must set the same number
   // between the same two collectives.

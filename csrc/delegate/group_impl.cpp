@@ -172,28 +172,27 @@ uint64_t GroupImpl::submit(CollectiveSpec spec) {
   return sequence;
 }
 
-void GroupImpl::submit(PointToPointSpec spec) {
-  auto shared = std::make_shared<PointToPointSpec>(std::move(spec));
+void GroupImpl::submit(std::shared_ptr<PointToPointSpec> spec) {
   bool posted = false;
-  const bool small = shared->bytes <= kSmallBytes;
+  const bool small = spec->bytes <= kSmallBytes;
   {
     std::lock_guard lock(mutex_);
     FlightRecorder::Entry entry;
     entry.group = name_;
-    entry.signature = shared->signature;
-    entry.isSend = shared->isSend;
-    entry.peer = shared->peer;
-    entry.tag = shared->tag;
-    entry.bytes = shared->bytes;
+    entry.signature = spec->signature;
+    entry.isSend = spec->isSend;
+    entry.peer = spec->peer;
+    entry.tag = spec->tag;
+    entry.bytes = spec->bytes;
     if (!closed_) {
       const uint64_t id = engine_->recorder().begin(std::move(entry));
       posted =
-          engine_->loop().postQuietly([self = shared_from_this(), shared, id] {
+          engine_->loop().postQuietly([self = shared_from_this(), spec, id] {
             self->start(
                 std::make_shared<PointToPointRun>(
                     *self,
                     ++self->lastPointToPoint_,
-                    std::move(*shared),
+                    spec,
                     id,
                     self->engine_->loop().now()));
           });
@@ -202,7 +201,7 @@ void GroupImpl::submit(PointToPointSpec spec) {
   if (posted) {
     engine_->loop().runPosted(small);
   } else {
-    shared->done(
+    spec->done(
         Status(
             StatusCode::kAborted,
             "group " + name_ +
@@ -838,12 +837,18 @@ void GroupImpl::finished(
     notice.text = run.failure().message();
     tell(notice);
   }
+  auto done = std::move(run.spec().done);
+  if (run.loan() == 0) {
+    done(status);
+    return;
+  }
   takeBack(
       run.loan(),
       status,
       // Keeps what the operation has borrowed.
-      [ended = std::move(ended),
-       done = std::move(run.spec().done)](const Status& s) { done(s); },
+      [ended = std::move(ended), done = std::move(done)](const Status& s) {
+        done(s);
+      },
       std::move(run.spec().hold));
 }
 
@@ -868,6 +873,10 @@ void GroupImpl::finished(
     engine_->destroyLater(ended);
     pointToPoints_.erase(found);
   }
+  if (loan == 0) {
+    done(status, sourceRank);
+    return;
+  }
   takeBack(
       loan,
       status,
@@ -884,9 +893,7 @@ void GroupImpl::takeBack(
     std::function<void(const Status&)> done,
     std::function<std::shared_ptr<void>()> hold) {
   VerbsLoans* const loans = engine_->loans();
-  if (loan == 0) {
-    done(status);
-  } else if (status.ok()) {
+  if (status.ok()) {
     loans->end(loan);
     done(status);
   } else {

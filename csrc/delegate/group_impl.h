@@ -49,7 +49,7 @@ class GroupImpl final : public Group,
   void join(); // once, after construction
 
   uint64_t submit(CollectiveSpec spec) override;
-  void submit(PointToPointSpec spec) override;
+  void submit(std::shared_ptr<PointToPointSpec> spec) override;
   uint64_t sequence() const override;
   void setSequence(uint64_t sequence) override;
   void abort(const std::string& reason) override;

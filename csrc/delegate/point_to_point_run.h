@@ -20,7 +20,7 @@ class PointToPointRun final {
   PointToPointRun(
       GroupImpl& group,
       uint64_t id,
-      PointToPointSpec spec,
+      std::shared_ptr<PointToPointSpec> spec,
       uint64_t recordId,
       TimePoint startedAt);
   ~PointToPointRun();
@@ -38,14 +38,14 @@ class PointToPointRun final {
   // A receive from any source that no message has answered: it fails when
   // nobody is left. One that has its message ends with that message.
   bool waitsForAnyRank() const {
-    return recv_ && spec_.peer < 0 && recv_->op().matchedSource == nullptr;
+    return recv_ && spec_->peer < 0 && recv_->op().matchedSource == nullptr;
   }
 
   uint64_t id() const {
     return id_;
   }
   PointToPointSpec& spec() {
-    return spec_;
+    return *spec_;
   }
   uint64_t recordId() const {
     return recordId_;
@@ -70,7 +70,7 @@ class PointToPointRun final {
 
   GroupImpl& group_;
   const uint64_t id_;
-  PointToPointSpec spec_;
+  const std::shared_ptr<PointToPointSpec> spec_;
   const uint64_t recordId_;
   VerbsLoans::Loan loan_ = 0;
   const TimePoint startedAt_;

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 
@@ -22,6 +23,10 @@ constexpr bool isForOthers(size_t queue) {
   return queue % 2 != 0;
 }
 
+// A set of queues: bit q stands for queue q.
+using QueueSet = uint32_t;
+static_assert(kQueueCount <= 32);
+
 // Which queue sends its next chunk: strict priority, but one that has been
 // passed over for `starvationBytes` gets one chunk through. So bulk costs an
 // urgent class at most chunk/starvationBytes of its rate, and never stands
@@ -31,32 +36,28 @@ class ClassScheduler {
   explicit ClassScheduler(uint64_t starvationBytes)
       : starvationBytes_(starvationBytes) {}
 
-  // `waiting[q]`: queue q has something to send. Returns the queue to serve,
-  // or kQueueCount if none waits.
-  size_t pick(const std::array<bool, kQueueCount>& waiting) const {
-    size_t first = kQueueCount;
-    for (size_t q = 0; q < kQueueCount; ++q) {
-      if (!waiting[q]) {
-        continue;
-      }
-      if (first == kQueueCount) {
-        first = q;
-      } else if (passedOver_[q] >= starvationBytes_) {
+  // `waiting`: the queues that have something to send. Returns the one to
+  // serve, or kQueueCount if none waits.
+  size_t pick(QueueSet waiting) const {
+    if (waiting == 0) {
+      return kQueueCount;
+    }
+    for (QueueSet rest = waiting & (waiting - 1); rest != 0; rest &= rest - 1) {
+      const auto q = static_cast<size_t>(std::countr_zero(rest));
+      if (passedOver_[q] >= starvationBytes_) {
         return q;
       }
     }
-    return first;
+    return static_cast<size_t>(std::countr_zero(waiting));
   }
 
   // `queue` has sent `bytes`. Only those below it in priority, and only while
   // they wait, add up what passed over them: one that had nothing to send
   // has no claim.
-  void served(
-      size_t queue,
-      uint64_t bytes,
-      const std::array<bool, kQueueCount>& waiting) {
+  void served(size_t queue, uint64_t bytes, QueueSet waiting) {
     for (size_t q = queue + 1; q < kQueueCount; ++q) {
-      passedOver_[q] = waiting[q] ? passedOver_[q] + bytes : 0;
+      const bool waits = (waiting >> q & 1) != 0;
+      passedOver_[q] = waits ? passedOver_[q] + bytes : 0;
     }
     passedOver_[queue] = 0;
   }

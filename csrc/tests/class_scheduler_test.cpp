@@ -6,19 +6,13 @@
 namespace resilient::test {
 namespace {
 
-using Waiting = std::array<bool, kQueueCount>;
-
 TEST(class_scheduler_serves_the_most_urgent) {
   ClassScheduler scheduler(1 << 20);
-  CHECK_EQ(scheduler.pick(Waiting{}), kQueueCount);
-  for (unsigned mask = 1; mask < 256; ++mask) {
-    Waiting waiting{};
-    size_t first = kQueueCount;
-    for (size_t c = kQueueCount; c-- > 0;) {
-      waiting[c] = (mask >> c & 1) != 0;
-      if (waiting[c]) {
-        first = c;
-      }
+  CHECK_EQ(scheduler.pick(0), kQueueCount);
+  for (QueueSet waiting = 1; waiting < QueueSet{1} << kQueueCount; ++waiting) {
+    size_t first = 0;
+    while ((waiting >> first & 1) == 0) {
+      ++first;
     }
     CHECK_EQ(scheduler.pick(waiting), first);
   }
@@ -30,7 +24,7 @@ TEST(class_scheduler_lets_nobody_starve) {
   constexpr uint64_t kStarvation = 10'000;
   constexpr uint64_t kChunk = 1000;
   ClassScheduler scheduler(kStarvation);
-  const Waiting waiting{true, false, false, true};
+  constexpr QueueSet waiting = 0b1001;
   uint64_t bulk = 0, urgent = 0;
   for (int i = 0; i < 11'000; ++i) {
     const size_t c = scheduler.pick(waiting);
@@ -52,16 +46,18 @@ TEST(class_scheduler_bounds_every_wait) {
     ClassScheduler scheduler(starvation);
     std::array<uint64_t, kQueueCount> passed{};
     for (int i = 0; i < 2000; ++i) {
-      Waiting waiting;
+      QueueSet waiting = 0;
       for (size_t c = 0; c < kQueueCount; ++c) {
-        waiting[c] = c == 3 || prng.chance(0.7);
+        if (c == 3 || prng.chance(0.7)) {
+          waiting |= QueueSet{1} << c;
+        }
       }
       const size_t c = scheduler.pick(waiting);
-      CHECK(c < kQueueCount && waiting[c]);
+      CHECK(c < kQueueCount && (waiting >> c & 1) != 0);
       const uint64_t bytes = 1 + prng.below(chunk);
       scheduler.served(c, bytes, waiting);
       for (size_t k = 0; k < kQueueCount; ++k) {
-        passed[k] = k == c || !waiting[k] ? 0 : passed[k] + bytes;
+        passed[k] = k == c || (waiting >> k & 1) == 0 ? 0 : passed[k] + bytes;
         CHECK(passed[k] <= starvation + 2 * kQueueCount * chunk);
       }
     }
@@ -71,11 +67,10 @@ TEST(class_scheduler_bounds_every_wait) {
 // Time in which a class had nothing to send earns it nothing.
 TEST(class_scheduler_forgets_what_did_not_wait) {
   ClassScheduler scheduler(100);
-  const Waiting urgentOnly{true, false, false, false};
   for (int i = 0; i < 100; ++i) {
-    scheduler.served(0, 1000, urgentOnly);
+    scheduler.served(0, 1000, 0b0001);
   }
-  CHECK_EQ(scheduler.pick(Waiting{true, false, false, true}), 0u);
+  CHECK_EQ(scheduler.pick(0b1001), 0u);
 }
 
 } // namespace

@@ -156,16 +156,16 @@ struct Rank {
       std::vector<float>& data,
       Nanos timeout) {
     auto waiter = std::make_shared<Waiter>(*engine);
-    PointToPointSpec spec;
-    spec.isSend = isSend;
-    spec.peer = peer;
-    spec.tag = tag;
-    spec.signature.dtype = DType::kFloat32;
-    spec.signature.count = data.size();
-    spec.timeout = timeout;
-    spec.data = data.data();
-    spec.bytes = data.size() * sizeof(float);
-    spec.done = [waiter](const Status& status, int) { waiter->end(status); };
+    auto spec = std::make_shared<PointToPointSpec>();
+    spec->isSend = isSend;
+    spec->peer = peer;
+    spec->tag = tag;
+    spec->signature.dtype = DType::kFloat32;
+    spec->signature.count = data.size();
+    spec->timeout = timeout;
+    spec->data = data.data();
+    spec->bytes = data.size() * sizeof(float);
+    spec->done = [waiter](const Status& status, int) { waiter->end(status); };
     group->submit(std::move(spec));
     return waiter->wait();
   }

@@ -240,17 +240,17 @@ TEST(engine_keeps_memory_of_an_rdma_device_that_does_not_answer) {
   test::Rank& rank = hosts.ranks[1];
   const size_t before = hosts.fake.memories();
   auto waiter = std::make_shared<test::Waiter>(*rank.engine);
-  PointToPointSpec spec;
-  spec.isSend = false;
-  spec.peer = 0;
-  spec.tag = 7;
-  spec.signature.dtype = DType::kFloat32;
-  spec.signature.count = memory->size();
-  spec.timeout = 1s;
-  spec.data = memory->data();
-  spec.bytes = memory->size() * sizeof(float);
-  spec.hold = [held = std::exchange(memory, nullptr)] { return held; };
-  spec.done = [waiter](const Status& status, int) { waiter->end(status); };
+  auto spec = std::make_shared<PointToPointSpec>();
+  spec->isSend = false;
+  spec->peer = 0;
+  spec->tag = 7;
+  spec->signature.dtype = DType::kFloat32;
+  spec->signature.count = memory->size();
+  spec->timeout = 1s;
+  spec->data = memory->data();
+  spec->bytes = memory->size() * sizeof(float);
+  spec->hold = [held = std::exchange(memory, nullptr)] { return held; };
+  spec->done = [waiter](const Status& status, int) { waiter->end(status); };
   rank.group->submit(std::move(spec));
   hosts.until(
       "it is registered", [&] { return hosts.fake.memories() > before; });
