@@ -25,6 +25,7 @@ struct PlantedBugs {
   bool copyTooLittle = false; // a copy lacks the first chunk that is needed
   bool copyReferred = false; // ends the send; the far end reads what comes next
   bool forgetSettled = false; // the sender never hears that it may send
+  bool keepToKindOfPath = false; // though none of that kind works
 
   // failover
   bool noProbation = false; // a connection that comes back carries at once

@@ -180,6 +180,14 @@ void Channel::setClasses(PathId path, uint8_t classes) {
   }
 }
 
+void Channel::setBursts(PathId path, BurstRange range) {
+  PathState& p = state(path);
+  if (p.bursts != range) {
+    p.bursts = range;
+    ready();
+  }
+}
+
 uint8_t Channel::classes(PathId path) const {
   return state(path).classes;
 }
@@ -390,6 +398,7 @@ void Channel::fail(const Status& status) {
   chargedBytes_ = 0;
   offers_ = 0;
   unacknowledged_ = 0;
+  unacknowledgedBytes_ = 0;
   refusals_.clear();
   grants_.clear();
   grantsDue_ = kNever;

@@ -39,6 +39,18 @@ struct StagingBudget {
   uint64_t used = 0;
 };
 
+// Sizes of bursts, in bytes: above the first, up to the second. From 0 on, an
+// empty one belongs to it as well.
+struct BurstRange {
+  uint64_t above = 0;
+  uint64_t upTo = UINT64_MAX;
+
+  bool contains(uint64_t bytes) const {
+    return (bytes > above || above == 0) && bytes <= upTo;
+  }
+  bool operator==(const BurstRange&) const = default;
+};
+
 struct ChannelConfig {
   // The largest chunk. Messages are cut smaller where a path is slow, and
   // larger if they would exceed kMaxChunksPerMessage.
@@ -349,6 +361,9 @@ class Channel {
   // The traffic classes that the path carries, a bit each (1 << class); all at
   // first. 0: a path in reserve. A path in reserve still takes control frames.
   void setClasses(PathId path, uint8_t classes);
+  // Of those, the path carries only messages in bursts of this size, unless
+  // there is no other path for them. At first it takes all.
+  void setBursts(PathId path, BurstRange range);
   uint8_t classes(PathId path) const;
 
   // --- time
@@ -427,9 +442,12 @@ class Channel {
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
   PathLoad loadOf(const PathState& p, TimePoint now) const;
   double inTurn(double bytesPerS) const; // of a path that is over no relay
-  OutMessage* worthTaking(const PathState& p, size_t queue, TimePoint now);
+  OutMessage*
+  worthTaking(const PathState& p, size_t queue, TimePoint now, bool& noneSuits);
+  bool suits(const PathState& p, const OutMessage& m) const;
+  bool mayFollow(const OutMessage& m) const;
   const OutMessage* waiting(size_t queue) const; // the first; null: none
-  uint32_t chunkBytesFor(uint64_t messageBytes) const;
+  uint32_t chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes) const;
   void trackChunks(OutMessage& m);
   void takeBack(InFlight& f, bool pathIsGone);
   OutMessage* hedge(PathState& p, TimePoint now, uint32_t& chunk);
@@ -512,6 +530,7 @@ class Channel {
   uint64_t chargedBytes_ = 0; // of peerEagerBytes
   size_t offers_ = 0; // announced, not granted
   uint64_t unacknowledged_ = 0; // messages not abandoned and not acknowledged
+  uint64_t unacknowledgedBytes_ = 0; // of these
   // Not handed to a path yet. Frames that a path gives back go to the front.
   std::deque<std::unique_ptr<Control>> control_;
   std::optional<PathId> arrivingOn_; // the path of the frame in onHeader()

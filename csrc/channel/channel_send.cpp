@@ -48,8 +48,10 @@ void Channel::send(SendOp* op, TimePoint now) {
   h.trafficClass = op->trafficClass;
   h.message = ++lastMessage_;
   h.totalBytes = op->bytes;
+  unacknowledgedBytes_ += op->bytes;
+  m.burstBytes = unacknowledgedBytes_;
   // Chunks grow with messages too large for the header's limit of chunks.
-  h.chunkBytes = chunkBytesFor(op->bytes);
+  h.chunkBytes = chunkBytesFor(op->bytes, m.burstBytes);
   while (h.totalBytes / h.chunkBytes >= kMaxChunksPerMessage) {
     h.chunkBytes *= 2;
   }
@@ -347,7 +349,10 @@ void Channel::abandon(OutMessage& m) {
   if (!m.abandoned) {
     m.abandoned = true;
     // A tolerant one waits for more than its acknowledgements.
-    unacknowledged_ -= m.acknowledged < m.chunks;
+    if (m.acknowledged < m.chunks) {
+      --unacknowledged_;
+      unacknowledgedBytes_ -= m.header.totalBytes;
+    }
     m.retransmits.clear();
     clearOffer(m);
     release(m);
@@ -427,7 +432,8 @@ bool Channel::takeCredit(OutMessage& m, uint64_t bytes) {
 // carries data decides, since any chunk may fall to it. Shared memory is left
 // out: it is never the slow one. The size is a power of two times
 // kMinSplitBytes.
-uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
+uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
+    const {
   const uint32_t max = pacedChunkBytes_ == 0
       ? config_.chunkBytes
       : std::min(config_.chunkBytes, pacedChunkBytes_);
@@ -438,7 +444,8 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes) const {
   for (const auto& [id, p] : paths_) {
     const double rate =
         p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, {}).bytesPerS;
-    if (rate > 0 && !p.suspect && p.classes != 0 && !p.inMemory()) {
+    if (rate > 0 && !p.suspect && p.classes != 0 && !p.inMemory() &&
+        p.bursts.contains(burstBytes)) {
       const double bytes =
           rate * toSeconds(p.overRelay ? kRelayedChunkTime : kChunkTime);
       fits = fits == 0 ? bytes : std::min(fits, bytes);
@@ -530,67 +537,108 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   return nullptr;
 }
 
-// The first message of the class with a chunk that would arrive in time on this
+// A message goes over the kind of path that suits its burst. Where no such path
+// is good, any path will do.
+bool Channel::suits(const PathState& p, const OutMessage& m) const {
+  return p.bursts.contains(m.burstBytes) ||
+      (std::none_of(
+           paths_.begin(),
+           paths_.end(),
+           [&](const auto& other) {
+             return other.second.isGood(m.queue()) &&
+                 other.second.bursts.contains(m.burstBytes);
+           }) &&
+       !RESILIENT_PLANTED(keepToKindOfPath));
+}
+
+// The first message of the queue with a chunk that would arrive in time on this
 // path: before the other paths have sent everything in front of it. A slow path
-// thus works on messages that are needed later. Null: the path waits.
+// thus works on messages that are needed later. Null: the path waits, unless
+// `noneSuits`: all messages looked at are for other paths.
 //
-// How it works. ArrivalOrder compares this path with the others of the class.
-// The front message is taken if its next chunk arrives in time. Otherwise the
-// queue is searched for a message with more in front of it, up to kLookAhead.
-// Such a message must have its credit, so nextSendable() finds only the front
-// without it. A path that has idled for kExploreAfter gets a chunk without
-// proof if enough waits.
-Channel::OutMessage*
-Channel::worthTaking(const PathState& p, size_t queue, TimePoint now) {
+// How it works. The queue is searched for the first message that suits this
+// path. ArrivalOrder compares the path with the others that may carry it. The
+// message is taken if its next chunk arrives in time. Otherwise the search goes
+// on for one with more in front of it, up to kLookAhead. A message behind the
+// front must have its credit, so nextSendable() finds only the front without
+// it. A path that has idled for kExploreAfter gets a chunk without proof if
+// enough waits.
+Channel::OutMessage* Channel::worthTaking(
+    const PathState& p,
+    size_t queue,
+    TimePoint now,
+    bool& noneSuits) {
   // Beyond these, every path has enough to do.
   constexpr size_t kLookAhead = 16;
-  OutMessage& front = *out_.at(ready_[queue].front());
+  noneSuits = false;
+  OutMessage* first = out_.at(ready_[queue].front()).get();
   if (paths_.size() == 1) {
-    return &front;
-  }
-  ArrivalOrder order(
-      loadOf(p, now),
-      std::min<uint64_t>(front.header.chunkBytes, front.unsentBytes()));
-  for (const auto& [id, other] : paths_) {
-    if (&other != &p && !other.suspect && !other.onProbation &&
-        other.carries(queue)) {
-      order.addOther(loadOf(other, now));
-    }
-  }
-  uint64_t backlog = front.unsentBytes();
-  if (order.mayTake(backlog)) {
-    return &front;
+    return first;
   }
   const size_t max =
       pacedChunkBytes_ != 0 ? 1 : std::min(kLookAhead, ready_[queue].size());
-  for (size_t i = 1; i < max; ++i) {
+  size_t i = 0;
+  for (; i < max; ++i) {
     OutMessage& m = *out_.at(ready_[queue][i]);
+    if (suits(p, m) && (i == 0 || mayFollow(m))) {
+      first = &m;
+      break;
+    }
+  }
+  if (i == max) {
+    noneSuits = true;
+    return nullptr;
+  }
+  ArrivalOrder order(
+      loadOf(p, now),
+      std::min<uint64_t>(first->header.chunkBytes, first->unsentBytes()));
+  for (const auto& [id, other] : paths_) {
+    if (&other != &p && other.isGood(queue) && suits(other, *first)) {
+      order.addOther(loadOf(other, now));
+    }
+  }
+  uint64_t backlog = first->unsentBytes();
+  if (order.mayTake(backlog)) {
+    return first;
+  }
+  for (++i; i < max; ++i) {
+    OutMessage& m = *out_.at(ready_[queue][i]);
+    if (!suits(p, m)) {
+      continue;
+    }
     backlog += m.unsentBytes();
-    const bool credit = m.granted ||
-        (!m.awaitsReceive &&
-         chargedBytes_ + m.header.chunkBytes + kChunkOverheadBytes <=
-             config_.peerEagerBytes);
-    if (m.hasUnsent() && credit && order.inTime(backlog)) {
+    if (mayFollow(m) && order.inTime(backlog)) {
       return &m;
     }
   }
   const bool forgotten = p.inFlight.empty() && now - p.chunkAt >= kExploreAfter;
-  return forgotten && backlog >= kWorthExploring ? &front : nullptr;
+  return forgotten && backlog >= kWorthExploring ? first : nullptr;
+}
+
+// Whether it can be sent although it is not at the front of its queue.
+bool Channel::mayFollow(const OutMessage& m) const {
+  return m.hasUnsent() &&
+      (m.granted ||
+       (!m.awaitsReceive &&
+        chargedBytes_ + m.header.chunkBytes + kChunkOverheadBytes <=
+            config_.peerEagerBytes));
 }
 
 // The next chunk for this path (`repeated`: another path lost it), or
 // kOfferChunk to announce the message; null if there is nothing that the path
 // should send now.
 //
-// Each turn of the loop returns or removes a message from a queue, so it ends.
-// A message without credit moves to blocked_, and later ones overtake it. An
-// offer has no payload, so the scheduler does not count it.
+// Each turn of the loop returns, removes a message from a queue or leaves a
+// queue out, so it ends. A message without credit moves to blocked_, and later
+// ones overtake it. An offer has no payload, so the scheduler does not count
+// it.
 Channel::OutMessage* Channel::nextSendable(
     PathState& p,
     TimePoint now,
     uint32_t& chunk,
     bool& repeated) {
   repeated = false;
+  QueueSet unsuited = 0; // queues with nothing for this path
   for (;;) {
     QueueSet waiting = 0;
     for (size_t queue = 0; queue < kQueueCount; ++queue) {
@@ -598,7 +646,7 @@ Channel::OutMessage* Channel::nextSendable(
         waiting |= QueueSet{1} << queue;
       }
     }
-    const size_t queue = scheduler_.pick(waiting);
+    const size_t queue = scheduler_.pick(waiting & ~unsuited);
     if (queue == kQueueCount) {
       return nullptr;
     }
@@ -610,7 +658,12 @@ Channel::OutMessage* Channel::nextSendable(
       eraseIfDone(front);
       continue;
     }
-    OutMessage* const chosen = worthTaking(p, queue, now);
+    bool noneSuits = false;
+    OutMessage* const chosen = worthTaking(p, queue, now, noneSuits);
+    if (noneSuits) {
+      unsuited |= QueueSet{1} << queue;
+      continue;
+    }
     if (chosen == nullptr) {
       askAgainAt_ = std::min(askAgainAt_, now + kAskAgain);
       return nullptr;
@@ -937,6 +990,7 @@ bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   // then the bytes count against the receiver's budget.
   ++counters_.messagesSent;
   --unacknowledged_;
+  unacknowledgedBytes_ -= m.header.totalBytes;
   if (!m.tolerant) {
     finishSend(m, Status());
   }

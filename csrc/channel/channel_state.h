@@ -126,6 +126,9 @@ struct Channel::OutMessage {
   bool referred = false;
   std::map<uint64_t, uint64_t> zeroFilled; // bytes by offset
   NumberSet acknowledgedChunks;
+  // Its bytes, and those of the messages before it that were not acknowledged
+  // when it was posted: what decides over which kind of path it goes.
+  uint64_t burstBytes = 0;
   // The part of chargedBytes_ that it holds; 0 once it is granted.
   uint64_t charged = 0;
   TimePoint postedAt{};
@@ -236,6 +239,7 @@ struct Channel::PathState {
   uint32_t pingsAnswered = 0; // while on probation
   bool suspect = false;
   uint8_t classes = kAllClasses;
+  BurstRange bursts;
   TimePoint chunkAt{}; // last time it took one
   bool pingDue = false;
   std::optional<TimePoint> pingSent; // not answered yet
@@ -254,6 +258,10 @@ struct Channel::PathState {
   bool carries(size_t queue) const {
     return (classes >> classOf(queue) & 1) != 0 &&
         !(overRelay && isForOthers(queue));
+  }
+  // Nothing is known against it, and it may carry messages of the queue.
+  bool isGood(size_t queue) const {
+    return !suspect && !onProbation && carries(queue);
   }
 };
 

@@ -1,6 +1,7 @@
 #include "channel/channel.h"
 
 #include <limits>
+#include <set>
 
 #include "channel/channel_state.h"
 #include "tests/channel_pair.h"
@@ -763,6 +764,63 @@ TEST(channel_path_carries_its_classes_only) {
   CHECK(!pair.take(pair.a, 2));
   pair.a.channel.setClasses(2, 0xff);
   CHECK(pair.take(pair.a, 2)->fields().stream == 0);
+}
+
+// Small bursts over path 1, large ones over path 2: what counts is all that is
+// not acknowledged when a message is posted.
+TEST(channel_message_goes_over_the_path_for_its_burst) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  pair.a.channel.setBursts(1, {0, 1000});
+  pair.a.channel.setBursts(2, {1000, UINT64_MAX});
+  TestSend large(text(1200), 0), behind(text(100), 1);
+  pair.a.channel.send(&large, pair.now);
+  pair.a.channel.send(&behind, pair.now);
+  CHECK(!pair.take(pair.a, 1));
+  std::set<uint64_t> streams;
+  while (const auto frame = pair.take(pair.a, 2)) {
+    streams.insert(frame->fields().stream);
+  }
+  CHECK_EQ(streams.size(), 2u);
+
+  ChannelPair idle;
+  idle.up(1);
+  idle.up(2);
+  idle.a.channel.setBursts(1, {0, 1000});
+  idle.a.channel.setBursts(2, {1000, UINT64_MAX});
+  TestSend small(text(900), 2);
+  idle.a.channel.send(&small, idle.now);
+  CHECK(!idle.take(idle.a, 2));
+  CHECK(idle.take(idle.a, 1)->fields().stream == 2);
+}
+
+// A small message overtakes a large one that another path has begun.
+TEST(channel_path_takes_what_suits_it_from_behind_the_front) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend large(text(5000), 0), small(text(100), 1);
+  pair.a.channel.send(&large, pair.now);
+  pair.a.channel.send(&small, pair.now);
+  pair.a.channel.setBursts(1, {0, 5000});
+  pair.a.channel.setBursts(2, {5000, UINT64_MAX});
+  CHECK(pair.take(pair.a, 2)->fields().stream == 1);
+  CHECK(!pair.take(pair.a, 2));
+  CHECK(pair.take(pair.a, 1)->fields().stream == 0);
+}
+
+TEST(channel_any_path_carries_a_burst_that_suits_none) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  pair.a.channel.setBursts(1, {0, 1000});
+  pair.a.channel.setBursts(2, {1000, UINT64_MAX});
+  TestSend large(text(1200), 0);
+  pair.a.channel.send(&large, pair.now);
+  CHECK(!pair.take(pair.a, 1));
+  pair.a.channel.setSuspect(2, true);
+  CHECK(pair.take(pair.a, 1)->fields().stream == 0);
 }
 
 TEST(channel_cancelled_send_keeps_its_half_written_frame) {

@@ -126,6 +126,7 @@ PLANTED(channels, endPinsEarly)
 PLANTED(channels, copyReferred)
 PLANTED(channels, copyTooLittle)
 PLANTED(channels, forgetSettled)
+PLANTED(channels, keepToKindOfPath)
 
 PLANTED(failover, noProbation)
 PLANTED(failover, noHoldDown)

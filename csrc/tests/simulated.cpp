@@ -221,6 +221,14 @@ void SimulatedNetwork::setClasses(PathRef ref, int side, uint8_t classes) {
   }
 }
 
+void SimulatedNetwork::setBursts(PathRef ref, int side, BurstRange range) {
+  End& e = paths_[ref]->ends[side];
+  if (e.open) {
+    note(15, ref, range.above, "bursts of path");
+    channel(e.process, e.peer).setBursts(e.id, range);
+  }
+}
+
 void SimulatedNetwork::trustAll() {
   for (PathRef ref = 0; ref < paths_.size(); ++ref) {
     for (int side = 0; side < 2; ++side) {

@@ -104,6 +104,7 @@ class SimulatedNetwork : private ChannelHost {
   // What the owner of a path decides about it, at one end.
   void suspect(PathRef path, int side, bool suspect);
   void setClasses(PathRef path, int side, uint8_t classes);
+  void setBursts(PathRef path, int side, BurstRange range);
   // Nothing is suspect any more, and all paths carry everything.
   void trustAll();
   bool broken(PathRef path) const {

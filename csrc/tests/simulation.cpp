@@ -6,6 +6,11 @@ namespace resilient::test {
 
 // --- the plan
 
+BurstRange Simulation::randomBursts() {
+  const uint64_t bound = uint64_t{1} << below(20);
+  return below(2) == 0 ? BurstRange{0, bound} : BurstRange{bound, UINT64_MAX};
+}
+
 SimulatedLink Simulation::randomLink() {
   SimulatedLink l;
   l.latency = Nanos(1000) +
@@ -85,7 +90,7 @@ void Simulation::planPaths(size_t a, size_t b) {
     });
   }
   for (uint64_t i = below(8); i > 0; --i) {
-    const uint64_t kind = below(12);
+    const uint64_t kind = below(13);
     net_.at(start + upTo(duration_), [this, a, b, kind] {
       const auto open = net_.pathsBetween(a, b);
       const Nanos notice =
@@ -122,8 +127,14 @@ void Simulation::planPaths(size_t a, size_t b) {
       if (open.empty()) {
         return;
       }
-      const auto path = open[below(open.size())];
       const int side = static_cast<int>(below(2));
+      if (kind == 12) { // maybe none for large bursts, or none for small ones
+        for (const auto p : open) {
+          net_.setBursts(p, side, randomBursts());
+        }
+        return;
+      }
+      const auto path = open[below(open.size())];
       if (kind <= 10) {
         ++result_.suspicions;
         net_.suspect(path, side, true);

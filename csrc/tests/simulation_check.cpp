@@ -13,7 +13,11 @@ void Simulation::heal() {
   for (size_t a = 0; a < processes_; ++a) {
     for (size_t b = a + 1; b < processes_; ++b) {
       if (!dead(a, b)) {
-        net_.connect(a, b, SimulatedLink());
+        const auto path = net_.connect(a, b, SimulatedLink());
+        // A burst that suits no path must not wait for one.
+        for (int side = 0; side < 2; ++side) {
+          net_.setBursts(path, side, randomBursts());
+        }
       }
     }
   }

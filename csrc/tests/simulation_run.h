@@ -217,6 +217,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   void planMessages(size_t src, size_t dst);
   void planCollectives();
   SimulatedLink randomLink();
+  BurstRange randomBursts();
   void heal();
   void checkEnd();
   void checkStreams();
