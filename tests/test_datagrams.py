@@ -19,6 +19,7 @@ from torch_resilient.testing import Host, LabJob, Network, NetworkLab
 pytestmark = pytest.mark.lab
 
 UDP = {"TORCH_RESILIENT_WAN": "udp", "TORCH_RESILIENT_INTERFACE": "eth0"}
+AUTO = {**UDP, "TORCH_RESILIENT_WAN": "auto"}
 
 
 def datagrams(row: Row) -> dict[str, Any]:
@@ -245,6 +246,55 @@ def test_connections_take_over_where_datagrams_fall_silent(lab: NetworkLab) -> N
                 "datagrams again",
             )
             assert row["wrong"] == 0
+    finally:
+        job.close()
+
+
+def test_a_lossy_link_takes_messages_as_datagrams_without_being_told(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=25e6, drop=0.02)
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": 100, "pause_s": 0.005}
+    job = Job([a, b], control, settings, AUTO)
+    try:
+        for result in job.end():
+            assert result.get("wrong") == 0, result
+            # Beside the connections, which carry as well.
+            assert datagrams(result)["state"] == "up"
+            assert datagrams(result)["bytes_sent"] > 0
+            assert any(c["state"] == "up" for c in connections(result))
+    finally:
+        job.close()
+
+
+def test_messages_go_on_where_datagrams_beside_connections_fall_silent(lab: NetworkLab) -> None:
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6)
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.05}
+    job = Job([a, b], control, settings, AUTO)
+
+    def carried(row: Row) -> int:
+        return sum(p["bytes_sent"] for p in row.get("paths", []) if p["kind"] == "udp")
+
+    try:
+        before = job.until(lambda row: carried(row) > 0, "datagrams")
+        filter_udp(b, True)
+        silent = job.until(
+            lambda row: (
+                row["kind"] == "round"
+                and row["number"] > before["number"]
+                and any(p["kind"] == "udp" and p["state"] != "up" for p in row["paths"])
+            ),
+            "their silence",
+        )
+        row = job.until(
+            lambda row: row["kind"] == "round" and row["number"] > silent["number"] + 5, "messages"
+        )
+        assert row["wrong"] == 0
+        filter_udp(b, False)
+        row = job.until(lambda row: carried(row) > carried(silent), "datagrams again")
+        assert row["wrong"] == 0
     finally:
         job.close()
 

@@ -109,10 +109,10 @@ class SiteNumbers {
   std::optional<int64_t> named(std::string_view site) const;
   // The sites that have numbers of their own.
   std::vector<std::string> sites() const;
-  // Some number is not 0.
-  bool any() const {
+  // Some site has this number.
+  bool has(int64_t number) const {
     return std::ranges::any_of(
-        numbers_, [](const auto& n) { return n.second != 0; });
+        numbers_, [&](const auto& n) { return n.second == number; });
   }
   // The value for all others.
   std::optional<int64_t> other() const {
@@ -139,8 +139,16 @@ class SiteNumbers {
   std::vector<std::pair<std::string, int64_t>> numbers_;
 };
 
-// The words of the option wan.
-inline constexpr std::array<std::string_view, 2> kWanTransports{"tcp", "udp"};
+// The transport to other hosts, and the words of the option wan for them.
+enum class WanTransport : uint8_t {
+  kTcp,
+  kUdp,
+  kAuto, // both: each message over what brings it there first
+};
+inline constexpr std::array<std::string_view, 3> kWanTransports{
+    "tcp",
+    "udp",
+    "auto"};
 
 // The bounds of a number in wan_rate_limit and in wan_dscp.
 inline constexpr int64_t kMinRateLimit = 16 << 10; // bytes per second

@@ -13,6 +13,8 @@ constexpr double kStartupGain = 2.89;
 constexpr double kStartupGrowth = 1.25;
 constexpr int kStartupRounds = 3;
 constexpr double kDrainGain = 0.5;
+// Fewer say little about the rate at which they arrive.
+constexpr uint64_t kPacketsForRate = 16;
 // One round asks for more, the next gives back what queued, six rest.
 constexpr std::array<double, 8> kGains{1.25, 0.75, 1, 1, 1, 1, 1, 1};
 
@@ -68,6 +70,13 @@ RateControl::RateControl(
   rates_[0] = std::max(
       firstBytesPerS,
       static_cast<double>(kMinWindow) / toSeconds(min_) / kStartupGain);
+}
+
+void RateControl::expect(double bytesPerS) {
+  if (state_ == State::kStartup) {
+    double& latest = rates_[round_ % kRounds];
+    latest = std::max(latest, bytesPerS);
+  }
 }
 
 double RateControl::capacityBytesPerS() const {
@@ -232,6 +241,8 @@ void RateControl::onRoundEnd(TimePoint now) {
   const Nanos mark = queueMark();
   const bool queue = roundMin_ != Nanos::max() && roundMin_ > mark;
   congestedRounds_ -= congestedRounds_ > 0;
+  fullRounds_ +=
+      roundPackets_ >= kPacketsForRate && fullRounds_ < kRoundsToKnow;
   ++roundsSinceCut_;
   if (!queue) {
     noQueueAt_ = now;

@@ -50,6 +50,13 @@ class RateControl {
 
   void onSample(const DeliverySample& sample, TimePoint now);
 
+  // Other paths have measured so much on the link. Until this one has filled it
+  // itself, it begins there.
+  void expect(double bytesPerS);
+  // Enough has arrived to tell the capacity, also if that was little at a time.
+  bool known() const {
+    return state_ != State::kStartup || fullRounds_ >= kRoundsToKnow;
+  }
   double bytesPerS() const; // to send at
   uint64_t windowBytes() const; // in flight, at most
   bool congested() const {
@@ -75,6 +82,8 @@ class RateControl {
  private:
   enum class State { kStartup, kDrain, kSteady };
   static constexpr size_t kRounds = 10; // that a measured rate counts
+  // The rate may grow by kStartupGain in each: a hundredfold.
+  static constexpr int kRoundsToKnow = 4;
 
   void onRoundTrip(Nanos sample, TimePoint now);
   void onMin(Nanos sample, TimePoint now);
@@ -106,6 +115,7 @@ class RateControl {
 
   double startupRate_ = 0;
   int startupRounds_ = 0; // without growth
+  int fullRounds_ = 0; // with enough packets to show a rate
   size_t phase_ = 0; // of the steady state's cycle
   TimePoint noQueueAt_{}; // the last round without
   double ceiling_ = 0; // after congestion; 0: none

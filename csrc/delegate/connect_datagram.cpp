@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -20,6 +22,18 @@ uint64_t beginOf(const std::string& nonce) {
   return begin;
 }
 
+// "512 KiB", of a power of two.
+std::string sizeText(uint64_t bytes) {
+  return bytes >= 1u << 20 ? std::to_string(bytes >> 20) + " MiB"
+                           : std::to_string(bytes >> 10) + " KiB";
+}
+
+std::string percentText(double share) {
+  char text[16];
+  std::snprintf(text, sizeof(text), "%.1f %%", 100 * share);
+  return text;
+}
+
 std::string freshNonce() {
   std::string nonce(DatagramOffer::kNonceBytes, '\0');
   fillRandom(nonce.data(), nonce.size());
@@ -30,8 +44,19 @@ std::string freshNonce() {
 
 // --- offering
 
+WanTransport DatagramConnector::transport() const {
+  return link_.address() ? link_.host().wanTo(link_.address()->site)
+                         : WanTransport::kTcp;
+}
+
 bool DatagramConnector::wanted() const {
-  return link_.host().datagramsTo(link_.address()->site);
+  return transport() != WanTransport::kTcp;
+}
+
+bool DatagramConnector::possible(size_t connection) const {
+  return transport() == WanTransport::kUdp ||
+      connections_.minRoundTrip(connections_.failover().routeOf(connection)) >=
+      kSlowStartCounts;
 }
 
 void DatagramConnector::readEarlyOffers() {
@@ -194,6 +219,90 @@ std::optional<std::string> DatagramConnector::secretOf(
     return link_.host().secretOf(key);
   }
   return keyIdOf(*own) == key ? own : std::nullopt;
+}
+
+// --- which messages
+
+void DatagramConnector::chooseBursts(TimePoint now) {
+  if (routes() == 0 || transport() != WanTransport::kAuto) {
+    return;
+  }
+  for (size_t route = 0; route < routes(); ++route) {
+    chooseFor(route, shares_[route], now);
+  }
+}
+
+// Where datagrams do not work, the connections take everything. Else the choice
+// is made anew every few milliseconds of a burst, since the connections get
+// going meanwhile.
+void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
+  constexpr Nanos kHoldsFor = std::chrono::milliseconds(5);
+  // A share of lost segments that an operator would call a bad link.
+  constexpr double kLossy = 1e-3;
+  // From here on connections get going in time, for a quarter of the processor
+  // time.
+  constexpr uint64_t kMostWithoutLoss = 4u << 20;
+  if (!carries(route)) {
+    if (std::exchange(share.chosenAt, TimePoint{}) != TimePoint{}) {
+      setShare(route, 0);
+    }
+    return;
+  }
+  if (now - share.chosenAt < kHoldsFor) {
+    return;
+  }
+  share.chosenAt = now;
+  auto& path = static_cast<DatagramPath&>(*this->path(route));
+  TcpConnector::Stream stream = connections_.stream(route);
+  const SenderCounters& datagrams = path.sender()->counters();
+  share.streamLoss.observe(
+      stream.deliveredSegments, stream.lostSegments, stream.queueing);
+  share.datagramLoss.observe(
+      datagrams.packets, datagrams.lost, path.sender()->rate().queueing());
+  StreamView& view = stream.view;
+  view.lossRate = std::max(share.streamLoss.rate(), share.datagramLoss.rate());
+  const bool lossy = view.lossRate >= kLossy;
+  const double streamBytesPerS = connections_.capacityBytesPerS(route);
+  path.expectRate(streamBytesPerS);
+  if (lossy && streamBytesPerS > 0) {
+    view.mostBytesPerS = streamBytesPerS;
+  }
+  DatagramView other;
+  other.roundTripS = toSeconds(path.minRoundTrip());
+  double linkBytesPerS = INFINITY;
+  if (path.rateIsKnown()) {
+    linkBytesPerS = std::max(streamBytesPerS, path.capacityBytesPerS());
+    other.bytesPerS = path.bytesPerS();
+  }
+  share.upTo = datagramsUpTo(view, other, linkBytesPerS);
+  if (!lossy) {
+    share.upTo = std::min(share.upTo, kMostWithoutLoss);
+  }
+  setShare(route, share.upTo);
+  if (share.upTo > 0 && !std::exchange(share.said, true)) {
+    const std::string nic = connections_.nicOf(route);
+    link_.say(
+        LogLevel::kInfo,
+        link_.describe() + (nic.empty() ? "" : " over " + nic) + ": messages " +
+            (share.upTo == UINT64_MAX ? "of all sizes"
+                                      : "up to " + sizeText(share.upTo)) +
+            " as datagrams: " +
+            (lossy ? percentText(view.lossRate) + " of the packets are lost"
+                   : std::string("connections begin slowly after a pause")));
+  }
+}
+
+void DatagramConnector::setShare(size_t route, uint64_t upTo) {
+  Channel& channel = link_.channel();
+  if (const RoutePath* const path = this->path(route)) {
+    channel.setBursts(path->id(), {0, upTo});
+  }
+  const size_t count = connections_.failover().connections();
+  for (size_t c = route; c < count; c += connections_.routes()) {
+    if (const TcpPath* const path = connections_.path(c)) {
+      channel.setBursts(path->id(), {upTo, UINT64_MAX});
+    }
+  }
 }
 
 // --- paths

@@ -7,6 +7,8 @@
 #include <vector>
 
 #include "delegate/connect_route_path.h"
+#include "failover/roles.h"
+#include "path/transport_choice.h"
 #include "transport/datagram_path.h"
 #include "wire/control.h"
 
@@ -34,6 +36,13 @@ class DatagramConnector final : public RoutePathConnector {
     close();
   }
 
+  // How a path of ours is used: alone, or beside the connections of its route.
+  RoutePathUse use() const {
+    return transport() == WanTransport::kAuto ? RoutePathUse::kBeside
+                                              : RoutePathUse::kAlone;
+  }
+  // Before frames are handed to paths: which messages go as datagrams.
+  void chooseBursts(TimePoint now);
   // The peer would have a path with us, or answers. Offers of a connection
   // index that does not exist are ignored; an answer counts only for the offer
   // that is open.
@@ -55,9 +64,8 @@ class DatagramConnector final : public RoutePathConnector {
 
   // RoutePathConnector
   bool wanted() const override;
-  bool possible(size_t) const override {
-    return true;
-  }
+  // A short round trip leaves nothing to gain.
+  bool possible(size_t connection) const override;
   Status sendOffer(size_t route, size_t connection) override;
   void forgetOffer(size_t route) override {
     offered_.erase(route);
@@ -73,6 +81,19 @@ class DatagramConnector final : public RoutePathConnector {
       const;
   void makePath(size_t route, DatagramSocket socket, const Keys& keys);
 
+  // What goes as datagrams beside the connections of a route.
+  struct Share {
+    TimePoint chosenAt{};
+    uint64_t upTo = 0; // bytes of a burst
+    bool said = false;
+    RecentLoss streamLoss, datagramLoss;
+  };
+
+  WanTransport transport() const;
+  void chooseFor(size_t route, Share& share, TimePoint now);
+  void setShare(size_t route, uint64_t upTo);
+
+  std::map<size_t, Share> shares_; // by route
   std::map<size_t, Offered> offered_; // by route
   // One for each connection at most.
   std::vector<DatagramOffer> early_; // before the peer's address came

@@ -90,6 +90,68 @@ double TcpConnector::capacityBytesPerS(size_t route) const {
   return sum;
 }
 
+Nanos TcpConnector::minRoundTrip(size_t route) const {
+  Nanos least(0);
+  for (size_t c = route; c < connections_.size(); c += routes()) {
+    if (const TcpPath* path = connections_[c].path) {
+      const auto info = path->kernelView();
+      const Nanos seen = !info             ? Nanos(0)
+          : info->minRoundTrip == Nanos(0) ? info->roundTrip
+                                           : info->minRoundTrip;
+      if (seen > Nanos(0)) {
+        least = least == Nanos(0) ? seen : std::min(least, seen);
+      }
+    }
+  }
+  return least;
+}
+
+TcpConnector::Stream TcpConnector::stream(size_t route) const {
+  constexpr double kSegmentBytes = 1448;
+  constexpr uint32_t kInitialSegments = 10; // RFC 6928
+  constexpr Nanos kLeastTimeout = std::chrono::milliseconds(200);
+  Stream stream;
+  Nanos least(0);
+  for (size_t c = route; c < connections_.size(); c += routes()) {
+    const TcpPath* const path = connections_[c].path;
+    if (path == nullptr || link_.channel().classes(path->id()) == 0) {
+      continue;
+    }
+    const auto info = path->kernelView();
+    if (!info) {
+      continue;
+    }
+    stream.deliveredSegments += info->deliveredSegments;
+    stream.lostSegments += info->totalRetransmits;
+    stream.queueing = stream.queueing ||
+        info->roundTrip >
+            info->minRoundTrip + info->minRoundTrip / 4 + kShortQueue;
+    least = least == Nanos(0) ? info->minRoundTrip
+                              : std::min(least, info->minRoundTrip);
+    uint32_t segments = info->congestionWindowSegments;
+    double bytes = segments * kSegmentBytes;
+    if (const auto bbr = path->bbr()) {
+      stream.view.paced = true;
+      bytes = std::min(
+          bytes,
+          static_cast<double>(bbr->sends) * toSeconds(info->minRoundTrip));
+    } else if (slowStartsAfterIdle_) {
+      // As the kernel does: half for each retransmission timeout.
+      const Nanos timeout = info->roundTrip +
+          std::max(kLeastTimeout, 4 * info->roundTripVariance);
+      for (Nanos idle = info->sinceLastSent;
+           idle > timeout && segments > kInitialSegments;
+           idle -= timeout) {
+        segments = std::max(segments / 2, kInitialSegments);
+      }
+      bytes = segments * kSegmentBytes;
+    }
+    stream.view.firstBytes += bytes;
+  }
+  stream.view.roundTripS = toSeconds(least);
+  return stream;
+}
+
 void TcpConnector::onAddress() {
   chooseRoutes();
   for (size_t c = 0; c < connections_.size(); ++c) { // made by the peer
@@ -389,8 +451,7 @@ void TcpConnector::tuneNew(size_t c, int fd) {
   const auto view = tcpInfo(fd); // the handshake has been a first measurement
   if (host.mayChangeCongestionControl() &&
       (tuning_.lossy(route) ||
-       (view && view->roundTrip >= kSlowStartCounts &&
-        slowStartsAfterIdle()))) {
+       (view && view->roundTrip >= kSlowStartCounts && slowStartsAfterIdle_))) {
     (void)setCongestionControl(fd, kLossyCongestionControl);
   }
   if (view && options.wan_connections == 0 &&
@@ -560,7 +621,7 @@ void TcpConnector::tuneRoutes() {
   }
   bool changed = false;
   for (size_t r = 0; r < routes_.size(); ++r) {
-    if (failover_.routePathCarries(r)) {
+    if (failover_.routePathAlone(r)) {
       continue; // its connections are in reserve: they show nothing
     }
     const int before = tuning_.count(r).count();

@@ -11,6 +11,7 @@
 #include "delegate/route_tuning.h"
 #include "failover/failover.h"
 #include "path/congestion_choice.h"
+#include "path/transport_choice.h"
 #include "transport/handshake.h"
 #include "transport/routes.h"
 #include "transport/tcp_path.h"
@@ -61,6 +62,16 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::string remoteNicOf(size_t connection) const;
   // As measured on the connections of the route together.
   double capacityBytesPerS(size_t route) const;
+  // What is to be expected of the connections of the route that carry. The
+  // losses are totals of those that stand. A few system calls for each.
+  struct Stream {
+    StreamView view;
+    uint64_t deliveredSegments = 0, lostSegments = 0;
+    bool queueing = false;
+  };
+  Stream stream(size_t route) const;
+  // The least round trip of the route, 0 if it is unknown.
+  Nanos minRoundTrip(size_t route) const;
 
   // --- what happens
   // The peer's address is known; what it has connected before is there already.
@@ -148,6 +159,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   void onPeerGone(const AttemptFailure& last) override;
   void note(size_t c, ConnectionNote what) override;
 
+  const bool slowStartsAfterIdle_ = slowStartsAfterIdle();
   Failover failover_;
   std::deque<Connection> connections_;
   std::vector<NicAddress> ourNics_; // those that this peer may see

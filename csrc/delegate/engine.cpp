@@ -472,7 +472,7 @@ void Engine::chooseDatagrams() {
   if (!sites) {
     options_.validate(); // says what is wrong
   }
-  datagramSites_ = *sites;
+  wanSites_ = *sites;
   const auto recovery = RecoveryTable::parse(
       options_.wan_recovery,
       options_.wan_parity == "xor" ? ParityKind::kXor
@@ -489,7 +489,8 @@ void Engine::chooseDatagrams() {
   }
   recovery_ = *recovery;
   std::string why;
-  if (datagramSites_.any() && !PacketSeal::available(why)) {
+  if (wanSites_.has(static_cast<int64_t>(WanTransport::kUdp)) &&
+      !PacketSeal::available(why)) {
     throw StatusError(Status(
         StatusCode::kInvalidArgument,
         "TORCH_RESILIENT_WAN=\"" + options_.wan + "\": " + why +
@@ -949,7 +950,7 @@ void Engine::addSecret(const std::string& secret) {
 bool Engine::namesSites() const {
   return !checkedSites_ &&
       !(rateLimits_.sites().empty() && dscps_.sites().empty() &&
-        datagramSites_.sites().empty());
+        wanSites_.sites().empty());
 }
 
 // Called with the sites of the whole job only: a smaller group may lack a site
@@ -971,7 +972,7 @@ void Engine::checkSites(const std::vector<std::string>& sites) {
   const std::pair<const char*, const SiteNumbers&> named[] = {
       {"WAN_RATE_LIMIT", rateLimits_},
       {"WAN_DSCP", dscps_},
-      {"WAN", datagramSites_}};
+      {"WAN", wanSites_}};
   for (const auto& [option, numbers] : named) {
     for (const std::string& site : numbers.sites()) {
       if (!declared.contains(site)) {

@@ -205,9 +205,9 @@ class Engine final : public MailboxListener, public LinkHost {
   TrustStats trustStats() const;
   // For connections to a host of that site, or to this one (null).
   SocketOptions socketOptions(const std::string* site) const override;
-  // Whether to offer datagrams to hosts there.
-  bool datagramsTo(const std::string& site) const override {
-    return datagramSites_.beyond(self_.site, site).value_or(0) != 0;
+  WanTransport wanTo(const std::string& site) const override {
+    return static_cast<WanTransport>(
+        wanSites_.beyond(self_.site, site).value_or(0));
   }
   VerbsApi* verbs() override;
   const std::vector<VerbsPort>& verbsPorts() override;
@@ -340,7 +340,7 @@ class Engine final : public MailboxListener, public LinkHost {
   bool noRendezvous_ = false; // it cannot be made
   bool saidNoSharedMemory_ = false;
   BufferLimits bufferLimits_;
-  SiteNumbers rateLimits_, dscps_, datagramSites_;
+  SiteNumbers rateLimits_, dscps_, wanSites_;
   const VerbsChoice verbsChoice_;
   std::optional<VerbsApi*> verbs_; // once it has been looked for
   std::unique_ptr<VerbsLoans> loans_; // with verbs_, if memory may be lent

@@ -60,8 +60,8 @@ class LinkHost {
   // For connections to a host of that site, or to this one (null).
   virtual SocketOptions socketOptions(const std::string* site) const = 0;
   virtual int dscpOf(const std::string& site) const = 0;
-  // Whether to offer datagrams to hosts there, and how they recover losses.
-  virtual bool datagramsTo(const std::string& site) const = 0;
+  virtual WanTransport wanTo(const std::string& site) const = 0;
+  // How datagrams to hosts there recover losses.
   virtual RecoverySchemes recoveryTo(const std::string& site) const = 0;
   // RDMA, or null if this process uses none.
   virtual VerbsApi* verbs() = 0;

@@ -212,8 +212,13 @@ void PeerLink::useChanged() {
   verbs_.onUseChanged();
   const size_t routes = std::max(datagrams_.routes(), verbs_.routes());
   for (size_t route = 0; route < routes; ++route) {
-    failover.setRoutePath(
-        route, datagrams_.carries(route) || verbs_.carries(route));
+    RoutePathUse use = RoutePathUse::kNone;
+    if (verbs_.carries(route)) {
+      use = RoutePathUse::kAlone;
+    } else if (datagrams_.carries(route)) {
+      use = datagrams_.use();
+    }
+    failover.setRoutePath(route, use);
   }
   failover.assignRoles(loop().now());
   changed();
@@ -360,6 +365,7 @@ void PeerLink::pump() {
         now);
     limit = uplink_->limit();
   }
+  datagrams_.chooseBursts(now);
   if (paths_.pump(limit, now)) { // more than one turn's share
     loop().post([this, alive = std::weak_ptr<void>(alive_)] {
       if (alive.lock()) {

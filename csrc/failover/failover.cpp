@@ -62,9 +62,9 @@ void Failover::setSharedMemory(bool usable) {
   sharedMemory_ = usable;
 }
 
-void Failover::setRoutePath(size_t route, bool usable) {
+void Failover::setRoutePath(size_t route, RoutePathUse use) {
   routePaths_.resize(std::max(routePaths_.size(), route + 1));
-  routePaths_[route] = usable;
+  routePaths_[route] = use;
 }
 
 const std::string& Failover::nicOf(size_t c) const {

@@ -161,9 +161,11 @@ class Failover {
   bool wanted(size_t connection) const;
   // Other paths, which judge their health themselves.
   void setSharedMemory(bool usable);
-  void setRoutePath(size_t route, bool usable);
-  bool routePathCarries(size_t route) const {
-    return route < routePaths_.size() && routePaths_[route];
+  void setRoutePath(size_t route, RoutePathUse use);
+  // Its connections are in reserve.
+  bool routePathAlone(size_t route) const {
+    return route < routePaths_.size() &&
+        routePaths_[route] == RoutePathUse::kAlone;
   }
 
   // --- what happens
@@ -309,7 +311,7 @@ class Failover {
   std::vector<size_t> wanted_; // by route; empty: all
   std::deque<Connection> connections_;
   bool sharedMemory_ = false;
-  std::vector<bool> routePaths_; // by route
+  std::vector<RoutePathUse> routePaths_; // by route
   Refusals refusals_; // by route
   TimePoint lookAt_ = kNever;
   TimePoint retryAt_ = kNever; // the earliest of all connections

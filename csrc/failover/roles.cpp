@@ -17,7 +17,7 @@ std::vector<bool> worksByRoute(const RoleInput& input) {
     }
   }
   for (size_t r = 0; r < input.routePaths.size(); ++r) {
-    works[r] = works[r] || input.routePaths[r];
+    works[r] = works[r] || input.routePaths[r] != RoutePathUse::kNone;
   }
   return works;
 }
@@ -90,14 +90,14 @@ Roles assignRoles(const RoleInput& input, const RolePolicy& policy) {
     return !anyWorks || needed || (!works[route] && !standby);
   };
   for (size_t r = 0; r < input.routePaths.size(); ++r) {
-    if (input.routePaths[r] && carries(r, true)) {
+    if (input.routePaths[r] != RoutePathUse::kNone && carries(r, true)) {
       roles.routePaths[r] = classes[r];
     }
   }
   for (size_t i = 0; i < input.connections.size(); ++i) {
     const RoleFacts& c = input.connections[i];
-    const bool relieved =
-        c.route < input.routePaths.size() && input.routePaths[c.route];
+    const bool relieved = c.route < input.routePaths.size() &&
+        input.routePaths[c.route] == RoutePathUse::kAlone;
     if (!relieved && carries(c.route, c.wanted)) {
       roles.connections[i] = classes[c.route];
     }

@@ -27,13 +27,18 @@ struct RoleFacts {
   bool wanted = true; // not one too many of its route
 };
 
+// A path of another kind on a route, such as datagrams or RDMA.
+enum class RoutePathUse : uint8_t {
+  kNone, // not usable
+  kAlone, // in place of the connections of its route
+  kBeside, // along with them: each message goes over what suits it
+};
+
 // The facts about all paths to one peer.
 struct RoleInput {
   size_t routes = 1;
   std::vector<RoleFacts> connections;
-  // By route: a path of another kind, such as datagrams, is usable there. May
-  // be shorter.
-  std::vector<bool> routePaths;
+  std::vector<RoutePathUse> routePaths; // by route; may be shorter
   bool sharedMemory = false; // usable
   bool relays = false; // a path over another rank is usable
 };
@@ -50,11 +55,11 @@ struct Roles {
 inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 
 // Shared memory carries everything while it is usable, and a route path
-// everything of its route. Connections in excess, and those of NICs on standby,
-// are in reserve, and a class that keeps to a NIC takes no other, not even if
-// its own is on standby. Paths over other ranks stand by for everything else.
-// Nothing is in reserve while what it stands by for does
-// not work.
+// everything of its route, alone or beside the connections. Connections in
+// excess, and those of NICs on standby, are in reserve, and a class that keeps
+// to a NIC takes no other, not even if its own is on standby. Paths over other
+// ranks stand by for everything else. Nothing is in reserve while what it
+// stands by for does not work.
 //
 // Pure. roles_test.cpp compares it with a second version of these rules.
 Roles assignRoles(const RoleInput& input, const RolePolicy& policy);

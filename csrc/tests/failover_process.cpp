@@ -309,7 +309,8 @@ void FailoverProcess::useChanged() {
   failover_.setSharedMemory(shared);
   world_.result.sharedMemory += shared;
   for (size_t r = 0; r < routes(); ++r) {
-    failover_.setRoutePath(r, otherPath(r).socket.has_value());
+    failover_.setRoutePath(
+        r, otherPath(r).socket ? RoutePathUse::kAlone : RoutePathUse::kNone);
     world_.result.datagrams += otherPath(r).socket.has_value();
   }
   failover_.assignRoles(net_.now());

@@ -51,8 +51,8 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
   int dscpOf(const std::string&) const override {
     return 0;
   }
-  bool datagramsTo(const std::string&) const override {
-    return false;
+  WanTransport wanTo(const std::string&) const override {
+    return WanTransport::kTcp;
   }
   RecoverySchemes recoveryTo(const std::string&) const override {
     return {};

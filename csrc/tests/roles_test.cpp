@@ -71,7 +71,7 @@ TEST(roles_keep_a_class_to_its_nic_while_that_works) {
       assignRoles(input, policy).connections,
       Classes({kAll, kAll, kAll, kAll}));
   // Datagrams are enough for the NIC to work.
-  input.routePaths = {false, true};
+  input.routePaths = {RoutePathUse::kNone, RoutePathUse::kAlone};
   const Roles roles = assignRoles(input, policy);
   CHECK_EQ(roles.connections, Classes({others, 0, others, 0}));
   CHECK_EQ(roles.routePaths, Classes({0, kAll}));
@@ -113,14 +113,14 @@ TEST(roles_hold_connections_in_excess_in_reserve) {
 
 TEST(roles_datagrams_relieve_their_route_only) {
   RoleInput input = connectionsOn(2);
-  input.routePaths = {true};
+  input.routePaths = {RoutePathUse::kAlone};
   const Roles roles = assignRoles(input, {});
   CHECK_EQ(roles.connections, Classes({0, kAll, 0, kAll}));
   CHECK_EQ(roles.routePaths, Classes({kAll}));
 
   RolePolicy standby;
   standby.standby = true;
-  input.routePaths = {false, true};
+  input.routePaths = {RoutePathUse::kNone, RoutePathUse::kAlone};
   const Roles second = assignRoles(input, standby);
   CHECK_EQ(second.connections, Classes({kAll, 0, kAll, 0}));
   CHECK_EQ(second.routePaths, Classes({0, 0}));
@@ -130,9 +130,23 @@ TEST(roles_datagrams_relieve_their_route_only) {
   CHECK_EQ(taken.routePaths, Classes({0, kAll}));
 }
 
+TEST(roles_datagrams_beside_connections_relieve_none) {
+  RoleInput input = connectionsOn(2);
+  input.routePaths = {RoutePathUse::kBeside};
+  Roles roles = assignRoles(input, {});
+  CHECK_EQ(roles.connections, Classes({kAll, kAll, kAll, kAll}));
+  CHECK_EQ(roles.routePaths, Classes({kAll}));
+  // They are enough for the route to work.
+  for (size_t i = 0; i < input.connections.size(); ++i) {
+    input.connections[i].good = false;
+  }
+  roles = assignRoles(input, {});
+  CHECK_EQ(roles.routePaths, Classes({kAll}));
+}
+
 TEST(roles_shared_memory_relieves_everything) {
   RoleInput input = connectionsOn(2);
-  input.routePaths = {true, true};
+  input.routePaths = {RoutePathUse::kAlone, RoutePathUse::kAlone};
   input.sharedMemory = true;
   const Roles roles = assignRoles(input, {});
   CHECK_EQ(roles.sharedMemory, kAll);
@@ -164,7 +178,9 @@ class Reference {
       : input_(input), policy_(policy) {}
 
   uint8_t ofConnection(const RoleFacts& c) const {
-    if (input_.sharedMemory || datagramsOn(c.route)) {
+    if (input_.sharedMemory ||
+        (datagramsOn(c.route) &&
+         input_.routePaths[c.route] == RoutePathUse::kAlone)) {
       return 0;
     }
     return classesIf(c.route, [&] {
@@ -180,7 +196,8 @@ class Reference {
 
  private:
   bool datagramsOn(size_t route) const {
-    return route < input_.routePaths.size() && input_.routePaths[route];
+    return route < input_.routePaths.size() &&
+        input_.routePaths[route] != RoutePathUse::kNone;
   }
   bool routeWorks(size_t route) const {
     bool works = datagramsOn(route);
@@ -249,7 +266,10 @@ RoleInput randomInput(Prng& prng) {
   }
   const double usable = prng.chance(0.5) ? 0 : prng.uniform();
   for (uint64_t count = prng.below(input.routes + 1); count > 0; --count) {
-    input.routePaths.push_back(prng.chance(usable));
+    input.routePaths.push_back(
+        !prng.chance(usable)   ? RoutePathUse::kNone
+            : prng.chance(0.5) ? RoutePathUse::kBeside
+                               : RoutePathUse::kAlone);
   }
   return input;
 }
@@ -308,7 +328,7 @@ TEST(roles_leave_no_class_without_a_path) {
     for (size_t r = 0; r < input.routePaths.size(); ++r) {
       carried |= roles.routePaths[r];
       byGood |= roles.routePaths[r];
-      anyGood = anyGood || input.routePaths[r];
+      anyGood = anyGood || input.routePaths[r] != RoutePathUse::kNone;
     }
     CHECK_EQ(carried, input.connections.empty() && !anyGood ? 0 : kAll);
     CHECK(!anyGood || byGood == kAll);

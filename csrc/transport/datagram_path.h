@@ -105,6 +105,22 @@ class DatagramPath final : public RoutePath, public Handler {
   const PacketSender* sender() const { // null before it is proven
     return sender_.get();
   }
+  // Of a path that is proven. What other paths know of the link:
+  void expectRate(double bytesPerS) {
+    sender_->rate().expect(bytesPerS);
+  }
+  bool rateIsKnown() const {
+    return sender_->rate().known();
+  }
+  double bytesPerS() const { // at which it sends
+    return sender_->rate().bytesPerS();
+  }
+  double capacityBytesPerS() const {
+    return sender_->rate().capacityBytesPerS();
+  }
+  Nanos minRoundTrip() const {
+    return sender_->rate().minRoundTrip();
+  }
   const PacketReceiver& receiver() const {
     return receiver_;
   }

@@ -544,6 +544,7 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.notSentBytes = static_cast<uint64_t>(std::max(unsent, 0));
   info.sinceLastReceived = std::chrono::milliseconds(raw.tcpi_last_data_recv);
   info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
+  info.sinceLastSent = std::chrono::milliseconds(raw.tcpi_last_data_sent);
   return info;
 }
 

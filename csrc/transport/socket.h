@@ -184,6 +184,7 @@ struct TcpInfo {
   uint64_t notSentBytes = 0; // SIOCOUTQNSD
   Nanos sinceLastReceived{}; // data
   Nanos sinceLastAck{};
+  Nanos sinceLastSent{}; // data
 };
 // Nothing if the socket is not a TCP connection (any more). It makes three
 // system calls.

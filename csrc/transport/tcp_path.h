@@ -85,6 +85,9 @@ class TcpPath final : public Path, public Handler {
   // the limit grows by a quarter or halves; does nothing on a connection within
   // one host.
   void tune();
+  std::optional<BbrView> bbr() const { // nothing with another control
+    return bbrView(socket_.get());
+  }
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
     return startUpBytes_ != 0;
