@@ -361,8 +361,8 @@ class Channel {
   // The traffic classes that the path carries, a bit each (1 << class); all at
   // first. 0: a path in reserve. A path in reserve still takes control frames.
   void setClasses(PathId path, uint8_t classes);
-  // Of those, the path carries only messages in bursts of this size, unless
-  // there is no other path for them. At first it takes all.
+  // The path carries only messages in bursts of this size, unless no other path
+  // works for them. At first it takes all.
   void setBursts(PathId path, BurstRange range);
   uint8_t classes(PathId path) const;
 

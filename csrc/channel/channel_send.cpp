@@ -537,8 +537,8 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   return nullptr;
 }
 
-// A message goes over the kind of path that suits its burst. Where no such path
-// is good, any path will do.
+// A message goes over the kind of path that suits its burst, or over any path
+// if no such path is good.
 bool Channel::suits(const PathState& p, const OutMessage& m) const {
   return p.bursts.contains(m.burstBytes) ||
       (std::none_of(

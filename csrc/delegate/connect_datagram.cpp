@@ -232,7 +232,7 @@ void DatagramConnector::chooseBursts(TimePoint now) {
   }
 }
 
-// Where datagrams do not work, the connections take everything. Else the choice
+// The connections take everything while datagrams do not work. Else the choice
 // is made anew every few milliseconds of a burst, since the connections get
 // going meanwhile.
 void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {

@@ -81,7 +81,7 @@ class DatagramConnector final : public RoutePathConnector {
       const;
   void makePath(size_t route, DatagramSocket socket, const Keys& keys);
 
-  // What goes as datagrams beside the connections of a route.
+  // The part of a route's messages that goes as datagrams.
   struct Share {
     TimePoint chosenAt{};
     uint64_t upTo = 0; // bytes of a burst

@@ -62,8 +62,8 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::string remoteNicOf(size_t connection) const;
   // As measured on the connections of the route together.
   double capacityBytesPerS(size_t route) const;
-  // What is to be expected of the connections of the route that carry. The
-  // losses are totals of those that stand. A few system calls for each.
+  // The outlook for the connections of the route that carry. Losses are totals
+  // of those that stand. Makes a few system calls for each.
   struct Stream {
     StreamView view;
     uint64_t deliveredSegments = 0, lostSegments = 0;

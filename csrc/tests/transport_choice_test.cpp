@@ -89,8 +89,8 @@ TEST(transport_choice_needs_a_round_trip) {
   CHECK_EQ(datagramsUpTo(StreamView(), datagrams(), kGigabit), 0u);
 }
 
-// Whatever is measured: both arrivals are finite and later for more bytes, and
-// a worse connection never gets more messages.
+// Both arrivals are finite, and later for more bytes, for random measurements.
+// A worse connection never gets more messages.
 TEST(transport_choice_is_monotonic) {
   forSeeds(2000, [](uint64_t seed) {
     Prng prng(mixBits(seed));

@@ -105,7 +105,8 @@ class DatagramPath final : public RoutePath, public Handler {
   const PacketSender* sender() const { // null before it is proven
     return sender_.get();
   }
-  // Of a path that is proven. What other paths know of the link:
+  // These five need a path that is proven. `bytesPerS`: as other paths have
+  // measured the link.
   void expectRate(double bytesPerS) {
     sender_->rate().expect(bytesPerS);
   }
