@@ -25,7 +25,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
 .PHONY: help setup demo demo-bubbles demo-lossy demo-verbs test lint tidy format cpp-test python-test slow-test \
-  verbs-test verbs-slow-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted clang nightly fuzz bench options-doc clean
+  verbs-test verbs-slow-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -65,10 +65,10 @@ demo-verbs: setup verbs-lab ## training over RDMA under a fault every second, in
 # is compiled; if that fails, the second line says how.
 test: lint setup ## everything that must pass before a commit
 	nice -n 19 $(MAKE) -k asan-built tsan-built planted-built \
-	  $(if $(CLANG),clang-built) verbs-lab-if-possible >build/ahead.log 2>&1 & ahead=$$!; \
+	  verbs-lab-if-possible >build/ahead.log 2>&1 & ahead=$$!; \
 	  $(MAKE) python-test || { status=$$?; kill $$ahead; exit $$status; }; \
 	  wait $$ahead || true
-	$(MAKE) verbs-test asan tsan staging planted clang
+	$(MAKE) verbs-test asan tsan staging planted
 
 lint: $(VENV)/tools ## static checks of Python and C++
 	ruff check .
@@ -154,18 +154,8 @@ staging: asan-built tsan-built ## tests of device staging with torch, under both
 	$(MAKE) -C csrc VARIANT=asan staging
 	$(MAKE) -C csrc VARIANT=tsan staging
 
-planted: planted-built ## mistakes on purpose, each of which the simulation must find
-	$(MAKE) -C csrc VARIANT=planted JOBS=$(JOBS) test ARGS=planted
-
-# Another compiler finds other mistakes, of ours and of its own.
-CLANG := $(shell command -v clang++)
-ifneq ($(CLANG),)
-clang: clang-built ## tests of the C++ core as clang++ compiles it, if there is one
-	$(MAKE) -C csrc VARIANT=clang JOBS=$(JOBS) test
-else
-clang:
-	@echo "the core is not tested with clang: there is no clang++"
-endif
+planted: planted-built ## simulations, and mistakes on purpose, each of which they must find
+	$(MAKE) -C csrc VARIANT=planted JOBS=$(JOBS) test
 
 %-built:
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=$* all $(if $(filter asan tsan,$*),staging-tests)

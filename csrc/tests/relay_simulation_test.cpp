@@ -1,23 +1,12 @@
 #include "tests/relay_simulation.h"
 
-#include <cstdlib>
 #include <iostream>
 
 #include "tests/check.h"
+#include "tests/simulation_seeds.h"
 
 namespace resilient::test {
 namespace {
-
-const char* setting(const char* name) {
-  const char* value = std::getenv(name);
-  return value != nullptr && *value != '\0' ? value : nullptr;
-}
-
-// The line to paste.
-std::string again(uint64_t seed) {
-  return "\n  replay: RESILIENT_SIM_SEED=" + std::to_string(seed) +
-      " RESILIENT_SIM_TRACE=1 core_tests relay_simulation_holds";
-}
 
 void print(const RelaySimulationResult& sum, uint64_t networks) {
   std::cout << "relay simulation: " << networks << " networks, " << sum.events
@@ -37,16 +26,14 @@ void print(const RelaySimulationResult& sum, uint64_t networks) {
 }
 
 TEST(relay_simulation_holds_its_promises) {
-  std::function<void(const std::string&)> trace;
-  if (setting("RESILIENT_SIM_TRACE") != nullptr) {
-    trace = [](const std::string& line) { std::cerr << line << "\n"; };
-  }
+  const auto trace = simulationTrace();
   RelaySimulationResult sum;
-  const auto one = [&](uint64_t seed) {
+  const uint64_t networks = simulateSeeds(1000, [&](uint64_t seed) {
     const RelaySimulationResult r = simulateRelays(seed, trace);
     if (!r.error.empty()) {
       throw Failure(
-          "seed " + std::to_string(seed) + ": " + r.error + again(seed));
+          "seed " + std::to_string(seed) + ": " + r.error +
+          replayLine(seed, "relay_simulation_holds"));
     }
     using R = RelaySimulationResult;
     for (uint64_t R::* count :
@@ -72,27 +59,9 @@ TEST(relay_simulation_holds_its_promises) {
       sum.*count += r.*count;
     }
     sum.fullest = std::max(sum.fullest, r.fullest);
-  };
-  if (const char* seed = setting("RESILIENT_SIM_SEED")) {
-    one(std::strtoull(seed, nullptr, 10));
+  });
+  if (networks == 0) {
     return;
-  }
-  if (runState().forcedSeed) {
-    one(*runState().forcedSeed);
-    return;
-  }
-#ifdef __SANITIZE_ADDRESS__
-  uint64_t networks = 200;
-#else
-  uint64_t networks = 1000;
-#endif
-  if (const char* count = setting("RESILIENT_SIM_SCHEDULES")) {
-    networks = std::strtoull(count, nullptr, 10);
-    CHECK(networks > 0);
-  }
-  for (uint64_t seed = 1; seed <= networks; ++seed) {
-    noteSeed(seed);
-    one(seed);
   }
   print(sum, networks);
   // A simulation in which nothing happens shows nothing.

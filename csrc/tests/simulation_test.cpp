@@ -1,36 +1,23 @@
 #include "tests/simulation.h"
 
-#include <cstdlib>
 #include <iostream>
 
 #include "tests/check.h"
+#include "tests/simulation_seeds.h"
 
 namespace resilient::test {
 namespace {
 
-const char* setting(const char* name) {
-  const char* value = std::getenv(name);
-  return value != nullptr && *value != '\0' ? value : nullptr;
-}
-
-// The line to paste.
-std::string again(uint64_t seed) {
-  return "\n  replay: RESILIENT_SIM_SEED=" + std::to_string(seed) +
-      " RESILIENT_SIM_TRACE=1 core_tests simulation_holds_its_promises";
-}
-
 TEST(simulation_holds_its_promises) {
-  std::function<void(const std::string&)> trace;
-  if (setting("RESILIENT_SIM_TRACE") != nullptr) {
-    trace = [](const std::string& line) { std::cerr << line << "\n"; };
-  }
+  const auto trace = simulationTrace();
   SimulationResult sum;
   uint64_t faulty = 0;
-  const auto one = [&](uint64_t seed) {
+  const uint64_t schedules = simulateSeeds(2000, [&](uint64_t seed) {
     const SimulationResult r = simulate(seed, trace);
     if (!r.error.empty()) {
       throw Failure(
-          "seed " + std::to_string(seed) + ": " + r.error + again(seed));
+          "seed " + std::to_string(seed) + ": " + r.error +
+          replayLine(seed, "simulation_holds_its_promises"));
     }
     sum.delivered += r.delivered;
     sum.failed += r.failed;
@@ -44,27 +31,9 @@ TEST(simulation_holds_its_promises) {
     sum.duplicates += r.duplicates;
     sum.zeroFilled += r.zeroFilled;
     sum.events += r.events;
-  };
-  if (const char* seed = setting("RESILIENT_SIM_SEED")) {
-    one(std::strtoull(seed, nullptr, 10));
+  });
+  if (schedules == 0) {
     return;
-  }
-  if (runState().forcedSeed) {
-    one(*runState().forcedSeed);
-    return;
-  }
-#ifdef __SANITIZE_THREAD__
-  uint64_t schedules = 200; // it has one thread only
-#else
-  uint64_t schedules = 2000;
-#endif
-  if (const char* count = setting("RESILIENT_SIM_SCHEDULES")) {
-    schedules = std::strtoull(count, nullptr, 10);
-    CHECK(schedules > 0);
-  }
-  for (uint64_t seed = 1; seed <= schedules; ++seed) {
-    noteSeed(seed);
-    one(seed);
   }
   std::cout << "simulation: " << schedules << " schedules, " << sum.faults()
             << " faults (" << sum.cuts << " cuts, " << sum.stalls << " stalls, "
