@@ -49,7 +49,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   h.message = ++lastMessage_;
   h.totalBytes = op->bytes;
   unacknowledgedBytes_ += op->bytes;
-  m.burstBytes = unacknowledgedBytes_;
+  m.burstBytes = std::max(unacknowledgedBytes_, op->burstBytes);
   // Chunks grow with messages too large for the header's limit of chunks.
   h.chunkBytes = chunkBytesFor(op->bytes, m.burstBytes);
   while (h.totalBytes / h.chunkBytes >= kMaxChunksPerMessage) {

@@ -65,6 +65,9 @@ struct SendOp : Operation {
   // The first bytes of `data` that may be read, if not all are there yet. The
   // owner tells of more by Channel::sourceGrew().
   uint64_t availableBytes = UINT64_MAX;
+  // Of the messages to this and other peers that belong together and are sent
+  // one after the other, about; 0: this one stands alone.
+  uint64_t burstBytes = 0;
   // The owner has no other use for the buffer, so a copy would help nobody.
   bool neverCopied = false;
   // Nothing of it is sent before the far end has a receive for it, which can

@@ -166,6 +166,7 @@ void CollectiveRun::startSend(
   op.sourceRank = rank();
   op.data = static_cast<const std::byte*>(data);
   op.bytes = bytes;
+  op.burstBytes = spec_.bytes / 2; // it sends about as much as it receives
   if (loan_ != 0) {
     item.send->setLent();
   }

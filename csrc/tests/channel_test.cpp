@@ -795,6 +795,19 @@ TEST(channel_message_goes_over_the_path_for_its_burst) {
   CHECK(idle.take(idle.a, 1)->fields().stream == 2);
 }
 
+TEST(channel_operation_names_the_burst_that_its_message_begins) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  pair.a.channel.setBursts(1, {0, 1000});
+  pair.a.channel.setBursts(2, {1000, UINT64_MAX});
+  TestSend first(text(100));
+  first.burstBytes = 2000;
+  pair.a.channel.send(&first, pair.now);
+  CHECK(!pair.take(pair.a, 1));
+  CHECK(pair.take(pair.a, 2).has_value());
+}
+
 // A small message overtakes a large one that another path has begun.
 TEST(channel_path_takes_what_suits_it_from_behind_the_front) {
   ChannelPair pair;
