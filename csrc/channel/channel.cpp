@@ -188,6 +188,10 @@ void Channel::setBursts(PathId path, BurstRange range) {
   }
 }
 
+const BurstRange& Channel::bursts(PathId path) const {
+  return state(path).bursts;
+}
+
 uint8_t Channel::classes(PathId path) const {
   return state(path).classes;
 }

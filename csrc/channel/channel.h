@@ -364,6 +364,7 @@ class Channel {
   // The path carries only messages in bursts of this size, unless no other path
   // works for them. At first it takes all.
   void setBursts(PathId path, BurstRange range);
+  const BurstRange& bursts(PathId path) const;
   uint8_t classes(PathId path) const;
 
   // --- time

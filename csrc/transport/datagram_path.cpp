@@ -291,6 +291,7 @@ void DatagramPath::fill(PathStats& stats) const {
     d.lossRate = sender_->loss().estimate().rate;
     d.burstPackets = sender_->loss().estimate().burstPackets;
     d.paceBytesPerS = sender_->rate().bytesPerS();
+    d.carriesUpTo = channel_.bursts(id()).upTo;
     stats.minRoundTripS = toSeconds(sender_->rate().minRoundTrip());
   }
 }

@@ -23,6 +23,7 @@ struct DatagramStats {
   uint64_t lost = 0; // as the far end says
   double lossRate = 0, burstPackets = 1; // lately
   double paceBytesPerS = 0;
+  uint64_t carriesUpTo = 0; // bytes of a burst; UINT64_MAX: of any
   // received
   uint64_t recovered = 0; // by parity
   uint64_t zeroFilled = 0;

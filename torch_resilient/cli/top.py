@@ -360,6 +360,7 @@ def _datagrams(old: Sequence[Snapshot | None], now: Sequence[Snapshot]) -> list[
         "rank",
         "peer",
         "path",
+        "up to",
         "pace MB/s",
         "drop rate %",
         "burst packets",
@@ -451,6 +452,7 @@ def _rdma(now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
 def _datagram_cells(now: DatagramStats, before: DatagramStats | None) -> tuple[str, ...]:
     packets = now.packets - before.packets if before else 0
     return (
+        _burst_text(now.carries_up_to),
         f"{now.pace_bytes_per_s / 1e6:.1f}",
         f"{100 * now.drop_rate:.2f}",
         f"{now.burst_packets:.1f}",
@@ -460,6 +462,12 @@ def _datagram_cells(now: DatagramStats, before: DatagramStats | None) -> tuple[s
         str(now.zero_filled),
         str(now.forged),
     )
+
+
+def _burst_text(size: int) -> str:
+    if size >= 1 << 63:
+        return "all"
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
 def _cut_to_terminal(text: str) -> str:
