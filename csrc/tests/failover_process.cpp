@@ -309,12 +309,32 @@ void FailoverProcess::useChanged() {
   failover_.setSharedMemory(shared);
   world_.result.sharedMemory += shared;
   for (size_t r = 0; r < routes(); ++r) {
+    const bool works = otherPath(r).socket.has_value();
     failover_.setRoutePath(
-        r, otherPath(r).socket ? RoutePathUse::kAlone : RoutePathUse::kNone);
-    world_.result.datagrams += otherPath(r).socket.has_value();
+        r,
+        !works           ? RoutePathUse::kNone
+            : isBeside() ? RoutePathUse::kBeside
+                         : RoutePathUse::kAlone);
+    world_.result.datagrams += works;
+    world_.result.beside += works && isBeside();
+    shareBursts(r);
   }
   failover_.assignRoles(net_.now());
   dirty_ = true;
+}
+
+// As DatagramConnector does.
+void FailoverProcess::shareBursts(size_t route) {
+  const OtherPath& b = otherPath(route);
+  const uint64_t upTo = b.socket ? world_.setup.besideUpTo : 0;
+  if (b.socket && isBeside()) {
+    channel_.setBursts(b.path, {0, upTo});
+  }
+  for (size_t c = route; c < connections_.size(); c += routes()) {
+    if (connected(c)) {
+      channel_.setBursts(connections_[c].path, {upTo, UINT64_MAX});
+    }
+  }
 }
 
 bool FailoverProcess::allArrived() const {
@@ -709,6 +729,7 @@ void FailoverProcess::install(size_t c, size_t socket, bool ours) {
   world_.result.reconnects += x.times > 1;
   world_.result.offRoute += !byItsRoute;
   channel_.addPath(x.path, net_.now());
+  shareBursts(c % routes());
   dirty_ = true;
   failover_.onConnected(c, net_.now(), byItsRoute, ours, /*measure=*/true);
   if (!net_.open(socket, side_) && connections_[c].socket == socket) {
@@ -1066,11 +1087,12 @@ void FailoverProcess::checkRoles(const Roles& roles) {
             text(c) + " carries class " + std::to_string(cls) +
             " although it is in reserve, or the class keeps to another NIC");
       }
-      if (does && otherPath(route).socket) {
+      const bool relieved = otherPath(route).socket && !isBeside();
+      if (does && relieved) {
         world_.fail(text(c) + " carries although datagrams do");
       }
       if (!does && connected(c) && good(c) && failover_.wanted(c) &&
-          !otherPath(route).socket && mayCarry(route)) {
+          !relieved && mayCarry(route)) {
         world_.fail(
             text(c) + " works and does not carry class " + std::to_string(cls));
       }

@@ -22,6 +22,9 @@ struct FailoverSetup {
   size_t nics = 1; // and routes: NIC r of one side belongs to r of the other
   size_t lanes = 1; // connections of a route
   uint32_t chunkBytes = 16 << 10;
+  // Datagrams carry messages in bursts up to this size, beside the connections
+  // of their route; 0: all messages, alone.
+  uint64_t besideUpTo = 0;
   FailoverConfig config;
   RolePolicy policy;
 };
@@ -175,6 +178,10 @@ class FailoverProcess final : public SimulatedTcp::User,
   void closePath(size_t c, const std::string& why);
   void ensure(size_t count);
   void useChanged();
+  bool isBeside() const {
+    return world_.setup.besideUpTo > 0;
+  }
+  void shareBursts(size_t route);
   OtherPath& otherPath(std::optional<size_t> route);
   std::string text(size_t c) const;
 

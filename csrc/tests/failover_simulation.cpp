@@ -139,6 +139,7 @@ void Simulation::planSetup() {
   s.lanes =
       s.nics == 3 ? oneOf<size_t>({1, 1, 2}) : oneOf<size_t>({1, 1, 2, 4});
   s.chunkBytes = oneOf<uint32_t>({4 << 10, 16 << 10});
+  s.besideUpTo = oneOf<uint64_t>({0, 8 << 10, 64 << 10, UINT64_MAX});
   s.config.suspectAfter =
       oneOf<Nanos>({milliseconds(30), milliseconds(50), milliseconds(100)});
   s.config.stallTimeout = oneOf<Nanos>({seconds(2), seconds(5)});
