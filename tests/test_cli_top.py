@@ -487,10 +487,10 @@ def test_datagrams_have_a_table_of_their_own() -> None:
     assert lines[3].endswith("eth0-eth0")
     assert lines[4] == ""
     assert re.split(r"\s{2,}", lines[6]) == (
-        ["0", "1", "udp 0", "120.0", "1.25", "2.5", "5.0", "1.0", "7", "5", "0"]
+        ["0", "1", "udp 0", "all", "120.0", "1.25", "2.5", "5.0", "1.0", "7", "5", "0"]
     )
     # Shares are of an interval.
-    assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[6])[6:8] == ["-", "-"]
+    assert re.split(r"\s{2,}", top.frame([], [now]).splitlines()[6])[7:9] == ["-", "-"]
 
 
 def test_rdma_paths_have_a_table_of_their_own() -> None:
