@@ -115,6 +115,8 @@ def train(lab: NetworkLab, way: Way, steps: int, port: int) -> Run:
     environment = {"TORCH_RESILIENT_INTERFACE": "eth0"}
     if way.datagrams:
         environment["TORCH_RESILIENT_WAN"] = "udp"
+    else:
+        environment["TORCH_RESILIENT_WAN"] = "tcp"
     run = Run(way)
     before = link.counters().dropped.packets
     progress = Progress(steps, f"{way.name:<16}")

@@ -10,7 +10,7 @@ The same on two emulated hosts of this machine, which needs root:
     TORCH_RESILIENT_WAN=udp torch-resilient lab --delay 20ms --rate 200mbit --drop 2% -- \\
         torchrun --nproc-per-node 1 examples/train_ddp_lossy.py --smart
 
-examples/demo_lossy.py runs it in three ways and compares them. See docs/lossy-links.md.
+examples/demo_lossy.py runs it in three ways and compares them. See docs/wan.md.
 """
 
 from __future__ import annotations

@@ -446,8 +446,8 @@ void EngineOptions::validate() const {
   if (!SiteNumbers::parseWords(wan, kWanTransports)) {
     invalid(
         "wan=\"" + wan.substr(0, 200) +
-        "\" (TORCH_RESILIENT_WAN): expected tcp or udp, or a list such as "
-        "eu-west=udp,*=tcp with each site once");
+        "\" (TORCH_RESILIENT_WAN): expected tcp, udp or auto, or a list "
+        "such as eu-west=udp,*=tcp with each site once");
   }
   if (rdma_gid_index != "auto" && !gidIndex()) {
     reject(find("rdma_gid_index"), "rdma_gid_index", rdma_gid_index);

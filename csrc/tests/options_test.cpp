@@ -239,11 +239,13 @@ TEST(options_words_for_sites) {
   const auto sites =
       SiteNumbers::parseWords(" udp , eu-west = tcp,us=udp", kWanTransports);
   CHECK(sites.has_value());
-  CHECK_EQ(sites->of("eu-west").value(), 0);
-  CHECK_EQ(sites->of("us").value(), 1);
-  CHECK_EQ(sites->of("asia").value(), 1);
+  constexpr auto kTcp = static_cast<int64_t>(WanTransport::kTcp);
+  constexpr auto kUdp = static_cast<int64_t>(WanTransport::kUdp);
+  CHECK_EQ(sites->of("eu-west").value(), kTcp);
+  CHECK_EQ(sites->of("us").value(), kUdp);
+  CHECK_EQ(sites->of("asia").value(), kUdp);
   const auto named = SiteNumbers::parseWords("us=udp", kWanTransports);
-  CHECK_EQ(named->of("us").value(), 1);
+  CHECK_EQ(named->of("us").value(), kUdp);
   CHECK(!named->of("eu").has_value());
   CHECK(!SiteNumbers::parseWords("", kWanTransports)->of("eu").has_value());
   for (const char* text :
@@ -268,7 +270,7 @@ TEST(options_errors_about_datagrams) {
     const std::string error = errorOf("WAN", text);
     CHECK_CONTAINS(error, "TORCH_RESILIENT_WAN)");
     CHECK_CONTAINS(error, std::string("\"") + text + "\"");
-    CHECK_CONTAINS(error, "expected tcp or udp, or a list such as");
+    CHECK_CONTAINS(error, "expected tcp, udp or auto, or a list such as");
   }
   const std::string parity = errorOf("WAN_PARITY", "raid");
   CHECK_CONTAINS(parity, "TORCH_RESILIENT_WAN_PARITY");
