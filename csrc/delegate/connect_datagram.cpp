@@ -50,7 +50,8 @@ WanTransport DatagramConnector::transport() const {
 }
 
 bool DatagramConnector::wanted() const {
-  return transport() != WanTransport::kTcp;
+  std::string why;
+  return transport() != WanTransport::kTcp && PacketSeal::available(why);
 }
 
 bool DatagramConnector::possible(size_t connection) const {
@@ -179,7 +180,9 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   DatagramSocket socket;
   std::string why;
   Status status = open(connection, socket);
-  if (!PacketSeal::available(why)) {
+  if (transport() == WanTransport::kTcp) {
+    status = Status(StatusCode::kNetwork, "its wan allows them, ours is tcp");
+  } else if (!PacketSeal::available(why)) {
     status = Status(StatusCode::kNetwork, why);
   }
   if (status.ok()) {
@@ -206,6 +209,21 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   link_.changed();
 }
 
+// Nobody waits until the path is silent.
+void DatagramConnector::onNic(const std::string& nic, bool works) {
+  for (size_t route = 0; route < routes(); ++route) {
+    if (connections_.nicOf(route) != nic) {
+      continue;
+    }
+    if (works) {
+      offerSoon(route);
+    } else if (path(route) != nullptr) {
+      path(route)->close(
+          Status(StatusCode::kNetwork, "its interface " + nic + " went down"));
+    }
+  }
+}
+
 // Without TLS there may be a group that only the far end has joined as yet;
 // with it, the connection may have been made anew at one end. Either way the
 // far end asks again. The job's secret is not taken where the connection has
@@ -227,8 +245,13 @@ void DatagramConnector::chooseBursts(TimePoint now) {
   if (routes() == 0 || transport() != WanTransport::kAuto) {
     return;
   }
+  const std::vector<BurstTime> ended = link_.channel().takeBurstTimes();
   for (size_t route = 0; route < routes(); ++route) {
-    chooseFor(route, shares_[route], now);
+    Share& share = shares_[route];
+    for (const BurstTime& burst : ended) {
+      share.choice.observe(burst.bytes, toSeconds(burst.took), burst.datagrams);
+    }
+    chooseFor(route, share, now);
   }
 }
 
@@ -274,7 +297,7 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
     linkBytesPerS = std::max(streamBytesPerS, path.capacityBytesPerS());
     other.bytesPerS = path.bytesPerS();
   }
-  share.upTo = datagramsUpTo(view, other, linkBytesPerS);
+  share.upTo = share.choice.datagramsUpTo(view, other, linkBytesPerS);
   if (!lossy) {
     share.upTo = std::min(share.upTo, kMostWithoutLoss);
   }

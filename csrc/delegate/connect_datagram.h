@@ -47,6 +47,8 @@ class DatagramConnector final : public RoutePathConnector {
   // index that does not exist are ignored; an answer counts only for the offer
   // that is open.
   void onOffer(const DatagramOffer& offer);
+  // One of our interfaces works, or does not any more.
+  void onNic(const std::string& nic, bool works);
 
  private:
   // Offered, and not answered yet: ours.
@@ -87,6 +89,7 @@ class DatagramConnector final : public RoutePathConnector {
     uint64_t upTo = 0; // bytes of a burst
     bool said = false;
     RecentLoss streamLoss, datagramLoss;
+    TransportChoice choice;
   };
 
   WanTransport transport() const;
