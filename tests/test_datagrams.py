@@ -299,6 +299,30 @@ def test_messages_go_on_where_datagrams_beside_connections_fall_silent(lab: Netw
         job.close()
 
 
+def test_datagrams_end_with_their_interface(lab: NetworkLab) -> None:
+    """The kernel tells of it; nobody waits until the path is silent."""
+    a, b = lab.host("a"), lab.host("b")
+    links = [lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6) for _ in range(2)]
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.02}
+    job = Job([a, b], control, settings, {**AUTO, "TORCH_RESILIENT_INTERFACE": "eth0,eth1"})
+
+    def path(row: Row, nic: str) -> dict[str, Any]:
+        paths = [p for p in row.get("paths", []) if p["kind"] == "udp" and p["nic"] == nic]
+        return paths[0] if paths else {"state": "", "last_error": ""}
+
+    try:
+        job.until(lambda row: path(row, "eth0")["state"] == "up", "datagrams")
+        links[0].down("admin")
+        row = job.until(lambda row: path(row, "eth0")["state"] == "down", "their end")
+        assert "its interface eth0 went down" in path(row, "eth0")["last_error"]
+        links[0].up()
+        row = job.until(lambda row: path(row, "eth0")["state"] == "up", "datagrams again")
+        assert row["wrong"] == 0
+    finally:
+        job.close()
+
+
 def test_connections_do_where_udp_is_filtered(lab: NetworkLab) -> None:
     a, b = lab.host("a"), lab.host("b")
     lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6)

@@ -404,6 +404,7 @@ Engine::Engine(
         eachLink([&](PeerLink& link) {
           link.connections().failover().onNic(nic, usable, loop_.now());
           link.verbs().onNic(nic, usable);
+          link.datagrams().onNic(nic, usable);
         });
       },
       [this] { onAddresses(); });
@@ -496,6 +497,14 @@ void Engine::chooseDatagrams() {
         "TORCH_RESILIENT_WAN=\"" + options_.wan + "\": " + why +
             "; datagrams are sealed with it. Install OpenSSL (libssl3), or use "
             "tcp"));
+  }
+  if (wanSites_.has(static_cast<int64_t>(WanTransport::kAuto)) &&
+      !PacketSeal::available(why)) {
+    logMessage(
+        LogLevel::kInfo,
+        "wan=auto uses connections only, since datagrams are sealed with "
+        "OpenSSL (libssl3): " +
+            why);
   }
 }
 
