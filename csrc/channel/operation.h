@@ -65,8 +65,8 @@ struct SendOp : Operation {
   // The first bytes of `data` that may be read, if not all are there yet. The
   // owner tells of more by Channel::sourceGrew().
   uint64_t availableBytes = UINT64_MAX;
-  // Of the messages to this and other peers that belong together and are sent
-  // one after the other, about; 0: this one stands alone.
+  // About how many bytes the operation sends that this message is a part of, to
+  // all peers; 0: it stands alone.
   uint64_t burstBytes = 0;
   // The owner has no other use for the buffer, so a copy would help nobody.
   bool neverCopied = false;

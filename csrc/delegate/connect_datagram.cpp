@@ -209,7 +209,7 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   link_.changed();
 }
 
-// Nobody waits until the path is silent.
+// The kernel knows it before the path is silent.
 void DatagramConnector::onNic(const std::string& nic, bool works) {
   for (size_t route = 0; route < routes(); ++route) {
     if (connections_.nicOf(route) != nic) {

@@ -74,6 +74,8 @@ class TransportChoice {
   // posted.
   void observe(uint64_t bytes, double tookS, bool datagrams) {
     Size& size = sizes_[indexOf(bytes)];
+    const auto b = static_cast<double>(bytes);
+    size.bytes += (b - size.bytes) / (size.bursts == 0 ? 1 : 8);
     Kind& used = datagrams ? size.datagrams : size.streams;
     if (++used.bursts == kTrials) {
       used.meanS = tookS;
@@ -93,8 +95,7 @@ class TransportChoice {
     if (s.roundTripS <= 0) {
       return 0;
     }
-    // What is lost by datagrams for the sizes up to each, and by connections
-    // for the rest.
+    // The loss by datagrams up to each size, and by connections beyond.
     double loss = 0;
     for (size_t i = 0; i < kSizes; ++i) {
       loss += lossOf(i, s, d, linkBytesPerS).streams;
@@ -135,6 +136,7 @@ class TransportChoice {
   struct Size {
     Kind streams, datagrams;
     uint64_t bursts = 0;
+    double bytes = 0; // mean of late
   };
   struct Loss {
     double streams = 0, datagrams = 0; // relative to the better one
@@ -153,7 +155,8 @@ class TransportChoice {
       const DatagramView& d,
       double linkBytesPerS) const {
     const Size& size = sizes_[i];
-    const auto bytes = static_cast<double>(kLeastBytes << i);
+    const double bytes =
+        size.bursts > 0 ? size.bytes : static_cast<double>(kLeastBytes << i);
     const double back = s.roundTripS / 2; // the acknowledgement
     StreamView used = s;
     if (s.paced) {

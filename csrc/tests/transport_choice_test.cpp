@@ -176,6 +176,18 @@ TEST(transport_choice_is_not_decided_by_one_burst) {
   CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) >= kMiB);
 }
 
+// Forecasts are for the bursts that occur: those that have taken as long as
+// they must do not speak against a kind that has not been tried.
+TEST(transport_choice_compares_the_same_bytes) {
+  StreamView warm = cold();
+  warm.firstBytes = 8e6;
+  TransportChoice choice;
+  constexpr uint64_t kBytes = 2 * kMiB + 1; // counts among those up to 4 MiB
+  const double took = datagramArrivalS(datagrams(), kGigabit, kBytes) + 0.020;
+  observe(choice, kBytes, took, true, 8);
+  CHECK(choice.datagramsUpTo(warm, datagrams(), kGigabit) < kBytes);
+}
+
 // 1 MiB occurs and goes over connections, whatever larger bursts might do.
 TEST(transport_choice_decides_for_sizes_that_occur) {
   TransportChoice choice;
