@@ -18,6 +18,14 @@ struct BurstTime {
   bool datagrams = false;
 };
 
+// One that has not ended yet.
+struct OpenBurst {
+  TimePoint began{};
+  uint64_t bytes = 0;
+  bool counts = true;
+  std::optional<bool> datagrams; // none yet
+};
+
 // How long the bursts of a channel take. A burst begins with a message that is
 // posted while none is unacknowledged, and ends when none is left. Those that
 // tell nothing of the paths are left out: both kinds carried, the bytes were
@@ -61,13 +69,7 @@ class BurstTimer {
  private:
   static constexpr size_t kMost = 64; // if nobody takes them
 
-  struct Burst {
-    TimePoint began{};
-    uint64_t bytes = 0;
-    bool counts = true;
-    std::optional<bool> datagrams; // none yet
-  };
-  std::optional<Burst> burst_;
+  std::optional<OpenBurst> burst_;
   std::vector<BurstTime> ended_;
 };
 
