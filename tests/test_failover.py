@@ -118,9 +118,11 @@ def sent_on(result: Row, nic: str) -> int:
     return sum(path["bytes_sent"] for path in result["paths"] if path["nic"] == nic)
 
 
-@pytest.mark.parametrize("encryption", ["off", "required"])
+@pytest.mark.parametrize(
+    ("encryption", "wan"), [("off", "tcp"), ("required", "tcp"), ("off", "auto")]
+)
 def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(
-    bed: Bed, tmp_path: Path, encryption: str
+    bed: Bed, tmp_path: Path, encryption: str, wan: str
 ) -> None:
     seed = 1
     print(f"seed {seed}")
@@ -129,7 +131,7 @@ def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(
     quiet = bed.job("train", steps, 0.0)
     expected = quiet.end()
     quiet.close()
-    variables = {"TORCH_RESILIENT_ENCRYPTION": encryption}
+    variables = {"TORCH_RESILIENT_ENCRYPTION": encryption, "TORCH_RESILIENT_WAN": wan}
     if encryption == "required":
         secret = tmp_path / "secret"
         write_secret(secret)
@@ -155,9 +157,11 @@ def test_training_goes_on_bit_for_bit_through_every_kind_of_failure(
         assert result["kind"] == "result", result
         assert result["losses"] == before["losses"]
         assert result["weights"] == before["weights"]
-        standing = [path["encrypted"] for path in result["paths"] if path["local_address"]]
-        assert standing
-        assert set(standing) == {encryption == "required"}
+        paths = result["paths"]
+        standing = {p["encrypted"] for p in paths if p["kind"] == "tcp" and p["local_address"]}
+        assert standing == {encryption == "required"}
+        carried = sum(p["bytes_sent"] for p in paths if p["kind"] == "udp")
+        assert (carried > 0) == (wan == "auto")
 
 
 @pytest.mark.parametrize(("kind", "end"), [("admin", "a"), ("admin", "b"), ("blackhole", None)])
