@@ -403,7 +403,6 @@ void Channel::fail(const Status& status) {
   offers_ = 0;
   unacknowledged_ = 0;
   unacknowledgedBytes_ = 0;
-  bursts_ = {};
   refusals_.clear();
   grants_.clear();
   grantsDue_ = kNever;

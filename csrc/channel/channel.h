@@ -14,7 +14,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include "channel/burst_timer.h"
 #include "channel/in_message.h"
 #include "channel/operation.h"
 #include "path/class_scheduler.h"
@@ -366,10 +365,6 @@ class Channel {
   // works for them. At first it takes all.
   void setBursts(PathId path, BurstRange range);
   const BurstRange& bursts(PathId path) const;
-  // The bursts that have ended since the last call.
-  std::vector<BurstTime> takeBurstTimes() {
-    return bursts_.take();
-  }
   uint8_t classes(PathId path) const;
 
   // --- time
@@ -476,7 +471,6 @@ class Channel {
   bool chunkAcknowledged(OutMessage& m, uint32_t chunk);
   void finishSend(OutMessage& m, const Status& status);
   void abandon(OutMessage& m); // no more of it will be sent
-  void endUnacknowledged(const OutMessage& m);
   void detachFrames(OutMessage& m);
   void clearOffer(OutMessage& m);
   void eraseIfDone(OutMessage& m);
@@ -538,7 +532,6 @@ class Channel {
   size_t offers_ = 0; // announced, not granted
   uint64_t unacknowledged_ = 0; // messages not abandoned and not acknowledged
   uint64_t unacknowledgedBytes_ = 0; // of these
-  BurstTimer bursts_;
   // Not handed to a path yet. Frames that a path gives back go to the front.
   std::deque<std::unique_ptr<Control>> control_;
   std::optional<PathId> arrivingOn_; // the path of the frame in onHeader()

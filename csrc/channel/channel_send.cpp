@@ -50,10 +50,6 @@ void Channel::send(SendOp* op, TimePoint now) {
   h.totalBytes = op->bytes;
   unacknowledgedBytes_ += op->bytes;
   m.burstBytes = std::max(unacknowledgedBytes_, op->burstBytes);
-  bursts_.posted(
-      m.burstBytes,
-      op->availableBytes >= op->bytes && !m.awaitsReceive && op->failure.ok(),
-      now);
   // Chunks grow with messages too large for the header's limit of chunks.
   h.chunkBytes = chunkBytesFor(op->bytes, m.burstBytes);
   while (h.totalBytes / h.chunkBytes >= kMaxChunksPerMessage) {
@@ -354,8 +350,8 @@ void Channel::abandon(OutMessage& m) {
     m.abandoned = true;
     // A tolerant one waits for more than its acknowledgements.
     if (m.acknowledged < m.chunks) {
-      bursts_.spoil();
-      endUnacknowledged(m);
+      --unacknowledged_;
+      unacknowledgedBytes_ -= m.header.totalBytes;
     }
     m.retransmits.clear();
     clearOffer(m);
@@ -860,7 +856,6 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   ++p.handedOut;
   ++m->inFlight;
   m->pulledAt = now;
-  bursts_.handedOut(p.isDatagrams());
   if (m->lent && m->allHandedOut()) {
     if (const auto wait = patience()) {
       stageCheckAt_ = std::min(stageCheckAt_, now + *wait);
@@ -977,13 +972,6 @@ void Channel::delivered(PathId path, uint64_t frames, TimePoint now) {
 
 // Returns whether it was the last that was missing.
 //
-void Channel::endUnacknowledged(const OutMessage& m) {
-  unacknowledgedBytes_ -= m.header.totalBytes;
-  if (--unacknowledged_ == 0) {
-    bursts_.ended(lastNow_);
-  }
-}
-
 // Does not erase the record: the caller does, since it still needs it.
 bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   if (m.tracked && !RESILIENT_PLANTED(countRepeats)) {
@@ -1001,7 +989,8 @@ bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   // The receiver has it all. The record stays until it is granted too: until
   // then the bytes count against the receiver's budget.
   ++counters_.messagesSent;
-  endUnacknowledged(m);
+  --unacknowledged_;
+  unacknowledgedBytes_ -= m.header.totalBytes;
   if (!m.tolerant) {
     finishSend(m, Status());
   }

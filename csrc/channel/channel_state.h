@@ -255,9 +255,6 @@ struct Channel::PathState {
   bool inMemory() const {
     return selfAcknowledging && ordered;
   }
-  bool isDatagrams() const {
-    return selfAcknowledging && !ordered && !overRelay;
-  }
   bool carries(size_t queue) const {
     return (classes >> classOf(queue) & 1) != 0 &&
         !(overRelay && isForOthers(queue));

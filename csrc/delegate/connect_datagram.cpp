@@ -245,13 +245,8 @@ void DatagramConnector::chooseBursts(TimePoint now) {
   if (routes() == 0 || transport() != WanTransport::kAuto) {
     return;
   }
-  const std::vector<BurstTime> ended = link_.channel().takeBurstTimes();
   for (size_t route = 0; route < routes(); ++route) {
-    Share& share = shares_[route];
-    for (const BurstTime& burst : ended) {
-      share.choice.observe(burst.bytes, toSeconds(burst.took), burst.datagrams);
-    }
-    chooseFor(route, share, now);
+    chooseFor(route, shares_[route], now);
   }
 }
 
@@ -297,7 +292,7 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
     linkBytesPerS = std::max(streamBytesPerS, path.capacityBytesPerS());
     other.bytesPerS = path.bytesPerS();
   }
-  share.upTo = share.choice.datagramsUpTo(view, other, linkBytesPerS);
+  share.upTo = datagramsUpTo(view, other, linkBytesPerS);
   if (!lossy) {
     share.upTo = std::min(share.upTo, kMostWithoutLoss);
   }

@@ -89,7 +89,6 @@ class DatagramConnector final : public RoutePathConnector {
     uint64_t upTo = 0; // bytes of a burst
     bool said = false;
     RecentLoss streamLoss, datagramLoss;
-    TransportChoice choice;
   };
 
   WanTransport transport() const;

@@ -808,33 +808,6 @@ TEST(channel_operation_names_the_burst_that_its_message_begins) {
   CHECK(pair.take(pair.a, 2).has_value());
 }
 
-// From the first message until nothing is unacknowledged.
-TEST(channel_times_its_bursts) {
-  ChannelPair pair;
-  pair.up(1);
-  TestSend first(text(100), 0), second(text(200), 1), third(text(50), 2);
-  TestRecv r1(&pair.b.channel, 100), r2(&pair.b.channel, 200, 1);
-  TestRecv r3(&pair.b.channel, 50, 2);
-  for (TestRecv* recv : {&r1, &r2, &r3}) {
-    pair.b.mailbox.post(recv);
-  }
-  const TimePoint begin = pair.now;
-  pair.a.channel.send(&first, pair.now);
-  pair.a.channel.send(&second, pair.now);
-  CHECK(pair.a.channel.takeBurstTimes().empty());
-  pair.settle({1});
-  const auto times = pair.a.channel.takeBurstTimes();
-  CHECK_EQ(times.size(), 1u);
-  CHECK_EQ(times[0].bytes, 300u);
-  CHECK(!times[0].datagrams);
-  CHECK(times[0].took >= Nanos(0) && times[0].took <= pair.now - begin);
-  // One that is cancelled says nothing.
-  pair.a.channel.send(&third, pair.now);
-  pair.a.channel.cancelSend(&third, "changed my mind", pair.now);
-  pair.settle({1});
-  CHECK(pair.a.channel.takeBurstTimes().empty());
-}
-
 // A small message overtakes a large one that another path has begun.
 TEST(channel_path_takes_what_suits_it_from_behind_the_front) {
   ChannelPair pair;

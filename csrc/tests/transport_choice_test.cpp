@@ -47,33 +47,30 @@ TEST(transport_choice_counts_the_pace_of_bbr) {
 }
 
 TEST(transport_choice_prefers_datagrams_to_a_slow_start) {
-  CHECK(
-      TransportChoice().datagramsUpTo(cold(), datagrams(), kGigabit) >=
-      4 * kMiB);
+  CHECK(datagramsUpTo(cold(), datagrams(), kGigabit) >= 4 * kMiB);
   // At first nothing is known of the link.
   DatagramView unknown = datagrams();
   unknown.bytesPerS = INFINITY;
-  CHECK(TransportChoice().datagramsUpTo(cold(), unknown, INFINITY) >= 4 * kMiB);
+  CHECK(datagramsUpTo(cold(), unknown, INFINITY) >= 4 * kMiB);
 }
 
 TEST(transport_choice_prefers_connections_that_have_got_going) {
   StreamView warm = cold();
   warm.firstBytes = 8e6;
-  CHECK_EQ(TransportChoice().datagramsUpTo(warm, datagrams(), kGigabit), 0u);
+  CHECK_EQ(datagramsUpTo(warm, datagrams(), kGigabit), 0u);
   warm.paced = true;
-  CHECK_EQ(TransportChoice().datagramsUpTo(warm, datagrams(), kGigabit), 0u);
+  CHECK_EQ(datagramsUpTo(warm, datagrams(), kGigabit), 0u);
 }
 
 // 10 Mbit/s of UDP on a link of 1 Gbit/s.
 TEST(transport_choice_leaves_datagrams_that_are_policed) {
   DatagramView policed = datagrams();
   policed.bytesPerS = 1.25e6;
-  CHECK(
-      TransportChoice().datagramsUpTo(cold(), policed, kGigabit) <= 128 * kKiB);
+  CHECK(datagramsUpTo(cold(), policed, kGigabit) <= 128 * kKiB);
   StreamView paced = cold();
   paced.paced = true;
   paced.firstBytes = 2.89 * 65536;
-  CHECK_EQ(TransportChoice().datagramsUpTo(paced, policed, kGigabit), 0u);
+  CHECK_EQ(datagramsUpTo(paced, policed, kGigabit), 0u);
 }
 
 TEST(transport_choice_takes_datagrams_for_everything_where_segments_are_lost) {
@@ -81,18 +78,15 @@ TEST(transport_choice_takes_datagrams_for_everything_where_segments_are_lost) {
   lossy.firstBytes = 8e6;
   lossy.lossRate = 0.01;
   lossy.mostBytesPerS = 12e6;
-  CHECK_EQ(
-      TransportChoice().datagramsUpTo(lossy, datagrams(), kGigabit),
-      UINT64_MAX);
+  CHECK_EQ(datagramsUpTo(lossy, datagrams(), kGigabit), UINT64_MAX);
   // Rare losses delay large messages only, which datagrams do at a price.
   lossy.lossRate = 1e-6;
   lossy.mostBytesPerS = INFINITY;
-  CHECK_EQ(TransportChoice().datagramsUpTo(lossy, datagrams(), kGigabit), 0u);
+  CHECK_EQ(datagramsUpTo(lossy, datagrams(), kGigabit), 0u);
 }
 
 TEST(transport_choice_needs_a_round_trip) {
-  CHECK_EQ(
-      TransportChoice().datagramsUpTo(StreamView(), datagrams(), kGigabit), 0u);
+  CHECK_EQ(datagramsUpTo(StreamView(), datagrams(), kGigabit), 0u);
 }
 
 // Both arrivals are finite, and later for more bytes, for random measurements.
@@ -120,80 +114,8 @@ TEST(transport_choice_is_monotonic) {
     }
     StreamView worse = s;
     worse.lossRate = s.lossRate + 0.01;
-    CHECK(
-        TransportChoice().datagramsUpTo(worse, d, link) >=
-        TransportChoice().datagramsUpTo(s, d, link));
+    CHECK(datagramsUpTo(worse, d, link) >= datagramsUpTo(s, d, link));
   });
-}
-
-constexpr double kFast = 0.050, kSlow = 0.090;
-
-void observe(
-    TransportChoice& choice,
-    uint64_t bytes,
-    double tookS,
-    bool datagrams,
-    int n) {
-  for (int i = 0; i < n; ++i) {
-    choice.observe(bytes, tookS, datagrams);
-  }
-}
-
-// The forecast speaks for datagrams of 1 MiB, and what they take against them.
-TEST(transport_choice_follows_what_bursts_have_taken) {
-  TransportChoice choice;
-  CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) >= kMiB);
-  observe(choice, kMiB, 0.5, true, 3); // the first ones do not count
-  CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) >= kMiB);
-  observe(choice, kMiB, 0.5, true, 3);
-  CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) < kMiB);
-  // Connections take no less than that: so datagrams again.
-  observe(choice, kMiB, 0.6, false, 6);
-  CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) >= kMiB);
-}
-
-TEST(transport_choice_tries_connections_that_bbr_may_get_going) {
-  StreamView paced = cold();
-  paced.roundTripS = 0.01;
-  paced.paced = true;
-  DatagramView d = datagrams();
-  d.roundTripS = 0.01;
-  TransportChoice choice;
-  CHECK(choice.datagramsUpTo(paced, d, kGigabit) < kMiB);
-  observe(choice, 4 * kMiB, kSlow, false, 8); // they do not
-  observe(choice, 4 * kMiB, kFast, true, 8);
-  CHECK_EQ(choice.datagramsUpTo(paced, d, kGigabit), 4 * kMiB);
-  // After many bursts they are tried once more.
-  observe(choice, 4 * kMiB, kFast, true, 984);
-  CHECK(choice.datagramsUpTo(paced, d, kGigabit) < 4 * kMiB);
-}
-
-TEST(transport_choice_is_not_decided_by_one_burst) {
-  TransportChoice choice;
-  observe(choice, kMiB, kFast, true, 20);
-  observe(choice, kMiB, kSlow, false, 20);
-  observe(choice, kMiB, 10, true, 1);
-  CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) >= kMiB);
-}
-
-// Forecasts are for the bursts that occur: those that have taken as long as
-// they must do not speak against a kind that has not been tried.
-TEST(transport_choice_compares_the_same_bytes) {
-  StreamView warm = cold();
-  warm.firstBytes = 8e6;
-  TransportChoice choice;
-  constexpr uint64_t kBytes = 2 * kMiB + 1; // counts among those up to 4 MiB
-  const double took = datagramArrivalS(datagrams(), kGigabit, kBytes) + 0.020;
-  observe(choice, kBytes, took, true, 8);
-  CHECK(choice.datagramsUpTo(warm, datagrams(), kGigabit) < kBytes);
-}
-
-// 1 MiB occurs and goes over connections, whatever larger bursts might do.
-TEST(transport_choice_decides_for_sizes_that_occur) {
-  TransportChoice choice;
-  observe(choice, kMiB, kFast, false, 8);
-  observe(choice, kMiB, kSlow, true, 8);
-  CHECK(choice.datagramsUpTo(cold(), datagrams(), kGigabit) < kMiB);
 }
 
 TEST(recent_loss_counts_none_of_a_full_queue) {
