@@ -411,6 +411,28 @@ def reason_of(future: Future[Prefilled]) -> str:
     return str(error)
 
 
+def farewell(rank: int) -> Any:
+    """Rank 0 says why it leaves; rank 1 is busy with something else, and reads afterwards."""
+    link = Link(make_store("prefill"), "p0", rank, 1 << 20)
+    if rank == 0:
+        link.send_text(Kind.END, 0, "over")
+        link.close()
+        return None
+    time.sleep(0.3)
+    texts: list[str] = []
+
+    def poll() -> bool:
+        texts.extend(message.text for message in link.poll())
+        return bool(link.lost)
+
+    wait_until(poll, "the link is lost")
+    return texts, link.lost
+
+
+def test_the_reason_of_an_end_is_read_before_the_link_is_lost() -> None:
+    assert run_ranks(farewell, init=False)[1] == (["over"], "over")
+
+
 STEPS = 6
 LENGTHS = (1, 50, 200)
 

@@ -29,6 +29,8 @@ from torch_resilient.traffic import traffic_class
 _RECEIVE_TIMEOUT = timedelta(days=365)
 # A message that has not left after this time ends the link: its receiver has fallen silent.
 _SEND_TIMEOUT_S = 30.0
+# The time in which the peer takes what was sent before a link was closed.
+_CLOSE_TIMEOUT_S = 5.0
 _TAG = 0
 _DTYPES = (torch.int64, torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 # kind, request, three numbers, index in _DTYPES, number of dimensions, dimensions.
@@ -46,7 +48,7 @@ class Kind(IntEnum):
     LOGITS = 5  # to the decoder, from the last worker (; [vocabulary])
     FAILED = 6  # to the decoder (; the reason as UTF-8)
     SIGNAL = 7  # to the controller (; see IdleSignal)
-    END = 8  # to the controller: the work has ended (; the reason as UTF-8)
+    END = 8  # to the controller: the work has ended, and with it the link (; the reason as UTF-8)
 
 
 class Header(NamedTuple):
@@ -128,6 +130,7 @@ class Link:
             timeout=_RECEIVE_TIMEOUT,
         )
         self._sends: deque[tuple[float, dist.Work]] = deque()
+        self._end_sent = False
         self._header = torch.zeros(_HEADER, dtype=torch.int64)
         self._announced: Header | None = None
         self._payload = torch.empty(0)
@@ -157,6 +160,7 @@ class Link:
         except RuntimeError as error:
             self._lose(error)
             return []
+        self._end_sent |= kind is Kind.END
         now_s = time.monotonic()
         self._sends += [(now_s, work) for work in works]
         return works
@@ -185,15 +189,22 @@ class Link:
                 else:
                     header, self._announced = self._announced, None
                 messages.append(Message(header, self._payload))
+                if header.kind is Kind.END:
+                    self._lose(messages[-1].text)
+                    break
                 self._receive = self._post(self._header)
         except (RuntimeError, LinkError) as error:
             self._lose(error)
         return messages
 
     def close(self) -> None:
-        """Ends the link. Messages that were sent before still arrive if the peer lives."""
-        deadline_s = time.monotonic() + 1.0
-        while not self.lost and self._sends and time.monotonic() < deadline_s:
+        """Ends the link, after what was sent before has arrived if the peer lives.
+
+        After `Kind.END` it waits until the peer has taken that: to end the group before would fail
+        the peer's receives of what has arrived.
+        """
+        deadline_s = time.monotonic() + _CLOSE_TIMEOUT_S
+        while not self.lost and (self._sends or self._end_sent) and time.monotonic() < deadline_s:
             self.poll()
             time.sleep(1e-3)
         self._lose("closed")
