@@ -357,6 +357,8 @@ class Carrier {
         s.rateBytesPerS = v;
       } else if (name == "queue") {
         s.queueBytes = static_cast<uint64_t>(v);
+      } else if (name == "udp_rate") {
+        s.udpRateBytesPerS = v;
       } else if (name == "loss") {
         s.loss = v;
       } else if (name == "burst") {

@@ -166,9 +166,36 @@ void Emulator::offer(TimePoint now, size_t pipe, Packet packet) {
     drop(p, p.counters.outage, packet);
   } else if (p.inFlightBytes > kInFlightBytesMax) {
     drop(p, p.counters.overrun, packet);
-  } else {
-    enqueue(now, p.ownLimiter, Traveller{pipe, p.epoch, 0, std::move(packet)});
+  } else if (auto passed = police(now, p, std::move(packet))) {
+    enqueue(now, p.ownLimiter, Traveller{pipe, p.epoch, 0, std::move(*passed)});
   }
+}
+
+// What the policer lets pass of a packet: the wire packets at its front for
+// which there is credit.
+std::optional<Packet>
+Emulator::police(TimePoint now, Pipe& pipe, Packet packet) {
+  const double rate = pipe.settings.udpRateBytesPerS;
+  if (rate == 0 || !packet.isUdp()) {
+    return packet;
+  }
+  pipe.udpCreditBytes = std::min(
+      kPolicerBurstBytes,
+      pipe.udpCreditBytes + toSeconds(now - pipe.udpCreditAt) * rate);
+  pipe.udpCreditAt = now;
+  const uint32_t count = packet.wirePackets();
+  uint32_t passing = 0;
+  while (passing < count &&
+         packet.wireBytesOf(passing + 1) <= pipe.udpCreditBytes) {
+    ++passing;
+  }
+  pipe.udpCreditBytes -= packet.wireBytesOf(passing);
+  if (passing == count) {
+    return packet;
+  }
+  drop(pipe, pipe.counters.queueFull, packet.slice(passing, count - passing));
+  return passing == 0 ? std::nullopt
+                      : std::optional<Packet>(packet.slice(0, passing));
 }
 
 // After `traveller.stage` limiters.

@@ -15,8 +15,8 @@
 //
 // A pipe is one direction between two NICs. A packet passes, in this order:
 //
-//   outage -> own rate -> shared rates -> loss -> corruption, duplication,
-//   reordering -> delay -> outage
+//   outage -> policer of UDP -> own rate -> shared rates -> loss -> corruption,
+//   duplication, reordering -> delay -> outage
 //
 // A packet that the pipe loses has used the link's time before. Decisions are
 // taken for each wire packet, from a seed of the pipe's own.
@@ -40,6 +40,7 @@ struct PipeSettings {
   Nanos jitter{0}; // added, uniform in [0, jitter]; the order stays
   double rateBytesPerS = 0; // 0: no limit
   uint64_t queueBytes = 0; // behind the own rate; at least a packet fits
+  double udpRateBytesPerS = 0; // of a policer, which has no queue; 0: none
   double loss = 0; // share of all packets
   double burstPackets = 0; // mean length of a run of losses; 0: independent
   double duplicate = 0;
@@ -63,7 +64,8 @@ struct PipeCounters {
   Amount entered;
   Amount delivered; // with duplicates
   Amount lost; // by chance
-  Amount queueFull; // no room behind the own rate or a shared one
+  // No room behind the own rate or a shared one, or beyond the policer's.
+  Amount queueFull;
   Amount outage;
   Amount overrun; // more than kInFlightBytesMax on their way
   Amount refused; // by the receiving NIC
@@ -75,6 +77,8 @@ struct PipeCounters {
 // 10 Gbit/s with a delay of 100 ms are 125 MB. Lower would cap fast long
 // links, higher only costs memory.
 inline constexpr uint64_t kInFlightBytesMax = 256ull << 20;
+// What a policer lets pass at once after a pause.
+inline constexpr double kPolicerBurstBytes = 32 << 10;
 // A super-packet counts as arrived when its last byte has. It is cut to this
 // much time on the link: its first bytes must not wait too long.
 inline constexpr Nanos kPieceTimeMax = std::chrono::microseconds(500);
@@ -158,6 +162,9 @@ class Emulator {
     bool inBurst = false;
     uint64_t epoch = 0; // counts outages
     size_t ownLimiter;
+    // What the policer lets pass now, as of `udpCreditAt`.
+    double udpCreditBytes = kPolicerBurstBytes;
+    TimePoint udpCreditAt{};
     // Packets within the delay, in the order of arrival. Only the first has an
     // event; the others follow it, which keeps the order under jitter and new
     // delays.
@@ -180,6 +187,7 @@ class Emulator {
   void schedule(TimePoint time, EventKind kind, size_t index, uint64_t version);
   bool isVoid(const Event& event) const;
   void proceed(TimePoint now, Traveller traveller);
+  std::optional<Packet> police(TimePoint now, Pipe& pipe, Packet packet);
   void enqueue(TimePoint now, size_t limiter, Traveller traveller);
   void startFirst(TimePoint now, size_t limiter);
   void limiterDone(TimePoint now, size_t limiter);

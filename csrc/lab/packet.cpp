@@ -147,6 +147,15 @@ void Packet::destination(uint8_t (&address)[16]) const {
   }
 }
 
+// IPv6 with extension headers counts as another protocol.
+bool Packet::isUdp() const {
+  if (linkBytes_ != 0 && !holdsIp(data_.get() + kOffloadBytes)) {
+    return false;
+  }
+  const uint8_t* p = ip().data();
+  return p[isV4(p) ? 9 : 6] == kUdp;
+}
+
 uint32_t Packet::wireBytesOf(uint32_t count) const {
   return count >= wirePackets_ ? wireBytes()
                                : count * (headerBytes_ + segmentBytes_);

@@ -61,6 +61,8 @@ class Packet {
     return linkBytes_ != 0 && (data_[kOffloadBytes] & 1) != 0;
   }
 
+  bool isUdp() const;
+
   uint32_t wirePackets() const {
     return wirePackets_;
   }

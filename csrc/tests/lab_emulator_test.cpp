@@ -224,6 +224,41 @@ TEST(lab_a_full_queue_drops_the_tail) {
   checkNothingVanished(bench.emulator, pipe);
 }
 
+// 32 KiB at once, then the rate, whatever the kernels group; TCP passes.
+TEST(lab_a_policer_drops_udp_beyond_its_rate) {
+  Bench bench;
+  const size_t pipe = bench.pipe({.udpRateBytesPerS = 1e6});
+  const auto udp = [&](uint32_t segments) {
+    bench.emulator.offer(
+        bench.now,
+        pipe,
+        makePacket(
+            {.udp = true,
+             .payloadBytes = segments * 972,
+             .segmentBytes = segments > 1 ? 972u : 0u})); // 1000 with headers
+  };
+  const auto passed = [&] {
+    return bench.emulator.counters(pipe).delivered.packets;
+  };
+  udp(40);
+  CHECK_EQ(passed(), 32);
+  bench.until(kStart + 300us);
+  udp(1);
+  CHECK_EQ(passed(), 33);
+  udp(1);
+  CHECK_EQ(passed(), 33);
+  bench.until(kStart + 5ms);
+  udp(1);
+  udp(10);
+  CHECK_EQ(passed(), 37);
+  bench.until(kStart + 10s);
+  udp(50);
+  CHECK_EQ(passed(), 37 + 32);
+  bench.sendSuper(pipe, 50);
+  CHECK_EQ(passed(), 37 + 32 + 50);
+  checkNothingVanished(bench.emulator, pipe);
+}
+
 TEST(lab_a_new_rate_holds_for_what_is_queued) {
   Bench bench;
   PipeSettings settings{.rateBytesPerS = 1000, .queueBytes = 1 << 20};
@@ -526,6 +561,7 @@ TEST(lab_random_networks_lose_no_account) {
       s.jitter = 1us * static_cast<int64_t>(maybe(3000));
       s.rateBytesPerS = prng.chance(0.3) ? 0 : 1e5 + maybe(1e7);
       s.queueBytes = 1000 + prng.below(100000);
+      s.udpRateBytesPerS = maybe(1e7);
       s.loss = maybe(0.4);
       s.burstPackets = prng.chance(0.5) ? 0 : 1 + maybe(10);
       s.duplicate = maybe(0.2);
@@ -555,6 +591,8 @@ TEST(lab_random_networks_lose_no_account) {
       } else {
         bench.sendSuper(
             pipe, 1 + static_cast<uint32_t>(prng.below(40)), i * 40000);
+        bench.emulator.offer(
+            bench.now, pipe, makePacket({.udp = true, .payloadBytes = 1000}));
       }
     }
     bench.untilQuiet();

@@ -437,6 +437,7 @@ class Network:
                 "jitter": s.jitter_s,
                 "rate": s.rate_bytes_per_s or 0,
                 "queue": s.queue_limit_bytes(),
+                "udp_rate": s.udp_rate_bytes_per_s or 0,
                 "loss": s.drop,
                 "burst": s.burst_packets or 0,
                 "duplicate": s.duplicate,

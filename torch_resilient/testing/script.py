@@ -88,6 +88,7 @@ _FIELDS: dict[str, tuple[str, Units, bool]] = {
     "jitter": ("jitter_s", TIME, False),
     "rate": ("rate_bytes_per_s", RATE, True),
     "queue": ("queue_bytes", SIZE, True),
+    "udp-rate": ("udp_rate_bytes_per_s", RATE, True),
     "drop": ("drop", SHARE, False),
     "burst": ("burst_packets", COUNT, True),
     "duplicate": ("duplicate", SHARE, False),

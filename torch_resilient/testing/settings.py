@@ -24,6 +24,8 @@ class LinkSettings:
     """None: as fast as the machine can."""
     queue_bytes: float | None = None
     """In front of the rate; more is dropped. None: one round trip's worth, at least 512 KiB."""
+    udp_rate_bytes_per_s: float | None = None
+    """Of a policer: UDP beyond it, after 32 KiB at once, is dropped. None: UDP is like the rest."""
     drop: float = 0.0
     """Share of packets dropped at random, 0 to 1. Dropped packets still use the link's time."""
     burst_packets: float | None = None
@@ -50,7 +52,7 @@ class LinkSettings:
                 raise ValueError(
                     f"{name}: expected a share of packets, 0 to 1, got {getattr(self, name)!r}"
                 )
-        for name in ("rate_bytes_per_s", "queue_bytes"):
+        for name in ("rate_bytes_per_s", "queue_bytes", "udp_rate_bytes_per_s"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}: expected at least 1, got {value!r}; None for no limit")
