@@ -323,6 +323,30 @@ def test_datagrams_end_with_their_interface(lab: NetworkLab) -> None:
         job.close()
 
 
+def test_connections_carry_what_a_policer_would_drop(lab: NetworkLab) -> None:
+    """Its losses do not count for them; datagrams with parity for half of them would be slower."""
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.02, rate_bytes_per_s=125e6, udp_rate_bytes_per_s=0.7e6)
+    control = lab.link(a, b, name="control")
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.02, "bytes": 131072}
+    job = Job([a, b], control, settings, AUTO)
+
+    def carried(row: Row, kind: str) -> int:
+        return sum(p["bytes_sent"] for p in row["paths"] if p["kind"] == kind)
+
+    try:
+        before = job.until(
+            lambda row: row["kind"] == "round" and carried(row, "tcp") > 5 * 131072, "connections"
+        )
+        after = job.until(
+            lambda row: row["kind"] == "round" and row["number"] > before["number"] + 20, "rounds"
+        )
+        assert carried(after, "udp") == carried(before, "udp")
+        assert after["wrong"] == 0
+    finally:
+        job.close()
+
+
 def test_connections_do_where_udp_is_filtered(lab: NetworkLab) -> None:
     a, b = lab.host("a"), lab.host("b")
     lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6)

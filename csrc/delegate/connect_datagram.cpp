@@ -277,8 +277,21 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
       stream.deliveredSegments, stream.lostSegments, stream.queueing);
   share.datagramLoss.observe(
       datagrams.packets, datagrams.lost, path.sender()->rate().queueing());
+  share.losses.observe(
+      share.datagramLoss.rate(),
+      path.sender()->loss().estimate().burstPackets,
+      stream.deliveredSegments,
+      stream.lostSegments);
+  if (avoids(route, share, now)) {
+    share.upTo = 0;
+    setShare(route, 0);
+    return;
+  }
   StreamView& view = stream.view;
-  view.lossRate = std::max(share.streamLoss.rate(), share.datagramLoss.rate());
+  view.lossRate = share.streamLoss.rate();
+  if (share.losses.verdict() != LossComparison::Verdict::kDatagramsAlone) {
+    view.lossRate = std::max(view.lossRate, share.datagramLoss.rate());
+  }
   const bool lossy = view.lossRate >= kLossy;
   const double streamBytesPerS = connections_.capacityBytesPerS(route);
   path.expectRate(streamBytesPerS);
@@ -308,6 +321,44 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
             (lossy ? percentText(view.lossRate) + " of the packets are lost"
                    : std::string("connections begin slowly after a pause")));
   }
+}
+
+// Where many datagrams are lost, connections carry the messages until it is
+// known whether they lose as many. If not, they go on for a time that doubles;
+// then datagrams are tried anew.
+bool DatagramConnector::avoids(size_t route, Share& share, TimePoint now) {
+  using Verdict = LossComparison::Verdict;
+  // Parity makes up for less than this at a low price.
+  constexpr double kMany = 0.05;
+  constexpr Nanos kLeast = std::chrono::minutes(1);
+  constexpr Nanos kMost = std::chrono::minutes(16);
+  if (share.avoidedSince != TimePoint{}) {
+    if (now - share.avoidedSince < share.avoidedFor) {
+      return true;
+    }
+    share.avoidedSince = TimePoint{};
+    share.datagramLoss = RecentLoss();
+    share.losses.forget();
+    return false;
+  }
+  const double rate = share.datagramLoss.rate();
+  if (rate < kMany || share.losses.verdict() == Verdict::kShared) {
+    return false;
+  }
+  if (share.losses.verdict() == Verdict::kUnknown) {
+    return true;
+  }
+  share.avoidedSince = now;
+  share.avoidedFor = std::clamp(2 * share.avoidedFor, kLeast, kMost);
+  const std::string nic = connections_.nicOf(route);
+  link_.say(
+      LogLevel::kInfo,
+      link_.describe() + (nic.empty() ? "" : " over " + nic) +
+          ": no messages as datagrams for the next " +
+          durationText(share.avoidedFor) + ": " + percentText(rate) +
+          " of them are lost, and fewer of the connections' segments; UDP may "
+          "be policed");
+  return true;
 }
 
 void DatagramConnector::setShare(size_t route, uint64_t upTo) {

@@ -89,10 +89,15 @@ class DatagramConnector final : public RoutePathConnector {
     uint64_t upTo = 0; // bytes of a burst
     bool said = false;
     RecentLoss streamLoss, datagramLoss;
+    LossComparison losses;
+    // Since when the connections carry all, as datagrams alone have losses.
+    TimePoint avoidedSince{};
+    Nanos avoidedFor{0};
   };
 
   WanTransport transport() const;
   void chooseFor(size_t route, Share& share, TimePoint now);
+  bool avoids(size_t route, Share& share, TimePoint now);
   void setShare(size_t route, uint64_t upTo);
 
   std::map<size_t, Share> shares_; // by route

@@ -116,4 +116,43 @@ class RecentLoss {
   bool known_ = false;
 };
 
+// Whether the connections of a route lose what its datagrams lose. Where they
+// do not, a provider polices UDP or treats it worse, and what datagrams lose
+// says nothing about connections.
+class LossComparison {
+ public:
+  enum class Verdict { kUnknown, kShared, kDatagramsAlone };
+
+  // `rate`, `burstPackets`: of the datagrams. `segments`, `lost`: of the
+  // connections, totals. Losses in a row count as few.
+  void
+  observe(double rate, double burstPackets, uint64_t segments, uint64_t lost) {
+    constexpr double kEnough = 12, kEnoughBursts = 4, kBurstMost = 20;
+    if (segments >= segments_ && lost >= lost_) { // else of other connections
+      expected_ += rate * static_cast<double>(segments - segments_);
+      found_ += static_cast<double>(lost - lost_);
+    }
+    segments_ = segments;
+    lost_ = lost;
+    if (expected_ >=
+        kEnough + kEnoughBursts * std::clamp(burstPackets, 0.0, kBurstMost)) {
+      verdict_ =
+          found_ * 8 < expected_ ? Verdict::kDatagramsAlone : Verdict::kShared;
+      expected_ = found_ = 0;
+    }
+  }
+  void forget() {
+    verdict_ = Verdict::kUnknown;
+    expected_ = found_ = 0;
+  }
+  Verdict verdict() const {
+    return verdict_;
+  }
+
+ private:
+  uint64_t segments_ = 0, lost_ = 0;
+  double expected_ = 0, found_ = 0; // losses of segments since the verdict
+  Verdict verdict_ = Verdict::kUnknown;
+};
+
 } // namespace resilient

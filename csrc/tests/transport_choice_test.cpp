@@ -133,5 +133,40 @@ TEST(recent_loss_counts_none_of_a_full_queue) {
   CHECK(near(loss.rate(), 0.0025, 1e-9));
 }
 
+// The connections of a policed link lose nothing; those of a lossy one lose as
+// much as its datagrams, also in bursts.
+TEST(loss_comparison_tells_policed_datagrams_from_a_lossy_link) {
+  using Verdict = LossComparison::Verdict;
+  LossComparison policed;
+  policed.observe(0.4, 1, 0, 0);
+  CHECK(policed.verdict() == Verdict::kUnknown);
+  policed.observe(0.4, 1, 100, 1);
+  CHECK(policed.verdict() == Verdict::kDatagramsAlone);
+  policed.forget();
+  CHECK(policed.verdict() == Verdict::kUnknown);
+  policed.observe(0.4, 1, 10, 0); // other connections
+  policed.observe(0.4, 1, 20, 0);
+  CHECK(policed.verdict() == Verdict::kUnknown);
+  int wrong = 0, undecided = 0;
+  forSeeds(500, [&](uint64_t seed) {
+    Prng prng(mixBits(seed));
+    const double rate = 0.05 + prng.uniform() * 0.45;
+    const double burst = 1 + prng.uniform() * 9;
+    LossComparison lossy;
+    uint64_t lost = 0;
+    bool inBurst = false;
+    for (uint64_t i = 1; i <= 3000; ++i) {
+      const double begins = rate / (burst * (1 - rate));
+      inBurst = prng.chance(inBurst ? 1 - 1 / burst : begins);
+      lost += inBurst ? 1 : 0;
+      lossy.observe(rate, burst, i, lost);
+      wrong += lossy.verdict() == Verdict::kDatagramsAlone ? 1 : 0;
+    }
+    undecided += lossy.verdict() == Verdict::kUnknown ? 1 : 0;
+  });
+  CHECK_EQ(undecided, 0);
+  CHECK(wrong <= 500 * 3000 / 200);
+}
+
 } // namespace
 } // namespace resilient::test
