@@ -41,7 +41,7 @@ def datagram_stats(**values: Any) -> DatagramStats:
         drop_rate=0.0,
         burst_packets=1.0,
         pace_bytes_per_s=0.0,
-        carries_up_to=2**64 - 1,
+        carries_up_to_bytes=2**64 - 1,
         recovered=0,
         zero_filled=0,
         duplicates=0,

@@ -271,7 +271,7 @@ py::dict toPython(const DatagramStats& s) {
   d["drop_rate"] = s.lossRate;
   d["burst_packets"] = s.burstPackets;
   d["pace_bytes_per_s"] = s.paceBytesPerS;
-  d["carries_up_to"] = s.carriesUpTo;
+  d["carries_up_to_bytes"] = s.carriesUpTo;
   d["recovered"] = s.recovered;
   d["zero_filled"] = s.zeroFilled;
   d["duplicates"] = s.duplicates;

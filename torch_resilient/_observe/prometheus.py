@@ -45,7 +45,7 @@ _OF_DATAGRAMS = (
     ("dropped", "counter", "Of these packets, dropped on the way, as the peer reports."),
     ("drop_rate", "gauge", "Fraction of the packets dropped lately."),
     ("pace_bytes_per_s", "gauge", "The rate at which packets may leave."),
-    ("carries_up_to", "gauge", "Bytes of the largest burst whose messages go as datagrams."),
+    ("carries_up_to_bytes", "gauge", "Bytes of the largest burst whose messages go as datagrams."),
     ("recovered", "counter", "Received packets restored from parity."),
     ("zero_filled", "counter", "Received packets replaced by zeros within a tolerance."),
     ("forged", "counter", "Datagrams discarded: the peer had not sealed them."),

@@ -96,7 +96,7 @@ class DatagramStats(Record):
         drop_rate: fraction of packets dropped lately.
         burst_packets: mean length of a recent burst of drops, in packets.
         pace_bytes_per_s: the rate at which packets may leave.
-        carries_up_to: messages in bursts of up to this many bytes go as datagrams, larger ones
+        carries_up_to_bytes: messages in bursts of up to this many bytes go as datagrams, larger ones
             over the connections: 0 for none of them, 2**64 - 1 for all.
         recovered: received packets that parity has restored.
         zero_filled: received packets that were replaced by zeros within a tolerance.
@@ -113,7 +113,7 @@ class DatagramStats(Record):
     drop_rate: float
     burst_packets: float
     pace_bytes_per_s: float
-    carries_up_to: int
+    carries_up_to_bytes: int
     recovered: int
     zero_filled: int
     duplicates: int

@@ -452,7 +452,7 @@ def _rdma(now: Sequence[Snapshot]) -> list[tuple[str, ...]]:
 def _datagram_cells(now: DatagramStats, before: DatagramStats | None) -> tuple[str, ...]:
     packets = now.packets - before.packets if before else 0
     return (
-        _burst_text(now.carries_up_to),
+        _burst_text(now.carries_up_to_bytes),
         f"{now.pace_bytes_per_s / 1e6:.1f}",
         f"{100 * now.drop_rate:.2f}",
         f"{now.burst_packets:.1f}",
