@@ -216,6 +216,30 @@ def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> No
         assert sent < 1.1 * cap * took_s
 
 
+def test_the_cap_of_a_site_holds_for_both_kinds_of_paths_together(lab: NetworkLab) -> None:
+    """Connections carry until it is known that they lose as much; nothing counts twice."""
+    a, b = lab.host("a"), lab.host("b")
+    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=50e6, drop=0.08)
+    control = lab.link(a, b, name="control")
+    cap = 2e6
+    settings = {"job": "exchange", "count": 80, "pause_s": 0.0}
+    environment = {**AUTO, "TORCH_RESILIENT_WAN_RATE_LIMIT": f"{cap:.0f}"}
+    job = Job([a, b], control, settings, environment)
+    try:
+        job.until(lambda row: row["kind"] == "ready", "ready")
+        begun = time.monotonic()
+        results = job.end()
+        took_s = time.monotonic() - begun
+    finally:
+        job.close()
+    for result in results:
+        by_datagrams = datagrams(result)["datagrams"]["bytes"]
+        by_connections = sum(path["bytes_sent"] for path in connections(result))
+        assert result["wrong"] == 0
+        assert min(by_datagrams, by_connections) > 2 * 131072
+        assert 0.6 * cap * took_s < by_datagrams + by_connections < 1.1 * cap * took_s
+
+
 def filter_udp(host: Host, on: bool) -> None:
     """No datagram comes in at the host, or all do again."""
     rule = ["INPUT", "-i", "eth0", "-p", "udp", "-j", "DROP"]
@@ -328,7 +352,7 @@ def test_connections_carry_what_a_policer_would_drop(lab: NetworkLab) -> None:
     a, b = lab.host("a"), lab.host("b")
     lab.link(a, b, delay_s=0.02, rate_bytes_per_s=125e6, udp_rate_bytes_per_s=0.7e6)
     control = lab.link(a, b, name="control")
-    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.02, "bytes": 131072}
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.02}
     job = Job([a, b], control, settings, AUTO)
 
     def carried(row: Row, kind: str) -> int:
@@ -343,6 +367,30 @@ def test_connections_carry_what_a_policer_would_drop(lab: NetworkLab) -> None:
         )
         assert carried(after, "udp") == carried(before, "udp")
         assert after["wrong"] == 0
+    finally:
+        job.close()
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_no_datagrams_where_one_end_wants_connections_only(lab: NetworkLab, refusing: int) -> None:
+    """One of the two, by chance, offers datagrams: it is declined, or does not want any."""
+    hosts = [lab.host("a"), lab.host("b")]
+    lab.link(*hosts, delay_s=0.005, rate_bytes_per_s=25e6)
+    control = lab.link(*hosts, name="control")
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.01}
+    sites = ["x", "y"]
+    environment = {
+        **AUTO,
+        "TORCH_RESILIENT_WAN": f"{sites[1 - refusing]}=tcp",
+        "TORCH_RESILIENT_LOG_LEVEL": "info",
+    }
+    job = Job(hosts, control, settings, environment, sites=sites)
+    try:
+        row = job.until(lambda row: row.get("number", -1) >= 50, "round 50")
+        said = ["its log says why" in job.words(rank) for rank in (0, 1)]
+        assert not said[refusing]
+        assert sum(p["bytes_sent"] for p in row["paths"] if p["kind"] == "udp") == 0
+        assert row["wrong"] == 0
     finally:
         job.close()
 

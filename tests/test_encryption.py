@@ -495,3 +495,30 @@ def test_the_command_follows_no_link_and_names_a_missing_folder(tmp_path: Path) 
     missing = secret_command(str(tmp_path / "nowhere" / "file"))
     assert missing.returncode == 2
     assert "nowhere" in missing.stderr
+
+
+def test_without_libcrypto_the_log_says_that_there_are_no_datagrams(tmp_path: Path) -> None:
+    """The loader finds files of these names that hold nothing."""
+    for name in ("libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"):
+        (tmp_path / name).write_bytes(b"")
+    program = (
+        "import torch.distributed as dist, torch_resilient\n"
+        "dist.init_process_group('resilient', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "dist.barrier()\n"
+        "dist.destroy_process_group()\n"
+    )
+    environment = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "TORCH_RESILIENT_LOG_LEVEL": "info",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wan=auto uses connections only" in done.stderr

@@ -179,11 +179,13 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   answer.nonce = freshNonce();
   DatagramSocket socket;
   std::string why;
-  Status status = open(connection, socket);
+  Status status;
   if (transport() == WanTransport::kTcp) {
     status = Status(StatusCode::kNetwork, "its wan allows them, ours is tcp");
   } else if (!PacketSeal::available(why)) {
     status = Status(StatusCode::kNetwork, why);
+  } else {
+    status = open(connection, socket);
   }
   if (status.ok()) {
     status = connect(connection, offer.port, socket);

@@ -36,8 +36,7 @@ class DatagramConnector final : public RoutePathConnector {
     close();
   }
 
-  // How a path of ours is used: alone, or beside the connections of its route.
-  RoutePathUse use() const {
+  RoutePathUse use() const override {
     return transport() == WanTransport::kAuto ? RoutePathUse::kBeside
                                               : RoutePathUse::kAlone;
   }

@@ -79,8 +79,9 @@ void RoutePathConnector::offerLater(size_t route, const std::string& why) {
   forgetOffer(route);
   if (!std::exchange(r.errorIsSaid, true) || r.lastError != why) {
     r.lastError = why;
+    // Nobody has asked for those that stand beside connections.
     link_.say(
-        LogLevel::kWarning,
+        use() == RoutePathUse::kBeside ? LogLevel::kInfo : LogLevel::kWarning,
         "no " + name_ + " with " + link_.describe() +
             " for now, connections do: " + why);
   }

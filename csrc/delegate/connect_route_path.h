@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "delegate/connector.h"
+#include "failover/roles.h"
 #include "failover/route_return.h"
 #include "transport/route_path.h"
 
@@ -47,6 +48,11 @@ class RoutePathConnector : public Connector {
   // A path of any kind works, or does not any more. If none is left, one that
   // rests carries at once.
   void onUseChanged();
+
+  // How a path of ours is used: alone, or beside the connections of its route.
+  virtual RoutePathUse use() const {
+    return RoutePathUse::kAlone;
+  }
 
   // Connector
   void offer() override;
