@@ -446,7 +446,7 @@ void EngineOptions::validate() const {
   if (!SiteNumbers::parseWords(wan, kWanTransports)) {
     invalid(
         "wan=\"" + wan.substr(0, 200) +
-        "\" (TORCH_RESILIENT_WAN): expected tcp, udp or auto, or a list "
+        "\" (TORCH_RESILIENT_WAN): expected auto, tcp or udp, or a list "
         "such as eu-west=udp,*=tcp with each site once");
   }
   if (rdma_gid_index != "auto" && !gidIndex()) {

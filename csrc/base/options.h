@@ -141,14 +141,14 @@ class SiteNumbers {
 
 // The transport to other hosts, and the words of the option wan for them.
 enum class WanTransport : uint8_t {
+  kAuto, // both: each message over what brings it there first
   kTcp,
   kUdp,
-  kAuto, // both: each message over what brings it there first
 };
 inline constexpr std::array<std::string_view, 3> kWanTransports{
+    "auto",
     "tcp",
-    "udp",
-    "auto"};
+    "udp"};
 
 // The bounds of a number in wan_rate_limit and in wan_dscp.
 inline constexpr int64_t kMinRateLimit = 16 << 10; // bytes per second

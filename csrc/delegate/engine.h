@@ -205,9 +205,13 @@ class Engine final : public MailboxListener, public LinkHost {
   TrustStats trustStats() const;
   // For connections to a host of that site, or to this one (null).
   SocketOptions socketOptions(const std::string* site) const override;
+  // Without a word for it, a declared site has connections within.
   WanTransport wanTo(const std::string& site) const override {
-    return static_cast<WanTransport>(
-        wanSites_.beyond(self_.site, site).value_or(0));
+    const bool within = site == self_.site && !site.empty();
+    const auto found = wanSites_.beyond(self_.site, site);
+    return found ? static_cast<WanTransport>(*found)
+        : within ? WanTransport::kTcp
+                 : WanTransport::kAuto;
   }
   VerbsApi* verbs() override;
   const std::vector<VerbsPort>& verbsPorts() override;

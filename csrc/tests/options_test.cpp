@@ -270,7 +270,7 @@ TEST(options_errors_about_datagrams) {
     const std::string error = errorOf("WAN", text);
     CHECK_CONTAINS(error, "TORCH_RESILIENT_WAN)");
     CHECK_CONTAINS(error, std::string("\"") + text + "\"");
-    CHECK_CONTAINS(error, "expected tcp, udp or auto, or a list such as");
+    CHECK_CONTAINS(error, "expected auto, tcp or udp, or a list such as");
   }
   const std::string parity = errorOf("WAN_PARITY", "raid");
   CHECK_CONTAINS(parity, "TORCH_RESILIENT_WAN_PARITY");
