@@ -30,8 +30,7 @@ Two hosts with one rank each. Both begin an operation at the same instant of the
 sample is the time until the last of them has ended. Before it, the job has been idle for --idle-s
 (0: back to back). Jobs with these settings take turns on the same link:
 
-  auto      this backend as it is
-  wan_auto  with wan=auto
+  auto      this backend as it is (wan=auto)
   tcp       with wan=tcp and CUBIC, or Reno where CUBIC is not allowed
   bbr       with wan=tcp and wan_congestion_control=bbr
   udp       with wan=udp
@@ -51,7 +50,6 @@ Exit status 1 if `auto` misses a limit: for all_reduce at 20 ms, 1 Gbit/s and no
 
 CONTENDERS: dict[str, dict[str, str]] = {
     "auto": {},
-    "wan_auto": {"TORCH_RESILIENT_WAN": "auto"},
     "tcp": {
         "TORCH_RESILIENT_WAN": "tcp",
         "TORCH_RESILIENT_WAN_CONGESTION_CONTROL": "system",

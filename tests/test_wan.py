@@ -71,8 +71,9 @@ def test_loss_without_a_queue_changes_the_congestion_control(lab: NetworkLab) ->
     a, b = lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)
     lab.link(a, b, delay_s=0.02, rate_bytes_per_s=12.5e6, drop=0.01)
     lab.link(a, b, name="control")
-    system = rate(lab, "stream", 32, None, WAN_CONNECTIONS="2", WAN_CONGESTION_CONTROL="system")
-    auto = rate(lab, "stream", 200, None, WAN_CONNECTIONS="2")
+    connections = {"WAN": "tcp", "WAN_CONNECTIONS": "2"}
+    system = rate(lab, "stream", 32, None, WAN_CONGESTION_CONTROL="system", **connections)
+    auto = rate(lab, "stream", 200, None, **connections)
     assert auto > 3 * system
 
 

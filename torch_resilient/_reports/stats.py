@@ -96,8 +96,8 @@ class DatagramStats(Record):
         drop_rate: fraction of packets dropped lately.
         burst_packets: mean length of a recent burst of drops, in packets.
         pace_bytes_per_s: the rate at which packets may leave.
-        carries_up_to_bytes: messages in bursts of up to this many bytes go as datagrams, larger ones
-            over the connections: 0 for none of them, 2**64 - 1 for all.
+        carries_up_to_bytes: messages in bursts of up to this size go as datagrams, larger ones over
+            the connections: 0 for none of them, 2**64 - 1 for all.
         recovered: received packets that parity has restored.
         zero_filled: received packets that were replaced by zeros within a tolerance.
         duplicates: packets received more than once.
