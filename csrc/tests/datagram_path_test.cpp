@@ -81,6 +81,85 @@ TEST(datagram_path_is_not_heard_by_a_copy) {
   CHECK(path.heardAt() == heard);
 }
 
+// Nothing is sent. A firewall that has forgotten the flow is found out all the
+// same, and that it lets packets pass again.
+TEST(datagram_path_finds_out_that_it_is_silent_while_it_is_idle) {
+  std::string why;
+  if (!PacketSeal::available(why)) {
+    std::printf("skipped: %s\n", why.c_str());
+    return;
+  }
+  const SealKey key{};
+  const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
+  DatagramSocket mine, far;
+  CHECK(DatagramSocket::open(any, "", mine).ok());
+  CHECK(DatagramSocket::open(any, "", far).ok());
+  SocketAddress address = any;
+  address.setPort(far.port());
+  CHECK(mine.connect(address).ok());
+  address.setPort(mine.port());
+  CHECK(far.connect(address).ok());
+
+  ChannelPair pair;
+  EventLoop loop;
+  Owner owner;
+  DatagramPathConfig config;
+  config.ours = PacketSealer::make(key, {}, loop.now(), why);
+  config.theirs = PacketOpener::make(key, why);
+  config.proveWithin = std::chrono::seconds(60);
+  config.keepAlive = std::chrono::milliseconds(20);
+  DatagramPath path(
+      loop, pair.a.channel, 1, std::move(mine), std::move(config), owner);
+
+  const auto seal = PacketSeal::make(key, why);
+  uint64_t number = 0, asked = 0;
+  bool answers = true;
+  const auto answer = [&](std::span<const std::byte> datagram, TimePoint) {
+    std::array<std::byte, 16384> opened;
+    uint64_t theirs = 0;
+    std::span<const std::byte> packet;
+    PacketProbe probe;
+    if (datagram.size() > opened.size() ||
+        !seal->open(datagram, theirs, opened.data(), packet) ||
+        !decodeProbe(packet, probe).ok()) {
+      return;
+    }
+    asked += packet.size() == kProbeBytes ? 1 : 0;
+    if (!answers) {
+      return;
+    }
+    probe.type = PacketType::kProbeReply;
+    std::array<std::byte, kProbeBytes> reply;
+    encodeProbe(probe, reply.data());
+    std::array<std::byte, kProbeBytes + kSealOverheadBytes> sealed;
+    seal->seal(++number, reply, sealed.data());
+    size_t sent = 0;
+    far.send(sealed, sealed.size(), sent);
+  };
+  const TimePoint begin = loop.now();
+  int stage = 0; // answered while idle, silent, heard again
+  std::function<void()> look = [&] {
+    far.receive(answer);
+    if (stage == 0 && path.usable() && asked >= 3) {
+      answers = false;
+      stage = 1;
+    } else if (stage == 1 && !path.usable()) {
+      answers = true;
+      stage = 2;
+    } else if (stage == 2 && path.usable()) {
+      stage = 3;
+    }
+    if (stage == 3 || loop.now() - begin > std::chrono::seconds(60)) {
+      loop.stop();
+      return;
+    }
+    loop.after(std::chrono::milliseconds(1), look);
+  };
+  loop.after(std::chrono::milliseconds(1), look);
+  loop.run();
+  CHECK_EQ(stage, 3);
+}
+
 // A report that is due cannot leave while the socket is full. The loop must
 // sleep until there is room, and the report leaves then.
 //

@@ -15,6 +15,7 @@ constexpr size_t kIpBytes = 48;
 constexpr size_t kMtus[] = {1280, 1500, 9000};
 constexpr Nanos kProbeInterval = std::chrono::milliseconds(40);
 constexpr int kProbeTries = 5; // for larger packets
+constexpr Nanos kAskAgain = std::chrono::milliseconds(100); // an idle path
 
 // A path that has been silent for so many times the sender's patience, and at
 // least so long, is not usable: connections take over.
@@ -310,18 +311,7 @@ void DatagramPath::sendProbes(TimePoint now) {
       continue;
     }
     ++p.tries;
-    PacketProbe probe;
-    probe.bytes = static_cast<uint32_t>(p.datagramBytes);
-    probe.token = static_cast<uint64_t>(now.time_since_epoch().count());
-    std::vector<std::byte> packet(p.datagramBytes - kSealOverheadBytes);
-    encodeProbe(probe, packet.data());
-    ++lastPacket_;
-    if (sender_) {
-      sender_->sentOther(lastPacket_);
-    }
-    flushBatch();
-    seal(packet);
-    flushBatch();
+    sendProbe(p.datagramBytes, now);
     if (socket_.takeTooLarge()) {
       p.tries = kProbeTries; // for our own interface
     }
@@ -329,6 +319,35 @@ void DatagramPath::sendProbes(TimePoint now) {
   }
   if (probeAt_ <= now) {
     probeAt_ = more ? now + kProbeInterval : kNever;
+  }
+}
+
+void DatagramPath::sendProbe(size_t datagramBytes, TimePoint now) {
+  PacketProbe probe;
+  probe.bytes = static_cast<uint32_t>(datagramBytes);
+  probe.token = static_cast<uint64_t>(now.time_since_epoch().count());
+  std::vector<std::byte> packet(datagramBytes - kSealOverheadBytes);
+  encodeProbe(probe, packet.data());
+  ++lastPacket_;
+  if (sender_) {
+    sender_->sentOther(lastPacket_);
+  }
+  flushBatch();
+  seal(packet);
+  flushBatch();
+}
+
+TimePoint DatagramPath::nextAsk() const {
+  return askedSince_ == kNever
+      ? heardAt_ + config_.keepAlive
+      : askedAt_ + std::max(kAskAgain, sender_->patience());
+}
+
+void DatagramPath::keepAlive(TimePoint now) {
+  if (sender_ && !full_ && nextAsk() <= now) {
+    askedSince_ = std::min(askedSince_, now);
+    askedAt_ = now;
+    sendProbe(kProbeBytes + kSealOverheadBytes, now);
   }
 }
 
@@ -371,6 +390,7 @@ void DatagramPath::onDatagram(
   }
   if (receiver_.onNumber(number, datagram.size() + kIpBytes, now)) {
     heardAt_ = loop_.now(); // not by a copy, which anybody can send again
+    askedSince_ = kNever;
     Status status = onPacket(packet, number, now);
     if (!status.ok() && failure_.ok()) {
       failure_ = status;
@@ -516,6 +536,7 @@ void DatagramPath::service() {
   }
   if (failure_.ok()) {
     sendProbes(now);
+    keepAlive(now);
     checkSilence(now);
     if (closed_) { // by its owner, told that it is not usable
       return;
@@ -562,7 +583,7 @@ void DatagramPath::checkSilence(TimePoint now) {
     }
     return;
   }
-  const TimePoint since = sender_->waitingSince();
+  const TimePoint since = std::min(sender_->waitingSince(), askedSince_);
   const Nanos limit = silenceLimit();
   const bool silent = since != kNever && now - since > limit;
   if (silent && now - since > kSilentMax + limit) {
@@ -596,7 +617,7 @@ void DatagramPath::armTimer() {
   if (!sender_) {
     due = std::min(due, startedAt_ + config_.proveWithin);
   } else if (!full_) {
-    due = std::min(due, sender_->nextAt());
+    due = std::min({due, sender_->nextAt(), nextAsk()});
   } else if (const TimePoint since = sender_->waitingSince(); since != kNever) {
     // Nothing else would find out that the socket is stuck.
     due = std::min(

@@ -32,6 +32,9 @@ struct DatagramPathConfig {
   // The path is closed if no probe has come back after this time. The end that
   // answers an offer adds the time that its answer may take.
   Nanos proveWithin = std::chrono::seconds(3);
+  // After so long without a datagram of the peer, one is asked for. Firewalls
+  // and NATs forget a flow after 30 s at the earliest.
+  Nanos keepAlive = std::chrono::seconds(15);
 };
 
 // Datagrams between two NICs as a path of a channel. A frame becomes an object
@@ -41,7 +44,8 @@ struct DatagramPathConfig {
 //
 // First it must show that it works: a probe has to come back, larger ones find
 // out how large packets may be. A path that falls silent is not usable until
-// it is heard again; if that takes long, it is closed.
+// it is heard again; if that takes long, it is closed. An idle path is probed,
+// so that it stays known to firewalls, or is found silent before a message is.
 //
 // Thread: loop thread. Lifetime: owned by its PeerLink.
 //
@@ -157,7 +161,10 @@ class DatagramPath final : public RoutePath, public Handler {
   void onProven(Nanos roundTrip);
   void onDone(uint64_t object);
   void onObject(std::span<const std::byte> object, std::span<const Hole> holes);
+  void sendProbe(size_t datagramBytes, TimePoint now);
   void sendProbes(TimePoint now);
+  TimePoint nextAsk() const;
+  void keepAlive(TimePoint now);
   void seal(std::span<const std::byte> packet);
   bool flushBatch();
   void sendDue();
@@ -189,6 +196,8 @@ class DatagramPath final : public RoutePath, public Handler {
 
   std::vector<Probe> probes_;
   TimePoint probeAt_ = kNever;
+  // The first and the last probe of an idle path that are not answered.
+  TimePoint askedSince_ = kNever, askedAt_{};
 
   std::vector<std::byte> packet_; // being made
   std::vector<std::byte> opened_;
