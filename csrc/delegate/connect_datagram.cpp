@@ -325,9 +325,9 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   }
 }
 
-// Where many datagrams are lost, connections carry the messages until it is
-// known whether they lose as many. If not, they go on for a time that doubles;
-// then datagrams are tried anew.
+// Connections carry the messages of a route that loses many datagrams until it
+// is known whether they lose as many. If not, they go on for a time that
+// doubles; then datagrams are tried anew.
 bool DatagramConnector::avoids(size_t route, Share& share, TimePoint now) {
   using Verdict = LossComparison::Verdict;
   // Parity makes up for less than this at a low price.

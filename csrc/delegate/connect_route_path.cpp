@@ -79,7 +79,7 @@ void RoutePathConnector::offerLater(size_t route, const std::string& why) {
   forgetOffer(route);
   if (!std::exchange(r.errorIsSaid, true) || r.lastError != why) {
     r.lastError = why;
-    // Nobody has asked for those that stand beside connections.
+    // Users have not asked for paths beside connections.
     link_.say(
         use() == RoutePathUse::kBeside ? LogLevel::kInfo : LogLevel::kWarning,
         "no " + name_ + " with " + link_.describe() +

@@ -171,8 +171,7 @@ void Emulator::offer(TimePoint now, size_t pipe, Packet packet) {
   }
 }
 
-// What the policer lets pass of a packet: the wire packets at its front for
-// which there is credit.
+// Returns the wire packets at the front for which the policer has credit.
 std::optional<Packet>
 Emulator::police(TimePoint now, Pipe& pipe, Packet packet) {
   const double rate = pipe.settings.udpRateBytesPerS;

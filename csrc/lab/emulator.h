@@ -77,7 +77,7 @@ struct PipeCounters {
 // 10 Gbit/s with a delay of 100 ms are 125 MB. Lower would cap fast long
 // links, higher only costs memory.
 inline constexpr uint64_t kInFlightBytesMax = 256ull << 20;
-// What a policer lets pass at once after a pause.
+// A policer lets so much pass at once after a pause.
 inline constexpr double kPolicerBurstBytes = 32 << 10;
 // A super-packet counts as arrived when its last byte has. It is cut to this
 // much time on the link: its first bytes must not wait too long.
@@ -162,7 +162,7 @@ class Emulator {
     bool inBurst = false;
     uint64_t epoch = 0; // counts outages
     size_t ownLimiter;
-    // What the policer lets pass now, as of `udpCreditAt`.
+    // The policer's, as of `udpCreditAt`.
     double udpCreditBytes = kPolicerBurstBytes;
     TimePoint udpCreditAt{};
     // Packets within the delay, in the order of arrival. Only the first has an

@@ -116,8 +116,8 @@ class RecentLoss {
   bool known_ = false;
 };
 
-// Whether the connections of a route lose what its datagrams lose. Where they
-// do not, a provider polices UDP or treats it worse, and what datagrams lose
+// Whether the connections of a route lose what its datagrams lose. If they do
+// not, a provider polices UDP or treats it worse, and what datagrams lose
 // says nothing about connections.
 class LossComparison {
  public:

@@ -25,7 +25,7 @@ class LinkSettings:
     queue_bytes: float | None = None
     """In front of the rate; more is dropped. None: one round trip's worth, at least 512 KiB."""
     udp_rate_bytes_per_s: float | None = None
-    """Of a policer: UDP beyond it, after 32 KiB at once, is dropped. None: UDP is like the rest."""
+    """A policer drops UDP beyond it, after 32 KiB at once. None: UDP is like the rest."""
     drop: float = 0.0
     """Share of packets dropped at random, 0 to 1. Dropped packets still use the link's time."""
     burst_packets: float | None = None
