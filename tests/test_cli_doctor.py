@@ -431,6 +431,20 @@ def test_a_blocked_port(error: str, why: str, remedy: str) -> None:
     assert remedy in finding.remedy
 
 
+def test_filtered_datagrams() -> None:
+    error = "no datagram came back from 10.0.0.2:41000 (is UDP filtered between the two?)"
+    links = [
+        Link(1, "tcp", 0, "eth0", "eth0", "up"),
+        Link(1, "udp", 0, "eth0", "eth0", "down", error),
+    ]
+    finding = only(job(links=links))
+    assert finding.check == "udp"
+    assert "connections carry everything" in finding.why
+    # The user's choice, at one end.
+    links[1].last_error = "the far end cannot take them; its log says why"
+    assert job(links=links) == []
+
+
 def test_a_blocked_port_of_one_interface_of_two() -> None:
     error = "connect to 10.9.0.2:29600: no answer in 5 s"
     links = [

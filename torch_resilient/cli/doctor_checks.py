@@ -631,7 +631,7 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             # Several connections between two interfaces, and both ends, have one cause.
             ends = sorted([(facts.host_key, link.nic), (other.host_key, link.remote_nic)])
             works = link.state in ("up", "reserve", "proving")
-            kind = "mtu" if link.large_stalled else "firewall"
+            kind = "mtu" if link.large_stalled else link.kind
             key = (kind, *(f"{host}/{nic}" for host, nic in ends), "")
             if key in told or (works and not link.large_stalled):
                 continue
@@ -639,9 +639,25 @@ def check_links(all_facts: Sequence[Facts]) -> Iterator[Finding]:
             if link.large_stalled:
                 told.add(key)
                 yield _mtu_finding(where, facts, other, link)
+            elif link.kind == "udp":
+                if "UDP filtered" in link.last_error:
+                    told.add(key)
+                    yield _filtered_finding(where, link)
             elif link.last_error and link.state not in ("unused",):
                 told.add(key)
                 yield _blocked_finding(where, facts, other, link)
+
+
+def _filtered_finding(where: str, link: Link) -> Finding:
+    return Finding(
+        "udp",
+        where,
+        link.last_error,
+        "connections carry everything: bursts after a pause take longer, and several times as long "
+        "if the link loses packets",
+        "let UDP pass between the hosts, to all ports (`iptables -I INPUT -p udp -s OTHER-HOST -j "
+        "ACCEPT` on both), or do without: `export TORCH_RESILIENT_WAN=tcp`",
+    )
 
 
 def _mtu_finding(where: str, facts: Facts, other: Facts, link: Link) -> Finding:
