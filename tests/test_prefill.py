@@ -412,13 +412,15 @@ def reason_of(future: Future[Prefilled]) -> str:
 
 
 def farewell(rank: int) -> Any:
-    """Rank 0 says why it leaves; rank 1 is busy with something else, and reads afterwards."""
+    """Rank 0 says why it leaves; rank 1 is busy with something else, and reads later."""
     link = Link(make_store("prefill"), "p0", rank, 1 << 20)
     if rank == 0:
         link.send_text(Kind.END, 0, "over")
-        link.close()
+        link.close_later()  # and the process ends
         return None
-    time.sleep(0.3)
+    time.sleep(0.5)
+    link.send(Kind.SIGNAL)  # it would fail if rank 0 had left
+    time.sleep(0.1)
     texts: list[str] = []
 
     def poll() -> bool:
@@ -637,6 +639,10 @@ def training_ends() -> Any:
     futures = [accepted(service, prompt(200, seed)) for seed in range(8)]
     stop_training()
     reasons = {reason_of(each) for each in futures if each.exception(timeout=20) is not None}
+    # The requests may have ended before the service knows that all have.
+    wait_until(
+        lambda: "no rank runs prefills" in reason_of(service.submit(prompt(3))), "the service knows"
+    )
     later = reason_of(service.submit(prompt(3)))
     service.close()
     return reasons, later

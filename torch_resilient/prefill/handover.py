@@ -10,6 +10,7 @@ training's messages overtake them.
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from torch_resilient import _native, _registration
+from torch_resilient import _native, _process_end, _registration
 from torch_resilient.traffic import traffic_class
 
 # Receives wait for the next message, however long it takes.
@@ -208,6 +209,13 @@ class Link:
             self.poll()
             time.sleep(1e-3)
         self._lose("closed")
+
+    def close_later(self) -> None:
+        """Like close(), in a thread of its own, which this process does not end before."""
+        thread = threading.Thread(target=self.close, name=f"torch_resilient end of {self.name}")
+        thread.start()
+        # Before the engine: only the main interpreter waits for threads by itself.
+        _process_end.run_at_end(thread.join, _process_end.OBSERVERS_ORDER)
 
     def _post(self, tensor: Tensor) -> dist.Work:
         work: dist.Work = self._group.recv([tensor], self._peer, _TAG)

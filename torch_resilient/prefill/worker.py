@@ -9,7 +9,6 @@ bits in every run, whatever the training does.
 from __future__ import annotations
 
 import math
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -152,8 +151,7 @@ class PrefillWork(BubbleWork):
         self._leaving.clear()
         self._decoder.send_text(Kind.END, 0, reason)
         for link in self._links():
-            # It waits until the messages have left. The training may go on.
-            threading.Thread(target=link.close, name="torch_resilient prefill end").start()
+            link.close_later()  # the training may go on
 
     def poll(self) -> None:
         """Takes what has come, without waiting, and sends a signal about the last iteration.
