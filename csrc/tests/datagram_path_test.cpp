@@ -21,6 +21,20 @@ struct Owner final : PathOwner {
   void onPathUse(Path&) override {}
 };
 
+std::array<DatagramSocket, 2> connectedSockets() {
+  const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
+  std::array<DatagramSocket, 2> sockets;
+  for (DatagramSocket& socket : sockets) {
+    CHECK(DatagramSocket::open(any, "", socket).ok());
+  }
+  for (size_t side = 0; side < 2; ++side) {
+    SocketAddress far = any;
+    far.setPort(sockets[1 - side].port());
+    CHECK(sockets[side].connect(far).ok());
+  }
+  return sockets;
+}
+
 // A recorded datagram can be sent again and again. It is no sign of life.
 TEST(datagram_path_is_not_heard_by_a_copy) {
   std::string why;
@@ -29,15 +43,9 @@ TEST(datagram_path_is_not_heard_by_a_copy) {
     return;
   }
   const SealKey key{};
-  const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
-  DatagramSocket mine, far;
-  CHECK(DatagramSocket::open(any, "", mine).ok());
-  CHECK(DatagramSocket::open(any, "", far).ok());
-  SocketAddress address = any;
-  address.setPort(far.port());
-  CHECK(mine.connect(address).ok());
-  address.setPort(mine.port());
-  CHECK(far.connect(address).ok());
+  std::array<DatagramSocket, 2> sockets = connectedSockets();
+  DatagramSocket& mine = sockets[0];
+  DatagramSocket& far = sockets[1];
 
   ChannelPair pair;
   EventLoop loop;
@@ -90,15 +98,9 @@ TEST(datagram_path_finds_out_that_it_is_silent_while_it_is_idle) {
     return;
   }
   const SealKey key{};
-  const SocketAddress any = *SocketAddress::parse("127.0.0.1", 0);
-  DatagramSocket mine, far;
-  CHECK(DatagramSocket::open(any, "", mine).ok());
-  CHECK(DatagramSocket::open(any, "", far).ok());
-  SocketAddress address = any;
-  address.setPort(far.port());
-  CHECK(mine.connect(address).ok());
-  address.setPort(mine.port());
-  CHECK(far.connect(address).ok());
+  std::array<DatagramSocket, 2> sockets = connectedSockets();
+  DatagramSocket& mine = sockets[0];
+  DatagramSocket& far = sockets[1];
 
   ChannelPair pair;
   EventLoop loop;
