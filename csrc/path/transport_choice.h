@@ -127,6 +127,9 @@ class LossComparison {
   // connections, totals. Losses in a row count as few.
   void
   observe(double rate, double burstPackets, uint64_t segments, uint64_t lost) {
+    // The verdict comes after so many expected losses, and so many bursts of
+    // them: an eighth or less then occurs on few lossy links
+    // (loss_comparison_tells_policed_datagrams_from_a_lossy_link).
     constexpr double kEnough = 12, kEnoughBursts = 4, kBurstMost = 20;
     if (segments >= segments_ && lost >= lost_) { // else of other connections
       expected_ += rate * static_cast<double>(segments - segments_);
