@@ -1237,18 +1237,18 @@ void Engine::scheduleTurn() {
 void Engine::turn() {
   while (!completions_.empty() || !dirty_.empty()) {
     completions_.drain();
-    std::vector<PeerLink*> links;
-    links.swap(dirty_);
-    for (PeerLink* link : links) {
+    pumping_.swap(dirty_);
+    for (PeerLink* link : pumping_) {
       link->dirty = false;
       link->pump();
     }
+    pumping_.clear();
   }
   turnScheduled_ = false;
   // Only this function is on the stack now. What dies may leave more to do.
   while (!graveyard_.empty()) {
-    const auto dead = std::move(graveyard_);
-    graveyard_.clear();
+    dying_.swap(graveyard_);
+    dying_.clear();
   }
 }
 

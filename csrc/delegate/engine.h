@@ -380,6 +380,9 @@ class Engine final : public MailboxListener, public LinkHost {
   // that it destroys when nothing else is on the stack.
   std::vector<PeerLink*> dirty_;
   std::vector<std::shared_ptr<void>> graveyard_;
+  // What turn() works on, empty outside of it: each turn uses the same memory.
+  std::vector<PeerLink*> pumping_;
+  std::vector<std::shared_ptr<void>> dying_;
   bool turnScheduled_ = false;
   PathId lastPathId_ = 0;
   uint32_t lastChannelId_ = 0;
