@@ -129,6 +129,24 @@ def test_a_callback_that_raises_harms_nobody() -> None:
     run_ranks(callback_raises)
 
 
+def callback_state(rank: int) -> None:
+    received = torch.zeros(2)
+    if rank == 1:
+        with torch.no_grad():
+            future = dist.irecv(received, 0).get_future()
+        enabled = future.then(lambda _: torch.is_grad_enabled())
+    dist.barrier()  # the message leaves only after the callback was added
+    if rank == 0:
+        dist.send(torch.ones(2), 1)
+    else:
+        assert enabled.wait() is False
+        assert torch.is_grad_enabled()
+
+
+def test_a_callback_has_the_thread_local_state_of_who_asked_for_the_future() -> None:
+    run_ranks(callback_state)
+
+
 def p2p_futures(rank: int) -> None:
     peer = 1 - rank
     send = dist.isend(torch.full((5,), float(rank)), peer)

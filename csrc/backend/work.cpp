@@ -48,7 +48,11 @@ WorkResilient::WorkResilient(
     : c10d::Work(rank, type, title, inputs),
       title_(title),
       outputs_(std::move(outputs)),
-      started_(now()) {}
+      started_(now()) {
+  if (recordFunctionEndCallback_) {
+    callerState_ = std::make_unique<at::ThreadLocalState>();
+  }
+}
 
 WorkResilient::~WorkResilient() = default;
 
@@ -315,6 +319,9 @@ c10::intrusive_ptr<c10::ivalue::Future> WorkResilient::getFuture() {
   future_ = c10::make_intrusive<c10::ivalue::Future>(
       c10::ListType::create(c10::TensorType::get()), std::move(devices));
   futureLevel_ = FutureThreads::levelForCaller();
+  if (!callerState_) {
+    callerState_ = std::make_unique<at::ThreadLocalState>();
+  }
   auto future = future_;
   const bool done = completed_;
   futureClaimed_ = done;
@@ -470,7 +477,7 @@ void WorkResilient::finishNow(std::exception_ptr error) {
     // The base class calls the profiler's callback from finish().
     std::optional<at::ThreadLocalStateGuard> state;
     if (recordFunctionEndCallback_) {
-      state.emplace(callerState_);
+      state.emplace(*callerState_);
     }
     {
       std::lock_guard<std::mutex> lock(mutex_);
@@ -490,6 +497,10 @@ void WorkResilient::finishNow(std::exception_ptr error) {
     std::lock_guard<std::mutex> lock(mutex_);
     waiters.swap(waiters_);
     wholes.swap(wholes_);
+    // A getFuture() after finish() completes its future itself.
+    if (!futureClaimed_) {
+      future = future_;
+    }
   }
   for (const auto& waiter : waiters) {
     std::lock_guard<std::mutex> lock(waiter->mutex);
@@ -498,13 +509,6 @@ void WorkResilient::finishNow(std::exception_ptr error) {
   }
   if (helped_.load()) {
     wakeEngineHelper();
-  }
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    // A getFuture() after finish() completes its future itself.
-    if (!futureClaimed_) {
-      future = future_;
-    }
   }
   if (future) {
     auto self = c10::intrusive_ptr<WorkResilient>::reclaim_copy(this);
@@ -520,7 +524,7 @@ void WorkResilient::finishNow(std::exception_ptr error) {
 // The stream guard makes the future record its event behind the copies to the
 // device; callbacks and waiters then find the results.
 void WorkResilient::completeFuture() {
-  at::ThreadLocalStateGuard state(callerState_);
+  const at::ThreadLocalStateGuard state(*callerState_);
   const CallbackScope scope(place_);
   try {
     std::exception_ptr error;
