@@ -62,6 +62,8 @@ class RelaySimulation {
     runUntil(network_.now() + kHealLimit, [this] { return unended() == 0; });
     checkMessages();
     runUntil(network_.now() + kQuiet, [] { return false; });
+    // A frame may be under way: relays are sought again now and then.
+    runUntil(network_.now() + seconds(1), [this] { return drained(); });
     checkQuiet();
     result_.error = network_.error();
     result_.traceHash = network_.traceHash();
@@ -132,6 +134,7 @@ class RelaySimulation {
   }
   size_t unended();
   void checkMessages();
+  bool drained();
   void checkQuiet();
   void checkLinks(size_t r, bool anyStopped);
   void checkMemory(size_t r);
@@ -475,6 +478,18 @@ void RelaySimulation::checkMessages() {
           number(m->received) + ' ' + m->error);
     }
   }
+}
+
+bool RelaySimulation::drained() {
+  for (size_t r = 0; r < sites_.size(); ++r) {
+    for (size_t peer = 0; peer < sites_.size(); ++peer) {
+      if (peer != r && network_.runs(r) && network_.runs(peer) &&
+          !network_.rank(r).link(peer).channel().drained()) {
+        return false;
+      }
+    }
+  }
+  return true;
 }
 
 void RelaySimulation::checkQuiet() {
