@@ -14,6 +14,7 @@ import pytest
 from conftest import ROOT
 from harness import wait_until
 
+from torch_resilient.cli.secret import write_secret
 from torch_resilient.testing import Host, LabJob, Network, NetworkLab
 
 pytestmark = pytest.mark.lab
@@ -201,6 +202,22 @@ def test_a_dead_uplink_in_mid_message(sites: Sites, relay: str) -> None:
     assert sent_over(found[0], 2, relay=1) >= 8 * MESSAGE_BYTES
     if relay == "failover":  # nothing before it was needed
         assert sent_over(found[0], 2, relay=1) <= 14 * MESSAGE_BYTES
+
+
+def test_a_relay_cannot_read_what_it_carries(sites: Sites, tmp_path: Path) -> None:
+    """Also when every connection to the peer is gone."""
+    secret = tmp_path / "secret"
+    write_secret(secret)
+    job = sites.stream(16, SECRET_FILE=str(secret), ENCRYPTION="required")
+    until_message(job, 5)
+    sites.cut("a0")
+    until_message(job, 15)
+    found = results(job)
+    assert sent_over(found[0], 2, relay=1) >= 8 * MESSAGE_BYTES
+    for each in paths(found[0], 2, "relay") + paths(found[2], 0, "relay"):
+        assert each["encrypted"]
+        assert each["cipher"] == "AES-256-GCM"
+        assert each["forward_secret"]
 
 
 def test_the_uplink_of_the_receiver_is_dead(sites: Sites) -> None:

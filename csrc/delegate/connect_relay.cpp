@@ -1,6 +1,7 @@
 #include "delegate/connect_relay.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "base/planted_bugs.h"
@@ -116,11 +117,23 @@ bool RelayConnector::open(const Uid& relay) {
   flow.opener = link_.host().self().uid;
   flow.other = link_.uid();
   flow.number = link_.host().nextPathId();
-  add(relay, flow, /*opener=*/true);
+  std::unique_ptr<RelaySeal> seal;
+  if (link_.host().encryption() != Encryption::kOff) {
+    std::string& why = relays_[relay].lastError;
+    seal = RelaySeal::make(flow, /*opener=*/true, link_.secret(), why);
+    if (!seal) {
+      return false;
+    }
+  }
+  add(relay, flow, /*opener=*/true, std::move(seal));
   return true;
 }
 
-void RelayConnector::add(const Uid& relay, const RelayFlow& flow, bool opener) {
+void RelayConnector::add(
+    const Uid& relay,
+    const RelayFlow& flow,
+    bool opener,
+    std::unique_ptr<RelaySeal> seal) {
   PeerLink* const to = link_.host().linkTo(relay);
   const EngineOptions& options = link_.host().options();
   RelayPathConfig config;
@@ -140,7 +153,8 @@ void RelayConnector::add(const Uid& relay, const RelayFlow& flow, bool opener) {
       link_.host().nextPathId(),
       to->channel(),
       std::move(config),
-      link_.pathOwner());
+      link_.pathOwner(),
+      std::move(seal));
   flows_.push_back({path.get(), relay, {}, true});
   link_.addPath(std::move(path));
 }
@@ -186,9 +200,36 @@ std::string RelayConnector::onNote(const Uid& relay, const RelayNote& note) {
   if (flows_.size() >= kMaxFromPeer) {
     return "the far end has too many flows";
   }
-  add(relay, note.flow, /*opener=*/false);
+  std::unique_ptr<RelaySeal> seal;
+  if (const std::string why = agree(note, seal); !why.empty()) {
+    return why;
+  }
+  add(relay, note.flow, /*opener=*/false, std::move(seal));
   onPathUse(*flows_.back().path); // the answer is on its way
   return "";
+}
+
+// Both ends seal, or neither does.
+std::string RelayConnector::agree(
+    const RelayNote& note,
+    std::unique_ptr<RelaySeal>& seal) const {
+  const bool encrypts = link_.host().encryption() != Encryption::kOff;
+  const bool wanted = note.key != RelayKey();
+  if (encrypts != wanted) {
+    return encrypts ? "the far end takes encrypted frames only"
+                    : "the far end does not encrypt";
+  }
+  if (!encrypts) {
+    return "";
+  }
+  const auto secret =
+      link_.host().secretOf(std::bit_cast<KeyId>(note.key.secret));
+  if (!secret) {
+    return "the far end does not know the secret of this rank";
+  }
+  std::string why;
+  seal = RelaySeal::make(note.flow, /*opener=*/false, *secret, why);
+  return seal ? seal->agree(note.key, link_.loop().now()).message() : why;
 }
 
 bool RelayConnector::onFrame(
@@ -354,7 +395,6 @@ void RelayConnector::fillStats(PeerStats& stats) const {
     PathStats p;
     p.index = index++;
     flow.path->fill(p);
-    p.encrypted = link_.host().encryption() != Encryption::kOff;
     const bool inReserve = link_.channel().classes(flow.path->id()) == 0;
     p.state = !flow.path->proven() ? "proving"
         : flow.path->silent()      ? "suspect"

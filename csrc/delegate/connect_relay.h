@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <map>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -82,7 +83,13 @@ class RelayConnector final : public Connector {
   size_t count() const;
   size_t opened() const;
   bool open(const Uid& relay);
-  void add(const Uid& relay, const RelayFlow& flow, bool opener);
+  void add(
+      const Uid& relay,
+      const RelayFlow& flow,
+      bool opener,
+      std::unique_ptr<RelaySeal> seal);
+  std::string agree(const RelayNote& note, std::unique_ptr<RelaySeal>& seal)
+      const;
   Flow* find(const RelayFlow& flow);
   void lookAgain(Nanos delay);
   void settle(Flow& flow);

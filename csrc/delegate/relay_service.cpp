@@ -338,7 +338,7 @@ void RelayService::pass(PeerLink& from, const RelayNote& note) {
     return;
   }
   if (note.what == RelayNote::What::kOpen) {
-    open(note.flow);
+    open(note);
   }
   const auto flow = flows_.find(note.flow);
   if (note.what == RelayNote::What::kAccept) {
@@ -377,9 +377,11 @@ void RelayService::answer(
 
 // --- flows
 
-void RelayService::open(const RelayFlow& flow) {
+void RelayService::open(const RelayNote& note) {
+  const RelayFlow& flow = note.flow;
   const auto [at, isNew] = flows_.try_emplace(flow);
   if (isNew) {
+    at->second.key = note.key;
     at->second.openedAt = host_.loop().now();
     setInterest(flow, true);
     announce(at);
@@ -400,6 +402,7 @@ void RelayService::announce(Flows::iterator flow) {
     note.what = RelayNote::What::kOpen;
     note.hop = RelayHop::kFromRelay;
     note.flow = flow->first;
+    note.key = flow->second.key;
     target->channel().sendControl(encode(note), /*direct=*/true);
     flow->second.announced = true;
   }

@@ -71,6 +71,7 @@ class RelayService {
       uint64_t toldBytes = 0;
     };
     std::array<Passed, 2> passed{}; // by fromOpener
+    RelayKey key; // of the opener
     bool announced = false; // the other end has a note that it is open
   };
   using Flows = std::map<RelayFlow, Flow>;
@@ -85,7 +86,7 @@ class RelayService {
       RelayHop hop,
       const std::string& why);
   std::string whyNot(PeerLink& from, const RelayNote& note) const;
-  void open(const RelayFlow& flow);
+  void open(const RelayNote& note);
   void announce(Flows::iterator flow);
   void accepted(Flows::iterator flow);
   void end(Flows::iterator flow);

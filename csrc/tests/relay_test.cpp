@@ -92,6 +92,8 @@ TEST(relay_note_survives_the_wire) {
   note.passedBytes = 7;
   note.bytesPerS = 8;
   note.busy = true;
+  note.key.secret = 9;
+  note.key.publicKey.back() = std::byte{10};
   note.text = "no way";
   const auto payload = encode(note);
   CHECK(controlKind(payload) == ControlKind::kRelayNote);
@@ -104,6 +106,7 @@ TEST(relay_note_survives_the_wire) {
   CHECK_EQ(back->passedBytes, 7u);
   CHECK_EQ(back->bytesPerS, 8u);
   CHECK(back->busy);
+  CHECK(back->key == note.key);
   CHECK_EQ(back->text, "no way");
   for (size_t n = 0; n < payload.size(); ++n) {
     CHECK(!decodeRelayNote(std::span(payload).first(n)).has_value());
@@ -342,8 +345,10 @@ class ToRelay final : public TestProcess {
   TimerId timer = 0;
 };
 
-class RelayHelper final : public PathHelper {
+class RelayHelper : public PathHelper {
  public:
+  explicit RelayHelper(bool sealed = false) : sealed_(sealed) {}
+
   std::array<Maker, 2> connect() override {
     ++number_;
     for (const int side : {0, 1}) { // the silence was that of the old path
@@ -364,8 +369,25 @@ class RelayHelper final : public PathHelper {
         config.flow = flowOf(1, 2, number_);
         config.opener = side == 0; // the other one answers when it is made
         config.relay = "a relay";
+        std::unique_ptr<RelaySeal> seal;
+        if (sealed_) {
+          std::string why;
+          seal = RelaySeal::make(config.flow, config.opener, "the secret", why);
+          CHECK(seal != nullptr);
+          if (config.opener) {
+            openersKey_ = seal->ours();
+          } else {
+            CHECK(seal->agree(openersKey_, user.loop.now()).ok());
+          }
+        }
         auto path = std::make_unique<RelayPath>(
-            user.loop, user.channel, id, ways_[side]->channel, config, user);
+            user.loop,
+            user.channel,
+            id,
+            ways_[side]->channel,
+            config,
+            user,
+            std::move(seal));
         if (side == 1) {
           ways_[1]->joins(*ways_[0]);
           ways_[0]->loop.post([this] { ways_[0]->joins(*ways_[1]); });
@@ -396,6 +418,8 @@ class RelayHelper final : public PathHelper {
   }
 
  private:
+  const bool sealed_;
+  RelayKey openersKey_; // of the last flow
   uint64_t number_ = 0;
   bool silent_ = false;
   std::array<std::unique_ptr<ToRelay>, 2> ways_;
@@ -404,6 +428,12 @@ class RelayHelper final : public PathHelper {
 };
 
 PATH_CONTRACT(relay, RelayHelper)
+
+struct SealedRelayHelper final : RelayHelper {
+  SealedRelayHelper() : RelayHelper(/*sealed=*/true) {}
+};
+
+PATH_CONTRACT(sealed_relay, SealedRelayHelper)
 
 } // namespace
 } // namespace resilient::test

@@ -1,10 +1,9 @@
 #include "transport/packet_seal.h"
 
-#include <dlfcn.h>
-
 #include <cstring>
 
 #include "base/sha256.h"
+#include "transport/libcrypto.h"
 
 namespace resilient {
 namespace {
@@ -29,35 +28,19 @@ struct Crypto {
   Init *encryptInit = nullptr, *decryptInit = nullptr;
   Update *encryptUpdate = nullptr, *decryptUpdate = nullptr;
   Final *encryptFinal = nullptr, *decryptFinal = nullptr;
-  std::string missing;
+  Libcrypto library;
 
   Crypto() {
-    void* library = nullptr;
-    for (const char* name :
-         {"libcrypto.so.3", "libcrypto.so.1.1", "libcrypto.so"}) {
-      library = library != nullptr ? library : ::dlopen(name, RTLD_NOW);
-    }
-    if (library == nullptr) {
-      missing = "OpenSSL's libcrypto was not found";
-      return;
-    }
-    const auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(
-          ::dlsym(library, name));
-      if (function == nullptr) {
-        missing = std::string("libcrypto has no ") + name;
-      }
-    };
-    find(newContext, "EVP_CIPHER_CTX_new");
-    find(freeContext, "EVP_CIPHER_CTX_free");
-    find(aes256Gcm, "EVP_aes_256_gcm");
-    find(control, "EVP_CIPHER_CTX_ctrl");
-    find(encryptInit, "EVP_EncryptInit_ex");
-    find(decryptInit, "EVP_DecryptInit_ex");
-    find(encryptUpdate, "EVP_EncryptUpdate");
-    find(decryptUpdate, "EVP_DecryptUpdate");
-    find(encryptFinal, "EVP_EncryptFinal_ex");
-    find(decryptFinal, "EVP_DecryptFinal_ex");
+    library.find(newContext, "EVP_CIPHER_CTX_new");
+    library.find(freeContext, "EVP_CIPHER_CTX_free");
+    library.find(aes256Gcm, "EVP_aes_256_gcm");
+    library.find(control, "EVP_CIPHER_CTX_ctrl");
+    library.find(encryptInit, "EVP_EncryptInit_ex");
+    library.find(decryptInit, "EVP_DecryptInit_ex");
+    library.find(encryptUpdate, "EVP_EncryptUpdate");
+    library.find(decryptUpdate, "EVP_DecryptUpdate");
+    library.find(encryptFinal, "EVP_EncryptFinal_ex");
+    library.find(decryptFinal, "EVP_DecryptFinal_ex");
   }
 };
 
@@ -84,6 +67,21 @@ std::array<unsigned char, 12> nonceOf(uint64_t number) {
   return nonce;
 }
 
+// Additional data, which is not in the packet.
+bool authenticate(
+    Crypto::Update* update,
+    void* cipher,
+    std::span<const std::byte> context) {
+  int n = 0;
+  return context.empty() ||
+      update(
+          cipher,
+          nullptr,
+          &n,
+          bytesOf(context.data()),
+          static_cast<int>(context.size())) == 1;
+}
+
 } // namespace
 
 SealKey deriveSealKey(
@@ -105,7 +103,7 @@ SealKey deriveSealKey(
 }
 
 bool PacketSeal::available(std::string& why) {
-  why = crypto().missing;
+  why = crypto().library.missing();
   return why.empty();
 }
 
@@ -154,7 +152,8 @@ size_t PacketSeal::seal(
     uint64_t number,
     std::span<const std::byte> packet,
     std::byte* out,
-    uint8_t phase) {
+    uint8_t phase,
+    std::span<const std::byte> context) {
   const Crypto& c = crypto();
   std::memcpy(out, kMagic, sizeof(kMagic));
   out[sizeof(kMagic)] = std::byte{phase};
@@ -167,6 +166,7 @@ size_t PacketSeal::seal(
       c.encryptInit(sealing_, nullptr, nullptr, nullptr, nonce.data()) == 1 &&
       c.encryptUpdate(
           sealing_, nullptr, &n, bytesOf(out), kDatagramHeaderBytes) == 1 &&
+      authenticate(c.encryptUpdate, sealing_, context) &&
       c.encryptUpdate(
           sealing_, bytesOf(sealed), &n, bytesOf(packet.data()), bytes) == 1 &&
       c.encryptFinal(sealing_, bytesOf(sealed + n), &last) == 1 &&
@@ -183,7 +183,8 @@ bool PacketSeal::open(
     std::span<const std::byte> datagram,
     uint64_t& number,
     std::byte* out,
-    std::span<const std::byte>& packet) {
+    std::span<const std::byte>& packet,
+    std::span<const std::byte> context) {
   if (datagram.size() < kSealOverheadBytes ||
       std::memcmp(datagram.data(), kMagic, sizeof(kMagic)) != 0) {
     return false;
@@ -203,6 +204,7 @@ bool PacketSeal::open(
           &n,
           bytesOf(datagram.data()),
           kDatagramHeaderBytes) != 1 ||
+      !authenticate(c.decryptUpdate, opening_, context) ||
       c.decryptUpdate(
           opening_,
           bytesOf(out),
@@ -258,12 +260,14 @@ size_t PacketSealer::seal(
     uint64_t number,
     std::span<const std::byte> packet,
     std::byte* out,
-    TimePoint now) {
+    TimePoint now,
+    std::span<const std::byte> context) {
   if (packets_ >= limits_.packets || now - since_ >= limits_.age) {
     nextPhase(now);
   }
   ++packets_;
-  return seal_->seal(number, packet, out, static_cast<uint8_t>(phase_));
+  return seal_->seal(
+      number, packet, out, static_cast<uint8_t>(phase_), context);
 }
 
 std::unique_ptr<PacketOpener> PacketOpener::make(
@@ -295,7 +299,8 @@ bool PacketOpener::open(
     uint64_t& number,
     std::byte* out,
     std::span<const std::byte>& packet,
-    TimePoint now) {
+    TimePoint now,
+    std::span<const std::byte> context) {
   if (datagram.size() < kSealOverheadBytes) {
     return false;
   }
@@ -306,10 +311,10 @@ bool PacketOpener::open(
   const size_t ahead =
       static_cast<uint8_t>(phase - static_cast<uint8_t>(phase_));
   if (ahead == 0xff) {
-    return previous_ && previous_->open(datagram, number, out, packet);
+    return previous_ && previous_->open(datagram, number, out, packet, context);
   }
   if (ahead > kAhead || !prepare(ahead) ||
-      !seals_[ahead]->open(datagram, number, out, packet)) {
+      !seals_[ahead]->open(datagram, number, out, packet, context)) {
     return false;
   }
   for (size_t i = 0; i < ahead; ++i) {

@@ -37,8 +37,7 @@ SealKey deriveSealKey(
 // make, change or read one. Numbers are the nonces, so none may be sealed twice
 // with one key. The owner has to recognise duplicates.
 //
-// The cipher is that of OpenSSL's libcrypto, looked for at run time: only
-// datagrams need it.
+// The cipher is that of OpenSSL's libcrypto (libcrypto.h).
 //
 // Thread: one at a time; the contexts of the cipher change with every call.
 class PacketSeal {
@@ -55,13 +54,15 @@ class PacketSeal {
   // datagram. `packet` and `out` must not overlap. The caller counts the
   // numbers up and never goes back: two packets with one number would reveal
   // their XOR and the key that authenticates. `phase` is only written down.
+  // The far end has to know `context`, which is not in the datagram.
   size_t seal(
       uint64_t number,
       std::span<const std::byte> packet,
       std::byte* out,
-      uint8_t phase = 0);
-  // False: not sealed with this key. Else `packet` is within `out`, which has
-  // room for as many bytes as the datagram has.
+      uint8_t phase = 0,
+      std::span<const std::byte> context = {});
+  // False: not sealed with this key and context. Else `packet` is within `out`,
+  // which has room for as many bytes as the datagram has.
   //
   // If it returns false, `number` and the bytes at `out` are not authentic and
   // must not be used: AES-GCM decrypts before it can check the tag.
@@ -69,7 +70,8 @@ class PacketSeal {
       std::span<const std::byte> datagram,
       uint64_t& number,
       std::byte* out,
-      std::span<const std::byte>& packet);
+      std::span<const std::byte>& packet,
+      std::span<const std::byte> context = {});
 
  private:
   PacketSeal() = default;
@@ -102,7 +104,8 @@ class PacketSealer {
       uint64_t number,
       std::span<const std::byte> packet,
       std::byte* out,
-      TimePoint now);
+      TimePoint now,
+      std::span<const std::byte> context = {});
   uint64_t phase() const {
     return phase_;
   }
@@ -140,7 +143,8 @@ class PacketOpener {
       uint64_t& number,
       std::byte* out,
       std::span<const std::byte>& packet,
-      TimePoint now);
+      TimePoint now,
+      std::span<const std::byte> context = {});
   uint64_t phase() const {
     return phase_;
   }

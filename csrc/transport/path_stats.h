@@ -67,8 +67,7 @@ struct PathStats {
   std::string state;
   std::string nic, remoteNic; // empty where the system chooses
   std::string localAddress, remoteAddress;
-  // Nothing leaves the host in plaintext. Over a relay: on either part of the
-  // way; the relay itself sees what it carries.
+  // Nothing leaves the host in plaintext. Over a relay: it cannot read it.
   bool encrypted = false;
   // How, such as "TLS_AES_128_GCM_SHA256"; empty if it is not.
   std::string cipher;

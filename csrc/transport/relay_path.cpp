@@ -38,12 +38,14 @@ RelayPath::RelayPath(
     PathId id,
     Channel& toRelay,
     RelayPathConfig config,
-    PathOwner& owner)
+    PathOwner& owner,
+    std::unique_ptr<RelaySeal> seal)
     : Path(PathKind::kRelay, id, channel, owner),
       loop_(loop),
       toRelay_(toRelay),
       config_(std::move(config)),
-      proven_(!config_.opener),
+      seal_(std::move(seal)),
+      proven_(!config_.opener && !seal_),
       busyFor_(kBusyFor),
       startedAt_(loop.now()),
       heardAt_(loop.now()),
@@ -77,6 +79,9 @@ void RelayPath::say(RelayNote::What what, const std::string& text) {
   note.fromOpener = config_.opener;
   note.flow = config_.flow;
   note.delivered = arrived_;
+  if (seal_ && what <= RelayNote::What::kAccept) {
+    note.key = seal_->ours();
+  }
   note.text = text;
   toRelay_.sendControl(encode(note), /*direct=*/true);
 }
@@ -138,7 +143,8 @@ size_t RelayPath::takeFrame(bool chunks) {
   }
   Part& part = parts_.emplace_back(*this);
   part.self = std::prev(parts_.end());
-  part.bytes = kRelayHeaderBytes + frameBytes;
+  part.bytes =
+      kRelayHeaderBytes + frameBytes + (seal_ ? kSealOverheadBytes : 0);
   part.content = std::make_unique_for_overwrite<std::byte[]>(part.bytes);
   givenBytes_ += part.bytes;
   atRelayBytes_ += part.bytes;
@@ -147,12 +153,14 @@ size_t RelayPath::takeFrame(bool chunks) {
   std::byte* const to = part.content.get();
   encodeRelay(
       header, std::span<std::byte, kRelayHeaderBytes>(to, kRelayHeaderBytes));
-  std::memcpy(to + kRelayHeaderBytes, f->header.data(), kFrameHeaderBytes);
+  plain_.resize(seal_ ? frameBytes : 0);
+  std::byte* const frame = seal_ ? plain_.data() : to + kRelayHeaderBytes;
+  std::memcpy(frame, f->header.data(), kFrameHeaderBytes);
   if (f->payloadBytes != 0) {
-    std::memcpy(
-        to + kRelayHeaderBytes + kFrameHeaderBytes,
-        f->payload,
-        f->payloadBytes);
+    std::memcpy(frame + kFrameHeaderBytes, f->payload, f->payloadBytes);
+  }
+  if (seal_) {
+    seal_->seal(header, plain_, to + kRelayHeaderBytes, loop_.now());
   }
   part.data = to;
   part.neverCopied = true;
@@ -241,6 +249,19 @@ void RelayPath::onBusy(bool busy) {
 
 // --- receiving
 
+// The opener learns the other end's key with the first note from it, and tells
+// that it may send.
+Status RelayPath::agree(const RelayNote& note) {
+  if (!seal_ || seal_->agreed()) {
+    return Status();
+  }
+  const Status status = seal_->agree(note.key, loop_.now());
+  if (status.ok()) {
+    say(RelayNote::What::kDelivered);
+  }
+  return status;
+}
+
 void RelayPath::onHeard() {
   heardAt_ = loop_.now();
   if (!std::exchange(proven_, true)) {
@@ -249,7 +270,8 @@ void RelayPath::onHeard() {
 }
 
 void RelayPath::onNote(const RelayNote& note) {
-  if (closed_) {
+  // That the flow is open does not show that the far end has our key.
+  if (closed_ || (seal_ && note.what == RelayNote::What::kOpen)) {
     return;
   }
   if (note.what == RelayNote::What::kClose) {
@@ -267,6 +289,10 @@ void RelayPath::onNote(const RelayNote& note) {
     channel_.setCapacity(id(), static_cast<double>(note.bytesPerS));
     onPassed(note.passedBytes);
     onBusy(note.busy);
+    return;
+  }
+  if (const Status status = agree(note); !status.ok()) {
+    close(status);
     return;
   }
   onHeard();
@@ -287,8 +313,22 @@ void RelayPath::onFrame(
   if (closed_) {
     return;
   }
-  onHeard();
-  const Status status = receive(header, frame);
+  Status status;
+  if (seal_) {
+    const auto opened = seal_->agreed()
+        ? seal_->open(header, frame, loop_.now())
+        : std::nullopt;
+    frame = opened.value_or(std::span<const std::byte>());
+    status = opened ? Status()
+                    : Status(
+                          StatusCode::kProtocol,
+                          "a frame over " + config_.relay +
+                              " that the far end has not sealed");
+  }
+  if (status.ok()) {
+    onHeard();
+    status = receive(header, frame);
+  }
   if (!closed_ && !status.ok()) {
     close(status);
     return;
@@ -434,6 +474,8 @@ void RelayPath::arm() {
 
 void RelayPath::fill(PathStats& stats) const {
   Path::fill(stats);
+  stats.encrypted = stats.forwardSecret = sealed();
+  stats.cipher = sealed() ? "AES-256-GCM" : "";
   stats.relay = RelayStats{
       config_.relayRank, config_.relayHost, config_.opener, window_.bytes()};
 }

@@ -5,12 +5,14 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "channel/operation.h"
 #include "path/number_set.h"
 #include "path/relay_window.h"
 #include "transport/event_loop.h"
 #include "transport/path.h"
+#include "transport/relay_seal.h"
 #include "wire/control.h"
 #include "wire/relay.h"
 
@@ -49,14 +51,16 @@ struct RelayPathConfig {
 // relay outlives it.
 class RelayPath final : public Path {
  public:
-  // The far end of an open flow is ready; the opener waits for its answer.
+  // The far end of an open flow is ready; the opener waits for its answer. With
+  // a seal, both wait for the other one's key; the end that answers has it.
   RelayPath(
       EventLoop& loop,
       Channel& channel,
       PathId id,
       Channel& toRelay,
       RelayPathConfig config,
-      PathOwner& owner);
+      PathOwner& owner,
+      std::unique_ptr<RelaySeal> seal = nullptr);
   ~RelayPath() override;
 
   const RelayFlow& flow() const {
@@ -67,6 +71,9 @@ class RelayPath final : public Path {
   }
   const std::string& relay() const {
     return config_.relay;
+  }
+  bool sealed() const {
+    return seal_ != nullptr;
   }
   // The far end has answered.
   bool proven() const {
@@ -126,6 +133,7 @@ class RelayPath final : public Path {
   };
 
   void say(RelayNote::What what, const std::string& text = "");
+  Status agree(const RelayNote& note);
   void onHeard();
   void onDelivered(uint64_t count);
   void onPassed(uint64_t bytes);
@@ -140,6 +148,8 @@ class RelayPath final : public Path {
   EventLoop& loop_;
   Channel& toRelay_;
   const RelayPathConfig config_;
+  const std::unique_ptr<RelaySeal> seal_; // null: plaintext for the relay
+  std::vector<std::byte> plain_; // the frame that is being sealed
   bool proven_;
   bool silent_ = false;
   bool busy_ = false;

@@ -236,6 +236,8 @@ std::vector<std::byte> encode(const RelayNote& note) {
       .put(note.passedBytes)
       .put(note.bytesPerS)
       .put(static_cast<uint8_t>(note.busy))
+      .put(note.key.secret)
+      .put(note.key.publicKey)
       .put(note.text)
       .take();
 }
@@ -401,6 +403,8 @@ std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload) {
   in.get(note.passedBytes);
   in.get(note.bytesPerS);
   in.get(busy);
+  in.get(note.key.secret);
+  in.get(note.key.publicKey);
   in.getText(note.text);
   note.what = static_cast<RelayNote::What>(what);
   note.hop = static_cast<RelayHop>(hop);

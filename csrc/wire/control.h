@@ -180,6 +180,7 @@ struct RelayNote {
   uint64_t passedBytes = 0;
   uint64_t bytesPerS = 0;
   bool busy = false; // it needs its way to the far end's site itself
+  RelayKey key; // kOpen, kAccept
   std::string text; // why it is closed
 
   const Uid& source() const {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -30,11 +31,22 @@ struct RelayFlow {
   auto operator<=>(const RelayFlow&) const = default;
 };
 
+// What one end of a flow tells the other one so that they can seal its frames
+// (transport/relay_seal.h): the secret of the job that it uses, as keyIdOf(),
+// and its half of the exchange.
+struct RelayKey {
+  uint64_t secret = 0;
+  std::array<std::byte, 32> publicKey{}; // zeros: frames are not sealed
+
+  bool operator==(const RelayKey&) const = default;
+};
+
 // The way from one end to the other one has two parts. A relay passes on
 // nothing that a relay has passed on.
 enum class RelayHop : uint8_t { kToRelay = 1, kFromRelay = 2 };
 
-// The beginning of each message; a frame follows, header and payload.
+// The beginning of each message; a frame follows, header and payload, or both
+// of them sealed.
 struct RelayHeader {
   RelayHop hop = RelayHop::kToRelay;
   bool fromOpener = true;

@@ -185,8 +185,7 @@ class PathStats(Record):
         nic, remote_nic: interface names; empty where the system chooses.
         local_address, remote_address: "host:port".
         encrypted: what it sends is encrypted and authenticated on the network. False also for
-            "shm", which never leaves the host. "relay": encrypted on both parts of the way, but
-            the rank between them sees what it carries.
+            "shm", which never leaves the host. "relay": from end to end.
         cipher: how, such as "TLS_AES_128_GCM_SHA256"; empty if it is not.
         forward_secret: who records it, and learns the job's secret later, can read none of it.
         bytes_sent, bytes_received: of messages; sent bytes include retransmissions.
