@@ -497,6 +497,10 @@ void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
   const size_t onWire = bytes + kWireOverheadBytes;
   ++counters_.packets;
   counters_.bytes += onWire;
+  if (inFlight_.empty() && now - sentAt_ > rate_.roundTrip()) {
+    rate_.onRestart(now);
+  }
+  sentAt_ = now;
   inFlight_.push_back({packet, onWire});
   inFlightBytes_ += onWire;
   lastPacketSent_ = packet;
@@ -525,10 +529,25 @@ void PacketSender::finish(std::map<uint64_t, Object>::iterator at) {
   done_(number);
 }
 
+// The bytes that the link has taken since the last measurement. Those that it
+// loses whatever the rate took as much of it; others show that it was too much.
+uint64_t PacketSender::carried(const PacketReport& r, double usualLoss) const {
+  const auto bytes =
+      static_cast<double>(r.bytes - std::min(r.bytes, base_.bytes));
+  const auto arrived =
+      static_cast<double>(r.packets - std::min(r.packets, base_.packets));
+  const auto lost = static_cast<double>(r.lost - std::min(r.lost, base_.lost));
+  if (arrived == 0) {
+    return 0;
+  }
+  const double usual = std::min({lost, usualLoss * (arrived + lost), arrived});
+  return static_cast<uint64_t>(bytes * (arrived + usual) / arrived);
+}
+
 // Turns the totals of two reports into one sample for the rate, and into runs
 // for the loss meter. The round trip comes from the echo, less the time for
-// which the receiver held it. The rate is measured by the receiver's clock,
-// over at least kMeasureMicros; shorter intervals are joined.
+// which the receiver held it. The rate is measured over half a round trip, by
+// the receiver's clock; shorter intervals are joined, unless all has arrived.
 void PacketSender::measure(const PacketReport& r, TimePoint now) {
   DeliverySample s;
   if (r.echoMicros != last_.echoMicros) {
@@ -565,9 +584,19 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
     s.limitedBySender = true; // the first report, or the first after a rest
     base_ = r;
     baseAt_ = now;
-  } else if (micros >= kMeasureMicros) {
+  } else if (
+      micros >= kMeasureMicros &&
+      (inFlightBytes_ == 0 ||
+       std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2)) {
     s.interval = std::chrono::microseconds(micros);
-    s.bytes = since(r.bytes, base_.bytes);
+    s.brief = s.interval < rate_.minRoundTrip() / 2;
+    // What arrives in a clump was sent over a longer time, and the link was not
+    // faster for that.
+    const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
+    if (!s.brief && sentMicros < kMeasureMax / std::chrono::microseconds(1)) {
+      s.interval = std::chrono::microseconds(std::max(micros, sentMicros));
+    }
+    s.bytes = carried(r, usual.rate);
     s.limitedBySender = now < limitedUntil_;
     base_ = r;
     baseAt_ = now;

@@ -183,6 +183,7 @@ class PacketSender {
   void planEnds(TimePoint now);
   void want(Object& o, uint16_t index, uint64_t largest);
   void finish(std::map<uint64_t, Object>::iterator at);
+  uint64_t carried(const PacketReport& r, double usualLoss) const;
   void measure(const PacketReport& report, TimePoint now);
 
   const RecoverySchemes schemes_;
@@ -212,6 +213,7 @@ class PacketSender {
   int endsInARow_ = 0;
   // Until then, what arrives may have been sent when there was little to send.
   TimePoint limitedUntil_{};
+  TimePoint sentAt_{}; // the last packet
 
   PacketReport last_, base_; // the latest, and the one that rates count from
   TimePoint baseAt_{};

@@ -34,6 +34,9 @@ constexpr Nanos kMinRound = std::chrono::milliseconds(4);
 // drains first. (BBR's ProbeRTT, but only where there is a queue.)
 constexpr Nanos kMinRoundTripFor = std::chrono::seconds(10);
 
+// A brief measurement counts if there was no other for so long.
+constexpr Nanos kBriefAfter = std::chrono::seconds(10);
+
 // A round trip longer than the least by this is a queue: a part of it, and
 // more than timers and schedulers add.
 constexpr double kQueuePart = 0.125;
@@ -57,6 +60,11 @@ constexpr int kRoundsPerCut = 3;
 // Parity stays low for a while after it.
 constexpr int kCongestedFor = 8;
 
+double rateOf(const DeliverySample& s) {
+  return std::min(
+      static_cast<double>(s.bytes) / toSeconds(s.interval), kMaxRate);
+}
+
 } // namespace
 
 RateControl::RateControl(
@@ -79,9 +87,16 @@ void RateControl::expect(double bytesPerS) {
   }
 }
 
+void RateControl::onRestart(TimePoint now) {
+  if (state_ == State::kSteady) {
+    phase_ = 0;
+  }
+  roundStart_ = now;
+}
+
 double RateControl::capacityBytesPerS() const {
   const double rate = *std::max_element(rates_.begin(), rates_.end());
-  return std::max(rate, kMinRate);
+  return std::max({rate, briefRate_, kMinRate});
 }
 
 // A round trip longer than this has a queue in it.
@@ -186,9 +201,16 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   const bool limited =
       s.limitedBySender || probesUntil_ != kNever || now < thinUntil_;
   roundFull_ = roundFull_ && !limited;
-  if (s.interval > Nanos(0)) {
-    const double rate = std::min(
-        static_cast<double>(s.bytes) / toSeconds(s.interval), kMaxRate);
+  if (s.interval > Nanos(0) && s.brief) {
+    if (now - notBriefAt_ > kBriefAfter) {
+      briefRate_ = std::max(briefRate_, rateOf(s));
+    }
+  } else if (s.interval > Nanos(0)) {
+    if (!limited) {
+      notBriefAt_ = now;
+      briefRate_ = 0;
+    }
+    const double rate = rateOf(s);
     if (!limited || rate > capacityBytesPerS()) {
       rates_[round_ % kRounds] = std::max(rates_[round_ % kRounds], rate);
     }

@@ -10,8 +10,11 @@ namespace resilient {
 // The content of one report, as differences to the report before.
 struct DeliverySample {
   Nanos roundTrip{}; // of the newest packet; zero: nothing new
-  uint64_t bytes = 0; // delivered
-  Nanos interval{}; // of their arrivals, by the receiver's clock
+  uint64_t bytes = 0; // that the link has taken
+  Nanos
+      interval{}; // in which they have arrived, or were sent if that is longer
+  // That is short: some hosts hand over what has arrived in clumps.
+  bool brief = false;
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets
   // The sender had nothing to send some of the time: the rate says how much
@@ -50,6 +53,9 @@ class RateControl {
 
   void onSample(const DeliverySample& sample, TimePoint now);
 
+  // Packets leave again after a rest. Short bursts may show more than before
+  // only if they are sent a little faster.
+  void onRestart(TimePoint now);
   // Other paths have measured so much on the link. Until this one has filled it
   // itself, it begins there.
   void expect(double bytesPerS);
@@ -111,6 +117,8 @@ class RateControl {
   Nanos latelyMin_ = Nanos::max(); // since then, or since it probes
   TimePoint probesUntil_ = kNever; // to see the round trip below a queue
   TimePoint thinUntil_{}; // what arrives was sent then
+  TimePoint notBriefAt_{}; // the last measurement that was not
+  double briefRate_ = 0; // the best since then
   bool measured_ = false;
 
   double startupRate_ = 0;

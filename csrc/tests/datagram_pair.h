@@ -28,6 +28,9 @@ struct DatagramLink {
   Nanos reorderBy = std::chrono::milliseconds(2);
   // Stands still now and then: the mean time between, and for up to how long.
   Nanos stallEvery{}, stallFor{};
+  // What arrives within each such time is handed over in a quarter of it,
+  // afterwards, as by a host that shares its processor.
+  Nanos clump{};
 };
 
 class DatagramPair {
@@ -185,7 +188,12 @@ class DatagramPair {
       if (prng_.chance(e.link.reorder)) {
         later = fromSeconds(prng_.uniform() * toSeconds(e.link.reorderBy));
       }
-      at(e.linkFree + e.link.oneWay + later,
+      TimePoint arrival = e.linkFree + e.link.oneWay + later;
+      if (e.link.clump > Nanos(0)) {
+        const Nanos within = arrival.time_since_epoch() % e.link.clump;
+        arrival += e.link.clump - within + within / 4;
+      }
+      at(arrival,
          [this, side, packet, number] { arrive(1 - side, packet, number); });
     }
   }

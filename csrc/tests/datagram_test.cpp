@@ -447,6 +447,55 @@ TEST(datagram_reports_do_not_hide_that_no_piece_arrives) {
   }
 }
 
+// A host hands over what has arrived four times as fast as the link carries it,
+// again and again. The link is not faster for that.
+TEST(datagram_clumps_are_not_taken_for_a_fast_link) {
+  DatagramLink there, back;
+  there.clump = milliseconds(20);
+  DatagramPair pair(1, RecoverySchemes{}, there, back, there.bytesPerS);
+  Prng prng(1);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 512u << 10);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = payload;
+  double most = 0;
+  for (int burst = 0; burst < 20; ++burst) {
+    for (int i = 0; i < 32; ++i) {
+      pair.send(0, what);
+    }
+    CHECK(pair.runUntilIdle(seconds(10)));
+    most = std::max(most, pair.sender(0).rate().capacityBytesPerS());
+    pair.at(pair.now() + seconds(1), [] {});
+    CHECK(!pair.run([] { return false; }, seconds(1)));
+  }
+  CHECK(most < 1.6 * there.bytesPerS);
+  CHECK(most > 0.9 * there.bytesPerS);
+}
+
+// Nothing but small bursts with rests between them: each shows that the link
+// carries as much as it was given.
+TEST(datagram_path_learns_from_small_bursts) {
+  const DatagramLink link;
+  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  Prng prng(1);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 64u << 10);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = payload;
+  double tookS = 0;
+  for (int burst = 0; burst < 8; ++burst) {
+    const TimePoint begun = pair.now();
+    pair.send(0, what);
+    CHECK(pair.runUntilIdle(seconds(10)));
+    tookS = toSeconds(pair.received(1).back().at - begun);
+    pair.at(pair.now() + seconds(1), [] {});
+    CHECK(!pair.run([] { return false; }, seconds(1)));
+  }
+  CHECK(tookS < 0.025); // 0.0205 at the rate of the link
+}
+
 // A path that rests for long, as during an evaluation, is as fast afterwards:
 // no clock that wraps and no old measurement slows it.
 TEST(datagram_path_is_fast_after_a_rest) {
