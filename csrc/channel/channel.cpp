@@ -65,6 +65,9 @@ void Channel::removePath(PathId path, TimePoint now) {
   }
   PathState lost = std::move(it->second);
   paths_.erase(it);
+  if (lost.link != nullptr) {
+    lost.link->inFlightBytes -= lost.inFlightBytes;
+  }
   if (!lost.pins.empty()) {
     endingPins_[path] = std::move(lost.pins);
     if (RESILIENT_PLANTED(endPinsEarly)) {
@@ -212,6 +215,29 @@ bool Channel::takesChunksDirectly() const {
   });
 }
 
+// A path alone may get all that its link carries, so the capacities of those
+// that share one must not be added up.
+double Channel::shareBytesPerS(const PathState& p) const {
+  const double own = p.ownBytesPerS();
+  const double together =
+      p.link == nullptr ? 0 : p.link->statistics.capacityBytesPerS();
+  if (together == 0) {
+    return own;
+  }
+  double sum = 0;
+  for (const auto& [id, other] : paths_) {
+    if (other.link == p.link && (&other == &p || takesChunks(id))) {
+      sum += other.ownBytesPerS();
+    }
+  }
+  return sum > together ? own * together / sum : own;
+}
+
+double Channel::linkBytesPerS(PathId path) const {
+  const PathState& p = state(path);
+  return p.link == nullptr ? 0 : p.link->statistics.capacityBytesPerS();
+}
+
 // Our connections share what the uplink carries, in proportion to their own
 // rates.
 double Channel::inTurn(double bytesPerS) const {
@@ -223,7 +249,7 @@ double Channel::inTurn(double bytesPerS) const {
   bool relayed = false;
   for (const auto& [id, p] : paths_) {
     if (takesChunks(id)) {
-      sum += p.overRelay ? 0 : p.statistics.capacityBytesPerS();
+      sum += p.overRelay ? 0 : shareBytesPerS(p);
       count += !p.overRelay;
       relayed = relayed || p.overRelay;
     }
@@ -298,8 +324,16 @@ void Channel::setOverRelay(PathId path) {
   state(path).overRelay = true;
 }
 
+void Channel::setSharedLink(PathId path, size_t link) {
+  state(path).link = &links_[link];
+}
+
 void Channel::setCapacity(PathId path, double bytesPerS) {
   state(path).knownBytesPerS = bytesPerS;
+}
+
+void Channel::setPace(PathId path, double bytesPerS) {
+  state(path).paceBytesPerS = bytesPerS;
 }
 
 void Channel::expectCapacity(PathId path, double bytesPerS) {

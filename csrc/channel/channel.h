@@ -291,10 +291,16 @@ class Channel {
   // A number beyond what was written counts as that, and a lower one than
   // before is ignored.
   void delivered(PathId path, uint64_t frames, TimePoint now);
+  // The path shares what the link of that number carries with others. Call it
+  // before the first frame.
+  void setSharedLink(PathId path, size_t link);
   // The capacity in bytes per second that the transport knows. It is more exact
   // than an estimate from single messages with pauses between them. It decides
   // the size of chunks only. The choice of paths goes by measurements.
   void setCapacity(PathId path, double bytesPerS);
+  // The transport sends no faster than so many bytes per second, whatever
+  // acknowledgements show: a busy far end sends these late, many at a time.
+  void setPace(PathId path, double bytesPerS);
   // The capacity in bytes per second of the path that this one replaces.
   // Without it, a path that joins one which can do the work alone is never
   // saturated, so its capacity cannot be measured.
@@ -383,6 +389,9 @@ class Channel {
   }
   const PathCounters& pathCounters(PathId path) const;
   const LinkStatistics& pathStatistics(PathId path) const;
+  // The capacity of its shared link, in bytes per second; 0: it has none, or
+  // unknown.
+  double linkBytesPerS(PathId path) const;
   uint64_t inFlightBytes(PathId path) const;
   // There is more to send than the paths have taken.
   bool backlogged() const;
@@ -428,6 +437,7 @@ class Channel {
   struct Control;
   struct InFlight;
   struct PathState;
+  struct SharedLink;
   // A chunk that a path reads straight to its place.
   struct Pin {
     uint64_t message = 0;
@@ -442,6 +452,7 @@ class Channel {
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
   PathLoad loadOf(const PathState& p, TimePoint now) const;
+  double shareBytesPerS(const PathState& p) const;
   double inTurn(double bytesPerS) const; // of a path that is over no relay
   OutMessage*
   worthTaking(const PathState& p, size_t queue, TimePoint now, bool& noneSuits);
@@ -576,6 +587,7 @@ class Channel {
 
   // A map: references to a state must survive when other paths are added.
   std::map<PathId, PathState> paths_;
+  std::map<size_t, SharedLink> links_;
   TimePoint lastNow_{};
   ChannelCounters counters_;
   RecentSamples deliveriesS_;

@@ -468,7 +468,7 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
 // then only that of its share. Its chunks go at the rate of the uplink.
 PathLoad Channel::loadOf(const PathState& p, TimePoint now) const {
   PathLoad l;
-  l.bytesPerS = p.statistics.capacityBytesPerS();
+  l.bytesPerS = shareBytesPerS(p);
   if (p.overRelay && p.knownBytesPerS > 0) {
     l.bytesPerS = p.knownBytesPerS;
   } else if (!p.overRelay) {
@@ -863,6 +863,10 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   }
   p.chunkAt = now;
   p.inFlightBytes += h.payloadBytes;
+  if (SharedLink* const link = p.link) {
+    link->busySince = link->inFlightBytes == 0 ? now : link->busySince;
+    link->inFlightBytes += h.payloadBytes;
+  }
   p.counters.bytesSent += h.payloadBytes;
   p.counters.chunksSent += !offer;
   p.counters.chunksRetransmitted += repeated;
@@ -919,6 +923,9 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     p.answeredUpTo = std::max(p.answeredUpTo, f.at);
     if (f.ackNow) {
       p.statistics.onRoundTrip(now - f.at, now);
+      if (p.link != nullptr) {
+        p.link->statistics.onRoundTrip(now - f.at, now);
+      }
     }
     if (f.control && f.control->header.type != FrameType::kCancel) {
       if (f.control->header.type == FrameType::kReject) {
@@ -956,6 +963,11 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     counters_.bytesSent += bytes;
     if (bytes != 0) {
       p.statistics.onAcknowledged(bytes, p.busySince, now, p.inFlightBytes);
+      if (SharedLink* const link = p.link) {
+        link->inFlightBytes -= bytes;
+        link->statistics.onAcknowledged(
+            bytes, link->busySince, now, link->inFlightBytes);
+      }
     }
   }
   return Status();

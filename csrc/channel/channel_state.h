@@ -200,6 +200,13 @@ struct Channel::InFlight {
   std::unique_ptr<Control> control;
 };
 
+// What several paths have in common, such as the NIC at either end.
+struct Channel::SharedLink {
+  LinkStatistics statistics; // of all of them together
+  uint64_t inFlightBytes = 0;
+  TimePoint busySince{}; // there are bytes in flight since
+};
+
 // Invariants: acknowledged <= written <= handedOut, all in reliable frames.
 // inFlight holds the frames that were handed out and are not acknowledged, in
 // the order of pull(). The peer counts the same frames, so its count alone says
@@ -233,6 +240,7 @@ struct Channel::PathState {
 
   bool selfAcknowledging = false;
   double knownBytesPerS = 0; // by its transport; 0: only by acknowledgements
+  double paceBytesPerS = 0; // its transport sends no faster; 0: not known
   bool ordered = true;
   bool overRelay = false;
   bool onProbation = false;
@@ -240,6 +248,7 @@ struct Channel::PathState {
   bool suspect = false;
   uint8_t classes = kAllClasses;
   BurstRange bursts;
+  SharedLink* link = nullptr; // null: it shares none
   TimePoint chunkAt{}; // last time it took one
   bool pingDue = false;
   std::optional<TimePoint> pingSent; // not answered yet
@@ -251,6 +260,11 @@ struct Channel::PathState {
   LinkStatistics statistics;
   PathCounters counters;
 
+  // The capacity, as far as its transport makes use of it; 0 while unknown.
+  double ownBytesPerS() const {
+    const double measured = statistics.capacityBytesPerS();
+    return paceBytesPerS > 0 ? std::min(measured, paceBytesPerS) : measured;
+  }
   // Shared memory.
   bool inMemory() const {
     return selfAcknowledging && ordered;

@@ -24,6 +24,9 @@ constexpr uint32_t kFirstChunkBytes = 64u << 10;
 // Beyond this, more connections rather than larger buffers.
 constexpr uint64_t kMaxWindowBytes = 64u << 20;
 
+// Of the pace of a route each connection gets at least this, in bytes per
+// second: one that has carried little so far may be needed.
+constexpr uint64_t kLeastPace = 1'000'000;
 // The time that other traffic and kernel timers add to a round trip.
 constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
 
@@ -81,13 +84,15 @@ std::string TcpConnector::remoteNicOf(size_t c) const {
 }
 
 double TcpConnector::capacityBytesPerS(size_t route) const {
-  double sum = 0;
+  const Channel& channel = link_.channel();
+  double sum = 0, together = 0;
   for (size_t c = route; c < connections_.size(); c += routes()) {
     if (const TcpPath* path = connections_[c].path) {
-      sum += link_.channel().pathStatistics(path->id()).capacityBytesPerS();
+      sum += channel.pathStatistics(path->id()).capacityBytesPerS();
+      together = std::max(together, channel.linkBytesPerS(path->id()));
     }
   }
-  return sum;
+  return together > 0 ? std::min(sum, together) : sum;
 }
 
 Nanos TcpConnector::minRoundTrip(size_t route) const {
@@ -427,6 +432,9 @@ void TcpConnector::install(
         "path " + std::to_string(c) + " to " + link_.describe() + " is up (" +
             x.path->localAddress() + " -> " + x.path->remoteAddress() + ')');
   }
+  if (!failover_.offRoute(c)) {
+    channel.setSharedLink(x.path->id(), failover_.routeOf(c));
+  }
   if (failover_.carried(c)) {
     channel.expectCapacity(x.path->id(), x.pastBytesPerS);
   }
@@ -593,11 +601,7 @@ void TcpConnector::wakeAt(TimePoint when) {
 
 void TcpConnector::onTimer() {
   if (failover_.onTimer(link_.loop().now())) {
-    for (Connection& x : connections_) {
-      if (x.path != nullptr) {
-        x.path->tune();
-      }
-    }
+    tunePaths();
     link_.onNoConnection();
     if (link_.usable()) {
       tuneRoutes();
@@ -605,6 +609,43 @@ void TcpConnector::onTimer() {
   }
   if (const TimePoint due = failover_.deadline(); due != kNever) {
     wakeAt(due);
+  }
+}
+
+// Connections of one route share its pace as they have shared the link: in
+// proportion to what each has carried.
+void TcpConnector::tunePaths() {
+  pacing_.resize(routes());
+  for (size_t r = 0; r < routes(); ++r) {
+    RoutePacing::Sample sample;
+    sample.now = link_.loop().now();
+    std::vector<std::pair<TcpPath*, BbrView>> paced;
+    uint64_t arrives = 0;
+    for (size_t c = r; c < connections_.size(); c += routes()) {
+      TcpPath* const path = connections_[c].path;
+      const auto view = path == nullptr ? std::nullopt : path->tune();
+      if (!view || failover_.offRoute(c)) {
+        continue;
+      }
+      paced.emplace_back(path, *view);
+      arrives += view->arrives;
+      sample.acknowledged += view->bytesAcked;
+      sample.inFlight += view->inFlightBytes;
+      if (view->sinceLastAck <= view->minRoundTrip) { // else it is an old one
+        sample.roundTrip = std::max(sample.roundTrip, view->roundTrip);
+      }
+      sample.minRoundTrip = sample.minRoundTrip == Nanos(0)
+          ? view->minRoundTrip
+          : std::min(sample.minRoundTrip, view->minRoundTrip);
+    }
+    const auto limit = static_cast<double>(pacing_[r].observe(sample));
+    for (const auto& [path, view] : paced) {
+      const double share = arrives == 0
+          ? 1.0 / static_cast<double>(paced.size())
+          : static_cast<double>(view.arrives) / static_cast<double>(arrives);
+      path->limitPace(
+          limit == 0 ? 0 : std::max(kLeastPace, uint64_t(limit * share)), view);
+    }
   }
 }
 

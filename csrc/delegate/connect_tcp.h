@@ -11,6 +11,7 @@
 #include "delegate/route_tuning.h"
 #include "failover/failover.h"
 #include "path/congestion_choice.h"
+#include "path/route_pacing.h"
 #include "path/transport_choice.h"
 #include "transport/handshake.h"
 #include "transport/routes.h"
@@ -127,6 +128,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   void bindToNic(int fd) const;
   void onTimer();
   void tuneRoutes();
+  void tunePaths();
   RouteTuning::View viewOf(size_t route, TimePoint now);
   void watchLoss(size_t c, const TcpInfo& view, TimePoint now);
 
@@ -165,6 +167,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::vector<NicAddress> ourNics_; // those that this peer may see
   std::vector<Route> routes_; // empty: the system chooses the way
   RouteTuning tuning_;
+  std::vector<RoutePacing> pacing_; // by route
   // Set for failover_.deadline() or earlier.
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;

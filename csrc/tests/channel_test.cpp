@@ -1234,6 +1234,37 @@ TEST(channel_refuses_grants_of_what_was_never_sent) {
   CHECK_EQ(pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
 }
 
+// What acknowledgements have shown is not what the transport does now.
+TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
+  ChannelPair net;
+  for (const PathId path : {PathId(1), PathId(2)}) {
+    net.up(path);
+    net.a.channel.setSharedLink(path, 7);
+  }
+  std::deque<TestSend> sends;
+  std::deque<TestRecv> recvs;
+  const auto post = [&](size_t bytes) {
+    sends.emplace_back(text(bytes));
+    recvs.emplace_back(&net.b.channel, bytes);
+    net.b.mailbox.post(&recvs.back());
+    net.a.channel.send(&sends.back(), net.now);
+  };
+  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
+    post(400);
+    net.settle(
+        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
+  }
+  // One link, measured once.
+  const double link = net.a.channel.linkBytesPerS(1);
+  CHECK(link > 0);
+  CHECK_EQ(net.a.channel.linkBytesPerS(2), link);
+  net.a.channel.setPace(2, 1);
+  post(400);
+  CHECK(!net.take(net.a, 2).has_value());
+  net.a.channel.setPace(2, 0); // not known
+  CHECK(net.take(net.a, 2).has_value());
+}
+
 // A path that became slow without falling silent for good keeps the last chunk
 // of a message; the other path has nothing to do.
 TEST(channel_sends_a_late_tail_over_an_idle_path) {

@@ -598,6 +598,12 @@ std::optional<BbrView> bbrView(int fd) {
   view.startingUp = control.bbr.bbr_pacing_gain > 512;
   view.sends = raw.tcpi_pacing_rate;
   view.arrives = uint64_t(control.bbr.bbr_bw_hi) << 32 | control.bbr.bbr_bw_lo;
+  view.bytesAcked = raw.tcpi_bytes_acked;
+  view.windowBytes = uint64_t{raw.tcpi_snd_cwnd} * raw.tcpi_snd_mss;
+  view.inFlightBytes = uint64_t{raw.tcpi_unacked} * raw.tcpi_snd_mss;
+  view.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
+  view.minRoundTrip = std::chrono::microseconds(raw.tcpi_min_rtt);
+  view.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   return view;
 }
 

@@ -197,11 +197,16 @@ std::optional<TcpInfo> tcpInfo(int fd);
 // or more each: for rare use.
 Nanos minRoundTripTo(uint16_t port);
 
-// BBR's view of a connection, in bytes per second.
+// The kernel's view of a connection with BBR.
 struct BbrView {
   bool startingUp = false; // it has not found the link's rate
-  uint64_t sends = 0;
-  uint64_t arrives = 0; // the highest rate of the last round trips
+  uint64_t sends = 0; // bytes per second
+  uint64_t arrives = 0; // the same: the highest of the last round trips
+  uint64_t bytesAcked = 0; // total
+  // Four segments now and then, for 200 ms, to measure the round trip.
+  uint64_t windowBytes = 0;
+  uint64_t inFlightBytes = 0;
+  Nanos roundTrip{}, minRoundTrip{}, sinceLastAck{}; // as TcpInfo has them
 };
 // Nothing if the connection has another congestion control.
 std::optional<BbrView> bbrView(int fd);

@@ -182,16 +182,16 @@ size_t TcpPath::batchBytes() const {
 // Sets how many unsent bytes the kernel may hold: few, since nothing overtakes
 // them, but enough that the kernel never runs dry between two turns. Small
 // changes are skipped.
-void TcpPath::tune() {
+std::optional<BbrView> TcpPath::tune() {
   if (local_) {
-    return;
+    return std::nullopt;
   }
   size_t wanted = std::clamp(bytesAhead(), kMinUnsent, kMaxUnsent);
   // Start-up only ends after rounds in which the kernel never ran dry. Until
   // then BBR sends nearly three times as fast as the link is, which fills its
   // queue and loses a tenth of the packets, for as long as the stream lasts.
-  const BbrView view = bbrView(socket_.get()).value_or(BbrView());
-  paceStartUp(view);
+  const std::optional<BbrView> seen = bbrView(socket_.get());
+  const BbrView view = seen.value_or(BbrView());
   startUpBytes_ = view.startingUp
       ? std::min(
             static_cast<size_t>(
@@ -203,22 +203,26 @@ void TcpPath::tune() {
     unsentLimit_ = wanted;
     limitUnsent(socket_.get(), static_cast<int>(wanted));
   }
+  return seen;
 }
 
-void TcpPath::paceStartUp(const BbrView& view) {
-  StartUpPacing::Sample sample;
-  sample.startingUp = view.startingUp;
-  sample.bytesPerS = view.arrives;
-  if (const auto info =
-          view.startingUp ? tcpInfo(socket_.get()) : std::nullopt) {
-    sample.roundTrip = info->roundTrip;
-    sample.minRoundTrip = info->minRoundTrip;
+// By its gain of 1.25 BBR finds out whether there is more.
+
+void TcpPath::limitPace(uint64_t bytesPerS, const BbrView& view) {
+  if (bytesPerS != paceLimit_) {
+    paceLimit_ = bytesPerS;
+    limitPacing(socket_.get(), bytesPerS);
   }
-  const uint64_t limit = startUpPacing_.observe(sample);
-  if (limit != pacingLimit_) {
-    pacingLimit_ = limit;
-    limitPacing(socket_.get(), limit);
+  auto most = static_cast<double>(std::max(view.sends, view.arrives / 4 * 5));
+  if (bytesPerS != 0) {
+    most = std::min(most, static_cast<double>(bytesPerS));
   }
+  if (view.minRoundTrip > Nanos(0)) {
+    most = std::min(
+        most,
+        static_cast<double>(view.windowBytes) / toSeconds(view.minRoundTrip));
+  }
+  channel_.setPace(id(), most);
 }
 
 size_t TcpPath::takeFrame(bool chunks) {

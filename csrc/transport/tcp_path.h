@@ -11,7 +11,6 @@
 #include "channel/channel.h"
 #include "failover/health.h"
 #include "path/faults.h"
-#include "path/start_up_pacing.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
 #include "transport/path.h"
@@ -83,8 +82,11 @@ class TcpPath final : public Path, public Handler {
   }
   // Follows what has been measured; now and then. Changes the socket only if
   // the limit grows by a quarter or halves; does nothing on a connection within
-  // one host.
-  void tune();
+  // one host. Returns what BBR has measured, if it controls the connection.
+  std::optional<BbrView> tune();
+  // The kernel sends no faster than that, in bytes per second; 0: no limit.
+  // `view`: what tune() has returned.
+  void limitPace(uint64_t bytesPerS, const BbrView& view);
   std::optional<BbrView> bbr() const { // nothing with another control
     return bbrView(socket_.get());
   }
@@ -138,7 +140,6 @@ class TcpPath final : public Path, public Handler {
   static constexpr size_t kReadPerTurn = 4u << 20;
   static constexpr size_t kReadBuffer = 16u << 10;
 
-  void paceStartUp(const BbrView& view);
   size_t bytesAhead() const;
   size_t batchBytes() const;
   void writeOut();
@@ -171,8 +172,7 @@ class TcpPath final : public Path, public Handler {
   bool local_ = false; // the far end is on this host
   size_t unsentLimit_ = kMinUnsent;
   size_t startUpBytes_ = 0; // not 0 while BBR starts up
-  StartUpPacing startUpPacing_;
-  uint64_t pacingLimit_ = 0; // as set in the kernel; 0: none
+  uint64_t paceLimit_ = 0; // as set in the kernel; 0: none
   TimePoint heardAt_;
 
   // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.
