@@ -200,7 +200,7 @@ struct Channel::InFlight {
   std::unique_ptr<Control> control;
 };
 
-// What several paths have in common, such as the NIC at either end.
+// Several paths share it: they have the same NIC at either end.
 struct Channel::SharedLink {
   LinkStatistics statistics; // of all of them together
   uint64_t inFlightBytes = 0;

@@ -590,8 +590,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
        std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2)) {
     s.interval = std::chrono::microseconds(micros);
     s.brief = s.interval < rate_.minRoundTrip() / 2;
-    // What arrives in a clump was sent over a longer time, and the link was not
-    // faster for that.
+    // A clump was sent over a longer time than it took to arrive.
     const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
     if (!s.brief && sentMicros < kMeasureMax / std::chrono::microseconds(1)) {
       s.interval = std::chrono::microseconds(std::max(micros, sentMicros));

@@ -13,7 +13,7 @@ struct DeliverySample {
   uint64_t bytes = 0; // that the link has taken
   Nanos
       interval{}; // in which they have arrived, or were sent if that is longer
-  // That is short: some hosts hand over what has arrived in clumps.
+  // The interval is short: some hosts hand over in clumps what has arrived.
   bool brief = false;
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets

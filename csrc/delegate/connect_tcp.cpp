@@ -24,7 +24,7 @@ constexpr uint32_t kFirstChunkBytes = 64u << 10;
 // Beyond this, more connections rather than larger buffers.
 constexpr uint64_t kMaxWindowBytes = 64u << 20;
 
-// Of the pace of a route each connection gets at least this, in bytes per
+// Each connection gets at least this of the pace of its route, in bytes per
 // second: one that has carried little so far may be needed.
 constexpr uint64_t kLeastPace = 1'000'000;
 // The time that other traffic and kernel timers add to a round trip.

@@ -380,7 +380,7 @@ class Engine final : public MailboxListener, public LinkHost {
   // that it destroys when nothing else is on the stack.
   std::vector<PeerLink*> dirty_;
   std::vector<std::shared_ptr<void>> graveyard_;
-  // What turn() works on, empty outside of it: each turn uses the same memory.
+  // turn() works on these, and leaves them empty: it keeps their memory.
   std::vector<PeerLink*> pumping_;
   std::vector<std::shared_ptr<void>> dying_;
   bool turnScheduled_ = false;

@@ -14,7 +14,7 @@ namespace resilient {
 // burst would leave several times as fast as the link carries it, and what the
 // queue of the link cannot hold would be lost.
 //
-// How it works. What arrives is measured over windows of a round trip. Once
+// How it works. Windows of a round trip show how fast data arrives. Once
 // a queue shows that the link is full, the connections together may send
 // a little faster than what has arrived in one of these: so they still find out
 // if the link is faster than that. A window with a queue all the time is the

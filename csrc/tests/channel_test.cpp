@@ -1234,7 +1234,7 @@ TEST(channel_refuses_grants_of_what_was_never_sent) {
   CHECK_EQ(pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
 }
 
-// What acknowledgements have shown is not what the transport does now.
+// Acknowledgements show what the transport did, not what it does now.
 TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
   ChannelPair net;
   for (const PathId path : {PathId(1), PathId(2)}) {

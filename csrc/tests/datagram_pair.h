@@ -28,8 +28,8 @@ struct DatagramLink {
   Nanos reorderBy = std::chrono::milliseconds(2);
   // Stands still now and then: the mean time between, and for up to how long.
   Nanos stallEvery{}, stallFor{};
-  // What arrives within each such time is handed over in a quarter of it,
-  // afterwards, as by a host that shares its processor.
+  // Packets that arrive within each such time are handed over in a quarter of
+  // it, afterwards, as by a host that shares its processor.
   Nanos clump{};
 };
 

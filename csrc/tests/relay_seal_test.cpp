@@ -109,7 +109,7 @@ TEST(relay_seal_shows_any_change) {
   CHECK(opens(*ends.other, header, message, frame));
 }
 
-// Whoever knows the secret later has the notes as well.
+// An impostor who knows the secret later has the notes as well.
 TEST(relay_seal_keys_need_more_than_the_secret_and_the_notes) {
   Ends ends;
   const auto frame = frameOf("x");

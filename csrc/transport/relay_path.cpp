@@ -270,7 +270,7 @@ void RelayPath::onHeard() {
 }
 
 void RelayPath::onNote(const RelayNote& note) {
-  // That the flow is open does not show that the far end has our key.
+  // An open flow does not show that the far end has our key.
   if (closed_ || (seal_ && note.what == RelayNote::What::kOpen)) {
     return;
   }

@@ -37,7 +37,7 @@ SealKey deriveKey(
   return std::bit_cast<SealKey>(mac.finish());
 }
 
-// What the frame is sealed with. The relay changes the hop.
+// The frame is sealed together with this. The relay changes the hop.
 std::array<std::byte, kRelayHeaderBytes> contextOf(RelayHeader header) {
   header.hop = RelayHop::kToRelay;
   std::array<std::byte, kRelayHeaderBytes> bytes;

@@ -31,9 +31,9 @@ struct RelayFlow {
   auto operator<=>(const RelayFlow&) const = default;
 };
 
-// What one end of a flow tells the other one so that they can seal its frames
-// (transport/relay_seal.h): the secret of the job that it uses, as keyIdOf(),
-// and its half of the exchange.
+// The ends of a flow tell each other this so that they can seal its frames
+// (transport/relay_seal.h): the secret of the job that they use, as keyIdOf(),
+// and their halves of the exchange.
 struct RelayKey {
   uint64_t secret = 0;
   std::array<std::byte, 32> publicKey{}; // zeros: frames are not sealed
