@@ -541,7 +541,10 @@ uint64_t PacketSender::carried(const PacketReport& r, double usualLoss) const {
     return 0;
   }
   const double usual = std::min({lost, usualLoss * (arrived + lost), arrived});
-  return static_cast<uint64_t>(bytes * (arrived + usual) / arrived);
+  // A peer may say anything.
+  constexpr double kMost = 1e18;
+  return static_cast<uint64_t>(
+      std::min(kMost, bytes * (arrived + usual) / arrived));
 }
 
 // Turns the totals of two reports into one sample for the rate, and into runs
