@@ -119,9 +119,10 @@ bool RelayConnector::open(const Uid& relay) {
   flow.number = link_.host().nextPathId();
   std::unique_ptr<RelaySeal> seal;
   if (link_.host().encryption() != Encryption::kOff) {
-    std::string& why = relays_[relay].lastError;
+    std::string why;
     seal = RelaySeal::make(flow, /*opener=*/true, link_.secret(), why);
     if (!seal) {
+      relays_[relay].lastError = why;
       return false;
     }
   }

@@ -447,6 +447,12 @@ TEST(datagram_reports_do_not_hide_that_no_piece_arrives) {
   }
 }
 
+// A second without anything to send.
+void rest(DatagramPair& pair) {
+  pair.at(pair.now() + seconds(1), [] {});
+  CHECK(!pair.run([] { return false; }, seconds(1)));
+}
+
 // A host hands over what has arrived four times as fast as the link carries it,
 // again and again. The link is not faster for that.
 TEST(datagram_clumps_are_not_taken_for_a_fast_link) {
@@ -466,8 +472,7 @@ TEST(datagram_clumps_are_not_taken_for_a_fast_link) {
     }
     CHECK(pair.runUntilIdle(seconds(10)));
     most = std::max(most, pair.sender(0).rate().capacityBytesPerS());
-    pair.at(pair.now() + seconds(1), [] {});
-    CHECK(!pair.run([] { return false; }, seconds(1)));
+    rest(pair);
   }
   CHECK(most < 1.6 * there.bytesPerS);
   CHECK(most > 0.9 * there.bytesPerS);
@@ -490,8 +495,7 @@ TEST(datagram_path_learns_from_small_bursts) {
     pair.send(0, what);
     CHECK(pair.runUntilIdle(seconds(10)));
     tookS = toSeconds(pair.received(1).back().at - begun);
-    pair.at(pair.now() + seconds(1), [] {});
-    CHECK(!pair.run([] { return false; }, seconds(1)));
+    rest(pair);
   }
   CHECK(tookS < 0.025); // 0.0205 at the rate of the link
 }

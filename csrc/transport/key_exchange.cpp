@@ -21,20 +21,20 @@ struct Crypto {
   int (*deriveInit)(void*) = nullptr;
   int (*deriveWith)(void*, void*) = nullptr;
   int (*derive)(void*, unsigned char*, size_t*) = nullptr;
-  Libcrypto library;
+  Libcrypto libcrypto;
 
   Crypto() {
-    library.find(freeKey, "EVP_PKEY_free");
-    library.find(contextOfKind, "EVP_PKEY_CTX_new_id");
-    library.find(contextOf, "EVP_PKEY_CTX_new");
-    library.find(freeContext, "EVP_PKEY_CTX_free");
-    library.find(generateInit, "EVP_PKEY_keygen_init");
-    library.find(generate, "EVP_PKEY_keygen");
-    library.find(publicKey, "EVP_PKEY_get_raw_public_key");
-    library.find(keyOf, "EVP_PKEY_new_raw_public_key");
-    library.find(deriveInit, "EVP_PKEY_derive_init");
-    library.find(deriveWith, "EVP_PKEY_derive_set_peer");
-    library.find(derive, "EVP_PKEY_derive");
+    libcrypto.find(freeKey, "EVP_PKEY_free");
+    libcrypto.find(contextOfKind, "EVP_PKEY_CTX_new_id");
+    libcrypto.find(contextOf, "EVP_PKEY_CTX_new");
+    libcrypto.find(freeContext, "EVP_PKEY_CTX_free");
+    libcrypto.find(generateInit, "EVP_PKEY_keygen_init");
+    libcrypto.find(generate, "EVP_PKEY_keygen");
+    libcrypto.find(publicKey, "EVP_PKEY_get_raw_public_key");
+    libcrypto.find(keyOf, "EVP_PKEY_new_raw_public_key");
+    libcrypto.find(deriveInit, "EVP_PKEY_derive_init");
+    libcrypto.find(deriveWith, "EVP_PKEY_derive_set_peer");
+    libcrypto.find(derive, "EVP_PKEY_derive");
   }
 };
 
@@ -47,7 +47,7 @@ const Crypto& crypto() {
 
 std::unique_ptr<KeyExchange> KeyExchange::make(std::string& why) {
   const Crypto& c = crypto();
-  why = c.library.missing();
+  why = c.libcrypto.missing();
   if (!why.empty()) {
     return nullptr;
   }

@@ -28,19 +28,19 @@ struct Crypto {
   Init *encryptInit = nullptr, *decryptInit = nullptr;
   Update *encryptUpdate = nullptr, *decryptUpdate = nullptr;
   Final *encryptFinal = nullptr, *decryptFinal = nullptr;
-  Libcrypto library;
+  Libcrypto libcrypto;
 
   Crypto() {
-    library.find(newContext, "EVP_CIPHER_CTX_new");
-    library.find(freeContext, "EVP_CIPHER_CTX_free");
-    library.find(aes256Gcm, "EVP_aes_256_gcm");
-    library.find(control, "EVP_CIPHER_CTX_ctrl");
-    library.find(encryptInit, "EVP_EncryptInit_ex");
-    library.find(decryptInit, "EVP_DecryptInit_ex");
-    library.find(encryptUpdate, "EVP_EncryptUpdate");
-    library.find(decryptUpdate, "EVP_DecryptUpdate");
-    library.find(encryptFinal, "EVP_EncryptFinal_ex");
-    library.find(decryptFinal, "EVP_DecryptFinal_ex");
+    libcrypto.find(newContext, "EVP_CIPHER_CTX_new");
+    libcrypto.find(freeContext, "EVP_CIPHER_CTX_free");
+    libcrypto.find(aes256Gcm, "EVP_aes_256_gcm");
+    libcrypto.find(control, "EVP_CIPHER_CTX_ctrl");
+    libcrypto.find(encryptInit, "EVP_EncryptInit_ex");
+    libcrypto.find(decryptInit, "EVP_DecryptInit_ex");
+    libcrypto.find(encryptUpdate, "EVP_EncryptUpdate");
+    libcrypto.find(decryptUpdate, "EVP_DecryptUpdate");
+    libcrypto.find(encryptFinal, "EVP_EncryptFinal_ex");
+    libcrypto.find(decryptFinal, "EVP_DecryptFinal_ex");
   }
 };
 
@@ -103,7 +103,7 @@ SealKey deriveSealKey(
 }
 
 bool PacketSeal::available(std::string& why) {
-  why = crypto().library.missing();
+  why = crypto().libcrypto.missing();
   return why.empty();
 }
 

@@ -207,7 +207,6 @@ std::optional<BbrView> TcpPath::tune() {
 }
 
 // By its gain of 1.25 BBR finds out whether there is more.
-
 void TcpPath::limitPace(uint64_t bytesPerS, const BbrView& view) {
   if (bytesPerS != paceLimit_) {
     paceLimit_ = bytesPerS;
