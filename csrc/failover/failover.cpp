@@ -321,6 +321,14 @@ bool Failover::reserve(size_t c, TimePoint now) {
       keepsPriority(host_.attemptConnectedAt(c), now, kAttemptPriority)) {
     return false;
   }
+  // The peer has accepted ours, and has given up this call of its own by then:
+  // it would replace a connection that works by one that is closed.
+  const bool accepted =
+      x.ours && x.state.connected && x.state.doubt == Doubt::kNone;
+  if (accepted && config_.preferredInitiator &&
+      now - x.upAt < kAttemptPriority) {
+    return false;
+  }
   if (x.attempting && config_.preferredInitiator) {
     // The peer would accept ours, too, and each end replace the other's. (The
     // other process keeps its attempt: we may have accepted it already.)
@@ -349,6 +357,7 @@ void Failover::onConnected(
   x.reservedUntil = {};
   x.retryAt = kNever;
   x.failures = 0;
+  x.ours = ours;
   x.offRoute = ours && x.triesOffRoute;
   x.health = PathHealth(now);
   x.damping.onUp(now);

@@ -246,6 +246,7 @@ class Failover {
     PathState state;
     // Stalled, and not even the peer's kernel answers: its process may be well.
     bool wayDead = false;
+    bool ours = false; // last connected by an attempt of ours
     bool offRoute = false; // connected, but not between the NICs of its route
     bool carried = false; // connected by its own route, now or last
     uint64_t timesConnected = 0;

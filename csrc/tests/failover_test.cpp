@@ -436,17 +436,44 @@ TEST(failover_attempt_of_the_preferred_initiator_goes_first) {
   }
 }
 
+// The peer accepts our attempt and gives up its own one, whose proof is on its
+// way: let in, it would replace the connection by one that is closed already.
+TEST(failover_keeps_a_new_connection_against_a_call_from_before_it) {
+  for (const bool preferred : {true, false}) {
+    for (const bool ours : {true, false}) {
+      FailoverConfig config;
+      config.preferredInitiator = preferred;
+      Bed bed(1, config);
+      bed.failover.setRoutes(1, {});
+      bed.failover.setNeeded(true, bed.now);
+      bed.connectFrom(0, ours, {});
+      const bool keeps = preferred && ours;
+      bed.run(999ms);
+      CHECK_EQ(bed.failover.reserve(0, bed.now), !keeps);
+      bed.run(1ms); // by now, the peer has lost its end
+      CHECK(bed.failover.reserve(0, bed.now));
+
+      bed.connectFrom(0, ours, {});
+      CHECK_EQ(bed.failover.reserve(0, bed.now), !keeps);
+      bed.lose(0);
+      bed.failover.giveUpAttempts();
+      CHECK(bed.failover.reserve(0, bed.now));
+    }
+  }
+}
+
 TEST(failover_keeps_a_connection_for_a_caller_that_was_let_in) {
   Bed bed(2);
   bed.up(2);
   bed.takeAttempts(0);
+  bed.run(2s);
   CHECK(bed.failover.reserve(0, bed.now));
   bed.lose(0);
   bed.run(5s);
   CHECK(bed.takeAttempts(0).empty());
   bed.failover.onCallerLost(0, bed.now);
   CHECK_EQ(bed.takeAttempts(0).size(), 1u);
-  bed.run(10ms);
+  bed.run(2s);
   CHECK(bed.failover.state(0).connected);
 
   // A caller that says nothing keeps it for as long as a handshake may take.
