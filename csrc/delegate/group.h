@@ -25,7 +25,7 @@
 
 namespace resilient {
 
-class RecordSeal; // authenticated_store.h
+class RecordSeal; // wire/record_seal.h
 
 // The key-value store through which ranks find each other (c10d's Store, or a
 // map in tests). Calls may block for a network round trip and for other users
