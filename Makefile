@@ -24,8 +24,8 @@ export MAX_JOBS ?= $(JOBS)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DELETE_ON_ERROR:
-.PHONY: help setup demo demo-bubbles demo-lossy demo-verbs test lint tidy format cpp-test python-test slow-test \
-  verbs-test verbs-slow-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted nightly fuzz bench options-doc clean
+.PHONY: help setup demo demo-bubbles demo-lossy demo-verbs test lint tidy format cpp-test python-test \
+  encrypted-test slow-test verbs-test verbs-slow-test verbs-lab verbs-lab-if-possible test-torch gpu-test test-frameworks asan tsan staging planted nightly fuzz bench options-doc clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 24
@@ -66,7 +66,7 @@ demo-verbs: setup verbs-lab ## training over RDMA under a fault every second, in
 test: lint setup ## everything that must pass before a commit
 	nice -n 19 $(MAKE) -k asan-built tsan-built planted-built \
 	  verbs-lab-if-possible >build/ahead.log 2>&1 & ahead=$$!; \
-	  $(MAKE) python-test || { status=$$?; kill $$ahead; exit $$status; }; \
+	  $(MAKE) python-test encrypted-test || { status=$$?; kill $$ahead; exit $$status; }; \
 	  wait $$ahead || true
 	$(MAKE) verbs-test asan tsan staging planted
 
@@ -92,6 +92,14 @@ cpp-test: ## tests of the C++ core, ARGS="part of a name"
 
 python-test: setup ## tests of the package, ARGS="-k expression"
 	$(BIN)/python -m pytest -m "not slow and not verbs" $(ARGS)
+
+# By itself, nothing is encrypted within a host.
+ENCRYPTED := $(patsubst %,tests/test_%.py,call_errors cli_chaos collective_calls collectives \
+  dispatch failures frameworks hierarchical p2p torch_pipelining types work) \
+  tests/test_encryption.py::test_the_encrypted_run_of_other_tests_encrypts
+encrypted-test: setup ## those that send and fail most, again, with all connections encrypted
+	RESILIENT_TEST_ENCRYPTION=required \
+	  $(BIN)/python -m pytest -m "not slow and not verbs" $(or $(ARGS),$(ENCRYPTED))
 
 slow-test: setup ## the tests that take long or much memory
 	$(BIN)/python -m pytest -m "slow and not verbs" $(ARGS)

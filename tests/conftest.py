@@ -12,17 +12,36 @@ from pathlib import Path
 import pytest
 from strict_device import build as build_strict_device
 
+from torch_resilient.cli.secret import write_secret
 from torch_resilient.testing import NetworkLab, unavailable
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.fixture(scope="session")
+def encrypted_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """With RESILIENT_TEST_ENCRYPTION=required: everything goes over encrypted connections."""
+    if os.environ.get("RESILIENT_TEST_ENCRYPTION") != "required":
+        return {}
+    path = tmp_path_factory.mktemp("encryption") / "job.secret"
+    write_secret(path)
+    return {
+        "TORCH_RESILIENT_ENCRYPTION": "required",
+        "TORCH_RESILIENT_SECRET_FILE": str(path),
+        "TORCH_RESILIENT_SHARED_MEMORY": "false",
+    }
+
+
 @pytest.fixture(autouse=True)
-def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_environment(
+    monkeypatch: pytest.MonkeyPatch, encrypted_environment: dict[str, str]
+) -> None:
     """Tests run with the defaults, whatever the caller's shell has set."""
     for name in list(os.environ):
         if name.startswith("TORCH_RESILIENT_") or name == "TORCH_DEVICE_BACKEND_AUTOLOAD":
             monkeypatch.delenv(name)
+    for name, value in encrypted_environment.items():
+        monkeypatch.setenv(name, value)
 
 
 def _children() -> dict[int, str]:

@@ -633,9 +633,10 @@ def test_a_job_gives_its_status_and_one_without_faults_is_no_proof(
 
 def test_the_same_faults_come_again_with_what_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
     """The number of paths is printed, too: without it the same rules would hit nothing."""
+    before = {f"{name}={value}" for name, value in os.environ.items()}
     cli.main(["chaos", "--ranks", "2", "--", "sh", "-c", "env | grep ^TORCH_RESILIENT_"])
     lines = capfd.readouterr().out.splitlines()
-    given = {line for line in lines if line.startswith("TORCH_RESILIENT_")}
+    given = {line for line in lines if line.startswith("TORCH_RESILIENT_")} - before
     (again,) = (line for line in lines if line.startswith("the same faults again: "))
     said = set(shlex.split(again.partition(": ")[2]))
     assert {each.partition("=")[0] for each in given - said} == {"TORCH_RESILIENT_RECORD_DIR"}

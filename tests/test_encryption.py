@@ -124,6 +124,14 @@ def reduce_once(rank: int) -> list[bool]:
     return encrypted_paths()
 
 
+@pytest.mark.skipif(
+    os.environ.get("RESILIENT_TEST_ENCRYPTION") != "required",
+    reason="this is for `make encrypted-test`",
+)
+def test_the_encrypted_run_of_other_tests_encrypts() -> None:
+    assert all(flags and all(flags) for flags in run_ranks(reduce_once))
+
+
 def test_a_secret_alone_leaves_one_host_in_plaintext(secret_file: str) -> None:
     variables = {"TORCH_RESILIENT_SECRET_FILE": secret_file}
     assert run_ranks(reduce_once, env=variables) == [[False], [False]]
