@@ -261,7 +261,7 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
 
     The time is in seconds since the first of the others began: its time-out ends it for all.
     """
-    from torch_resilient import faults
+    from torch_resilient import faults, stats
 
     dist.all_reduce(torch.ones(1 << 18))
     dist.barrier()
@@ -271,9 +271,15 @@ def hang_in(rank: int, name: str, victim: int, limit_s: float) -> tuple[float, s
         store.set("pid", str(os.getpid()))
         slow = faults.limit(4e6)
         before = paths_bytes_sent()
+        before_each = {p.rank: sum(path.bytes_sent for path in p.paths) for p in stats().peers}
         work = start_operation(name, rank, victim)
-        if name != "barrier":
-            # More than all that was ever sent before: some of it is of this operation.
+        # More than all that was ever sent before: some of it is of this operation.
+        if name == "broadcast":  # to each, since any of them may be the first to give up
+            wait_until(
+                lambda: all(p.bytes_sent > before_each[p.rank] for p in stats().peers),
+                "a first piece has arrived everywhere",
+            )
+        elif name != "barrier":
             wait_until(lambda: bytes_acknowledged() > before, "the first pieces have arrived")
         else:
             wait_until_in_barrier(store, others)
