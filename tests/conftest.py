@@ -36,7 +36,7 @@ def encrypted_environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 def plain_environment(
     monkeypatch: pytest.MonkeyPatch, encrypted_environment: dict[str, str]
 ) -> None:
-    """Tests run with the defaults, whatever the caller's shell has set."""
+    """Tests run with the defaults, or encrypted, whatever else the caller's shell has set."""
     for name in list(os.environ):
         if name.startswith("TORCH_RESILIENT_") or name == "TORCH_DEVICE_BACKEND_AUTOLOAD":
             monkeypatch.delenv(name)

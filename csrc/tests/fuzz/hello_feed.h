@@ -17,7 +17,7 @@ namespace resilient::test {
 //
 // First byte, modulo 4: 0 or 1: the rest comes to a server or client that has
 // said nothing yet, as it is. Else a program of steps: deliver a part, change,
-// drop, repeat, insert; odd numbers are inside TLS, where no proof follows.
+// drop, repeat, insert; 3 is inside TLS, where no proof follows.
 class HelloFeed : private FuzzInput {
  public:
   explicit HelloFeed(std::span<const uint8_t> input)

@@ -153,7 +153,7 @@ class MessageFeed : private FuzzInput {
       understood_ = true;
       require(forged == genuine && value == "value", "a record is forged");
     }
-    // What is nearly right: the genuine one with some bytes changed.
+    // The genuine one with some bytes changed is nearly right.
     std::string near = genuine;
     for (size_t i = 0; i + 1 < input_.size(); i += 2) {
       near[input_[i] % near.size()] ^= static_cast<char>(input_[i + 1]);

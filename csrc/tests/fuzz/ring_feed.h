@@ -12,8 +12,8 @@
 namespace resilient::test {
 
 // Lets a peer write what it likes into the words of shared rings, decided by
-// arbitrary bytes, while we write and read there. What we touch stays within
-// the rings, and the counts of one end never go back.
+// arbitrary bytes, while we write and read there. We touch nothing outside the
+// rings, and the counts of one end never go back.
 //
 // A program of steps: put, publish, look, take out, and words of the peer,
 // right ones among them.
