@@ -44,13 +44,13 @@ def lab() -> Iterator[VerbsLab]:
 
 
 @contextmanager
-def job_on(lab: VerbsLab, options: Mapping[str, str] = {}) -> Iterator[LabJob]:
-    """Two ranks that exchange messages over the data networks, both with RDMA."""
+def job_on(lab: VerbsLab, options: Mapping[str, str] = {}, *, paths: int = 2) -> Iterator[LabJob]:
+    """Two ranks that exchange messages over the data networks, with RDMA on so many of them."""
     environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1", **options}
     guests = list(lab.guests.values())
     command = [sys.executable, str(PROGRAM)]
     with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as made:
-        made.until(on_both(2), "RDMA carries on both networks", LIMIT_S)
+        made.until(on_both(paths), f"{paths} networks have RDMA", LIMIT_S)
         yield made
     for network in lab.networks.values():
         network.up()
@@ -166,6 +166,22 @@ def test_a_device_that_is_removed_and_added_carries_again(lab: VerbsLab, job: La
     job.until(on_both(2), "both carry again", LIMIT_S)
     rounds_pass(job)
     end_well(job)
+
+
+def test_devices_that_come_after_the_start_carry(lab: VerbsLab) -> None:
+    guests = list(lab.guests.values())
+    devices = {"rxe0": "eth0", "rxe1": "eth1"}
+    for guest in guests:
+        for device in devices:
+            guest.run(["rdma", "link", "delete", device], check=True)
+    with job_on(lab, paths=0) as job:
+        for count, (device, nic) in enumerate(devices.items(), start=1):
+            for guest in guests:
+                rounds_pass(job)
+                guest.run(["rdma", "link", "add", device, "type", "rxe", "netdev", nic], check=True)
+            job.until(on_both(count), f"{device} carries", LIMIT_S)
+        rounds_pass(job)
+        end_well(job)
 
 
 def test_connections_carry_where_memory_cannot_be_locked(lab: VerbsLab) -> None:

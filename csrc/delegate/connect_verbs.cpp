@@ -380,7 +380,13 @@ void VerbsConnector::onEvent(
           device + " lost the address of the route");
       break;
     case VerbsEvent::Kind::kPortUp:
+      break;
     case VerbsEvent::Kind::kDeviceBack:
+      // It may be the first that this process has.
+      if (link_.state() == Link::State::kUp && link_.address() &&
+          !link_.sameHost() && wanted()) {
+        learnRoutes();
+      }
       break;
   }
   for (size_t route = 0; route < routes(); ++route) {

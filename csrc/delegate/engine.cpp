@@ -1136,56 +1136,66 @@ void Engine::closeDescriptorsInChild() {
   loop_.closeInForkedChild();
 }
 
-// Most hosts have no device, so the log says it at level debug only.
+// Most hosts have no device, so the log says it at level debug only. One that
+// comes later is used as well: see onVerbs().
 VerbsApi* Engine::verbs() {
-  if (!verbs_) {
-    verbs_ = nullptr;
-    std::string why;
-    std::vector<VerbsPort> ports;
-    VerbsApi* const api = verbsChoice_.off() ? nullptr : systemVerbs(why);
-    if (api != nullptr) {
-      why = api->ports(ports).message();
-      ports = verbsChoice_.of(ports);
-    }
-    if (!ports.empty()) {
-      verbs_ = api;
-      if (options_.rdma_registered_bytes != 0) {
-        VerbsLoans::Limits limits;
-        limits.fromBytes = options_.rdma_zero_copy_from_bytes;
-        limits.totalBytes = options_.rdma_registered_bytes;
-        loans_ = std::make_unique<VerbsLoans>(
-            loop_, limits, [](VerbsDevice& device, const GpuAddress& where) {
-              return tryGpuWay(gpuSystem(), device, where);
-            });
-      }
-      std::set<std::string> devices;
-      for (const VerbsPort& port : ports) {
-        devices.insert(port.device);
-      }
-      verbsWatch_ = std::make_unique<VerbsWatch>(
-          loop_,
-          *api,
-          devices,
-          [this](const std::string& name) { return verbsChoice_.allows(name); },
-          [this](
-              const std::string& name,
-              const VerbsDevice& device,
-              const VerbsEvent& event) { onVerbs(name, device, event); });
-    } else if (!verbsChoice_.off()) {
-      logMessage(
-          LogLevel::kDebug,
-          "no RDMA: " + (why.empty() ? "this host has no device" : why));
-    }
+  if (std::exchange(lookedForVerbs_, true) || verbsChoice_.off()) {
+    return verbs_;
   }
-  return *verbs_;
+  std::string why;
+  std::vector<VerbsPort> ports;
+  VerbsApi* const api = systemVerbs(why);
+  if (api != nullptr) {
+    why = api->ports(ports).message();
+    ports = verbsChoice_.of(ports);
+    std::set<std::string> devices;
+    for (const VerbsPort& port : ports) {
+      devices.insert(port.device);
+    }
+    verbsWatch_ = std::make_unique<VerbsWatch>(
+        loop_,
+        *api,
+        devices,
+        [this](const std::string& name) { return verbsChoice_.allows(name); },
+        [this, api](
+            const std::string& name,
+            const VerbsDevice& device,
+            const VerbsEvent& event) { onVerbs(*api, name, device, event); });
+  }
+  if (ports.empty()) {
+    logMessage(
+        LogLevel::kDebug,
+        "no RDMA: " + (why.empty() ? "this host has no device" : why));
+  } else {
+    useVerbs(*api);
+  }
+  return verbs_;
+}
+
+// This process has a device.
+void Engine::useVerbs(VerbsApi& api) {
+  verbs_ = &api;
+  if (options_.rdma_registered_bytes != 0) {
+    VerbsLoans::Limits limits;
+    limits.fromBytes = options_.rdma_zero_copy_from_bytes;
+    limits.totalBytes = options_.rdma_registered_bytes;
+    loans_ = std::make_unique<VerbsLoans>(
+        loop_, limits, [](VerbsDevice& device, const GpuAddress& where) {
+          return tryGpuWay(gpuSystem(), device, where);
+        });
+  }
 }
 
 // The links first: none of their paths uses the device any more when its memory
 // is deregistered.
 void Engine::onVerbs(
+    VerbsApi& api,
     const std::string& name,
     const VerbsDevice& device,
     const VerbsEvent& event) {
+  if (verbs_ == nullptr && event.kind == VerbsEvent::Kind::kDeviceBack) {
+    useVerbs(api);
+  }
   verbsPortsAt_ = TimePoint(); // the list may be out of date
   eachLink([&](PeerLink& link) { link.verbs().onEvent(name, event); });
   if (loans_ != nullptr && event.kind == VerbsEvent::Kind::kDeviceFailed) {

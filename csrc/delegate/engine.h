@@ -304,7 +304,9 @@ class Engine final : public MailboxListener, public LinkHost {
   void chooseEncryption();
   void chooseDatagrams();
   void checkVerbs();
+  void useVerbs(VerbsApi& api);
   void onVerbs(
+      VerbsApi& api,
       const std::string& name,
       const VerbsDevice& device,
       const VerbsEvent& event);
@@ -346,7 +348,8 @@ class Engine final : public MailboxListener, public LinkHost {
   BufferLimits bufferLimits_;
   SiteNumbers rateLimits_, dscps_, wanSites_;
   const VerbsChoice verbsChoice_;
-  std::optional<VerbsApi*> verbs_; // once it has been looked for
+  bool lookedForVerbs_ = false;
+  VerbsApi* verbs_ = nullptr; // once this process has a device
   std::unique_ptr<VerbsLoans> loans_; // with verbs_, if memory may be lent
   std::vector<VerbsPort> verbsPorts_;
   TimePoint verbsPortsAt_{}; // the time of that list
