@@ -23,9 +23,18 @@ _LISTENER = ListenerStats(
     accepted=0, admitted=0, refused=0, timed_out=0, broken_off=0, dropped=0, pending=0
 )
 _FAULTS = TrustFaults(
-    wrong_secret=0, plaintext=0, tls=0, version=0, malformed=0, timed_out=0, record=0
+    wrong_secret=0,
+    plaintext=0,
+    tls=0,
+    certificate=0,
+    version=0,
+    malformed=0,
+    timed_out=0,
+    record=0,
 )
-_TRUST = TrustStats(encryption="off", own_secret=False, encrypted=0, plaintext=1, faults=_FAULTS)
+_TRUST = TrustStats(
+    encryption="off", own_secret=False, certificates=False, encrypted=0, plaintext=1, faults=_FAULTS
+)
 _RELAY = RelayCounts(flows=0, messages=0, bytes=0, held_bytes=0, held_max_bytes=0, refused=0)
 
 

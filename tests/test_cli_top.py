@@ -122,7 +122,7 @@ def test_faults_of_trust_are_shown_by_reason() -> None:
     shown = top.frame([], [process_snapshot(trust=loud)])
     head, row = (line.split() for line in shown.splitlines()[-2:])
     assert head[:4] == ["failed", "trust", "wrong", "secret"]
-    assert row == ["0", "3", "2", "0", "0", "0", "0", "0"]
+    assert row == ["0", "3", "2", "0", "0", "0", "0", "0", "0"]
     assert "trust" not in top.frame([], [process_snapshot(trust=quiet)])
 
 

@@ -435,6 +435,7 @@ py::dict toPython(const GroupStats& s) {
   py::dict trust;
   trust["encryption"] = s.trust.encryption;
   trust["own_secret"] = s.trust.ownSecret;
+  trust["certificates"] = s.trust.certificates;
   trust["encrypted"] = s.trust.handshakes.encrypted;
   trust["plaintext"] = s.trust.handshakes.plaintext;
   py::dict faults;

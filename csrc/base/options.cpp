@@ -458,6 +458,24 @@ void EngineOptions::validate() const {
         "rdma=required (TORCH_RESILIENT_RDMA): an RDMA device sends plaintext; "
         "leave one of them at auto");
   }
+  const int certificateFiles =
+      !tls_cert.empty() + !tls_key.empty() + !tls_ca.empty();
+  if (certificateFiles != 0 && certificateFiles != 3) {
+    invalid(
+        "tls_cert, tls_key and tls_ca (TORCH_RESILIENT_TLS_CERT, _TLS_KEY, "
+        "_TLS_CA) need each other: set all three, or none");
+  }
+  if (certificateFiles != 0 && encryption == "off") {
+    invalid(
+        "tls_cert (TORCH_RESILIENT_TLS_CERT) is set, and encryption=off "
+        "(TORCH_RESILIENT_ENCRYPTION) makes no use of it: unset one");
+  }
+  if (certificateFiles != 0 && secret.empty() && secret_file.empty()) {
+    invalid(
+        "tls_cert (TORCH_RESILIENT_TLS_CERT) needs a secret of the job's own, "
+        "too: a certificate proves which host it is, the secret that it is of "
+        "this job (TORCH_RESILIENT_SECRET_FILE)");
+  }
   if (!secret.empty() && secret.size() < kSecretBytesMin) {
     invalid(
         "secret (TORCH_RESILIENT_SECRET) has " + std::to_string(secret.size()) +

@@ -294,6 +294,8 @@ void TcpConnector::attempt(size_t c, const AttemptPlan& plan) {
   };
   spec.secret = link_.secret();
   spec.encryption = host.encryption();
+  spec.certificates = host.certificates();
+  spec.hostName = link_.address()->hostName;
   spec.counters = &host.handshakes();
   spec.mayBeAt = [&host](const Uid& process, const SocketAddress& at) {
     return host.mayBeAt(process, at);

@@ -396,6 +396,7 @@ Engine::Engine(
   chooseEncryption();
   chooseDatagrams();
   startListening(storeHost);
+  readCertificates();
   nicClasses_ = parseNicClasses(options_.nic_classes, self_.addresses);
   checkVerbs();
   linkWatch_ = std::make_unique<LinkWatch>(
@@ -466,6 +467,28 @@ void Engine::chooseEncryption() {
         "RDMA is not used: encryption is required, and a device would send "
         "plaintext");
   }
+}
+
+// Once the addresses are known that a certificate may have.
+void Engine::readCertificates() {
+  if (options_.tls_cert.empty()) {
+    return;
+  }
+  std::vector<std::string> names{self_.hostName};
+  for (const NicAddress& nic : self_.addresses) {
+    names.push_back(nic.address.ip());
+  }
+  certificates_ = std::make_unique<TlsCertificates>(
+      TlsCertificates::Files{
+          options_.tls_cert, options_.tls_key, options_.tls_ca},
+      std::move(names));
+}
+
+const TlsCertificates* Engine::certificates() {
+  if (certificates_) {
+    certificates_->refresh(loop_.now());
+  }
+  return certificates_.get();
 }
 
 void Engine::chooseDatagrams() {
@@ -661,6 +684,7 @@ void Engine::startListening(const std::string& storeHost) {
     return keysOf(name);
   };
   config.encryption = encryption_;
+  config.certificates = [this] { return certificates(); };
   config.counters = &handshakes_;
   config.onPeer = [this](HelloInfo hello, StreamSocket socket, SocketAddress) {
     onCaller(hello, std::move(socket));
@@ -1439,6 +1463,7 @@ TrustStats Engine::trustStats() const {
   TrustStats stats;
   stats.encryption = nameOf(encryption_);
   stats.ownSecret = !ownSecrets_.empty();
+  stats.certificates = certificates_ != nullptr;
   stats.handshakes = handshakes_;
   return stats;
 }

@@ -126,6 +126,7 @@ class Engine final : public MailboxListener, public LinkHost {
   Encryption encryption() const override {
     return encryption_;
   }
+  const TlsCertificates* certificates() override;
   HandshakeCounters& handshakes() override {
     return handshakes_;
   }
@@ -302,6 +303,7 @@ class Engine final : public MailboxListener, public LinkHost {
   make(EngineOptions options, const std::string& storeHost, int32_t globalRank);
   void startThread();
   void chooseEncryption();
+  void readCertificates();
   void chooseDatagrams();
   void checkVerbs();
   void useVerbs(VerbsApi& api);
@@ -329,6 +331,7 @@ class Engine final : public MailboxListener, public LinkHost {
   const EngineOptions options_;
   const std::vector<std::string> ownSecrets_;
   Encryption encryption_ = Encryption::kOff; // constant after construction
+  std::unique_ptr<TlsCertificates> certificates_; // null: not given
   HandshakeCounters handshakes_; // outlives the listener and the links
   const int32_t globalRank_;
   PeerAddress self_;

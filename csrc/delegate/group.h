@@ -169,6 +169,7 @@ struct RelayCounters {
 struct TrustStats {
   std::string encryption; // nameOf(Encryption)
   bool ownSecret = false; // else the store has made it, and tells everybody
+  bool certificates = false; // they prove hosts, in TLS
   HandshakeCounters handshakes;
 };
 

@@ -19,6 +19,7 @@
 #include "transport/shared_rendezvous.h"
 #include "transport/socket.h"
 #include "transport/stream_socket.h"
+#include "transport/tls_certificates.h"
 #include "transport/verbs_api.h"
 #include "transport/verbs_choice.h"
 #include "transport/verbs_loans.h"
@@ -49,6 +50,8 @@ class LinkHost {
   virtual int32_t globalRank() const = 0;
   // Which TCP connections of this process the job's secret encrypts.
   virtual Encryption encryption() const = 0;
+  // For a new connection: by what TLS proves hosts; null: by the job's secret.
+  virtual const TlsCertificates* certificates() = 0;
   // Counted by all links.
   virtual HandshakeCounters& handshakes() = 0;
   virtual Mailbox& mailbox() = 0;

@@ -102,7 +102,10 @@ Membership::Terms Membership::agree(
        options.collective_algorithm},
       {"encryption",
        "TORCH_RESILIENT_ENCRYPTION",
-       options.effectiveEncryption()}};
+       options.effectiveEncryption()},
+      {"tls_cert",
+       "TORCH_RESILIENT_TLS_CERT, _KEY and _CA",
+       options.tls_cert.empty() ? "unset" : "set"}};
   std::string proposal = randomHex(8);
   for (const Alike& option : alike) {
     proposal += ' ' + option.value;

@@ -155,6 +155,25 @@ TEST(only_tls_takes_the_place_of_a_proof) {
   CHECK_EQ(world.decisions, 0);
 }
 
+// Who stands between two channels and passes on what both ends say.
+TEST(proofs_hold_for_one_channel_only) {
+  const auto ours = counting<32>(0x10), other = counting<32>(0x90);
+  for (const bool isSame : {true, false}) {
+    World world;
+    auto client = world.client();
+    auto server = world.server();
+    client.bindTo(std::as_bytes(std::span(ours)));
+    server.bindTo(std::as_bytes(std::span(isSame ? ours : other)));
+    talk(client, server);
+    CHECK(client.state() == (isSame ? State::kDone : State::kFailed));
+    CHECK(server.authenticated() == isSame);
+    CHECK_EQ(world.decisions, isSame ? 1 : 0);
+    if (!isSame) {
+      CHECK(client.fault() == TrustFault::kWrongSecret);
+    }
+  }
+}
+
 TEST(plaintext_is_refused_where_it_is_not_enough) {
   World world;
   auto client = world.client();

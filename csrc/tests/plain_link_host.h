@@ -33,6 +33,9 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
   Encryption encryption() const override {
     return Encryption::kOff;
   }
+  const TlsCertificates* certificates() override {
+    return nullptr;
+  }
   Mailbox& mailbox() override {
     return mailbox_;
   }

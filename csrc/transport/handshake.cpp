@@ -64,9 +64,31 @@ Status exchangeBytes(int fd, Handshake& handshake) {
   }
 }
 
+// TLS has ended its handshake with certificates. `names`: those that the far
+// end may have; empty: any, since who accepts knows the caller by its secret
+// only.
+void afterCertificates(
+    TlsSession& tls,
+    Handshake& handshake,
+    const std::vector<std::string>& names) {
+  if (!names.empty() && !tls.isNamed(names)) {
+    std::string all;
+    for (const std::string& name : names) {
+      all += (all.empty() ? "" : " or ") + name;
+    }
+    tls.refuseCertificate("it is not for " + all);
+    return;
+  }
+  handshake.bindTo(tls.exportKey("EXPORTER-torch_resilient-handshake", ""));
+}
+
 // The same with TLS in between, whose own handshake comes first. Bytes behind
 // the handshake may have been read: they stay in the session.
-Status exchangeBytes(int fd, TlsSession& tls, Handshake& handshake) {
+Status exchangeBytes(
+    int fd,
+    TlsSession& tls,
+    Handshake& handshake,
+    const std::vector<std::string>& names) {
   for (;;) {
     if (const auto out = tls.output(); !out.empty()) {
       const ssize_t n = retryInterrupted(
@@ -86,6 +108,10 @@ Status exchangeBytes(int fd, TlsSession& tls, Handshake& handshake) {
       return closedByOther();
     }
     if (!tls.handshaking()) {
+      if (tls.isCertified() && !handshake.isBound()) {
+        afterCertificates(tls, handshake, names);
+        continue;
+      }
       if (std::vector<uint8_t>& out = handshake.output(); !out.empty()) {
         const iovec part{out.data(), out.size()};
         const size_t n = tls.seal({&part, 1});
@@ -282,16 +308,25 @@ void OutgoingHandshake::onEvents(uint32_t events) {
     HelloInfo hello = spec_.hello;
     hello.nonce = spec_.nonce();
     if (mustEncrypt(spec_.encryption, fd_.get())) {
-      tls_ = TlsSession::client(TlsKeys::of(spec_.secret), freshNonce());
+      tls_ = spec_.certificates != nullptr
+          ? TlsSession::client(spec_.certificates->context(/*isClient=*/true))
+          : TlsSession::client(TlsKeys::of(spec_.secret), freshNonce());
     }
-    handshake_.emplace(hello, spec_.secret, /*insideTls=*/tls_ != nullptr);
+    // A certificate proves no secret.
+    handshake_.emplace(
+        hello, spec_.secret, /*insideTls=*/tls_ && !tls_->isCertified());
   }
   pump();
 }
 
 void OutgoingHandshake::pump() {
-  const Status status = tls_ ? exchangeBytes(fd_.get(), *tls_, *handshake_)
-                             : exchangeBytes(fd_.get(), *handshake_);
+  std::vector<std::string> names{remote_.ip()};
+  if (!spec_.hostName.empty()) {
+    names.push_back(spec_.hostName);
+  }
+  const Status status = tls_
+      ? exchangeBytes(fd_.get(), *tls_, *handshake_, names)
+      : exchangeBytes(fd_.get(), *handshake_);
   if (!status.ok()) {
     if (tls_ && tls_->unknownSecret()) {
       failure_.verdict = HelloCode::kUnknownKey;
@@ -401,6 +436,7 @@ IncomingHandshake::IncomingHandshake(
     SocketAddress remote,
     const ServerIdentity& identity,
     Encryption encryption,
+    const TlsCertificates* certificates,
     HelloNonce nonce,
     Nanos timeout,
     Callback callback)
@@ -409,6 +445,7 @@ IncomingHandshake::IncomingHandshake(
       remote_(remote),
       identity_(identity),
       encryption_(encryption),
+      certificates_(certificates),
       handshake_(identity, nonce, endpointOf(localAddress(fd_.get()))),
       callback_(std::move(callback)) {
   RESILIENT_IN_LOOP(loop);
@@ -462,14 +499,18 @@ Status IncomingHandshake::exchange() {
       return closedByOther();
     }
     if (first == kTlsHandshake) {
-      tls_ = TlsSession::server(identity_.keysOf);
-      handshake_.setInsideTls();
+      if (certificates_ != nullptr) {
+        tls_ = TlsSession::server(certificates_->context(/*isClient=*/false));
+      } else {
+        tls_ = TlsSession::server(identity_.keysOf);
+        handshake_.setInsideTls();
+      }
     } else if (mustEncrypt(encryption_, fd_.get())) {
       handshake_.refusePlaintext();
     }
   }
   begun_ = true;
-  return tls_ ? exchangeBytes(fd_.get(), *tls_, handshake_)
+  return tls_ ? exchangeBytes(fd_.get(), *tls_, handshake_, {})
               : exchangeBytes(fd_.get(), handshake_);
 }
 

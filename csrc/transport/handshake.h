@@ -9,6 +9,7 @@
 #include "base/status.h"
 #include "transport/event_loop.h"
 #include "transport/stream_socket.h"
+#include "transport/tls_certificates.h"
 #include "wire/hello.h"
 
 namespace resilient {
@@ -48,6 +49,11 @@ struct OutgoingSpec {
   std::string secret;
   // A connection that must be encrypted is never made in plaintext.
   Encryption encryption = Encryption::kOff;
+  // Not null: TLS uses these in place of the secret, and the far end's must be
+  // for the address that is dialled or for `hostName`. They outlive the
+  // handshake.
+  const TlsCertificates* certificates = nullptr;
+  std::string hostName;
   // Counts attempts, unless it is null; outlives the handshake.
   HandshakeCounters* counters = nullptr;
   // Whether this process of the job can have that address now, as far as the
@@ -139,13 +145,15 @@ class IncomingHandshake final : private Handler {
   };
   using Callback = std::function<void(Result)>;
 
-  // `identity` must outlive it.
+  // `identity` must outlive it, and so must `certificates`; without them (null)
+  // the secret takes their place.
   IncomingHandshake(
       EventLoop& loop,
       FileDescriptor fd,
       SocketAddress remote,
       const ServerIdentity& identity,
       Encryption encryption,
+      const TlsCertificates* certificates,
       HelloNonce nonce,
       Nanos timeout,
       Callback callback);
@@ -178,6 +186,7 @@ class IncomingHandshake final : private Handler {
   SocketAddress remote_;
   const ServerIdentity& identity_;
   const Encryption encryption_;
+  const TlsCertificates* const certificates_;
   bool begun_ = false; // the first byte is there
   std::unique_ptr<TlsSession> tls_; // if the caller speaks it
   ServerHandshake handshake_;

@@ -382,6 +382,7 @@ void Listener::admit(FileDescriptor fd, SocketAddress remote) {
       remote,
       config_.identity,
       config_.encryption,
+      config_.certificates ? config_.certificates() : nullptr,
       config_.nonce(),
       config_.handshakeTimeout,
       [this, which](IncomingHandshake::Result result) {

@@ -32,6 +32,8 @@ struct ListenerConfig {
   ServerIdentity identity;
   // Unless it is off, callers may speak TLS; where it is needed, they must.
   Encryption encryption = Encryption::kOff;
+  // As in OutgoingSpec, asked for each caller; may be null.
+  std::function<const TlsCertificates*()> certificates;
   // Counts callers, unless it is null; outlives the listener.
   HandshakeCounters* counters = nullptr;
   // Called once for each caller, and once more to seed the choice of callers to

@@ -1,14 +1,12 @@
 #include "transport/tls_session.h"
 
-#include <dlfcn.h>
-#ifdef __aarch64__
-#include <sys/auxv.h>
-#endif
-
 #include <algorithm>
 #include <cstring>
+#include <ctime>
 #include <type_traits>
 #include <utility>
+
+#include "transport/libssl.h"
 
 namespace resilient {
 namespace {
@@ -16,162 +14,31 @@ namespace {
 // The constants of OpenSSL's headers that are used here; the same from 1.1.1
 // on. They are part of its binary interface.
 constexpr int kErrorSsl = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
-constexpr int kCtrlMode = 33, kCtrlSessionCache = 44, kCtrlGroups = 92,
-              kCtrlMinVersion = 123, kCtrlMaxVersion = 124;
-constexpr long kTls13 = 0x0304;
-constexpr long kCacheOff = 0;
-constexpr long kModeReleaseBuffers = 0x10; // an idle session keeps none
-constexpr uint64_t kOptionNoTicket = 1u << 14;
-constexpr uint64_t kOptionMiddleboxCompat = 1u << 20;
-constexpr uint64_t kOptionPreferChaCha = 1u << 21; // if the client does
-constexpr uint64_t kOptionServerPreference = 1u << 22;
+constexpr int kTls13 = 0x0304;
 constexpr int kVerifyPeer = 1;
 constexpr int kBioFlagsAll = 0x0f, kBioRetryRead = 0x01 | 0x08;
 constexpr int kBioFlush = 11;
 constexpr int kKeyUpdateNotRequested = 0, kKeyUpdateRequested = 1;
 constexpr unsigned long kReasonMask = 0xfff;
 constexpr unsigned long kReasonAlertHandshakeFailure = 1000 + 40;
-constexpr uint64_t kInitNoAtexit = 0x80000;
-constexpr unsigned long kVersion111 = 0x10101000;
+// The alerts about a certificate (RFC 8446, 6.2): bad_certificate to
+// certificate_unknown, unknown_ca and certificate_required.
+constexpr bool isCertificateAlert(unsigned long reason) {
+  return (reason >= 1000 + 42 && reason <= 1000 + 46) || reason == 1000 + 48 ||
+      reason == 1000 + 116;
+}
+// What depends on the clock: not yet valid and expired, of a certificate and of
+// a revocation list.
+constexpr bool isAboutTime(long verifyResult) {
+  return verifyResult >= 9 && verifyResult <= 12;
+}
 
-// The number of the suite on the wire. Both are for SHA-256, as is the key.
+// The number of the suite on the wire. All are for SHA-256, as is the key.
 constexpr unsigned char kAes128Gcm[2] = {0x13, 0x01};
-constexpr const char* kAesFirst =
-    "TLS_AES_128_GCM_SHA256:TLS_CHACHA20_POLY1305_SHA256";
-constexpr const char* kChaChaFirst =
-    "TLS_CHACHA20_POLY1305_SHA256:TLS_AES_128_GCM_SHA256";
 
 // The first byte of every record is one of these: change of cipher, alert,
 // handshake, data.
 constexpr uint8_t kFirstRecordType = 20, kLastRecordType = 23;
-
-// The functions of libssl and libcrypto that are used, with their types; every
-// pointer to one of OpenSSL's structures is a void*.
-// NOLINTBEGIN(bugprone-macro-parentheses): the arguments are parts of types
-#define RESILIENT_SSL_FUNCTIONS(X)                                           \
-  X(unsigned long, OpenSSL_version_num, ())                                  \
-  X(int, OPENSSL_init_crypto, (uint64_t, const void*))                       \
-  X(const char*, OpenSSL_version, (int))                                     \
-  X(const void*, TLS_client_method, ())                                      \
-  X(const void*, TLS_server_method, ())                                      \
-  X(void*, SSL_CTX_new, (const void*))                                       \
-  X(long, SSL_CTX_ctrl, (void*, int, long, void*))                           \
-  X(uint64_t, SSL_CTX_set_options, (void*, uint64_t))                        \
-  X(uint64_t, SSL_CTX_clear_options, (void*, uint64_t))                      \
-  X(int, SSL_CTX_set_ciphersuites, (void*, const char*))                     \
-  X(int, SSL_CTX_set_num_tickets, (void*, size_t))                           \
-  X(void, SSL_CTX_set_verify, (void*, int, void*))                           \
-  X(void,                                                                    \
-    SSL_CTX_set_psk_use_session_callback,                                    \
-    (void*,                                                                  \
-     int (*)(void*, const void*, const unsigned char**, size_t*, void**)))   \
-  X(void,                                                                    \
-    SSL_CTX_set_psk_find_session_callback,                                   \
-    (void*, int (*)(void*, const unsigned char*, size_t, void**)))           \
-  X(void*, SSL_new, (void*))                                                 \
-  X(void, SSL_free, (void*))                                                 \
-  X(int, SSL_set_ex_data, (void*, int, void*))                               \
-  X(void*, SSL_get_ex_data, (const void*, int))                              \
-  X(void, SSL_set_bio, (void*, void*, void*))                                \
-  X(void, SSL_set_connect_state, (void*))                                    \
-  X(void, SSL_set_accept_state, (void*))                                     \
-  X(int, SSL_do_handshake, (void*))                                          \
-  X(int, SSL_read_ex, (void*, void*, size_t, size_t*))                       \
-  X(int, SSL_write_ex, (void*, const void*, size_t, size_t*))                \
-  X(int, SSL_get_error, (const void*, int))                                  \
-  X(int, SSL_shutdown, (void*))                                              \
-  X(int, SSL_version, (const void*))                                         \
-  X(int, SSL_session_reused, (const void*))                                  \
-  X(int, SSL_key_update, (void*, int))                                       \
-  X(int,                                                                     \
-    SSL_export_keying_material,                                              \
-    (void*,                                                                  \
-     unsigned char*,                                                         \
-     size_t,                                                                 \
-     const char*,                                                            \
-     size_t,                                                                 \
-     const unsigned char*,                                                   \
-     size_t,                                                                 \
-     int))                                                                   \
-  X(const void*, SSL_get_current_cipher, (const void*))                      \
-  X(const char*, SSL_CIPHER_get_name, (const void*))                         \
-  X(const void*, SSL_CIPHER_find, (void*, const unsigned char*))             \
-  X(void*, SSL_SESSION_new, ())                                              \
-  X(void, SSL_SESSION_free, (void*))                                         \
-  X(int, SSL_SESSION_set1_master_key, (void*, const unsigned char*, size_t)) \
-  X(int, SSL_SESSION_set_cipher, (void*, const void*))                       \
-  X(int, SSL_SESSION_set_protocol_version, (void*, int))                     \
-  X(void*, BIO_meth_new, (int, const char*))                                 \
-  X(int, BIO_meth_set_write, (void*, int (*)(void*, const char*, int)))      \
-  X(int, BIO_meth_set_read, (void*, int (*)(void*, char*, int)))             \
-  X(int, BIO_meth_set_ctrl, (void*, long (*)(void*, int, long, void*)))      \
-  X(void*, BIO_new, (const void*))                                           \
-  X(void, BIO_set_data, (void*, void*))                                      \
-  X(void*, BIO_get_data, (void*))                                            \
-  X(void, BIO_set_init, (void*, int))                                        \
-  X(void, BIO_set_flags, (void*, int))                                       \
-  X(void, BIO_clear_flags, (void*, int))                                     \
-  X(unsigned long, ERR_get_error, ())                                        \
-  X(void, ERR_clear_error, ())                                               \
-  X(const char*, ERR_reason_error_string, (unsigned long))
-
-struct Library {
-#define X(result, name, arguments) result(*name) arguments = nullptr; // NOLINT
-  RESILIENT_SSL_FUNCTIONS(X)
-#undef X
-  std::string missing;
-
-  Library() {
-    void* handle = nullptr;
-    for (const char* name : {"libssl.so.3", "libssl.so.1.1", "libssl.so"}) {
-      handle = handle != nullptr ? handle : ::dlopen(name, RTLD_NOW);
-    }
-    if (handle == nullptr) {
-      missing = "OpenSSL's libssl was not found";
-      return;
-    }
-    // The handle also leads to the libcrypto that this libssl was linked to.
-#define X(result, name, arguments)                                         \
-  name = reinterpret_cast<decltype(name)>(::dlsym(handle, #name));         \
-  if (name == nullptr && missing.empty()) {                                \
-    missing =                                                              \
-        "libssl has no " #name ": OpenSSL 1.1.1 or a later one is needed"; \
-  }
-    RESILIENT_SSL_FUNCTIONS(X)
-#undef X
-    // OpenSSL must not free its state when the process ends: the loop may still
-    // use it. (Who has loaded it before us may have decided otherwise.)
-    if (missing.empty()) {
-      OPENSSL_init_crypto(kInitNoAtexit, nullptr);
-    }
-    if (missing.empty() && OpenSSL_version_num() < kVersion111) {
-      missing = std::string(OpenSSL_version(0)) +
-          " is too old: 1.1.1 or a "
-          "later one is needed";
-    }
-  }
-};
-// NOLINTEND(bugprone-macro-parentheses)
-
-const Library& lib() {
-  static const Library loaded;
-  return loaded;
-}
-
-// Whether the processor has instructions for AES; without them ChaCha20 is
-// several times as fast, and does not tell the key by its timing.
-bool hasAes() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("aes") != 0 &&
-      __builtin_cpu_supports("pclmul") != 0;
-#elif defined(__aarch64__)
-  constexpr unsigned long kAes = 1u << 3, kPmull = 1u << 4; // HWCAP_*
-  const unsigned long has = ::getauxval(AT_HWCAP);
-  return (has & kAes) != 0 && (has & kPmull) != 0;
-#else
-  return false;
-#endif
-}
 
 // Where small parts of a record are put together.
 std::byte* gathered() {
@@ -186,23 +53,23 @@ std::byte* gathered() {
 // the data of the SSL or BIO object.
 struct TlsSession::Callbacks {
   static TlsSession& ofSsl(const void* ssl) {
-    return *static_cast<TlsSession*>(lib().SSL_get_ex_data(ssl, 0));
+    return *static_cast<TlsSession*>(libssl().SSL_get_ex_data(ssl, 0));
   }
   static TlsSession& ofBio(void* bio) {
-    return *static_cast<TlsSession*>(lib().BIO_get_data(bio));
+    return *static_cast<TlsSession*>(libssl().BIO_get_data(bio));
   }
 
   // Puts the key into the form of a session, which is how OpenSSL takes
   // external keys. Its suite only tells the hash that the key is for.
   static void* sessionOf(void* ssl, const TlsKeys& keys) {
-    void* const session = lib().SSL_SESSION_new();
+    void* const session = libssl().SSL_SESSION_new();
     if (session == nullptr ||
-        lib().SSL_SESSION_set1_master_key(
+        libssl().SSL_SESSION_set1_master_key(
             session, keys.key.data(), keys.key.size()) != 1 ||
-        lib().SSL_SESSION_set_cipher(
-            session, lib().SSL_CIPHER_find(ssl, kAes128Gcm)) != 1 ||
-        lib().SSL_SESSION_set_protocol_version(session, kTls13) != 1) {
-      lib().SSL_SESSION_free(session);
+        libssl().SSL_SESSION_set_cipher(
+            session, libssl().SSL_CIPHER_find(ssl, kAes128Gcm)) != 1 ||
+        libssl().SSL_SESSION_set_protocol_version(session, kTls13) != 1) {
+      libssl().SSL_SESSION_free(session);
       return nullptr;
     }
     return session;
@@ -242,7 +109,7 @@ struct TlsSession::Callbacks {
 
   static int write(void* bio, const char* data, int bytes) {
     TlsSession& self = ofBio(bio);
-    lib().BIO_clear_flags(bio, kBioFlagsAll);
+    libssl().BIO_clear_flags(bio, kBioFlagsAll);
     const auto* const from = reinterpret_cast<const std::byte*>(data);
     self.out_.insert(self.out_.end(), from, from + bytes);
     return bytes;
@@ -250,11 +117,11 @@ struct TlsSession::Callbacks {
 
   static int read(void* bio, char* to, int bytes) {
     TlsSession& self = ofBio(bio);
-    lib().BIO_clear_flags(bio, kBioFlagsAll);
+    libssl().BIO_clear_flags(bio, kBioFlagsAll);
     const size_t take = std::min(
         static_cast<size_t>(std::max(bytes, 0)), self.inBytes_ - self.inUsed_);
     if (take == 0) {
-      lib().BIO_set_flags(bio, kBioRetryRead);
+      libssl().BIO_set_flags(bio, kBioRetryRead);
       return -1;
     }
     std::memcpy(to, self.in_.get() + self.inUsed_, take);
@@ -275,29 +142,11 @@ struct TlsSession::Callbacks {
   // present: it verifies them, and knows no authority. Besides, proceed() looks
   // whether the key was used.
   static void* makeContext(bool isClient) {
-    const Library& l = lib();
-    void* const context =
-        l.SSL_CTX_new(isClient ? l.TLS_client_method() : l.TLS_server_method());
+    const Libssl& l = libssl();
+    void* const context = newTlsContext(isClient);
     if (context == nullptr) {
       return nullptr;
     }
-    char groups[] = "X25519";
-    const bool done =
-        l.SSL_CTX_ctrl(context, kCtrlMinVersion, kTls13, nullptr) == 1 &&
-        l.SSL_CTX_ctrl(context, kCtrlMaxVersion, kTls13, nullptr) == 1 &&
-        l.SSL_CTX_ctrl(context, kCtrlGroups, 0, groups) == 1 &&
-        l.SSL_CTX_set_ciphersuites(
-            context, hasAes() ? kAesFirst : kChaChaFirst) == 1 &&
-        l.SSL_CTX_set_num_tickets(context, 0) == 1;
-    if (!done) {
-      return nullptr;
-    }
-    l.SSL_CTX_ctrl(context, kCtrlSessionCache, kCacheOff, nullptr);
-    l.SSL_CTX_ctrl(context, kCtrlMode, kModeReleaseBuffers, nullptr);
-    l.SSL_CTX_set_options(
-        context,
-        kOptionNoTicket | kOptionServerPreference | kOptionPreferChaCha);
-    l.SSL_CTX_clear_options(context, kOptionMiddleboxCompat);
     if (isClient) {
       l.SSL_CTX_set_verify(context, kVerifyPeer, nullptr);
       l.SSL_CTX_set_psk_use_session_callback(context, useKey);
@@ -315,28 +164,28 @@ struct TlsSession::Callbacks {
 
   static void* makeBioMethod() {
     constexpr int kTypeSourceSink = 0x0400;
-    void* const method = lib().BIO_meth_new(kTypeSourceSink, "resilient");
+    void* const method = libssl().BIO_meth_new(kTypeSourceSink, "resilient");
     if (method != nullptr) {
-      lib().BIO_meth_set_write(method, write);
-      lib().BIO_meth_set_read(method, read);
-      lib().BIO_meth_set_ctrl(method, control);
+      libssl().BIO_meth_set_write(method, write);
+      libssl().BIO_meth_set_read(method, read);
+      libssl().BIO_meth_set_ctrl(method, control);
     }
     return method;
   }
 
   static void* newBio(TlsSession* self) {
     static void* const method = makeBioMethod();
-    void* const bio = method != nullptr ? lib().BIO_new(method) : nullptr;
+    void* const bio = method != nullptr ? libssl().BIO_new(method) : nullptr;
     if (bio != nullptr) {
-      lib().BIO_set_data(bio, self);
-      lib().BIO_set_init(bio, 1);
+      libssl().BIO_set_data(bio, self);
+      libssl().BIO_set_init(bio, 1);
     }
     return bio;
   }
 };
 
 bool TlsSession::available(std::string& why) {
-  why = lib().missing;
+  why = libssl().missing;
   if (why.empty() &&
       (Callbacks::context(true) == nullptr ||
        Callbacks::context(false) == nullptr)) {
@@ -346,35 +195,37 @@ bool TlsSession::available(std::string& why) {
 }
 
 std::string TlsSession::library() {
-  return lib().missing.empty() ? lib().OpenSSL_version(0) : "";
+  return libssl().missing.empty() ? libssl().OpenSSL_version(0) : "";
 }
 
-TlsSession::TlsSession(bool isClient) : isClient_(isClient) {
-  ssl_ = lib().SSL_new(Callbacks::context(isClient));
+TlsSession::TlsSession(bool isClient, void* certified)
+    : isClient_(isClient), isCertified_(certified != nullptr) {
+  ssl_ = libssl().SSL_new(
+      certified != nullptr ? certified : Callbacks::context(isClient));
   void* const bio = ssl_ != nullptr ? Callbacks::newBio(this) : nullptr;
   if (bio == nullptr) {
     fail(StatusCode::kInternal, "OpenSSL has no memory");
     return;
   }
-  lib().SSL_set_ex_data(ssl_, 0, this);
-  lib().SSL_set_bio(ssl_, bio, bio); // which it owns now
+  libssl().SSL_set_ex_data(ssl_, 0, this);
+  libssl().SSL_set_bio(ssl_, bio, bio); // which it owns now
   if (isClient) {
-    lib().SSL_set_connect_state(ssl_);
+    libssl().SSL_set_connect_state(ssl_);
   } else {
-    lib().SSL_set_accept_state(ssl_);
+    libssl().SSL_set_accept_state(ssl_);
   }
 }
 
 TlsSession::~TlsSession() {
   if (ssl_ != nullptr) {
-    lib().SSL_free(ssl_);
+    libssl().SSL_free(ssl_);
   }
 }
 
 std::unique_ptr<TlsSession> TlsSession::client(
     const TlsKeys& keys,
     const TlsNonce& nonce) {
-  std::unique_ptr<TlsSession> made(new TlsSession(/*isClient=*/true));
+  std::unique_ptr<TlsSession> made(new TlsSession(/*isClient=*/true, nullptr));
   made->keys_ = keys;
   made->name_ = tlsNameOf(keys, nonce);
   made->proceed();
@@ -382,9 +233,21 @@ std::unique_ptr<TlsSession> TlsSession::client(
 }
 
 std::unique_ptr<TlsSession> TlsSession::server(FindKeys find) {
-  std::unique_ptr<TlsSession> made(new TlsSession(/*isClient=*/false));
+  std::unique_ptr<TlsSession> made(new TlsSession(/*isClient=*/false, nullptr));
   made->find_ = std::move(find);
   return made;
+}
+
+std::unique_ptr<TlsSession> TlsSession::client(void* certificates) {
+  std::unique_ptr<TlsSession> made(
+      new TlsSession(/*isClient=*/true, certificates));
+  made->proceed();
+  return made;
+}
+
+std::unique_ptr<TlsSession> TlsSession::server(void* certificates) {
+  return std::unique_ptr<TlsSession>(
+      new TlsSession(/*isClient=*/false, certificates));
 }
 
 void TlsSession::fail(StatusCode code, std::string why) {
@@ -396,7 +259,7 @@ void TlsSession::fail(StatusCode code, std::string why) {
 
 // What a call of OpenSSL that has not succeeded means for the session.
 void TlsSession::failBy(int result) {
-  const int error = lib().SSL_get_error(ssl_, result);
+  const int error = libssl().SSL_get_error(ssl_, result);
   if (error == kErrorWantRead) {
     return;
   }
@@ -404,9 +267,9 @@ void TlsSession::failBy(int result) {
     state_ = State::kEnded;
     return;
   }
-  const unsigned long first = error == kErrorSsl ? lib().ERR_get_error() : 0;
-  lib().ERR_clear_error(); // others in this thread use OpenSSL, too
-  if (handshaking() &&
+  const unsigned long first = error == kErrorSsl ? libssl().ERR_get_error() : 0;
+  libssl().ERR_clear_error(); // others in this thread use OpenSSL, too
+  if (handshaking() && !isCertified_ &&
       (unknownSecret_ ||
        (isClient_ && (first & kReasonMask) == kReasonAlertHandshakeFailure))) {
     unknownSecret_ = true;
@@ -417,11 +280,51 @@ void TlsSession::failBy(int result) {
     return;
   }
   const char* const reason =
-      first != 0 ? lib().ERR_reason_error_string(first) : nullptr;
+      first != 0 ? libssl().ERR_reason_error_string(first) : nullptr;
+  const long verified =
+      isCertified_ && handshaking() ? libssl().SSL_get_verify_result(ssl_) : 0;
+  if (verified != 0) {
+    certificateFault_ = libssl().X509_verify_cert_error_string(verified);
+    if (isAboutTime(verified)) {
+      char clock[32] = "";
+      const std::time_t now = std::time(nullptr);
+      std::tm parts{};
+      (void)std::strftime(
+          clock, sizeof(clock), "%F %T UTC", ::gmtime_r(&now, &parts));
+      certificateFault_ += std::string(" (the clock here says ") + clock + ')';
+    }
+    refuseCertificate(certificateFault_);
+    return;
+  }
+  const std::string what = reason != nullptr ? reason : "unknown reason";
+  if (isCertified_ && isCertificateAlert(first & kReasonMask)) {
+    certificateFault_ = what;
+    fail(
+        StatusCode::kProtocol,
+        "the far end refuses this host's certificate: " + what);
+    return;
+  }
+  fail(StatusCode::kProtocol, "TLS failed: " + what);
+}
+
+void TlsSession::refuseCertificate(const std::string& why) {
+  certificateFault_ = why;
   fail(
       StatusCode::kProtocol,
-      std::string("TLS failed: ") +
-          (reason != nullptr ? reason : "unknown reason"));
+      "the far end's certificate is refused: " + certificateFault_);
+}
+
+bool TlsSession::isNamed(const std::vector<std::string>& names) const {
+  void* const chain =
+      opened_ ? libssl().SSL_get0_verified_chain(ssl_) : nullptr;
+  void* const theirs =
+      chain != nullptr ? libssl().OPENSSL_sk_value(chain, 0) : nullptr;
+  return theirs != nullptr &&
+      std::ranges::any_of(names, [&](const std::string& name) {
+           return libssl().X509_check_ip_asc(theirs, name.c_str(), 0) == 1 ||
+               libssl().X509_check_host(
+                   theirs, name.data(), name.size(), 0, nullptr) == 1;
+         });
 }
 
 std::span<std::byte> TlsSession::input(size_t most) {
@@ -479,15 +382,21 @@ void TlsSession::proceed() {
   if (!handshaking()) {
     return;
   }
-  lib().ERR_clear_error();
-  const int result = lib().SSL_do_handshake(ssl_);
+  libssl().ERR_clear_error();
+  const int result = libssl().SSL_do_handshake(ssl_);
   if (result != 1) {
     failBy(result);
     return;
   }
-  if (lib().SSL_session_reused(ssl_) != 1 ||
-      lib().SSL_version(ssl_) != kTls13) {
-    fail(StatusCode::kProtocol, "TLS has not used the job's secret");
+  const bool isProved = isCertified_
+      ? libssl().SSL_get_verify_result(ssl_) == 0 &&
+          libssl().SSL_get0_verified_chain(ssl_) != nullptr
+      : libssl().SSL_session_reused(ssl_) == 1;
+  if (!isProved || libssl().SSL_version(ssl_) != kTls13) {
+    fail(
+        StatusCode::kProtocol,
+        isCertified_ ? "TLS has not checked a certificate"
+                     : "TLS has not used the job's secret");
     return;
   }
   keys_ = {};
@@ -503,9 +412,9 @@ size_t TlsSession::open(std::byte* to, size_t bytes) {
     fail(StatusCode::kProtocol, "the far end asks for new keys without end");
     return 0;
   }
-  lib().ERR_clear_error();
+  libssl().ERR_clear_error();
   size_t read = 0;
-  const int result = lib().SSL_read_ex(ssl_, to, bytes, &read);
+  const int result = libssl().SSL_read_ex(ssl_, to, bytes, &read);
   if (result != 1) {
     failBy(result);
     return 0;
@@ -553,17 +462,18 @@ void TlsSession::record(const std::byte* data, size_t bytes) {
   if (failed()) {
     return;
   }
-  lib().ERR_clear_error();
+  libssl().ERR_clear_error();
   if (++recordsOfKey_ > recordsPerKey_) {
     recordsOfKey_ = 1;
-    if (const int result = lib().SSL_key_update(ssl_, kKeyUpdateNotRequested);
+    if (const int result =
+            libssl().SSL_key_update(ssl_, kKeyUpdateNotRequested);
         result != 1) {
       failBy(result);
       return;
     }
   }
   size_t written = 0;
-  const int result = lib().SSL_write_ex(ssl_, data, bytes, &written);
+  const int result = libssl().SSL_write_ex(ssl_, data, bytes, &written);
   if (result != 1) {
     failBy(result);
     return;
@@ -572,13 +482,14 @@ void TlsSession::record(const std::byte* data, size_t bytes) {
 }
 
 void TlsSession::requestKeyUpdate() {
-  (void)lib().SSL_key_update(ssl_, kKeyUpdateRequested);
+  (void)libssl().SSL_key_update(ssl_, kKeyUpdateRequested);
 }
 
 void TlsSession::close() {
   if (state_ == State::kOpen) {
-    lib().ERR_clear_error();
-    (void)lib().SSL_shutdown(ssl_); // its result says whether the far end has
+    libssl().ERR_clear_error();
+    (void)libssl().SSL_shutdown(
+        ssl_); // its result says whether the far end has
   }
 }
 
@@ -586,7 +497,7 @@ std::array<std::byte, 32> TlsSession::exportKey(
     std::string_view label,
     std::string_view context) const {
   std::array<std::byte, 32> key{};
-  const int result = lib().SSL_export_keying_material(
+  const int result = libssl().SSL_export_keying_material(
       ssl_,
       reinterpret_cast<unsigned char*>(key.data()),
       key.size(),
@@ -603,8 +514,8 @@ std::array<std::byte, 32> TlsSession::exportKey(
 }
 
 std::string TlsSession::cipher() const {
-  const void* const suite = lib().SSL_get_current_cipher(ssl_);
-  return suite != nullptr ? lib().SSL_CIPHER_get_name(suite) : "";
+  const void* const suite = libssl().SSL_get_current_cipher(ssl_);
+  return suite != nullptr ? libssl().SSL_CIPHER_get_name(suite) : "";
 }
 
 } // namespace resilient

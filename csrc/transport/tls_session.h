@@ -25,8 +25,10 @@ namespace resilient {
 //
 // Both ends prove that they know the same secret of the job, as an external
 // pre-shared key with a fresh X25519 exchange (psk_dhe_ke): a recording cannot
-// be decrypted, not even by those who learn the secret later. There are no
-// certificates, session tickets, early data or older versions of TLS.
+// be decrypted, not even by those who learn the secret later. Or both prove by
+// certificates which hosts they are (TlsCertificates), with the same exchange;
+// then the handshake inside proves the secret. There are no session tickets,
+// early data or older versions of TLS.
 //
 // The protocol is that of OpenSSL's libssl, looked for at run time as in
 // packet_seal.h: only encrypted connections need it.
@@ -66,6 +68,9 @@ class TlsSession {
       const TlsNonce& nonce);
   // `find` must outlive the handshake.
   static std::unique_ptr<TlsSession> server(FindKeys find);
+  // With certificates: those of TlsCertificates::context().
+  static std::unique_ptr<TlsSession> client(void* certificates);
+  static std::unique_ptr<TlsSession> server(void* certificates);
   ~TlsSession();
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
@@ -92,9 +97,13 @@ class TlsSession {
     return state_ == State::kHandshake;
   }
   void proceed();
-  // The client has named a secret that is known, which proves nothing yet.
+  // The client has named a secret that is known, which proves nothing yet, or
+  // has proved a certificate.
   bool namedSecret() const {
-    return named_;
+    return named_ || (isCertified_ && opened_);
+  }
+  bool isCertified() const {
+    return isCertified_;
   }
   // The two ends have different secrets, as one of them has said.
   bool unknownSecret() const {
@@ -125,10 +134,21 @@ class TlsSession {
   }
   // The kind of failure.
   TrustFault fault() const {
-    return unknownSecret_ ? TrustFault::kWrongSecret
-        : opened_         ? TrustFault::kRecord
-                          : TrustFault::kTls;
+    return unknownSecret_            ? TrustFault::kWrongSecret
+        : !certificateFault_.empty() ? TrustFault::kCertificate
+        : opened_                    ? TrustFault::kRecord
+                                     : TrustFault::kTls;
   }
+  // What one end has against the certificate of the other, in the words of
+  // OpenSSL; empty if that is not the failure.
+  const std::string& certificateFault() const {
+    return certificateFault_;
+  }
+  // Whether the far end's certificate is for one of these host names or
+  // addresses. After a handshake with certificates.
+  bool isNamed(const std::vector<std::string>& names) const;
+  // Fails: the far end's certificate will not do.
+  void refuseCertificate(const std::string& why);
   // A key that only the two ends know, for `label` and `context` (RFC 8446,
   // 7.5). Both get the same one. After the handshake; throws StatusError.
   std::array<std::byte, 32> exportKey(
@@ -155,18 +175,20 @@ class TlsSession {
   // given up.
   static constexpr size_t kOutputBytesMax = 128u << 10;
 
-  explicit TlsSession(bool isClient);
+  TlsSession(bool isClient, void* certificates);
   void fail(StatusCode code, std::string why);
   void failBy(int result);
   void record(const std::byte* data, size_t bytes);
 
   void* ssl_ = nullptr;
   const bool isClient_;
+  const bool isCertified_; // by certificates
   State state_ = State::kHandshake;
   Status status_;
   bool named_ = false;
   bool unknownSecret_ = false;
   bool opened_ = false; // the handshake has ended well
+  std::string certificateFault_;
   bool anyInput_ = false;
 
   // Of a client.

@@ -238,6 +238,12 @@ void Handshake::receive(const void* data, size_t bytes) {
   }
 }
 
+void Handshake::bindTo(std::span<const std::byte> channel) {
+  const auto* const bytes = reinterpret_cast<const uint8_t*>(channel.data());
+  transcript_.insert(transcript_.begin(), bytes, bytes + channel.size());
+  isBound_ = true;
+}
+
 ClientHandshake::ClientHandshake(
     HelloInfo info,
     std::string secret,

@@ -146,6 +146,13 @@ class Handshake {
   std::vector<uint8_t>& output() {
     return output_;
   }
+  // All proofs hold for one channel only: `channel` is known to its two ends
+  // alone. Both sides call it before the first byte is received, or neither
+  // does. Else whoever stands between two channels could pass on the messages.
+  void bindTo(std::span<const std::byte> channel);
+  bool isBound() const {
+    return isBound_;
+  }
 
  protected:
   explicit Handshake(size_t firstBytes) : expected_(firstBytes) {}
@@ -176,9 +183,11 @@ class Handshake {
 
   std::vector<uint8_t> input_;
   std::vector<uint8_t> output_;
+  std::vector<uint8_t> transcript_; // all bytes said, both ways
   bool insideTls_ = false;
 
  private:
+  bool isBound_ = false;
   size_t expected_;
   State state_ = State::kRunning;
   Status status_;
@@ -206,7 +215,6 @@ class ClientHandshake final : public Handshake {
   std::string secret_;
   HelloInfo info_;
   AcceptInfo accepted_;
-  std::vector<uint8_t> transcript_; // all bytes said, both ways
   enum { kChallengeHeader, kChallenge, kAccept } stage_ = kChallengeHeader;
 };
 
@@ -278,7 +286,6 @@ class ServerHandshake final : public Handshake {
   bool plaintextRefused_ = false;
   bool authenticated_ = false;
   std::optional<HelloCode> verdict_;
-  std::vector<uint8_t> transcript_;
   enum { kHelloHeader, kHello, kProof } stage_ = kHelloHeader;
 };
 

@@ -13,6 +13,8 @@ namespace resilient {
   X(kWrongSecret, "wrong_secret") /* another secret, or a proof with none */ \
   X(kPlaintext, "plaintext") /* where encryption is required */              \
   X(kTls, "tls") /* an alert, or bytes that are no TLS */                    \
+  X(kCertificate,                                                            \
+    "certificate") /* of the other end, refused by one of both */            \
   X(kVersion, "version") /* of the protocol */                               \
   X(kMalformed, "malformed") /* no message of a handshake */                 \
   X(kTimeout, "timed_out") /* connected, and no end of the handshake */      \

@@ -336,6 +336,7 @@ class TrustFaults(Record):
         wrong_secret: the other end has another secret, or none.
         plaintext: it came, or wanted us, in plaintext where encryption is required.
         tls: an alert of TLS, or bytes that are none.
+        certificate: one of both ends has refused the certificate of the other.
         version: another version of the protocol.
         malformed: no message of a handshake; a port scanner, or a health check.
         timed_out: it was connected, and did not end the handshake.
@@ -346,6 +347,7 @@ class TrustFaults(Record):
     wrong_secret: int
     plaintext: int
     tls: int
+    certificate: int
     version: int
     malformed: int
     timed_out: int
@@ -360,12 +362,14 @@ class TrustStats(Record):
         encryption: which connections are encrypted: "off", "between_hosts" or "always".
         own_secret: a secret was given to the job. Else the store has made one, which it tells to
             everybody who can reach it.
+        certificates: in TLS, hosts prove themselves by certificates.
         encrypted, plaintext: handshakes that have ended well, of both directions.
         faults: the others.
     """
 
     encryption: Encryption
     own_secret: bool
+    certificates: bool
     encrypted: int
     plaintext: int
     faults: TrustFaults

@@ -11,12 +11,19 @@ _SOURCES = (
     ("TORCH_RESILIENT_SECRET_FILE", "a secret file"),
     ("TORCH_RESILIENT_SECRET", "the variable TORCH_RESILIENT_SECRET"),
 )
+_CERTIFICATE = "TORCH_RESILIENT_TLS_CERT"
 
 
 def key_source(facts: Facts) -> str:
     """The source of the job's secret, for people."""
     given = (text for name, text in _SOURCES if name in facts.environment)
     return next(given, "torch's store, which tells it to everybody who can reach it")
+
+
+def _proof(facts: Facts) -> str:
+    """By what the two ends of a link prove themselves, for people."""
+    secret = key_source(facts)
+    return f"certificates and {secret}" if _CERTIFICATE in facts.environment else secret
 
 
 def about(facts: Facts) -> list[str]:
@@ -28,7 +35,7 @@ def about(facts: Facts) -> list[str]:
         if link.cipher:
             keys = "of its own" if link.forward_secret else f"from {key_source(facts)}"
             secrecy = "forward secrecy" if link.forward_secret else "no forward secrecy"
-            how = f"{link.cipher}, keys {keys}, {secrecy}; proved by {key_source(facts)}"
+            how = f"{link.cipher}, keys {keys}, {secrecy}; proved by {_proof(facts)}"
         elif link.local:
             how = "in plaintext, within the host"
         else:

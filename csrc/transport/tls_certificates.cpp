@@ -1,0 +1,252 @@
+#include "transport/tls_certificates.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "base/log.h"
+#include "base/syscall.h"
+#include "transport/libssl.h"
+#include "transport/tls_session.h"
+
+namespace resilient {
+namespace {
+
+constexpr int kPem = 1;
+constexpr int kVerifyPeer = 1, kFailIfNone = 2;
+constexpr unsigned long kCheckRevocation = 0x4;
+constexpr Nanos kLookEvery = std::chrono::seconds(1);
+// Bundles of all public authorities have a quarter of it.
+constexpr size_t kFileBytesMax = 1u << 20;
+
+constexpr const char* kCertificate = "TORCH_RESILIENT_TLS_CERT=";
+constexpr const char* kKey = "TORCH_RESILIENT_TLS_KEY=";
+constexpr const char* kAuthorities = "TORCH_RESILIENT_TLS_CA=";
+
+Status invalid(const std::string& text) {
+  return Status(StatusCode::kInvalidArgument, text);
+}
+
+// The words of OpenSSL for what it has just refused.
+std::string opensslText() {
+  const Libssl& l = libssl();
+  const unsigned long error = l.ERR_get_error();
+  const char* const reason =
+      error != 0 ? l.ERR_reason_error_string(error) : nullptr;
+  l.ERR_clear_error();
+  return reason != nullptr ? reason : "unknown reason";
+}
+
+// Whether it is a file that can be read and, of a key, by no other users. The
+// text, for what OpenSSL does not tell about it. A FIFO or a device would never
+// end.
+Status readText(
+    const std::string& option,
+    const std::string& path,
+    bool isKey,
+    std::string& text) {
+  FileDescriptor file(
+      ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
+  struct stat about{};
+  if (!file || ::fstat(file.get(), &about) != 0) {
+    return invalid(option + path + ": cannot read it: " + errnoText(errno));
+  }
+  if (!S_ISREG(about.st_mode)) {
+    return invalid(option + path + ": not a regular file");
+  }
+  if (isKey && (about.st_mode & S_IRWXO) != 0) {
+    return invalid(
+        option + path +
+        ": its mode lets other users in: chmod 600 it (in Kubernetes: "
+        "defaultMode: 0400)");
+  }
+  text.assign(kFileBytesMax + 1, '\0');
+  size_t bytes = 0;
+  for (ssize_t n = 1; n > 0 && bytes < text.size();) {
+    n = retryInterrupted([&] {
+      return ::read(file.get(), text.data() + bytes, text.size() - bytes);
+    });
+    if (n < 0) {
+      return invalid(option + path + ": cannot read it: " + errnoText(errno));
+    }
+    bytes += static_cast<size_t>(n);
+  }
+  text.resize(bytes);
+  if (bytes > kFileBytesMax) {
+    return invalid(
+        option + path + ": longer than 1 MiB: is it the right file?");
+  }
+  return Status();
+}
+
+// Moves what `from` has to say to `to`.
+void deliver(TlsSession& from, TlsSession& to) {
+  for (auto out = from.output(); !out.empty(); out = from.output()) {
+    const std::span<std::byte> room = to.input();
+    if (room.empty() || to.failed()) {
+      return;
+    }
+    const size_t n = std::min(room.size(), out.size());
+    std::memcpy(room.data(), out.data(), n);
+    (void)from.sent(n);
+    to.received(n);
+    to.proceed();
+  }
+}
+
+} // namespace
+
+struct TlsCertificates::Contexts {
+  Contexts() = default;
+  Contexts(const Contexts&) = delete;
+  Contexts& operator=(const Contexts&) = delete;
+  ~Contexts() {
+    for (void* const context : {client, server}) {
+      if (context != nullptr) {
+        libssl().SSL_CTX_free(context);
+      }
+    }
+  }
+
+  void* client = nullptr;
+  void* server = nullptr;
+};
+
+TlsCertificates::TlsCertificates(Files files, std::vector<std::string> names)
+    : files_(std::move(files)), names_(std::move(names)) {
+  changed_ = changed();
+  if (const Status status = read(contexts_); !status.ok()) {
+    throw StatusError(status);
+  }
+}
+
+TlsCertificates::~TlsCertificates() = default;
+
+void* TlsCertificates::context(bool isClient) const {
+  return isClient ? contexts_->client : contexts_->server;
+}
+
+TlsCertificates::Times TlsCertificates::changed() const {
+  Times times{};
+  const std::string* const paths[] = {
+      &files_.certificate, &files_.key, &files_.authorities};
+  for (size_t i = 0; i < times.size(); ++i) {
+    struct stat about{};
+    if (::stat(paths[i]->c_str(), &about) == 0) {
+      times[i] = about.st_mtim;
+    }
+  }
+  return times;
+}
+
+// Files that are replaced one after the other do not fit together in between:
+// they are read again with the next change.
+void TlsCertificates::refresh(TimePoint now) {
+  if (now - lookedAt_ < kLookEvery) {
+    return;
+  }
+  lookedAt_ = now;
+  const Times times = changed();
+  const bool isSame = std::ranges::equal(
+      times, changed_, [](const timespec& a, const timespec& b) {
+        return a.tv_sec == b.tv_sec && a.tv_nsec == b.tv_nsec;
+      });
+  if (isSame) {
+    return;
+  }
+  changed_ = times;
+  std::unique_ptr<Contexts> contexts;
+  if (const Status status = read(contexts); !status.ok()) {
+    logMessage(
+        LogLevel::kWarning,
+        "the certificates have changed and cannot be used, the former ones "
+        "stay: " +
+            status.message());
+    return;
+  }
+  contexts_ = std::move(contexts);
+  logMessage(LogLevel::kInfo, "the certificates have been read again");
+}
+
+// What a peer would find wrong shows in a handshake with itself.
+Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
+  const Libssl& l = libssl();
+  std::string text, authorities;
+  for (const Status& status :
+       {readText(kCertificate, files_.certificate, false, text),
+        readText(kKey, files_.key, true, text),
+        readText(kAuthorities, files_.authorities, false, authorities)}) {
+    if (!status.ok()) {
+      return status;
+    }
+  }
+  auto made = std::make_unique<Contexts>();
+  l.ERR_clear_error();
+  for (const bool isClient : {true, false}) {
+    void*& context = isClient ? made->client : made->server;
+    context = newTlsContext(isClient);
+    if (context == nullptr) {
+      return Status(StatusCode::kInternal, "OpenSSL has no memory");
+    }
+    if (l.SSL_CTX_use_certificate_chain_file(
+            context, files_.certificate.c_str()) != 1) {
+      return invalid(
+          kCertificate + files_.certificate +
+          ": no certificate in PEM form: " + opensslText());
+    }
+    if (l.SSL_CTX_use_PrivateKey_file(context, files_.key.c_str(), kPem) != 1 ||
+        l.SSL_CTX_check_private_key(context) != 1) {
+      return invalid(
+          kKey + files_.key + ": not the key of " + files_.certificate +
+          " in PEM form, without a password: " + opensslText());
+    }
+    if (l.SSL_CTX_load_verify_locations(
+            context, files_.authorities.c_str(), nullptr) != 1) {
+      return invalid(
+          kAuthorities + files_.authorities +
+          ": no certificates of authorities in PEM form: " + opensslText());
+    }
+    if (authorities.find("-----BEGIN X509 CRL-----") != std::string::npos) {
+      l.X509_VERIFY_PARAM_set_flags(
+          l.SSL_CTX_get0_param(context), kCheckRevocation);
+    }
+    l.SSL_CTX_set_verify(context, kVerifyPeer | kFailIfNone, nullptr);
+  }
+  const auto client = TlsSession::client(made->client);
+  const auto server = TlsSession::server(made->server);
+  for (int i = 0; i < 3; ++i) {
+    deliver(*client, *server);
+    deliver(*server, *client);
+  }
+  for (const TlsSession* const end : {client.get(), server.get()}) {
+    if (!end->certificateFault().empty()) {
+      return invalid(
+          kCertificate + files_.certificate + ": not valid under " +
+          files_.authorities +
+          " (TORCH_RESILIENT_TLS_CA): " + end->certificateFault());
+    }
+    if (end->failed() || end->handshaking()) {
+      return invalid(
+          kCertificate + files_.certificate +
+          ": TLS with itself fails: " + end->status().message());
+    }
+  }
+  if (!client->isNamed(names_)) {
+    std::string all;
+    for (const std::string& name : names_) {
+      all += (all.empty() ? "" : ", ") + name;
+    }
+    return invalid(
+        kCertificate + files_.certificate +
+        ": it names none of the names and addresses of this host (" + all +
+        "): its subjectAltName must have one of them");
+  }
+  contexts = std::move(made);
+  return Status();
+}
+
+} // namespace resilient
