@@ -412,6 +412,10 @@ size_t TlsSession::open(std::byte* to, size_t bytes) {
     fail(StatusCode::kProtocol, "the far end asks for new keys without end");
     return 0;
   }
+  // Nothing is left: to ask would cost as much as opening a small record.
+  if (inBytes_ == 0 && libssl().SSL_has_pending(ssl_) == 0) {
+    return 0;
+  }
   libssl().ERR_clear_error();
   size_t read = 0;
   const int result = libssl().SSL_read_ex(ssl_, to, bytes, &read);
