@@ -401,7 +401,8 @@ def outsider(rank: int, secret: str) -> bytes | TrustStats:
     store.wait(["running/0", "running/1"])
     (port,) = listening_ports(int(store.get("pid/0")))
     said = client_hello(Path(secret).read_text().strip().encode())
-    changed = said[:-1] + bytes([said[-1] ^ 1])
+    other = client_hello(Path(secret).read_text().strip().encode())
+    changed = other[:-1] + bytes([other[-1] ^ 1])
     answers = []
     for first in (said, said, changed):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as s:
@@ -420,8 +421,8 @@ def test_a_repeated_handshake_gets_nowhere(secret_file: str) -> None:
     first, second, answers = run_ranks(
         outsider, secret_file, world_size=3, init=False, env=encrypted(secret_file)
     )
-    assert answers == b"\x16\x16\x15"  # a handshake; for the changed one, an alert
-    assert first.faults.tls == 3
+    assert answers == b"\x16\x15\x15"  # a handshake; to the same again and to another, alerts
+    assert (first.faults.tls, first.faults.wrong_secret) == (2, 1)
     assert not any(second.faults.to_dict().values())
 
 

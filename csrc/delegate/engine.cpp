@@ -963,7 +963,7 @@ std::optional<TlsKeys> Engine::keysOf(std::span<const uint8_t> name) {
   std::lock_guard lock(secretsMutex_);
   for (const Secret& secret : secrets_) {
     if (isTlsNameOf(secret.keys, name)) {
-      return secret.keys;
+      return usedNames_.use(name) ? std::optional(secret.keys) : std::nullopt;
     }
   }
   return std::nullopt;

@@ -32,6 +32,7 @@
 #include "transport/link_watch.h"
 #include "transport/listener.h"
 #include "transport/shared_rendezvous.h"
+#include "transport/used_names.h"
 #include "transport/verbs_watch.h"
 #include "wire/control.h"
 
@@ -116,7 +117,8 @@ class Engine final : public MailboxListener, public LinkHost {
   // knew the peer.
   void addSecret(const std::string& secret);
   std::optional<std::string> secretOf(const KeyId& id) override; // any thread
-  // The keys for TLS by the name of one of these secrets; any thread.
+  // The keys for TLS by the name of one of these secrets, once for each name;
+  // any thread.
   std::optional<TlsKeys> keysOf(std::span<const uint8_t> name);
   // Those of the options, the present one first; empty if the store has the
   // secret. Any thread.
@@ -404,6 +406,7 @@ class Engine final : public MailboxListener, public LinkHost {
   // Each distinct secret once: those of the options, then of the groups, in the
   // order of joining.
   std::vector<Secret> secrets_; // by secretsMutex_
+  UsedNames usedNames_; // likewise
 
   std::unique_ptr<Resolver> resolver_;
   std::mutex stopMutex_;

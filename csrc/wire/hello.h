@@ -229,8 +229,8 @@ struct ServerIdentity {
   // connection may break before the verdict is out). It is not asked for a
   // client that wanted another process: the verdict is then kWrongPeer.
   std::function<HelloCode(const HelloInfo&)> decide;
-  // The keys for TLS by the name of one of our secrets, or nothing. Not needed
-  // without encryption.
+  // The keys for TLS by the name of one of our secrets; nothing for others, and
+  // for a name that was used before. Not needed without encryption.
   std::function<std::optional<TlsKeys>(std::span<const uint8_t> name)> keysOf;
 };
 
