@@ -39,6 +39,7 @@ LONG_SCRIPTS = ("stragglers.py",)
 # Run only if named.
 NAMED_SCRIPTS = ("bubbles.py", "encryption.py", "geo_planning.py", "verbs_safety.py")
 NAMED_LAB_SCRIPTS = (
+    "flood.py",
     "geo_training.py",
     "lab_calibration.py",
     "relays.py",
