@@ -1,4 +1,4 @@
-"""What a flood of handshakes costs a training that is connected, in the lab."""
+"""The rate of a training under a flood of handshakes, in the lab."""
 
 from __future__ import annotations
 

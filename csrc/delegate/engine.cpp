@@ -474,14 +474,15 @@ void Engine::readCertificates() {
   if (options_.tls_cert.empty()) {
     return;
   }
-  std::vector<std::string> names{self_.hostName};
+  std::vector<std::string> addresses;
   for (const NicAddress& nic : self_.addresses) {
-    names.push_back(nic.address.ip());
+    addresses.push_back(nic.address.ip());
   }
   certificates_ = std::make_unique<TlsCertificates>(
       TlsCertificates::Files{
           options_.tls_cert, options_.tls_key, options_.tls_ca},
-      std::move(names));
+      self_.hostName,
+      addresses);
 }
 
 const TlsCertificates* Engine::certificates() {

@@ -1,6 +1,7 @@
 #include "transport/handshake.h"
 
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
@@ -11,11 +12,14 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "base/log.h"
 #include "tests/check.h"
+#include "tests/test_authority.h"
 #include "tests/tls_pair.h"
+#include "transport/libssl.h"
 #include "transport/listener.h"
 
 namespace resilient {
@@ -241,6 +245,158 @@ TEST(a_peer_connects_over_either_family) {
       connectsOver(ip, encryption);
     }
   }
+}
+
+// --- certificates
+
+// A job with certificates: the listener has that of "there".
+struct CertifiedWorld : World {
+  test::TestAuthority authority;
+  TlsCertificates here{authority.issue("here"), "here", {}};
+  TlsCertificates there{authority.issue("there"), "there", {}};
+  HandshakeCounters counters;
+  int decisions = 0;
+
+  CertifiedWorld() {
+    config.encryption = Encryption::kAlways;
+    config.certificates = [this] { return &there; };
+    config.identity.decide = [this](const HelloInfo&) {
+      ++decisions;
+      return decision;
+    };
+    listen();
+  }
+  OutgoingSpec call(const SocketAddress& at, const std::string& hostName) {
+    OutgoingSpec s = spec({at});
+    s.certificates = &here;
+    s.hostName = hostName;
+    s.counters = &counters;
+    return s;
+  }
+};
+
+TEST(with_certificates_the_dialled_end_must_be_the_host_that_is_meant) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  {
+    CertifiedWorld world;
+    const auto result = world.connect(world.call(world.address(), "there"));
+    CHECK(result.status.ok());
+    CHECK(result.socket.tls->isCertified());
+    CHECK_EQ(world.decisions, 1);
+    CHECK_EQ(world.counters.encrypted, 1u);
+  }
+  CertifiedWorld world;
+  const auto result = world.connect(world.call(world.address(), "another"));
+  CHECK_CONTAINS(result.status.message(), "is not for 127.0.0.1 or another");
+  CHECK_EQ(world.decisions, 0);
+  CHECK_EQ(world.counters.of(TrustFault::kCertificate), 1u);
+}
+
+TEST(with_certificates_the_secret_is_needed_too) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  CertifiedWorld world;
+  OutgoingSpec spec = world.call(world.address(), "there");
+  spec.secret = "another secret";
+  CHECK(!world.connect(std::move(spec)).status.ok());
+  CHECK_EQ(world.decisions, 0);
+  CHECK_EQ(world.counters.of(TrustFault::kWrongSecret), 1u);
+}
+
+TEST(a_caller_without_a_certificate_is_refused) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  const test::TestAuthority authority;
+  const TlsCertificates there(authority.issue("there"), "there", {});
+  void* const none = newTlsContext(/*isClient=*/true);
+  const auto client = TlsSession::client(none);
+  const auto server = TlsSession::server(there.context(/*isClient=*/false));
+  for (int i = 0; i < 3; ++i) {
+    for (auto* const from : {client.get(), server.get()}) {
+      test::TlsBytes opened;
+      test::deliver(
+          from == client.get() ? *server : *client,
+          test::takeOutput(*from),
+          opened);
+    }
+  }
+  libssl().SSL_CTX_free(none);
+  CHECK(server->failed());
+  CHECK(server->fault() == TrustFault::kCertificate);
+  CHECK(!server->namedSecret());
+}
+
+// The first end that has something to read, -1 if one is closed.
+int readable(const FileDescriptor (&fds)[2]) {
+  pollfd polled[2] = {{fds[0].get(), POLLIN, 0}, {fds[1].get(), POLLIN, 0}};
+  (void)::poll(polled, 2, -1);
+  return polled[0].revents != 0 ? 0 : 1;
+}
+
+// Ends TLS on both sides with a certificate of its own and copies what is
+// inside, until one of the two hangs up.
+void standBetween(
+    const FileDescriptor& listening,
+    const SocketAddress& to,
+    const TlsCertificates& own) {
+  const FileDescriptor fds[2] = {
+      FileDescriptor(::accept(listening.get(), nullptr, nullptr)),
+      rawConnection(to)};
+  const std::unique_ptr<TlsSession> sessions[2] = {
+      TlsSession::server(own.context(/*isClient=*/false)),
+      TlsSession::client(own.context(/*isClient=*/true))};
+  std::vector<std::byte> held[2]; // for the other side
+  const auto flush = [&](int i) {
+    const test::TlsBytes out = test::takeOutput(*sessions[i]);
+    (void)!::send(fds[i].get(), out.data(), out.size(), MSG_NOSIGNAL);
+  };
+  for (;;) {
+    for (const int i : {0, 1}) {
+      flush(i);
+      if (!sessions[i]->handshaking() && !held[1 - i].empty()) {
+        const iovec part{held[1 - i].data(), held[1 - i].size()};
+        CHECK_EQ(sessions[i]->seal({&part, 1}), held[1 - i].size());
+        held[1 - i].clear();
+        flush(i);
+      }
+    }
+    const int i = readable(fds);
+    const auto room = sessions[i]->input();
+    const ssize_t n = ::recv(fds[i].get(), room.data(), room.size(), 0);
+    if (n <= 0) {
+      return;
+    }
+    sessions[i]->received(static_cast<size_t>(n));
+    sessions[i]->proceed();
+    std::byte buffer[512];
+    while (const size_t got = sessions[i]->open(buffer, sizeof(buffer))) {
+      held[i].insert(held[i].end(), buffer, buffer + got);
+    }
+  }
+}
+
+// It has a certificate that both ends accept, and not the secret.
+TEST(nobody_with_a_certificate_alone_stands_between_two_others) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  CertifiedWorld world;
+  const TlsCertificates between(
+      world.authority.issue("between"), "between", {});
+  SocketAddress at;
+  const FileDescriptor listening = silentServer(at);
+  std::thread man([&] { standBetween(listening, world.address(), between); });
+  auto result = world.connect(world.call(at, "between"));
+  result.socket = {}; // ends what stands between
+  world.connections.clear();
+  man.join();
+  CHECK_CONTAINS(result.status.message(), "the server's proof is wrong");
+  CHECK_EQ(world.decisions, 0);
+  CHECK_EQ(world.counters.of(TrustFault::kWrongSecret), 1u);
 }
 
 // Where a connection must be encrypted, no other one is let in, and no other

@@ -155,7 +155,8 @@ TEST(only_tls_takes_the_place_of_a_proof) {
   CHECK_EQ(world.decisions, 0);
 }
 
-// Who stands between two channels and passes on what both ends say.
+// A man in the middle who has a channel to each end and passes on what they
+// say.
 TEST(proofs_hold_for_one_channel_only) {
   const auto ours = counting<32>(0x10), other = counting<32>(0x90);
   for (const bool isSame : {true, false}) {

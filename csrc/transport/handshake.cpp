@@ -65,13 +65,15 @@ Status exchangeBytes(int fd, Handshake& handshake) {
 }
 
 // TLS has ended its handshake with certificates. `names`: those that the far
-// end may have; empty: any, since who accepts knows the caller by its secret
-// only.
+// end may have; empty: any, since the end that accepts knows the caller by its
+// secret only.
 void afterCertificates(
     TlsSession& tls,
     Handshake& handshake,
     const std::vector<std::string>& names) {
-  if (!names.empty() && !tls.isNamed(names)) {
+  if (!names.empty() &&
+      std::ranges::none_of(
+          names, [&](const std::string& name) { return tls.isFor(name); })) {
     std::string all;
     for (const std::string& name : names) {
       all += (all.empty() ? "" : " or ") + name;

@@ -23,6 +23,9 @@ namespace resilient {
   X(int, SSL_CTX_set_ciphersuites, (void*, const char*))                     \
   X(int, SSL_CTX_set_num_tickets, (void*, size_t))                           \
   X(void, SSL_CTX_set_verify, (void*, int, void*))                           \
+  X(void,                                                                    \
+    SSL_CTX_set_default_passwd_cb,                                           \
+    (void*, int (*)(char*, int, int, void*)))                                \
   X(int, SSL_CTX_use_certificate_chain_file, (void*, const char*))           \
   X(int, SSL_CTX_use_PrivateKey_file, (void*, const char*, int))             \
   X(int, SSL_CTX_check_private_key, (const void*))                           \

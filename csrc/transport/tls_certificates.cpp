@@ -18,8 +18,9 @@ namespace {
 
 constexpr int kPem = 1;
 constexpr int kVerifyPeer = 1, kFailIfNone = 2;
-constexpr unsigned long kCheckRevocation = 0x4;
+constexpr unsigned long kCheckRevocation = 0x4 | 0x8; // of the whole chain
 constexpr Nanos kLookEvery = std::chrono::seconds(1);
+constexpr Nanos kAgainAfter = std::chrono::seconds(10);
 // Bundles of all public authorities have a quarter of it.
 constexpr size_t kFileBytesMax = 1u << 20;
 
@@ -116,10 +117,17 @@ struct TlsCertificates::Contexts {
   void* server = nullptr;
 };
 
-TlsCertificates::TlsCertificates(Files files, std::vector<std::string> names)
-    : files_(std::move(files)), names_(std::move(names)) {
+TlsCertificates::TlsCertificates(
+    Files files,
+    const std::string& hostName,
+    const std::vector<std::string>& addresses)
+    : files_(std::move(files)) {
   changed_ = changed();
-  if (const Status status = read(contexts_); !status.ok()) {
+  Status status = read(contexts_);
+  if (status.ok()) {
+    status = check(*contexts_, hostName, addresses);
+  }
+  if (!status.ok()) {
     throw StatusError(status);
   }
 }
@@ -132,24 +140,26 @@ void* TlsCertificates::context(bool isClient) const {
 
 TlsCertificates::Times TlsCertificates::changed() const {
   Times times{};
-  const std::string* const paths[] = {
-      &files_.certificate, &files_.key, &files_.authorities};
-  for (size_t i = 0; i < times.size(); ++i) {
+  size_t i = 0;
+  for (const std::string* const path :
+       {&files_.certificate, &files_.key, &files_.authorities}) {
     struct stat about{};
-    if (::stat(paths[i]->c_str(), &about) == 0) {
+    if (::stat(path->c_str(), &about) == 0) {
       times[i] = about.st_mtim;
+      times[i + 1] = about.st_ctim;
     }
+    i += 2;
   }
   return times;
 }
 
 // Files that are replaced one after the other do not fit together in between:
-// they are read again with the next change.
+// these are read again with the next change, or a little later.
 void TlsCertificates::refresh(TimePoint now) {
-  if (now - lookedAt_ < kLookEvery) {
+  if (now < lookAt_) {
     return;
   }
-  lookedAt_ = now;
+  lookAt_ = now + kLookEvery;
   const Times times = changed();
   const bool isSame = std::ranges::equal(
       times, changed_, [](const timespec& a, const timespec& b) {
@@ -158,21 +168,31 @@ void TlsCertificates::refresh(TimePoint now) {
   if (isSame) {
     return;
   }
-  changed_ = times;
   std::unique_ptr<Contexts> contexts;
   if (const Status status = read(contexts); !status.ok()) {
-    logMessage(
-        LogLevel::kWarning,
-        "the certificates have changed and cannot be used, the former ones "
-        "stay: " +
-            status.message());
+    lookAt_ = now + kAgainAfter;
+    if (saidError_ != status.message()) {
+      saidError_ = status.message();
+      logMessage(
+          LogLevel::kWarning,
+          "the certificates have changed and cannot be used, the former ones "
+          "stay: " +
+              saidError_);
+    }
     return;
   }
+  saidError_.clear();
+  changed_ = times;
   contexts_ = std::move(contexts);
-  logMessage(LogLevel::kInfo, "the certificates have been read again");
+  const Status status = check(*contexts_, "", {});
+  logMessage(
+      status.ok() ? LogLevel::kInfo : LogLevel::kWarning,
+      "the certificates have been read again" +
+          (status.ok() ? ""
+                       : "; others will refuse that of this host: " +
+                   status.message()));
 }
 
-// What a peer would find wrong shows in a handshake with itself.
 Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
   const Libssl& l = libssl();
   std::string text, authorities;
@@ -192,11 +212,14 @@ Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
     if (context == nullptr) {
       return Status(StatusCode::kInternal, "OpenSSL has no memory");
     }
+    // Else OpenSSL asks at the terminal.
+    l.SSL_CTX_set_default_passwd_cb(
+        context, [](char*, int, int, void*) { return -1; });
     if (l.SSL_CTX_use_certificate_chain_file(
             context, files_.certificate.c_str()) != 1) {
       return invalid(
           kCertificate + files_.certificate +
-          ": no certificate in PEM form: " + opensslText());
+          ": cannot be used as a certificate in PEM form: " + opensslText());
     }
     if (l.SSL_CTX_use_PrivateKey_file(context, files_.key.c_str(), kPem) != 1 ||
         l.SSL_CTX_check_private_key(context) != 1) {
@@ -216,8 +239,17 @@ Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
     }
     l.SSL_CTX_set_verify(context, kVerifyPeer | kFailIfNone, nullptr);
   }
-  const auto client = TlsSession::client(made->client);
-  const auto server = TlsSession::server(made->server);
+  contexts = std::move(made);
+  return Status();
+}
+
+// A handshake of the files with themselves shows what a peer would find wrong.
+Status TlsCertificates::check(
+    const Contexts& contexts,
+    const std::string& hostName,
+    const std::vector<std::string>& addresses) const {
+  const auto client = TlsSession::client(contexts.client);
+  const auto server = TlsSession::server(contexts.server);
   for (int i = 0; i < 3; ++i) {
     deliver(*client, *server);
     deliver(*server, *client);
@@ -235,18 +267,24 @@ Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
           ": TLS with itself fails: " + end->status().message());
     }
   }
-  if (!client->isNamed(names_)) {
-    std::string all;
-    for (const std::string& name : names_) {
-      all += (all.empty() ? "" : ", ") + name;
-    }
-    return invalid(
-        kCertificate + files_.certificate +
-        ": it names none of the names and addresses of this host (" + all +
-        "): its subjectAltName must have one of them");
+  if (hostName.empty() || client->isFor(hostName)) {
+    return Status();
   }
-  contexts = std::move(made);
-  return Status();
+  std::string missing;
+  for (const std::string& address : addresses) {
+    if (!client->isFor(address)) {
+      missing += " or " + address;
+    }
+  }
+  return addresses.empty() || !missing.empty()
+      ? invalid(
+            kCertificate + files_.certificate +
+            ": it is not for the name of this host, " + hostName +
+            ", nor for " +
+            (missing.empty() ? "an address" : missing.substr(4)) +
+            ", by which others connect: its subjectAltName must have the name, "
+            "or all addresses")
+      : Status();
 }
 
 } // namespace resilient

@@ -18,7 +18,9 @@ namespace resilient {
 // job.
 //
 // The files may be replaced while the job runs, as those who issue certificates
-// for a day do, or to add a revocation list: refresh() reads them again.
+// for a day do, or to add a revocation list: refresh() reads them again. Files
+// that cannot be used change nothing. A certificate of this host that others
+// will refuse does: what the files say of other hosts counts at once.
 //
 // Thread: one at a time.
 class TlsCertificates {
@@ -33,14 +35,17 @@ class TlsCertificates {
   // Reads the files. Throws StatusError(kInvalidArgument) that names the option
   // and the file: it cannot be read, others may read the key, the key is of
   // another certificate, the authorities do not accept it, it has expired, or
-  // none of `names` (host names and addresses of this host) is in it.
-  TlsCertificates(Files files, std::vector<std::string> names);
+  // it has neither this host's name nor all of its addresses.
+  TlsCertificates(
+      Files files,
+      const std::string& hostName,
+      const std::vector<std::string>& addresses);
   ~TlsCertificates();
   TlsCertificates(const TlsCertificates&) = delete;
   TlsCertificates& operator=(const TlsCertificates&) = delete;
 
   // Reads the files again if one has changed, and looks for that once a second
-  // at most. If they are no good, the log says why and the former ones stay.
+  // at most; ten seconds after files that could not be used.
   void refresh(TimePoint now);
 
   // For sessions; valid until the next refresh(). A session keeps what it
@@ -49,16 +54,21 @@ class TlsCertificates {
 
  private:
   struct Contexts;
-  using Times = std::array<timespec, 3>;
+  // Of the contents and of the rights of each file.
+  using Times = std::array<timespec, 6>;
 
   Status read(std::unique_ptr<Contexts>& contexts) const;
+  Status check(
+      const Contexts& contexts,
+      const std::string& hostName,
+      const std::vector<std::string>& addresses) const;
   Times changed() const;
 
   const Files files_;
-  const std::vector<std::string> names_;
   std::unique_ptr<Contexts> contexts_;
   Times changed_{};
-  TimePoint lookedAt_{};
+  TimePoint lookAt_{};
+  std::string saidError_; // so that it is said once
 };
 
 } // namespace resilient

@@ -1,5 +1,7 @@
 #include "transport/tls_session.h"
 
+#include <arpa/inet.h>
+
 #include <algorithm>
 #include <cstring>
 #include <ctime>
@@ -15,11 +17,13 @@ namespace {
 // on. They are part of its binary interface.
 constexpr int kErrorSsl = 1, kErrorWantRead = 2, kErrorZeroReturn = 6;
 constexpr int kTls13 = 0x0304;
+constexpr unsigned kNeverSubject = 0x20; // its "common name" is no host name
 constexpr int kVerifyPeer = 1;
 constexpr int kBioFlagsAll = 0x0f, kBioRetryRead = 0x01 | 0x08;
 constexpr int kBioFlush = 11;
 constexpr int kKeyUpdateNotRequested = 0, kKeyUpdateRequested = 1;
 constexpr unsigned long kReasonMask = 0xfff;
+constexpr unsigned long kReasonNoCertificate = 199; // the far end showed none
 constexpr unsigned long kReasonAlertHandshakeFailure = 1000 + 40;
 // The alerts about a certificate (RFC 8446, 6.2): bad_certificate to
 // certificate_unknown, unknown_ca and certificate_required.
@@ -27,8 +31,8 @@ constexpr bool isCertificateAlert(unsigned long reason) {
   return (reason >= 1000 + 42 && reason <= 1000 + 46) || reason == 1000 + 48 ||
       reason == 1000 + 116;
 }
-// What depends on the clock: not yet valid and expired, of a certificate and of
-// a revocation list.
+// The results that depend on the clock: not yet valid and expired, of a
+// certificate and of a revocation list.
 constexpr bool isAboutTime(long verifyResult) {
   return verifyResult >= 9 && verifyResult <= 12;
 }
@@ -276,7 +280,8 @@ void TlsSession::failBy(int result) {
     fail(
         StatusCode::kProtocol,
         isClient_ ? "the far end does not know this job's secret"
-                  : "the caller belongs to another job");
+                  : "the caller belongs to another job, or repeats a "
+                    "handshake");
     return;
   }
   const char* const reason =
@@ -297,6 +302,10 @@ void TlsSession::failBy(int result) {
     return;
   }
   const std::string what = reason != nullptr ? reason : "unknown reason";
+  if (isCertified_ && (first & kReasonMask) == kReasonNoCertificate) {
+    refuseCertificate("it has shown none");
+    return;
+  }
   if (isCertified_ && isCertificateAlert(first & kReasonMask)) {
     certificateFault_ = what;
     fail(
@@ -314,17 +323,22 @@ void TlsSession::refuseCertificate(const std::string& why) {
       "the far end's certificate is refused: " + certificateFault_);
 }
 
-bool TlsSession::isNamed(const std::vector<std::string>& names) const {
-  void* const chain =
-      opened_ ? libssl().SSL_get0_verified_chain(ssl_) : nullptr;
+// A name that begins with a dot would match all below it.
+bool TlsSession::isFor(const std::string& name) const {
+  const Libssl& l = libssl();
+  void* const chain = opened_ ? l.SSL_get0_verified_chain(ssl_) : nullptr;
   void* const theirs =
-      chain != nullptr ? libssl().OPENSSL_sk_value(chain, 0) : nullptr;
-  return theirs != nullptr &&
-      std::ranges::any_of(names, [&](const std::string& name) {
-           return libssl().X509_check_ip_asc(theirs, name.c_str(), 0) == 1 ||
-               libssl().X509_check_host(
-                   theirs, name.data(), name.size(), 0, nullptr) == 1;
-         });
+      chain != nullptr ? l.OPENSSL_sk_value(chain, 0) : nullptr;
+  if (theirs == nullptr || name.empty() || name.front() == '.') {
+    return false;
+  }
+  in6_addr address;
+  const bool isAddress = ::inet_pton(AF_INET, name.c_str(), &address) == 1 ||
+      ::inet_pton(AF_INET6, name.c_str(), &address) == 1;
+  return isAddress
+      ? l.X509_check_ip_asc(theirs, name.c_str(), 0) == 1
+      : l.X509_check_host(
+            theirs, name.data(), name.size(), kNeverSubject, nullptr) == 1;
 }
 
 std::span<std::byte> TlsSession::input(size_t most) {

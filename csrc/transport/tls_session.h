@@ -139,14 +139,14 @@ class TlsSession {
         : opened_                    ? TrustFault::kRecord
                                      : TrustFault::kTls;
   }
-  // What one end has against the certificate of the other, in the words of
-  // OpenSSL; empty if that is not the failure.
+  // The reason why one end has refused the certificate of the other, in the
+  // words of OpenSSL; empty if that is not the failure.
   const std::string& certificateFault() const {
     return certificateFault_;
   }
-  // Whether the far end's certificate is for one of these host names or
-  // addresses. After a handshake with certificates.
-  bool isNamed(const std::vector<std::string>& names) const;
+  // Whether the far end's certificate is for this host name or address (its
+  // subjectAltName alone counts). After a handshake with certificates.
+  bool isFor(const std::string& name) const;
   // Fails: the far end's certificate will not do.
   void refuseCertificate(const std::string& why);
   // A key that only the two ends know, for `label` and `context` (RFC 8446,

@@ -10,13 +10,13 @@
 namespace resilient {
 
 // The names (wire/tls_keys.h) by which callers have told which secret they use.
-// A member uses each for one connection; who repeats one has recorded it. That
-// proves nothing, but an answer costs as much as one to a member. Strangers
-// cannot make names, so at most as many answers are lost on them as they have
-// recordings, once at each rank.
+// A member uses each for one connection; a caller that repeats one has recorded
+// it. It can prove nothing, but an answer costs as much as one to a member.
+// Strangers cannot make names, so at most as many answers are lost on them as
+// they have recordings, once at each rank.
 //
-// Whoever is faster with a recording than the member is with the original keeps
-// that one connection from being made; the member tries again by another name.
+// A stranger whose recording arrives before the original keeps that one
+// connection from being made; the member tries again by another name.
 class UsedNames {
  public:
   // At 40 bytes each. With more, the oldest are forgotten.
