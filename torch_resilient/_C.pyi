@@ -94,6 +94,9 @@ class Options:
     secret: str
     secret_file: str
     encryption: str
+    tls_cert: str
+    tls_key: str
+    tls_ca: str
     log_level: str
     flight_recorder_entries: int
     dump_dir: str
@@ -150,6 +153,9 @@ class Options:
         secret: str = ...,
         secret_file: str = ...,
         encryption: str = ...,
+        tls_cert: str = ...,
+        tls_key: str = ...,
+        tls_ca: str = ...,
         log_level: str = ...,
         flight_recorder_entries: int = ...,
         dump_dir: str = ...,
