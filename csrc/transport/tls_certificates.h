@@ -54,7 +54,7 @@ class TlsCertificates {
 
  private:
   struct Contexts;
-  // Of the contents and of the rights of each file.
+  // Two of each file: its contents and its rights have changed then.
   using Times = std::array<timespec, 6>;
 
   Status read(std::unique_ptr<Contexts>& contexts) const;
