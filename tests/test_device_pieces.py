@@ -58,7 +58,7 @@ def wait_for_flag(name: str) -> None:
 # ---- copies and the network at the same time -----------------------------------------------------
 
 
-def _send_begins_early(rank: int) -> float:
+def _send_begins_early(rank: int, others_during_a_query: bool) -> float:
     controls = strict_device.start()
     if rank == 0:
         tensor = numbers(LARGE).to(DEVICE)
@@ -67,8 +67,9 @@ def _send_begins_early(rank: int) -> float:
         work = dist.isend(tensor, 1)
         wait_for_flag("the first piece has arrived")
         assert not work.is_completed()
+        controls.answer_late(others_during_a_query)
         controls.limit_copies(-1)
-        work.wait()
+        work.wait(timedelta(seconds=20))
         return 0.0
     tensor = torch.zeros(LARGE)
     work = dist.irecv(tensor, 0)
@@ -79,8 +80,10 @@ def _send_begins_early(rank: int) -> float:
     return float((tensor - numbers(LARGE)).abs().max())
 
 
-def test_a_send_begins_before_its_last_copy() -> None:
-    assert run(_send_begins_early) == [0.0, 0.0]
+@pytest.mark.parametrize("others_during_a_query", [False, True])
+def test_a_send_begins_before_its_last_copy(others_during_a_query: bool) -> None:
+    """The other copies end while the backend asks, or later."""
+    assert run(_send_begins_early, others_during_a_query) == [0.0, 0.0]
 
 
 def _receive_copies_early(rank: int) -> float:

@@ -319,10 +319,12 @@ bool HostTensors::pollPieces() {
   bool all = true;
   try {
     for (const auto& staging : devices_) {
+      // Asked first: copies that end from now on are taken by the next call.
+      const bool done = staging->copiesToHostDone();
       while (const auto copied = staging->takeCopied()) {
         pieces_->arrived(copied->buffer, copied->end);
       }
-      all = all && staging->copiesToHostDone();
+      all = all && done;
     }
   } catch (const std::exception& e) {
     pieces_->failed(copyFailed(e));

@@ -170,7 +170,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
           "strict device: operation not permitted while a stream is "
           "capturing: the capture is invalid");
     }
-    return static_cast<Event*>(event)->recorded->isSet();
+    const auto* e = static_cast<Event*>(event);
+    const bool set = e->recorded->isSet();
+    if (!set && lateAnswers.load()) {
+      synchronizeDevice(e->device);
+    }
+    return set;
   }
   void synchronizeEvent(void* event) const override {
     if (event != nullptr && static_cast<Event*>(event)->recorded) {
@@ -203,9 +208,11 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
 
   // A query was made that makes the capture in progress useless.
   static std::atomic<bool> invalidated;
+  static std::atomic<bool> lateAnswers;
 };
 
 std::atomic<bool> Guard::invalidated{false};
+std::atomic<bool> Guard::lateAnswers{false};
 
 // --- Allocators
 
@@ -563,6 +570,10 @@ std::vector<int> devicesWithContext() {
 
 int64_t eventsMade() {
   return madeEvents.load();
+}
+
+void answerLate(bool late) {
+  Guard::lateAnswers.store(late);
 }
 
 void beginCapture() {

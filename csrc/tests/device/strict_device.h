@@ -28,6 +28,10 @@ Stream& currentStream(int device);
 std::vector<int> devicesWithContext();
 int64_t eventsMade(); // by all threads, since the process began
 
+// From now on, everything that is queued on a device gets done between a query
+// that finds an event pending and its answer.
+void answerLate(bool late);
+
 // On the current stream. endCapture() tells if the capture is valid: an event
 // query by a thread that is not in relaxed mode makes it useless.
 void beginCapture();

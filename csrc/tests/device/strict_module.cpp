@@ -31,6 +31,7 @@ PYBIND11_MODULE(strict_device, m) {
   m.def("set_copy_time", &setCopyTime, py::arg("mean_s"));
   m.def("set_copy_rate", &setCopyRate, py::arg("bytes_per_s"));
   m.def("limit_copies", &limitCopies, py::arg("count"));
+  m.def("answer_late", &answerLate, py::arg("late"));
   m.def(
       "sleep",
       [current](double seconds) {
