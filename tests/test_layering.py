@@ -43,7 +43,7 @@ PURE |= {"collectives", "planning", "lab"}
 # base holds the checked system calls and the system's random numbers and, for the time of day
 # in a message, the log; lab what carries real packets.
 IMPURE_FILES = {"base/syscall.h", "base/syscall.cpp", "base/random.cpp", "base/log.cpp"}
-IMPURE_FILES.add("lab/carrier.cpp")
+IMPURE_FILES |= {"base/file.cpp", "lab/carrier.cpp"}
 IMPURE_HEADER = re.compile(
     r"(sys|netinet|arpa|net|linux|infiniband)/.*"
     r"|unistd\.h|poll\.h|fcntl\.h|netdb\.h|ifaddrs\.h|pthread\.h|signal\.h"
@@ -168,6 +168,16 @@ def test_cpp_layers() -> None:
     for path in _files(csrc, ".h", ".cpp", ".cu", ".cuh"):
         faults += cpp_faults(path.relative_to(csrc).as_posix(), path.read_text(encoding="utf-8"))
     assert not faults, "\n" + "\n".join(faults)
+
+
+def test_no_file_is_read_by_a_stream() -> None:
+    """With a C++ library that is linked statically beside torch's, `>>` of a number never ends."""
+    streams = re.compile(r"#\s*include\s*<fstream>|\bifstream\b")
+    for kind in ("*.h", "*.cpp"):
+        for path in (ROOT / "csrc").rglob(kind):
+            if "tests" not in path.parts:
+                code = COMMENT.sub("", path.read_text(encoding="utf-8"))
+                assert not streams.search(code), path
 
 
 def test_python_layers() -> None:

@@ -13,6 +13,7 @@
 #include <set>
 #include <sstream>
 
+#include "base/file.h"
 #include "base/log.h"
 #include "base/random.h"
 #include "base/syscall.h"
@@ -93,8 +94,8 @@ size_t maxPending(const EngineOptions& options) {
 
 // Checks the type and the mode of the open file before it reads a byte. A
 // device such as /dev/zero would never end, and a FIFO would hang the start.
-// One byte more than allowed is read, which shows that a file is too long. A
-// line end at the end does not belong to the secret: `openssl rand` prints one.
+// A line end at the end does not belong to the secret: `openssl rand` prints
+// one.
 // Guarded by engineTakesASecretFromAFileThatOnlyItsUserReads.
 std::string readSecretFile(const std::string& path) {
   const auto fail = [&](const std::string& why) {
@@ -102,44 +103,12 @@ std::string readSecretFile(const std::string& path) {
         StatusCode::kInvalidArgument,
         "TORCH_RESILIENT_SECRET_FILE=" + path + ": " + why));
   };
-  // Without O_NONBLOCK a FIFO would wait for a writer. Links are followed:
-  // Kubernetes makes secrets available by them; what counts is the file.
-  FileDescriptor file(
-      ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-  struct stat about{};
-  if (!file || ::fstat(file.get(), &about) != 0) {
-    fail("cannot read it: " + errnoText(errno));
+  std::string secret;
+  if (const Status status =
+          readFile(path, FileUse::kSecret, kSecretFileBytesMax, secret);
+      !status.ok()) {
+    fail(status.message());
   }
-  if (!S_ISREG(about.st_mode)) {
-    fail("not a regular file");
-  }
-  // The group may: Kubernetes lets a process that is not root read a secret by
-  // its group (fsGroup).
-  if ((about.st_mode & S_IRWXO) != 0) {
-    char mode[8];
-    std::snprintf(mode, sizeof(mode), "%04o", about.st_mode & 07777u);
-    fail(
-        std::string("its mode ") + mode +
-        " lets other users in: chmod 600 it (in Kubernetes: defaultMode: "
-        "0400)");
-  }
-  std::string secret(kSecretFileBytesMax + 1, '\0');
-  size_t bytes = 0;
-  for (ssize_t n = 1; n > 0 && bytes < secret.size();) {
-    n = retryInterrupted([&] {
-      return ::read(file.get(), secret.data() + bytes, secret.size() - bytes);
-    });
-    if (n < 0) {
-      fail("cannot read it: " + errnoText(errno));
-    }
-    bytes += static_cast<size_t>(n);
-  }
-  if (bytes > kSecretFileBytesMax) {
-    fail(
-        "longer than " + std::to_string(kSecretFileBytesMax) +
-        " bytes: is it the right file?");
-  }
-  secret.resize(bytes);
   while (!secret.empty() && (secret.back() == '\n' || secret.back() == '\r')) {
     secret.pop_back();
   }

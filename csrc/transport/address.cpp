@@ -10,10 +10,10 @@
 #include <array>
 #include <bit>
 #include <charconv>
-#include <fstream>
 #include <memory>
 #include <span>
 
+#include "base/file.h"
 #include "base/options.h"
 #include "base/sha256.h"
 
@@ -435,9 +435,7 @@ constexpr std::array kRdmaUses = {"off", "none", "possible", "required"};
 } // namespace
 
 std::string hostIdentity() {
-  std::string bootId;
-  std::getline(
-      std::ifstream("/proc/sys/kernel/random/boot_id") >> std::ws, bootId);
+  const std::string bootId = kernelText("/proc/sys/kernel/random/boot_id");
   struct stat netns{};
   // Without /proc the rest must do; the worst is loopback tried in vain.
   (void)::stat("/proc/self/ns/net", &netns);

@@ -12,8 +12,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
-#include <fstream>
 #include <system_error>
+
+#include "base/file.h"
 
 namespace resilient {
 
@@ -225,12 +226,10 @@ namespace {
 
 // The last of up to three numbers in a file of /proc, or 0.
 uint64_t lastNumber(const char* path) {
-  std::ifstream in(path);
-  uint64_t last = 0;
-  for (uint64_t number = 0; in >> number;) {
-    last = number;
-  }
-  return last;
+  const std::string text = kernelText(path);
+  const size_t before = text.find_last_of(" \t");
+  return std::strtoull(
+      text.c_str() + (before == std::string::npos ? 0 : before), nullptr, 10);
 }
 
 // setsockopt takes half of what the kernel then counts.
@@ -362,10 +361,7 @@ bool mayUseCongestionControl(const std::string& name) {
 }
 
 std::string availableCongestionControls() {
-  std::ifstream in("/proc/sys/net/ipv4/tcp_available_congestion_control");
-  std::string names;
-  std::getline(in, names);
-  return names;
+  return kernelText("/proc/sys/net/ipv4/tcp_available_congestion_control");
 }
 
 // Only a refusal maps to kPeerDied. Every other error may be a fault of the
@@ -613,9 +609,7 @@ void limitPacing(int fd, uint64_t bytesPerS) {
 }
 
 bool slowStartsAfterIdle() {
-  std::ifstream file("/proc/sys/net/ipv4/tcp_slow_start_after_idle");
-  int value = 1;
-  return !(file >> value) || value != 0;
+  return kernelText("/proc/sys/net/ipv4/tcp_slow_start_after_idle") != "0";
 }
 
 } // namespace resilient

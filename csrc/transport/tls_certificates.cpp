@@ -1,6 +1,5 @@
 #include "transport/tls_certificates.h"
 
-#include <fcntl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -8,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/file.h"
 #include "base/log.h"
 #include "base/syscall.h"
 #include "transport/libssl.h"
@@ -42,46 +42,15 @@ std::string opensslText() {
   return reason != nullptr ? reason : "unknown reason";
 }
 
-// Whether it is a file that can be read and, of a key, by no other users. The
-// text, for what OpenSSL does not tell about it. A FIFO or a device would never
-// end.
+// The text of a file, for what OpenSSL does not tell about it.
 Status readText(
     const std::string& option,
     const std::string& path,
-    bool isKey,
+    FileUse use,
     std::string& text) {
-  FileDescriptor file(
-      ::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC));
-  struct stat about{};
-  if (!file || ::fstat(file.get(), &about) != 0) {
-    return invalid(option + path + ": cannot read it: " + errnoText(errno));
-  }
-  if (!S_ISREG(about.st_mode)) {
-    return invalid(option + path + ": not a regular file");
-  }
-  if (isKey && (about.st_mode & S_IRWXO) != 0) {
-    return invalid(
-        option + path +
-        ": its mode lets other users in: chmod 600 it (in Kubernetes: "
-        "defaultMode: 0400)");
-  }
-  text.assign(kFileBytesMax + 1, '\0');
-  size_t bytes = 0;
-  for (ssize_t n = 1; n > 0 && bytes < text.size();) {
-    n = retryInterrupted([&] {
-      return ::read(file.get(), text.data() + bytes, text.size() - bytes);
-    });
-    if (n < 0) {
-      return invalid(option + path + ": cannot read it: " + errnoText(errno));
-    }
-    bytes += static_cast<size_t>(n);
-  }
-  text.resize(bytes);
-  if (bytes > kFileBytesMax) {
-    return invalid(
-        option + path + ": longer than 1 MiB: is it the right file?");
-  }
-  return Status();
+  const Status status = readFile(path, use, kFileBytesMax, text);
+  return status.ok() ? status
+                     : invalid(option + path + ": " + status.message());
 }
 
 // Moves what `from` has to say to `to`.
@@ -197,9 +166,10 @@ Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
   const Libssl& l = libssl();
   std::string text, authorities;
   for (const Status& status :
-       {readText(kCertificate, files_.certificate, false, text),
-        readText(kKey, files_.key, true, text),
-        readText(kAuthorities, files_.authorities, false, authorities)}) {
+       {readText(kCertificate, files_.certificate, FileUse::kPublic, text),
+        readText(kKey, files_.key, FileUse::kSecret, text),
+        readText(
+            kAuthorities, files_.authorities, FileUse::kPublic, authorities)}) {
     if (!status.ok()) {
       return status;
     }
