@@ -160,6 +160,35 @@ def test_a_message_that_comes_early_waits_for_one_chunk_and_widens_the_guard(clo
     assert work.ran == []
 
 
+@pytest.mark.parametrize("wait_s", [25 * MS, 200 * MS])
+def test_a_hiccup_that_leaves_no_room_for_chunks_is_forgotten(clock: Clock, wait_s: float) -> None:
+    """The guard is longer than the wait, or than what a chunk leaves of it."""
+    made, work = Bubbles(0), Sleeper(clock, 4 * MS)
+    made.add(work)
+    known(made, clock, wait_s)
+    made.begin_iteration()
+    work.took_s, work.left = 45 * MS, 1
+    wait(made, clock, wait_s)
+    assert made.guard_s == pytest.approx(3 * 2**0.5 * 41 * MS)
+    assert len(work.ran) == 1
+    work.predicted_s, work.took_s, work.left = 30 * MS, 30 * MS, 10**9
+    if wait_s < made.guard_s:
+        work.predicted_s = work.took_s = 4 * MS
+    ran = []
+    for _ in range(3):
+        made.begin_iteration()
+        work.ran.clear()
+        wait(made, clock, wait_s)
+        ran.append(len(work.ran))
+    assert ran == [0, 5, 5] if wait_s < 0.1 else ran == [0, 6, 6]
+    # A chunk that is longer than the wait says nothing about the guard.
+    work.predicted_s = work.took_s = 1.0
+    for _ in range(3):
+        made.begin_iteration()
+        wait(made, clock, wait_s)
+    assert len(made._chunk_errors._squares) == sum(ran)
+
+
 def test_work_that_comes_during_a_wait_begins_at_once(clock: Clock) -> None:
     made, work = Bubbles(0), Sleeper(clock, 4 * MS)
     made.add(work)

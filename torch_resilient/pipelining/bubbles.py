@@ -122,6 +122,11 @@ class Errors:
         """An error; harmless ones are negative."""
         self._squares.append(max(error_s, 0.0) ** 2)
 
+    def forget_largest(self) -> None:
+        """Drops the largest error, if there is one."""
+        if self._squares:
+            self._squares.remove(max(self._squares))
+
     @property
     def sigma_s(self) -> float:
         """The standard deviation, as if errors to both sides were alike."""
@@ -229,6 +234,8 @@ class Bubbles:
         self._spans: list[FilledSpan] = []
         self._began_s = math.nan
         self._windows: list[tuple[float, float]] = []
+        # In this iteration: whether a chunk has run, and whether the guard alone kept one back.
+        self._ran = self._kept_back = False
 
     def attach(self, schedule: TorchSchedule) -> None:
         """Fills the waits for messages of one of torch's own schedules, such as Schedule1F1B.
@@ -294,6 +301,11 @@ class Bubbles:
 
     def begin_iteration(self) -> None:
         """The schedule begins an iteration."""
+        # Otherwise a hiccup that makes the guard longer than every wait would last for ever, since
+        # only chunks add to their errors.
+        if self._kept_back and not self._ran:
+            self._chunk_errors.forget_largest()
+        self._ran = self._kept_back = False
         now_s = time.monotonic()
         if not math.isnan(self._began_s):
             period_s = now_s - self._began_s
@@ -343,13 +355,19 @@ class Bubbles:
         """Runs chunks that end a guard before `due_s`, until one of `works` has ended."""
         native = _native.load()
         end_s = due_s - self.guard_s
+        latest_s = due_s - MIN_GUARD_S
+        if end_s <= time.monotonic() < latest_s:
+            self._kept_back = True
         with _isolated(self._device):
             while native.wait_any(works, 0.0) is None and time.monotonic() < end_s:
-                if not self._run_chunk(end_s):
+                if not self._run_chunk(end_s, latest_s):
                     native.wait_any(works, min(_POLL_S, max(end_s - time.monotonic(), 0.0)))
 
-    def _run_chunk(self, end_s: float) -> bool:
-        """Runs a chunk of the first work that has one which ends by `end_s`."""
+    def _run_chunk(self, end_s: float, latest_s: float) -> bool:
+        """Runs a chunk of the first work that has one which ends by `end_s`.
+
+        With the least guard, it might end by `latest_s`.
+        """
         for work in self._works:
             start_s = time.monotonic()
             predicted_s = 0.0
@@ -357,8 +375,10 @@ class Bubbles:
                 chunk = work.next_chunk(end_s)
                 if chunk is not None and start_s + chunk.predicted_s <= end_s:
                     predicted_s = chunk.predicted_s
+                    self._ran = True
                     self._run_on_device(chunk.run)
-                else:
+                elif chunk is not None:
+                    self._kept_back |= start_s + chunk.predicted_s <= latest_s
                     chunk = None
             except Exception as error:
                 self._suspend(work, f"{type(error).__name__}: {error}")
