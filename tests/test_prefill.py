@@ -39,7 +39,7 @@ from torch_resilient.prefill import (
     plain_prefill,
 )
 from torch_resilient.prefill.controller import Controller
-from torch_resilient.prefill.handover import Kind
+from torch_resilient.prefill.handover import Header, Kind, Message
 from torch_resilient.prefill.server import read_call
 from torch_resilient.prefill.signal import ChunkCosts, IdleSignal
 from torch_resilient.prefill.worker import ChunkTimes
@@ -233,6 +233,72 @@ def test_the_ranks_of_a_pipe_follow_each_other() -> None:
     assert (found.start_s, found.end_s) == (pytest.approx(10.5), pytest.approx(11.7))
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_the_ranks_of_a_pipe_compute_at_the_same_time(depth: int) -> None:
+    tokens = 3 * CHUNK + 5
+    made = controller(depth)
+    with_costs = windows((0.0, 90.0), period_s=100.0)
+    for part in range(depth):
+        made.signal(0, part, with_costs, now_s=10.0)
+    found = made.place(0, tokens, 10.0, 1.0, 200.0)
+    # The end of each part of the prompt on each rank: not before the rank ahead has computed it.
+    ends_s = [10.0] * 5
+    lengths_s = [
+        with_costs.costs.flop_s * SHAPE.layer_flops(start, min(CHUNK, tokens - start))
+        for start in range(0, tokens, CHUNK)
+    ]
+    for _ in range(depth):
+        free_s = 10.0
+        for i, length_s in enumerate(lengths_s):
+            free_s = ends_s[i] = max(free_s, ends_s[i]) + length_s * SHAPE.layers / depth
+    assert (found.start_s, found.end_s) == (pytest.approx(10.0), pytest.approx(ends_s[3]))
+    if depth > 1:
+        assert found.end_s - 10.0 < 0.9 * sum(lengths_s) * SHAPE.layers
+
+
+def test_a_pipe_has_at_most_as_many_ranks_as_the_model_has_layers() -> None:
+    with pytest.raises(ValueError, match="a pipe of 5 ranks for 4 layers"):
+        controller(1, 5)
+
+
+class _Recorded:
+    """A link that gives messages and keeps what is sent."""
+
+    lost = ""
+    name = "recorded"
+
+    def __init__(self, *messages: Message) -> None:
+        self._messages = list(messages)
+        self.sent: list[tuple[Kind, tuple[int, ...]]] = []
+
+    def poll(self) -> list[Message]:
+        given, self._messages = self._messages, []
+        return given
+
+    def send(self, kind: Kind, request: int = 0, payload: Any = None, *numbers: int) -> list[Any]:
+        self.sent.append((kind, numbers))
+        return []
+
+
+def test_the_next_rank_gets_the_first_tokens_before_the_others_are_computed() -> None:
+    tokens = torch.tensor(prompt(CHUNK + 1))
+    header = Header(Kind.PROMPT, 7, (0, 0, 0), tokens.dtype, tuple(tokens.shape))
+    decoder, after = _Recorded(Message(header, tokens)), _Recorded()
+    links: Any = (decoder, after)
+    work = PrefillWork(
+        ModelPart(SHAPE, range(2)), Bubbles(8 << 20), links[0], after=links[1], chunk_tokens=CHUNK
+    )
+    passed_on = []
+    while (chunk := work.next_chunk(math.inf)) is not None:
+        with torch.no_grad():
+            chunk.run()
+        passed_on.append(len(after.sent))
+    assert passed_on == [0, 1, 1, 2]
+    assert [numbers for _, numbers in after.sent] == [(0, CHUNK + 1), (CHUNK, CHUNK + 1)]
+    layers = [(0, 0), (1, 0), (0, CHUNK), (1, CHUNK)]
+    assert decoder.sent == [(Kind.KV, each) for each in layers]
+
+
 def test_a_plan_that_changes_breaks_the_promises_that_it_cannot_keep() -> None:
     made = controller(1)
     made.signal(0, 0, windows((0.5, 0.25)), now_s=10.0)
@@ -244,7 +310,7 @@ def test_a_plan_that_changes_breaks_the_promises_that_it_cannot_keep() -> None:
         return [made.signal(0, 0, windows(*spans), now_s=10.55) for _ in range(count)]
 
     # The first one has begun. From now on, the windows are half as long.
-    made.layer_done(begun, 0)
+    made.chunk_done(begun, 0)
     assert signals(2, (0.5, 0.12)) == [[], []]
     assert signals(1, (0.5, 0.25)) == [[]]  # it was one odd iteration
     assert signals(3, (0.5, 0.12)) == [[], [], [hasty]]

@@ -72,31 +72,41 @@ class _Rank:
             return max(base_s + signal.windows[window][0], from_s)
         return max(base_s + signal.period_s + signal.windows[0][0], from_s)
 
-    def slot(self, from_s: float, chunks_s: Sequence[float]) -> Slot | None:
-        """Fills the idle windows from `from_s` on with these chunks; None if that takes too many
-        iterations."""
+    def slot(
+        self, now_s: float, chunks: Sequence[tuple[float, float]]
+    ) -> tuple[Slot, list[float]] | None:
+        """Fills the idle windows from `now_s` on; None if that takes too many iterations.
+
+        `chunks` holds for each, in their order, before when it cannot begin, and how long it takes.
+        The second part of the result is when each ends.
+        """
         signal = self.signal
         if signal is None or not signal.windows:
             return None
-        from_s = max(from_s, self.free_s)
-        if not chunks_s:
-            return Slot(from_s, from_s)
-        period = math.floor((from_s - self.began_s) / signal.period_s)
+        now_s = max(now_s, self.free_s)
+        if not chunks:
+            return Slot(now_s, now_s), []
+        ends_s: list[float] = []
         start_s = math.nan
-        left = 0
+        now_s = max(now_s, chunks[0][0])
+        period = math.floor((now_s - self.began_s) / signal.period_s)
         for number in range(period, period + _MAX_PERIODS):
             base_s = self.began_s + number * signal.period_s
             for offset_s, length_s in signal.windows:
-                now_s = max(base_s + offset_s, from_s)
                 end_s = base_s + offset_s + length_s - signal.guard_s
-                while now_s + chunks_s[left] <= end_s:
-                    if math.isnan(start_s):
-                        start_s = now_s
-                    now_s += chunks_s[left]
-                    left += 1
-                    if left == len(chunks_s):
-                        return Slot(start_s, now_s)
-            if number > period and left == 0:
+                now_s = max(base_s + offset_s, now_s)
+                while True:
+                    ready_s, chunk_s = chunks[len(ends_s)]
+                    begin_s = max(now_s, ready_s)
+                    if begin_s + chunk_s > end_s:
+                        break
+                    if not ends_s:
+                        start_s = begin_s
+                    now_s = begin_s + chunk_s
+                    ends_s.append(now_s)
+                    if len(ends_s) == len(chunks):
+                        return Slot(start_s, now_s), ends_s
+            if number > period and not ends_s:
                 break  # the first chunk fits into no window
         return None
 
@@ -111,7 +121,7 @@ class Reservation:
         pipe: which ranks compute it.
         arrival_s, start_s, end_s: by the controller's clock; start and end are predictions.
         latest_start_s, deadline_s: what was asked for.
-        layers_done: by rank of the pipe, how many of its layers are computed.
+        chunks_done: by rank of the pipe, how many of its chunks are computed.
         doubts: the last signals, in a row, by which it would begin too late.
     """
 
@@ -123,7 +133,7 @@ class Reservation:
     end_s: float
     latest_start_s: float
     deadline_s: float
-    layers_done: list[int]
+    chunks_done: list[int]
     doubts: int = 0
 
 
@@ -138,9 +148,13 @@ class Controller:
         shape: of the model.
         depths: the number of ranks of each pipe.
         chunk_tokens: of the workers.
+
+    Raises ValueError for a pipe with more ranks than the model has layers.
     """
 
     def __init__(self, shape: ModelShape, depths: Sequence[int], chunk_tokens: int = 512) -> None:
+        if max(depths, default=0) > shape.layers:
+            raise ValueError(f"a pipe of {max(depths)} ranks for {shape.layers} layers")
         self._shape = shape
         self._chunk_tokens = chunk_tokens
         self._ranks = [[_Rank() for _ in range(depth)] for depth in depths]
@@ -215,7 +229,7 @@ class Controller:
             each.free_s = -math.inf
         for reservation in waiting:
             begun = reservation.start_s <= now_s
-            slots = self._slots(pipe, reservation.tokens, reservation.layers_done, now_s)
+            slots = self._slots(pipe, reservation.tokens, reservation.chunks_done, now_s)
             late = not slots or slots[0].start_s > reservation.latest_start_s
             reservation.doubts = reservation.doubts + 1 if late and not begun else 0
             if reservation.doubts >= _MAX_DOUBTS:
@@ -225,10 +239,10 @@ class Controller:
         self._enqueue(pipe, self._ranks[pipe][0].earliest_s(now_s))
         return broken
 
-    def layer_done(self, reservation: Reservation, layer: int) -> None:
-        """A layer of a request is computed."""
-        parts = self._shape.parts(len(reservation.layers_done))
-        reservation.layers_done[next(i for i, part in enumerate(parts) if layer in part)] += 1
+    def chunk_done(self, reservation: Reservation, layer: int) -> None:
+        """A layer is computed for the next tokens of a request."""
+        parts = self._shape.parts(len(reservation.chunks_done))
+        reservation.chunks_done[next(i for i, part in enumerate(parts) if layer in part)] += 1
 
     def done(self, reservation: Reservation) -> None:
         """A request has ended, well or not."""
@@ -260,32 +274,33 @@ class Controller:
             heapq.heapify(self._queue)
 
     def _slots(self, pipe: int, tokens: int, done: Sequence[int], now_s: float) -> list[Slot]:
-        """The slots on the ranks of a pipe, one after the other; empty if it does not fit."""
+        """The slots on the ranks of a pipe; empty if it does not fit.
+
+        `done`: by rank, how many chunks are computed. A rank begins with some tokens when the one
+        before has computed its layers for them.
+        """
         slots: list[Slot] = []
         ranks = self._ranks[pipe]
-        parts = self._shape.parts(len(ranks))
-        for rank, part, layers_done in zip(ranks, parts, done, strict=True):
-            chunks_s = self._chunks_s(rank, tokens) * (len(part) - layers_done)
-            slot = rank.slot(slots[-1].end_s if slots else now_s, chunks_s)
-            if slot is None:
+        starts = range(0, tokens, self._chunk_tokens)
+        ready_s = [now_s for _ in starts]
+        for rank, part, chunks_done in zip(ranks, self._shape.parts(len(ranks)), done, strict=True):
+            if rank.signal is None:
                 return []
-            slots.append(slot)
+            base_s, flop_s = rank.signal.costs
+            chunks = []
+            for start, begin_s in zip(starts, ready_s, strict=True):
+                count = min(self._chunk_tokens, tokens - start)
+                chunk_s = base_s + flop_s * self._shape.layer_flops(start, count)
+                chunks += [(begin_s, chunk_s)] * len(part)
+            found = rank.slot(now_s, chunks[chunks_done:])
+            if found is None:
+                return []
+            slots.append(found[0])
+            ready_s = ([now_s] * chunks_done + found[1])[len(part) - 1 :: len(part)]
         return slots
 
-    def _chunks_s(self, rank: _Rank, tokens: int) -> list[float]:
-        """The chunks of a layer."""
-        if rank.signal is None:
-            return [math.inf]
-        base_s, flop_s = rank.signal.costs
-        starts = range(0, tokens, self._chunk_tokens)
-        return [
-            base_s
-            + flop_s * self._shape.layer_flops(start, min(self._chunk_tokens, tokens - start))
-            for start in starts
-        ]
-
     def _reserve(self, reservation: Reservation, now_s: float) -> None:
-        slots = self._slots(reservation.pipe, reservation.tokens, reservation.layers_done, now_s)
+        slots = self._slots(reservation.pipe, reservation.tokens, reservation.chunks_done, now_s)
         for rank, slot in zip(self._ranks[reservation.pipe], slots, strict=False):
             rank.free_s = max(rank.free_s, slot.end_s)
         bisect.insort(self._open[reservation.pipe], reservation, key=lambda each: each.start_s)

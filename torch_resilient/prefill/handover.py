@@ -45,7 +45,7 @@ class Kind(IntEnum):
     PROMPT = 1  # to the first worker (; tokens)
     CANCEL = 2  # to a worker: the request has ended elsewhere
     HIDDEN = 3  # between workers (first token, all tokens; outputs of a chunk)
-    KV = 4  # to the decoder (layer; [2, tokens, kv_heads, head_dim])
+    KV = 4  # to the decoder (layer, first token; [2, tokens of a chunk, kv_heads, head_dim])
     LOGITS = 5  # to the decoder, from the last worker (; [vocabulary])
     FAILED = 6  # to the decoder (; the reason as UTF-8)
     SIGNAL = 7  # to the controller (; see IdleSignal)

@@ -13,7 +13,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
+# Flash attention computes in these types only.
+_FLASH = (torch.float16, torch.bfloat16)
 _ROTARY_BASE = 10_000.0
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -99,14 +102,19 @@ class Layer(nn.Module):
         key, value = self.key_value(normed).view(count, 2, self.shape.kv_heads, -1).unbind(1)
         kv[0, start:end] = _rotated(key, start)
         kv[1, start:end] = value
-        mixed = functional.scaled_dot_product_attention(
-            _rotated(query, start).transpose(0, 1),
-            kv[0, :end].transpose(0, 1),
-            kv[1, :end].transpose(0, 1),
-            attn_mask=torch.ones(count, end, dtype=torch.bool, device=x.device).tril(start),
-            enable_gqa=True,
+        # Heads first, with a dimension for the batch, which flash attention wants.
+        queries, keys, values = (
+            each.transpose(0, 1)[None] for each in (_rotated(query, start), *kv[:, :end])
         )
-        x = x + self.attention_out(mixed.transpose(0, 1).reshape(count, -1))
+        causal: Tensor = (
+            causal_lower_right(count, end)  # flash attention, which takes no other mask
+            if x.is_cuda and x.dtype in _FLASH
+            else torch.ones(count, end, dtype=torch.bool, device=x.device).tril(start)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=causal, enable_gqa=True
+        )
+        x = x + self.attention_out(mixed[0].transpose(0, 1).reshape(count, -1))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, dim=-1)
         out: Tensor = x + self.down(functional.silu(gate) * up)
         return out

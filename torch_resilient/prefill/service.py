@@ -26,6 +26,8 @@ from torch_resilient.prefill.signal import IdleSignal
 _MAX_OPEN = 256
 # The pause between two looks at new requests: an incoming message ends it.
 _POLL_S = 1e-3
+# The logits among what a request waits for.
+_LOGITS = (-1, 0)
 
 
 class Prefilled(NamedTuple):
@@ -49,7 +51,7 @@ class _Request:
     """An open request.
 
     Attributes:
-        missing: what has not come: layers, and -1 for the logits.
+        missing: what has not come: (layer, first token) of keys and values, and the logits.
     """
 
     number: int
@@ -61,7 +63,7 @@ class _Request:
     reservation: Reservation | None = None
     kv: Tensor | None = None
     logits: Tensor | None = None
-    missing: set[int] = field(default_factory=set)
+    missing: set[tuple[int, int]] = field(default_factory=set)
 
 
 @dataclass
@@ -103,6 +105,7 @@ class PrefillService:
         self.max_tokens = max_tokens
         self.stats = ServiceStats()
         self._dtype = dtype
+        self._chunk_tokens = chunk_tokens
         self._controller = Controller(shape, [len(pipe) for pipe in pipes], chunk_tokens)
         # Keys and values of a layer, or a signal of many windows.
         max_bytes = max(shape.kv_bytes(max_tokens, 1, dtype), 8 * shape.vocabulary, 1 << 20)
@@ -219,20 +222,23 @@ class PrefillService:
         size = (shape.layers, 2, len(request.tokens), shape.kv_heads, shape.head_dim)
         request.kv = torch.empty(size, dtype=self._dtype)
         request.logits = torch.empty(shape.vocabulary, dtype=self._dtype)
-        request.missing = {-1, *range(shape.layers)}
+        starts = range(0, len(request.tokens), self._chunk_tokens)
+        request.missing = {_LOGITS, *itertools.product(range(shape.layers), starts)}
         self._links[reservation.pipe][0].send(Kind.PROMPT, request.number, request.tokens)
 
     def _destination(self, header: Header) -> Tensor:
         """The place of a payload. The payload of a request that has ended is dropped."""
-        kind, number, (layer, _, _), dtype, size = header
+        kind, number, (layer, start, _), dtype, size = header
         request = self._open.get(number)
         if kind not in (Kind.KV, Kind.LOGITS) or request is None:
             return torch.empty(size, dtype=dtype)
         if kind is Kind.KV:
             assert request.kv is not None
-            if layer not in request.missing or layer < 0:
-                raise LinkError(f"layer {layer} of request {number} was not awaited")
-            place = request.kv[layer]
+            if (layer, start) == _LOGITS or (layer, start) not in request.missing:
+                raise LinkError(
+                    f"layer {layer} from token {start} of request {number} was not awaited"
+                )
+            place = request.kv[layer, :, start : start + self._chunk_tokens]
         else:
             assert request.logits is not None
             place = request.logits
@@ -241,7 +247,7 @@ class PrefillService:
         return place
 
     def _take(self, pipe: int, part: int, message: Message) -> None:
-        kind, number, (layer, _, _), _, _ = message.header
+        kind, number, (layer, start, _), _, _ = message.header
         request = self._open.get(number)
         if kind is Kind.SIGNAL:
             try:
@@ -257,9 +263,9 @@ class PrefillService:
             if kind is Kind.FAILED:
                 self._reject(request, message.text)
             elif kind in (Kind.KV, Kind.LOGITS):
-                request.missing.discard(layer if kind is Kind.KV else -1)
+                request.missing.discard((layer, start) if kind is Kind.KV else _LOGITS)
                 if kind is Kind.KV:
-                    self._controller.layer_done(request.reservation, layer)
+                    self._controller.chunk_done(request.reservation, layer)
                 if not request.missing:
                     self._finish(request)
 

@@ -1,9 +1,10 @@
 """Prefills as work in bubbles: one rank's part of the model, one layer of some tokens at a time.
 
-A request goes through layer after layer, so that the keys and values of a layer can leave while the
-next one is computed. If the model is cut over several ranks, each passes the outputs of its last
-layer on, chunk by chunk. The chunks of a prompt depend on its length only: results have the same
-bits in every run, whatever the training does.
+The first tokens of a prompt go through all layers of a rank, then the next ones. Keys and values
+leave while the next chunk is computed. If the model is cut over several ranks, each begins as soon
+as the one before has computed the first tokens: all of them work on one prompt at a time. The
+chunks of a prompt depend on its length only: results have the same bits in every run, whatever the
+training does.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class _Job:
         # The input of the next layer, overwritten by its output.
         self.hidden = torch.empty(tokens, model.shape.width, dtype=model.dtype, device=model.device)
         self.received = 0  # tokens whose input of the first layer is there
+        self.start = 0  # the next chunk's first token, and its layer
         self.layer = 0
-        self.start = 0
         self._chunk = chunk
 
     @property
@@ -233,28 +234,33 @@ class PrefillWork(BubbleWork):
             reason = f"{type(error).__name__} in layer {self._model.places[job.layer]}"
             self._fail(job.request, reason)
             raise RuntimeError(reason) from None
-        job.start += count
-        last_layer = job.layer == len(self._model.places) - 1
-        if last_layer and self._after is not None:
-            # A copy on the host, since the job may end before it has left.
-            chunk = job.hidden[rows].to("cpu", copy=True)
-            self._after.send(Kind.HIDDEN, job.request, chunk, start, job.tokens)
-        if job.start == job.tokens:
-            self._layer_done(job, last_layer)
+        # The backend brings tensors of a device to the host beside the next chunk. It has read them
+        # before their memory is used again.
+        place = self._model.places[job.layer]
+        _, works = self._leaving.setdefault(job.request, (0, []))
+        works += self._decoder.send(Kind.KV, job.request, job.kv[job.layer, :, rows], place, start)
+        job.layer += 1
+        if job.layer == len(self._model.places):
+            job.layer = 0
+            job.start += count
+            self._tokens_done(job, rows)
         if job.kv.device.type != "cpu":
             torch.accelerator.current_stream(job.kv.device).synchronize()
         self._times.observe(start, count, time.monotonic() - began_s)
 
-    def _layer_done(self, job: _Job, last_layer: bool) -> None:
-        place = self._model.places[job.layer]
-        kv = job.kv[job.layer].cpu()
-        _, works = self._leaving.setdefault(job.request, (0, []))
-        works += self._decoder.send(Kind.KV, job.request, kv, place)
-        job.layer, job.start = job.layer + 1, 0
-        if last_layer:
+    def _tokens_done(self, job: _Job, rows: slice) -> None:
+        """All layers of this rank are computed for some tokens."""
+        if self._after is not None:
+            # A copy, since the job may end before it has left.
+            self._after.send(
+                Kind.HIDDEN, job.request, job.hidden[rows].clone(), rows.start, job.tokens
+            )
+        if job.start == job.tokens:
             if self._after is None:
-                logits = self._model.logits(job.hidden[-1]).cpu()
-                works += self._decoder.send(Kind.LOGITS, job.request, logits)
+                logits = self._model.logits(job.hidden[-1])
+                self._leaving[job.request][1].extend(
+                    self._decoder.send(Kind.LOGITS, job.request, logits)
+                )
             self._end(job.request)
 
     def _fail(self, request: int, reason: str) -> None:
@@ -276,16 +282,19 @@ class PrefillWork(BubbleWork):
             self._fail(request, f"the link {lost.name} is lost")
 
     def _calibrate(self) -> None:
-        """Measures chunks of two sizes, before there is a training to be delayed."""
-        model = self._model
-        for tokens in (max(self._chunk_tokens // 4, 1), self._chunk_tokens):
-            kv = model.new_kv(tokens)
-            x = torch.zeros(tokens, model.shape.width, dtype=model.dtype, device=kv.device)
+        """Measures chunks of several kinds, before there is a training to be delayed.
+
+        The first one of a kind takes long on a GPU, which loads its kernels then.
+        """
+        model, most = self._model, self._chunk_tokens
+        kv = model.new_kv(2 * most)
+        x = torch.zeros(most, model.shape.width, dtype=model.dtype, device=kv.device)
+        for start, tokens in ((0, max(most // 4, 1)), (0, most), (most, most)):
             for i in range(1 + _CALIBRATIONS):
                 began_s = time.monotonic()
                 with torch.no_grad():
-                    model.layer(0, x, kv[0], 0)
+                    model.layer(0, x[:tokens], kv[0], start)
                 if kv.device.type != "cpu":
                     torch.accelerator.synchronize(kv.device)
-                if i:  # the first one also allocates
-                    self._times.observe(0, tokens, time.monotonic() - began_s)
+                if i:
+                    self._times.observe(start, tokens, time.monotonic() - began_s)
