@@ -146,13 +146,18 @@ void keepFor(
   }
 }
 
-// False with torch 2.11, which cannot tell.
+// torch 2.11 cannot tell, but CUDA can.
 template <typename Impl>
 bool capturing(const Impl& impl, const c10::Stream& stream) {
   if constexpr (requires { impl.isStreamCapturing(stream); }) {
     return impl.isStreamCapturing(stream);
   } else {
-    return false;
+    using IsCapturing = int (*)(void* stream, int* status);
+    static const auto found = reinterpret_cast<IsCapturing>(
+        ::dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing"));
+    int status = 0;
+    return stream.device_type() == c10::DeviceType::CUDA && found != nullptr &&
+        found(stream.native_handle(), &status) == 0 && status != 0;
   }
 }
 

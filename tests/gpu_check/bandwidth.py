@@ -42,12 +42,12 @@ def _measure(rank: Rank, size: int) -> None:
     there = torch.zeros(size // 4, device=rank.device.torch_device)
     times = 50 if size < 1 << 20 else 10 if rank.device.kind == "cuda" else 3
     seconds = {
-        "copy out": _median_s(rank, times, lambda: host.copy_(there, non_blocking=True)),
-        "copy in": _median_s(rank, times, lambda: there.copy_(host, non_blocking=True)),
-        "send, host": _median_s(rank, times, lambda: _there_and_back(rank, host)) / 2,
-        "send, device": _median_s(rank, times, lambda: _there_and_back(rank, there)) / 2,
-        "all_reduce, host": _median_s(rank, times, lambda: dist.all_reduce(host)),
-        "all_reduce, device": _median_s(rank, times, lambda: dist.all_reduce(there)),
+        "copy out": median_s(rank, times, lambda: host.copy_(there, non_blocking=True)),
+        "copy in": median_s(rank, times, lambda: there.copy_(host, non_blocking=True)),
+        "send, host": median_s(rank, times, lambda: there_and_back(rank, host)) / 2,
+        "send, device": median_s(rank, times, lambda: there_and_back(rank, there)) / 2,
+        "all_reduce, host": median_s(rank, times, lambda: dist.all_reduce(host)),
+        "all_reduce, device": median_s(rank, times, lambda: dist.all_reduce(there)),
     }
     if rank.number != 0:
         return
@@ -70,7 +70,8 @@ def format_size(size: int) -> str:
     return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
 
 
-def _there_and_back(rank: Rank, tensor: Tensor) -> None:
+def there_and_back(rank: Rank, tensor: Tensor) -> None:
+    """Two messages."""
     if rank.number == 0:
         dist.send(tensor, 1)
         dist.recv(tensor, 1)
@@ -79,7 +80,7 @@ def _there_and_back(rank: Rank, tensor: Tensor) -> None:
         dist.send(tensor, 0)
 
 
-def _median_s(rank: Rank, times: int, call: Callable[[], object]) -> float:
+def median_s(rank: Rank, times: int, call: Callable[[], object]) -> float:
     """The median time of a call until the device is done; all ranks begin together."""
     call()
     taken_s = []

@@ -49,11 +49,13 @@ SECTIONS = (
     Section("special", "views with a bit, sparse and shared tensors, functional calls", 50),
     Section("train", "DDP, SMART and FSDP2 against the same step over host tensors", 80),
     Section("pipeline", "ScheduleAdaptiveZB: live, fixed, with offloading", 60),
+    Section("bubbles", "chunks and a prefill in the idle time of a pipeline", 60),
     Section("loss", "kernels for codes and priorities", 50, ranks=1),
     Section("errors", "streams that do not get on, time-outs, abort", 60),
     Section("graphs", "captures of graphs", 40),
     Section("devices", "two GPUs", 50, device_index=1),
     Section("bandwidth", "a table of send and all_reduce, 4 KiB to 256 MiB", 90),
+    Section("prefill", "a table of prompts by the number of ranks that share a model", 60),
 )
 
 
@@ -70,7 +72,7 @@ def run_section(section: Section, kind: str, limit_s: float) -> Iterator[Result 
         try:
             for number in range(section.ranks):
                 receive, send = context.Pipe(duplex=False)
-                arguments = (section, kind, number, f"{folder}/store", limit_s, send)
+                arguments = (section, kind, number, f"{folder}/store", deadline_s, send)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True)
                 process.start()
                 send.close()
@@ -131,11 +133,12 @@ def _rank_main(
     kind: str,
     number: int,
     store: str,
-    limit_s: float,
+    deadline_s: float,
     pipe: multiprocessing.connection.Connection,
 ) -> None:
     """Body of the process of a rank."""
-    faulthandler.dump_traceback_later(max(limit_s - _STACKS_S, limit_s / 2), exit=False)
+    left_s = deadline_s - time.monotonic()  # one clock for all processes
+    faulthandler.dump_traceback_later(max(left_s - _STACKS_S, left_s / 2), exit=False)
     warnings.simplefilter("ignore")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same results in every run
     os.environ.setdefault("TORCH_RESILIENT_INTERFACE", "lo")
