@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,20 @@ class Slot(NamedTuple):
 
     start_s: float
     end_s: float
+
+
+class _Run(NamedTuple):
+    """Chunks that follow each other: the layers of a rank for some tokens.
+
+    Attributes:
+        ready_s: they cannot begin before.
+        chunk_s: how long each takes.
+        left: how many.
+    """
+
+    ready_s: float
+    chunk_s: float
+    left: int
 
 
 @dataclass
@@ -72,41 +87,48 @@ class _Rank:
             return max(base_s + signal.windows[window][0], from_s)
         return max(base_s + signal.period_s + signal.windows[0][0], from_s)
 
-    def slot(
-        self, now_s: float, chunks: Sequence[tuple[float, float]]
-    ) -> tuple[Slot, list[float]] | None:
+    def slot(self, now_s: float, runs: Sequence[_Run]) -> tuple[Slot, list[float]] | None:
         """Fills the idle windows from `now_s` on; None if that takes too many iterations.
 
-        `chunks` holds for each, in their order, before when it cannot begin, and how long it takes.
-        The second part of the result is when each ends.
+        The second part of the result is when each run ends.
         """
         signal = self.signal
         if signal is None or not signal.windows:
             return None
         now_s = max(now_s, self.free_s)
-        if not chunks:
-            return Slot(now_s, now_s), []
-        ends_s: list[float] = []
+        ends_s = [now_s for _ in itertools.takewhile(lambda run: not run.left, runs)]
+        if len(ends_s) == len(runs):
+            return Slot(now_s, now_s), ends_s
+        # Plain comparisons and tuples: this takes most of the time of a placement.
+        ready_s, chunk_s, left = runs[len(ends_s)]
+        now_s = max(now_s, ready_s)
         start_s = math.nan
-        now_s = max(now_s, chunks[0][0])
         period = math.floor((now_s - self.began_s) / signal.period_s)
         for number in range(period, period + _MAX_PERIODS):
             base_s = self.began_s + number * signal.period_s
             for offset_s, length_s in signal.windows:
-                end_s = base_s + offset_s + length_s - signal.guard_s
-                now_s = max(base_s + offset_s, now_s)
+                begin_s = base_s + offset_s
+                end_s = begin_s + length_s - signal.guard_s
+                if begin_s < now_s:
+                    begin_s = now_s
                 while True:
-                    ready_s, chunk_s = chunks[len(ends_s)]
-                    begin_s = max(now_s, ready_s)
+                    if begin_s < ready_s:
+                        begin_s = ready_s
                     if begin_s + chunk_s > end_s:
                         break
-                    if not ends_s:
+                    if start_s != start_s:  # the first chunk
                         start_s = begin_s
-                    now_s = begin_s + chunk_s
+                    fitting = max(int((end_s - begin_s) / chunk_s), 1) if chunk_s > 0 else left
+                    if fitting < left:
+                        now_s = begin_s + fitting * chunk_s
+                        left -= fitting
+                        break
+                    begin_s = now_s = begin_s + left * chunk_s
                     ends_s.append(now_s)
-                    if len(ends_s) == len(chunks):
+                    if len(ends_s) == len(runs):
                         return Slot(start_s, now_s), ends_s
-            if number > period and not ends_s:
+                    ready_s, chunk_s, left = runs[len(ends_s)]
+            if number > period and start_s != start_s:
                 break  # the first chunk fits into no window
         return None
 
@@ -176,6 +198,7 @@ class Controller:
         end later than `deadline_s`.
         """
         best: Reservation | None = None
+        best_slots: list[Slot] = []
         seen = []
         # Nothing begins earlier than now.
         while self._queue and (best is None or max(self._queue[0][0], now_s) < best.start_s):
@@ -189,6 +212,7 @@ class Controller:
             nothing = [0] * len(self._ranks[pipe])
             slots = self._slots(pipe, tokens, nothing, now_s)
             if slots and (best is None or slots[0].start_s < best.start_s):
+                best_slots = slots
                 best = Reservation(
                     request,
                     tokens,
@@ -213,7 +237,7 @@ class Controller:
             )
         if best.end_s > deadline_s:
             raise Rejected(f"it would end {1e3 * (best.end_s - deadline_s):.0f} ms too late")
-        self._reserve(best, now_s)
+        self._reserve(best, best_slots)
         return best
 
     def signal(self, pipe: int, part: int, signal: IdleSignal, now_s: float) -> list[Reservation]:
@@ -235,7 +259,7 @@ class Controller:
             if reservation.doubts >= _MAX_DOUBTS:
                 broken.append(reservation)
             else:
-                self._reserve(reservation, now_s)
+                self._reserve(reservation, slots)
         self._enqueue(pipe, self._ranks[pipe][0].earliest_s(now_s))
         return broken
 
@@ -287,20 +311,20 @@ class Controller:
             if rank.signal is None:
                 return []
             base_s, flop_s = rank.signal.costs
-            chunks = []
+            runs = []
             for start, begin_s in zip(starts, ready_s, strict=True):
-                count = min(self._chunk_tokens, tokens - start)
-                chunk_s = base_s + flop_s * self._shape.layer_flops(start, count)
-                chunks += [(begin_s, chunk_s)] * len(part)
-            found = rank.slot(now_s, chunks[chunks_done:])
+                flops = self._shape.layer_flops(start, min(self._chunk_tokens, tokens - start))
+                over = min(chunks_done, len(part))
+                chunks_done -= over
+                runs.append(_Run(begin_s, base_s + flop_s * flops, len(part) - over))
+            found = rank.slot(now_s, runs)
             if found is None:
                 return []
             slots.append(found[0])
-            ready_s = ([now_s] * chunks_done + found[1])[len(part) - 1 :: len(part)]
+            ready_s = found[1]
         return slots
 
-    def _reserve(self, reservation: Reservation, now_s: float) -> None:
-        slots = self._slots(reservation.pipe, reservation.tokens, reservation.chunks_done, now_s)
+    def _reserve(self, reservation: Reservation, slots: Sequence[Slot]) -> None:
         for rank, slot in zip(self._ranks[reservation.pipe], slots, strict=False):
             rank.free_s = max(rank.free_s, slot.end_s)
         bisect.insort(self._open[reservation.pipe], reservation, key=lambda each: each.start_s)
