@@ -189,6 +189,24 @@ def test_a_hiccup_that_leaves_no_room_for_chunks_is_forgotten(clock: Clock, wait
     assert len(made._chunk_errors._squares) == sum(ran)
 
 
+def test_waits_that_are_too_short_say_nothing_without_work(clock: Clock) -> None:
+    made, work = Bubbles(0), Sleeper(clock, 4 * MS, 6 * MS)
+    made.add(work)
+    for _ in range(2):
+        wait(made, clock, 200 * MS, "long")
+        wait(made, clock, 5 * MS, "short")
+    made.begin_iteration()
+    wait(made, clock, 200 * MS, "long")
+    guard_s = made.guard_s
+    assert guard_s == pytest.approx(3 * 2**0.5 * 2 * MS)
+    work.left = 0
+    for _ in range(5):
+        made.begin_iteration()
+        wait(made, clock, 200 * MS, "long")
+        wait(made, clock, 5 * MS, "short")
+    assert made.guard_s == guard_s
+
+
 def test_work_that_comes_during_a_wait_begins_at_once(clock: Clock) -> None:
     made, work = Bubbles(0), Sleeper(clock, 4 * MS)
     made.add(work)

@@ -356,9 +356,9 @@ class Bubbles:
         native = _native.load()
         end_s = due_s - self.guard_s
         latest_s = due_s - MIN_GUARD_S
-        if end_s <= time.monotonic() < latest_s:
-            self._kept_back = True
         with _isolated(self._device):
+            if end_s <= time.monotonic() < latest_s:
+                self._run_chunk(end_s, latest_s)  # runs none, but learns whether one is kept back
             while native.wait_any(works, 0.0) is None and time.monotonic() < end_s:
                 if not self._run_chunk(end_s, latest_s):
                     native.wait_any(works, min(_POLL_S, max(end_s - time.monotonic(), 0.0)))
@@ -376,7 +376,7 @@ class Bubbles:
                 if chunk is not None and start_s + chunk.predicted_s <= end_s:
                     predicted_s = chunk.predicted_s
                     self._ran = True
-                    self._run_on_device(chunk.run)
+                    self.run_on_device(chunk.run)
                 elif chunk is not None:
                     self._kept_back |= start_s + chunk.predicted_s <= latest_s
                     chunk = None
@@ -398,11 +398,18 @@ class Bubbles:
                 return True
         return False
 
-    def _run_on_device(self, run: Callable[[], object]) -> None:
-        with torch.no_grad(), self._stream or contextlib.nullcontext():
-            run()
-        if self._stream is not None:
-            self._stream.record_event().synchronize()
+    def run_on_device(self, run: Callable[[], object]) -> None:
+        """Runs `run` as a chunk runs, and waits for the device.
+
+        Works may call it before the training begins, to warm up what a stream has of its own.
+        """
+        try:
+            with torch.no_grad(), self._stream or contextlib.nullcontext():
+                run()
+        finally:
+            # Also behind an error: memory of what has failed goes to others.
+            if self._stream is not None:
+                self._stream.record_event().synchronize()
 
     def _suspend(self, work: BubbleWork, reason: str) -> None:
         """Training goes on without this work."""
