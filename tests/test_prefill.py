@@ -39,6 +39,8 @@ from torch_resilient.prefill import (
     plain_prefill,
 )
 from torch_resilient.prefill.controller import Controller
+from torch_resilient.prefill.controller import _Rank as Place
+from torch_resilient.prefill.controller import _Run as Run
 from torch_resilient.prefill.handover import Header, Kind, Message
 from torch_resilient.prefill.server import read_call
 from torch_resilient.prefill.signal import ChunkCosts, IdleSignal
@@ -256,6 +258,64 @@ def test_the_ranks_of_a_pipe_compute_at_the_same_time(depth: int) -> None:
         assert found.end_s - 10.0 < 0.9 * sum(lengths_s) * SHAPE.layers
 
 
+def _plain_slot(
+    signal: IdleSignal, began_s: float, now_s: float, runs: Sequence[tuple[float, float, int]]
+) -> tuple[tuple[float, float], list[float]]:
+    """Each chunk, one after the other, in the first window that has room for it."""
+
+    def first_s(from_s: float, chunk_s: float) -> float:
+        for period in range(math.floor((from_s - began_s) / signal.period_s), 10**6):
+            for offset_s, length_s in signal.windows:
+                window_s = began_s + period * signal.period_s + offset_s
+                begin_s = max(window_s, from_s)
+                if begin_s + chunk_s <= window_s + length_s - signal.guard_s:
+                    return begin_s
+        raise AssertionError("no window")
+
+    starts_s, ends_s = [], []
+    for ready_s, chunk_s, left in runs:
+        for _ in range(left):
+            starts_s.append(first_s(max(now_s, ready_s), chunk_s))
+            now_s = starts_s[-1] + chunk_s
+        ends_s.append(now_s)
+    return (starts_s[0] if starts_s else now_s, now_s), ends_s
+
+
+def test_runs_of_chunks_take_the_place_that_each_chunk_would() -> None:
+    for seed in range(300):
+        rng = random.Random(seed)
+        spans, at_s = [], 0.0
+        for _ in range(rng.randint(1, 5)):
+            at_s += rng.uniform(0.0, 0.1)
+            spans.append((at_s, rng.uniform(0.03, 0.2)))
+            at_s += spans[-1][1]
+        signal = windows(*spans, period_s=at_s + 0.1)
+        rank = Place()
+        rank.take(signal, 10.0)
+        done = rng.randint(0, 2)  # runs of which nothing is left
+        runs = [
+            Run(
+                rng.choice([0.0, rng.uniform(10.0, 14.0)]) if i >= done else 0.0,
+                rng.uniform(0.001, max(length for _, length in spans) - 0.011),
+                rng.randint(1, 9) if i >= done else 0,
+            )
+            for i in range(done + rng.randint(0, 4))
+        ]
+        now_s = rng.uniform(10.0, 12.0)
+        found = rank.slot(now_s, runs)
+        assert found is not None
+        expected, ends_s = _plain_slot(signal, 10.0, now_s, runs)
+        assert tuple(found[0]) == pytest.approx(expected), seed
+        assert found[1] == pytest.approx(ends_s), seed
+
+
+def test_a_late_chunk_that_fits_no_window_is_known_at_once() -> None:
+    rank = Place()
+    rank.take(windows((0.5, 0.25)), 10.0)
+    assert rank.slot(10.0, [Run(0.0, 0.1, 3), Run(0.0, 0.25, 1)]) is None
+    assert rank.slot(10.0, [Run(0.0, 0.25, 0), Run(0.0, 0.1, 3), Run(0.0, 0.2, 1)]) is not None
+
+
 def test_a_pipe_has_at_most_as_many_ranks_as_the_model_has_layers() -> None:
     with pytest.raises(ValueError, match="a pipe of 5 ranks for 4 layers"):
         controller(1, 5)
@@ -270,6 +330,8 @@ class _Recorded:
     def __init__(self, *messages: Message) -> None:
         self._messages = list(messages)
         self.sent: list[tuple[Kind, tuple[int, ...]]] = []
+        self.texts: list[str] = []
+        self.works: list[Any] = []
 
     def poll(self) -> list[Message]:
         given, self._messages = self._messages, []
@@ -277,13 +339,19 @@ class _Recorded:
 
     def send(self, kind: Kind, request: int = 0, payload: Any = None, *numbers: int) -> list[Any]:
         self.sent.append((kind, numbers))
-        return []
+        return self.works
+
+    def send_text(self, kind: Kind, request: int, text: str) -> None:
+        self.texts.append(text)
+
+
+def prompted(tokens: Tensor, request: int = 7) -> Message:
+    """A message with a prompt."""
+    return Message(Header(Kind.PROMPT, request, (0, 0, 0), tokens.dtype, (len(tokens),)), tokens)
 
 
 def test_the_next_rank_gets_the_first_tokens_before_the_others_are_computed() -> None:
-    tokens = torch.tensor(prompt(CHUNK + 1))
-    header = Header(Kind.PROMPT, 7, (0, 0, 0), tokens.dtype, tuple(tokens.shape))
-    decoder, after = _Recorded(Message(header, tokens)), _Recorded()
+    decoder, after = _Recorded(prompted(torch.tensor(prompt(CHUNK + 1)))), _Recorded()
     links: Any = (decoder, after)
     work = PrefillWork(
         ModelPart(SHAPE, range(2)), Bubbles(8 << 20), links[0], after=links[1], chunk_tokens=CHUNK
@@ -297,6 +365,41 @@ def test_the_next_rank_gets_the_first_tokens_before_the_others_are_computed() ->
     assert [numbers for _, numbers in after.sent] == [(0, CHUNK + 1), (CHUNK, CHUNK + 1)]
     layers = [(0, 0), (1, 0), (0, CHUNK), (1, CHUNK)]
     assert decoder.sent == [(Kind.KV, each) for each in layers]
+
+
+def test_memory_is_in_use_until_the_next_rank_has_taken_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[str] = []
+    monkeypatch.setattr("torch_resilient.prefill.worker.ended", lambda work: work in left)
+    again = prompted(torch.tensor(prompt(3)))
+    decoder, after, made = _Recorded(prompted(torch.tensor(prompt(CHUNK)))), _Recorded(), Bubbles(1)
+    made.memory.total_bytes = 8 << 20
+    after.works = ["outputs"]
+    links: Any = (decoder, after)
+    work = PrefillWork(
+        ModelPart(SHAPE, range(2)), made, links[0], after=links[1], chunk_tokens=CHUNK
+    )
+    while (chunk := work.next_chunk(math.inf)) is not None:
+        assert made.memory.used_bytes > 2 * CHUNK * SHAPE.width * 4
+        chunk.run()
+    assert made.memory.used_bytes > 2 * CHUNK * SHAPE.width * 4
+    decoder._messages.append(again)  # its number is still in use
+    assert work.next_chunk(math.inf) is None
+    assert decoder.texts == ["its number is in use"]
+    left.append("outputs")
+    assert work.next_chunk(math.inf) is None
+    assert made.memory.used_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "tokens", [torch.zeros(3), torch.zeros(2, 2, dtype=torch.int64), torch.tensor([1, 97])]
+)
+def test_a_prompt_that_is_none_is_refused(tokens: Tensor) -> None:
+    decoder = _Recorded(prompted(tokens), prompted(torch.tensor([1, -1])))
+    link: Any = decoder
+    work = PrefillWork(whole(), Bubbles(8 << 20), link, chunk_tokens=CHUNK)
+    assert work.next_chunk(math.inf) is None
+    assert len(decoder.texts) == 2
+    assert all(text.startswith("a prompt ") for text in decoder.texts)
 
 
 def test_a_plan_that_changes_breaks_the_promises_that_it_cannot_keep() -> None:
@@ -751,8 +854,8 @@ def test_a_plan_that_changes_under_a_reservation_ends_the_request() -> None:
     assert kinds == [Kind.PROMPT, Kind.CANCEL]
 
 
-def strange_worker(rank: int) -> Any:
-    """Rank 0 sends what a worker does not."""
+def strange_worker(rank: int, kind: Kind, sent: Sequence[tuple[Tensor, int, int]]) -> Any:
+    """Rank 0 sends what a worker does not: payload, layer, first token."""
     if rank == 1:
         service = service_of(["p0"])
         reason = reason_of(accepted(service, prompt(20)))
@@ -767,14 +870,32 @@ def strange_worker(rank: int) -> Any:
         return bool(seen)
 
     wait_until(prompted, "a prompt comes")
-    link.send(Kind.KV, seen[0], torch.zeros(2, 21, 2, 8), 0)
+    for payload, layer, start in sent:
+        link.send(kind, seen[0], payload, layer, start)
     wait_until(lambda: link.poll() is None or bool(link.lost), "the service ends the link")
     return None
 
 
-def test_a_payload_of_another_size_ends_the_link() -> None:
-    _, reason = run_ranks(strange_worker, init=False)
-    assert "a payload of (2, 21, 2, 8)" in reason
+_CHUNK_KV = torch.zeros(2, CHUNK, 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sent", "text"),
+    [
+        (Kind.KV, [(torch.zeros(2, 21, 2, 8), 0, 0)], "a payload of (2, 21, 2, 8)"),
+        (Kind.KV, [(_CHUNK_KV, SHAPE.layers, 0)], "layer 4 from token 0 of request"),
+        (Kind.KV, [(_CHUNK_KV, 0, 1)], "layer 0 from token 1 of request"),
+        (Kind.KV, [(_CHUNK_KV, -1, 0)], "layer -1 from token 0 of request"),
+        (Kind.KV, [(_CHUNK_KV, 0, 0)] * 2, "layer 0 from token 0 of request"),
+        (Kind.LOGITS, [(torch.zeros(SHAPE.vocabulary), 0, 0)] * 2, "the logits of request"),
+        (Kind.FAILED, [(torch.zeros(2), 0, 0)], "TypeError in what p0 has sent"),
+    ],
+)
+def test_a_message_that_no_worker_sends_ends_the_pipe(
+    kind: Kind, sent: list[tuple[Tensor, int, int]], text: str
+) -> None:
+    _, reason = run_ranks(strange_worker, kind, sent, init=False)
+    assert text in reason
 
 
 # The server.

@@ -63,16 +63,19 @@ class _Rank:
         began_s: when the iteration of the signal began, by the controller's clock.
         free_s: when all reserved prefills end.
         ends_s: of the usable part of each window, from the begin of an iteration.
+        longest_s: the longest usable part.
     """
 
     signal: IdleSignal | None = None
     began_s: float = 0.0
     free_s: float = -math.inf
     ends_s: tuple[float, ...] = ()
+    longest_s: float = 0.0
 
     def take(self, signal: IdleSignal, began_s: float) -> None:
         self.signal, self.began_s = signal, began_s
         self.ends_s = tuple(start + length - signal.guard_s for start, length in signal.windows)
+        self.longest_s = max((length for _, length in signal.windows), default=0.0) - signal.guard_s
 
     def earliest_s(self, from_s: float) -> float:
         """No chunk begins earlier, however short it is; infinite if there are no windows."""
@@ -90,7 +93,7 @@ class _Rank:
     def slot(self, now_s: float, runs: Sequence[_Run]) -> tuple[Slot, list[float]] | None:
         """Fills the idle windows from `now_s` on; None if that takes too many iterations.
 
-        The second part of the result is when each run ends.
+        Runs of which nothing is left come first. The second part of the result is when each ends.
         """
         signal = self.signal
         if signal is None or not signal.windows:
@@ -99,6 +102,8 @@ class _Rank:
         ends_s = [now_s for _ in itertools.takewhile(lambda run: not run.left, runs)]
         if len(ends_s) == len(runs):
             return Slot(now_s, now_s), ends_s
+        if max(chunk_s for _, chunk_s, left in runs if left) > self.longest_s:
+            return None
         # Plain comparisons and tuples: this takes most of the time of a placement.
         ready_s, chunk_s, left = runs[len(ends_s)]
         now_s = max(now_s, ready_s)
@@ -128,8 +133,6 @@ class _Rank:
                     if len(ends_s) == len(runs):
                         return Slot(start_s, now_s), ends_s
                     ready_s, chunk_s, left = runs[len(ends_s)]
-            if number > period and start_s != start_s:
-                break  # the first chunk fits into no window
         return None
 
 

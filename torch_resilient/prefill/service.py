@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -65,6 +66,21 @@ class _Request:
     logits: Tensor | None = None
     missing: set[tuple[int, int]] = field(default_factory=set)
 
+    def awaited(self, kind: Kind, layer: int, start: int) -> tuple[int, int]:
+        """What a message brings of `missing`. Raises LinkError if it is not missing."""
+        is_kv = kind is Kind.KV
+        piece = (layer, start) if is_kv else _LOGITS
+        if piece not in self.missing or is_kv == (piece == _LOGITS):
+            what = f"layer {layer} from token {start}" if is_kv else "the logits"
+            raise LinkError(f"{what} of request {self.number} did not have to come")
+        return piece
+
+    def holds(self, payload: Tensor) -> bool:
+        """Whether it was received for this request, and not before it began."""
+        place = payload.untyped_storage().data_ptr()
+        mine = (each for each in (self.kv, self.logits) if each is not None)
+        return any(each.untyped_storage().data_ptr() == place for each in mine)
+
 
 @dataclass
 class ServiceStats:
@@ -88,7 +104,10 @@ class PrefillService:
         dtype: of its keys and values.
         pipes: for each copy of the model, the names of the links to its ranks, by layer.
         max_tokens: of a prompt.
-        chunk_tokens: of the workers.
+        chunk_tokens: of the workers, 1 to 512.
+
+    Raises ValueError for a `chunk_tokens` that no worker has, and for a pipe with more ranks than
+    the model has layers.
     """
 
     def __init__(
@@ -101,16 +120,23 @@ class PrefillService:
         max_tokens: int = 8192,
         chunk_tokens: int = 512,
     ) -> None:
+        if not 1 <= chunk_tokens <= 512:
+            raise ValueError(f"chunk_tokens: expected 1 to 512, got {chunk_tokens}")
         self.shape = shape
         self.max_tokens = max_tokens
         self.stats = ServiceStats()
         self._dtype = dtype
         self._chunk_tokens = chunk_tokens
         self._controller = Controller(shape, [len(pipe) for pipe in pipes], chunk_tokens)
-        # Keys and values of a layer, or a signal of many windows.
-        max_bytes = max(shape.kv_bytes(max_tokens, 1, dtype), 8 * shape.vocabulary, 1 << 20)
+        # Keys and values of a chunk, or a signal of many windows.
+        chunk_bytes = shape.kv_bytes(min(chunk_tokens, max_tokens), 1, dtype)
+        max_bytes = max(chunk_bytes, 8 * shape.vocabulary, 1 << 20)
         self._links = [
-            [Link(store, name, 0, max_bytes, self._destination) for name in pipe] for pipe in pipes
+            [
+                Link(store, name, 0, max_bytes, functools.partial(self._destination, number))
+                for name in pipe
+            ]
+            for number, pipe in enumerate(pipes)
         ]
         self._numbers = itertools.count()
         self._open: dict[int, _Request] = {}
@@ -184,7 +210,12 @@ class PrefillService:
         for pipe, links in enumerate(self._links):
             for part, link in enumerate(links):
                 for message in link.poll():
-                    self._take(pipe, part, message)
+                    try:
+                        self._take(pipe, part, message)
+                    except LinkError as error:
+                        self._lose(pipe, f"{link.name}: {error}")
+                    except Exception as error:  # other pipes go on
+                        self._lose(pipe, f"{type(error).__name__} in what {link.name} has sent")
                 if link.lost:
                     self._lose(pipe, f"the link {link.name} is lost: {link.lost}")
         while self._asked:
@@ -226,18 +257,22 @@ class PrefillService:
         request.missing = {_LOGITS, *itertools.product(range(shape.layers), starts)}
         self._links[reservation.pipe][0].send(Kind.PROMPT, request.number, request.tokens)
 
-    def _destination(self, header: Header) -> Tensor:
+    def _request_of(self, pipe: int, number: int) -> _Request | None:
+        """An open request that this pipe computes."""
+        request = self._open.get(number)
+        if request is None or request.reservation is None or request.reservation.pipe != pipe:
+            return None
+        return request
+
+    def _destination(self, pipe: int, header: Header) -> Tensor:
         """The place of a payload. The payload of a request that has ended is dropped."""
         kind, number, (layer, start, _), dtype, size = header
-        request = self._open.get(number)
+        request = self._request_of(pipe, number)
         if kind not in (Kind.KV, Kind.LOGITS) or request is None:
             return torch.empty(size, dtype=dtype)
+        request.awaited(kind, layer, start)
         if kind is Kind.KV:
             assert request.kv is not None
-            if (layer, start) == _LOGITS or (layer, start) not in request.missing:
-                raise LinkError(
-                    f"layer {layer} from token {start} of request {number} was not awaited"
-                )
             place = request.kv[layer, :, start : start + self._chunk_tokens]
         else:
             assert request.logits is not None
@@ -248,7 +283,7 @@ class PrefillService:
 
     def _take(self, pipe: int, part: int, message: Message) -> None:
         kind, number, (layer, start, _), _, _ = message.header
-        request = self._open.get(number)
+        request = self._request_of(pipe, number)
         if kind is Kind.SIGNAL:
             try:
                 signal = IdleSignal.from_tensor(message.payload)
@@ -259,11 +294,12 @@ class PrefillService:
                 self._reject(self._open[broken.request], "the idle time for it has vanished")
         elif kind is Kind.END:
             self._lose(pipe, message.text)
-        elif request is not None and request.reservation is not None:
+        elif request is not None:
+            assert request.reservation is not None
             if kind is Kind.FAILED:
                 self._reject(request, message.text)
-            elif kind in (Kind.KV, Kind.LOGITS):
-                request.missing.discard((layer, start) if kind is Kind.KV else _LOGITS)
+            elif kind in (Kind.KV, Kind.LOGITS) and request.holds(message.payload):
+                request.missing.remove(request.awaited(kind, layer, start))
                 if kind is Kind.KV:
                     self._controller.chunk_done(request.reservation, layer)
                 if not request.missing:

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# An iteration takes longer; the controller counts iterations.
+_MIN_PERIOD_S = 1e-6
+
 
 class ChunkCosts(NamedTuple):
     """The time of a chunk is base_s + flop_s x its floating-point operations."""
@@ -45,7 +48,9 @@ class IdleSignal(NamedTuple):
         if len(numbers) < 5 or len(numbers) % 2 == 0 or not all(map(math.isfinite, numbers)):
             raise ValueError("a signal that says nothing")
         age_s, period_s, guard_s, base_s, flop_s, *flat = numbers
-        if period_s <= 0:
+        if period_s < _MIN_PERIOD_S:
             raise ValueError("a signal of an iteration without length")
+        if min(guard_s, base_s, flop_s, *flat, 0.0) < 0:
+            raise ValueError("a signal of negative times")
         windows = tuple(zip(flat[::2], flat[1::2], strict=True))
         return cls(age_s, period_s, guard_s, ChunkCosts(base_s, flop_s), windows)

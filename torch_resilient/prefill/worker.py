@@ -24,8 +24,10 @@ from torch_resilient.prefill.handover import Kind, Link, Message, ended
 from torch_resilient.prefill.model import ModelPart, ModelShape
 from torch_resilient.prefill.signal import ChunkCosts, IdleSignal
 
-# Enough for a change of the machine's speed to show soon.
-_REMEMBERED = 64
+# Chunks of one kind follow each other, one for each layer. The last kinds count, with few samples
+# each: enough for a change of the machine's speed to show soon.
+_KINDS = 32
+_SAMPLES = 2
 _CALIBRATIONS = 3
 # Requests that were cancelled; of older ones nothing is under way any more.
 _CANCELLED = 1000
@@ -33,33 +35,41 @@ _CANCELLED = 1000
 
 class ChunkTimes:
     """The time of a chunk: a base, and a time for each floating-point operation, by least squares
-    over the last chunks."""
+    over the last chunks of several kinds: the tokens of a chunk, and those before it."""
 
     def __init__(self, shape: ModelShape) -> None:
         self._shape = shape
-        self._samples = deque[tuple[float, float]](maxlen=_REMEMBERED)
+        # By (start, tokens), the kind that was observed last at the end.
+        self._kinds: dict[tuple[int, int], deque[float]] = {}
 
     def observe(self, start: int, tokens: int, took_s: float) -> None:
-        self._samples.append((self._shape.layer_flops(start, tokens), took_s))
+        times_s = self._kinds.pop((start, tokens), None) or deque(maxlen=_SAMPLES)
+        times_s.append(took_s)
+        self._kinds[start, tokens] = times_s
+        if len(self._kinds) > _KINDS:
+            del self._kinds[next(iter(self._kinds))]
 
     def predicted_s(self, start: int, tokens: int) -> float:
         costs = self.costs()
         return costs.base_s + costs.flop_s * self._shape.layer_flops(start, tokens)
 
     def costs(self) -> ChunkCosts:
-        count = len(self._samples)
+        samples = [
+            (self._shape.layer_flops(*kind), took_s)
+            for kind, times_s in self._kinds.items()
+            for took_s in times_s
+        ]
+        count = len(samples)
         if not count:
             return ChunkCosts(math.inf, math.inf)
-        mean_flops = math.fsum(flops for flops, _ in self._samples) / count
-        mean_s = math.fsum(took_s for _, took_s in self._samples) / count
-        spread = math.fsum((flops - mean_flops) ** 2 for flops, _ in self._samples)
-        common = math.fsum(
-            (flops - mean_flops) * (took_s - mean_s) for flops, took_s in self._samples
-        )
+        mean_flops = math.fsum(flops for flops, _ in samples) / count
+        mean_s = math.fsum(took_s for _, took_s in samples) / count
+        spread = math.fsum((flops - mean_flops) ** 2 for flops, _ in samples)
+        common = math.fsum((flops - mean_flops) * (took_s - mean_s) for flops, took_s in samples)
         # Chunks of one size only: all of their time may be due to their operations.
         slope_s = common / spread if spread > (1e-3 * mean_flops) ** 2 * count else math.inf
         slope_s = min(max(slope_s, 0.0), mean_s / mean_flops)
-        return ChunkCosts(mean_s - slope_s * mean_flops, slope_s)
+        return ChunkCosts(max(mean_s - slope_s * mean_flops, 0.0), slope_s)
 
 
 class _Job:
@@ -98,7 +108,7 @@ class PrefillWork(BubbleWork):
         max_tokens: of a prompt.
         max_requests: at a time; more are refused.
         chunk_tokens: the largest number of tokens of a chunk, at most 512. It must be the same on
-            all ranks of the model.
+            all ranks of the model, and that of the service.
 
     Prompts, and what is computed from them, are neither logged nor part of an error's text.
     """
@@ -187,13 +197,20 @@ class PrefillWork(BubbleWork):
         kind, request, (start, tokens, _), _, _ = message.header
         payload = message.payload
         if kind is Kind.PROMPT and self._before is None:
-            if (job := self._begin(request, len(payload))) is not None:
+            # A number that is no token would end the whole process on a GPU.
+            vocabulary = self._model.shape.vocabulary
+            if payload.dtype != torch.int64 or payload.dim() != 1:
+                self._refuse(request, "a prompt is a list of tokens")
+            elif bool(((payload < 0) | (payload >= vocabulary)).any()):
+                self._refuse(request, f"a prompt has tokens from 0 to {vocabulary - 1}")
+            elif (job := self._begin(request, len(payload))) is not None:
                 job.prompt = payload
                 job.received = job.tokens
         elif kind is Kind.HIDDEN and request not in self._cancelled:
             job = self._begin(request, tokens) if start == 0 else self._jobs.get(request)
             if job is not None:
-                job.hidden[start : start + len(payload)] = payload.to(job.hidden.device)
+                # Blocks until it is there: chunks run on another stream.
+                job.hidden[start : start + len(payload)].copy_(payload)
                 job.received = start + len(payload)
         elif kind is Kind.CANCEL:
             self._cancelled.append(request)
@@ -204,20 +221,27 @@ class PrefillWork(BubbleWork):
         reason = ""
         if not 1 <= tokens <= self._max_tokens:
             reason = f"a prompt has 1 to {self._max_tokens} tokens"
-        elif request in self._jobs or len(self._jobs) >= self._max_requests:
+        elif request in self._jobs or request in self._leaving:
+            reason = "its number is in use"
+        elif len(self._jobs) >= self._max_requests:
             reason = f"this rank has {len(self._jobs)} requests"
         elif not self._bubbles.memory.take(self._size(tokens)):
             reason = "its keys and values do not fit into the memory"
         if reason:
-            self._decoder.send_text(Kind.FAILED, request, reason)
+            self._refuse(request, reason)
             return None
         job = self._jobs[request] = _Job(request, self._model, tokens, self._chunk_tokens)
         return job
 
+    def _refuse(self, request: int, reason: str) -> None:
+        self._decoder.send_text(Kind.FAILED, request, reason)
+
     def _size(self, tokens: int) -> int:
         model = self._model
         kv_bytes = model.shape.kv_bytes(tokens, len(model.places), model.dtype)
-        return kv_bytes + tokens * model.shape.width * model.dtype.itemsize
+        # Outputs, and the copies that leave for the next rank.
+        copies = 1 if self._after is None else 2
+        return kv_bytes + copies * tokens * model.shape.width * model.dtype.itemsize
 
     def _run(self, job: _Job) -> None:
         """Runs a layer for the next tokens of a job."""
@@ -250,17 +274,15 @@ class PrefillWork(BubbleWork):
 
     def _tokens_done(self, job: _Job, rows: slice) -> None:
         """All layers of this rank are computed for some tokens."""
+        _, works = self._leaving[job.request]
         if self._after is not None:
             # A copy, since the job may end before it has left.
-            self._after.send(
-                Kind.HIDDEN, job.request, job.hidden[rows].clone(), rows.start, job.tokens
-            )
+            chunk = job.hidden[rows].clone()
+            works += self._after.send(Kind.HIDDEN, job.request, chunk, rows.start, job.tokens)
         if job.start == job.tokens:
             if self._after is None:
                 logits = self._model.logits(job.hidden[-1])
-                self._leaving[job.request][1].extend(
-                    self._decoder.send(Kind.LOGITS, job.request, logits)
-                )
+                works += self._decoder.send(Kind.LOGITS, job.request, logits)
             self._end(job.request)
 
     def _fail(self, request: int, reason: str) -> None:
@@ -284,7 +306,8 @@ class PrefillWork(BubbleWork):
     def _calibrate(self) -> None:
         """Measures chunks of several kinds, before there is a training to be delayed.
 
-        The first one of a kind takes long on a GPU, which loads its kernels then.
+        The first one of a kind takes long on a GPU, which loads its kernels then, and finds memory
+        for the stream of chunks.
         """
         model, most = self._model, self._chunk_tokens
         kv = model.new_kv(2 * most)
@@ -292,9 +315,10 @@ class PrefillWork(BubbleWork):
         for start, tokens in ((0, max(most // 4, 1)), (0, most), (most, most)):
             for i in range(1 + _CALIBRATIONS):
                 began_s = time.monotonic()
-                with torch.no_grad():
-                    model.layer(0, x[:tokens], kv[0], start)
-                if kv.device.type != "cpu":
-                    torch.accelerator.synchronize(kv.device)
+                self._bubbles.run_on_device(partial(model.layer, 0, x[:tokens], kv[0], start))
                 if i:
                     self._times.observe(start, tokens, time.monotonic() - began_s)
+        if model.embedding is not None:
+            self._bubbles.run_on_device(partial(model.embed, torch.zeros(most, dtype=torch.int64)))
+        if model.head is not None:
+            self._bubbles.run_on_device(partial(model.logits, x[-1]))
