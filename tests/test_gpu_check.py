@@ -153,7 +153,9 @@ def test_all_limits_together_leave_time_for_the_start() -> None:
 def test_the_document_names_its_circumstances(tmp_path: Path) -> None:
     about = {"device": "Some GPU", "torch": "2.13.0+cu130", "commit": "0123", "date": "2026-11-24"}
     rows = [Row({"size": bandwidth.format_size(size), "send, us": 1.5}) for size in (4096, 1 << 28)]
-    text = program.document(about, rows)
+    text = program.document(about, {"bandwidth": rows})
+    assert program.LEGENDS["bandwidth"] in text
+    assert program.LEGENDS["prefill"] not in text
     for key, value in about.items():
         assert f"- {key}: {value}\n" in text
     assert "| size | send, us |\n| --- | --- |\n| 4 KiB | 1.5 |\n| 256 MiB | 1.5 |\n" in text

@@ -155,9 +155,13 @@ bool capturing(const Impl& impl, const c10::Stream& stream) {
     using IsCapturing = int (*)(void* stream, int* status);
     static const auto found = reinterpret_cast<IsCapturing>(
         ::dlsym(RTLD_DEFAULT, "cudaStreamIsCapturing"));
+    if (stream.device_type() != c10::DeviceType::CUDA || found == nullptr) {
+      return false;
+    }
+    // A default stream is that of the current device.
+    const c10::DeviceGuard guard(stream.device());
     int status = 0;
-    return stream.device_type() == c10::DeviceType::CUDA && found != nullptr &&
-        found(stream.native_handle(), &status) == 0 && status != 0;
+    return found(stream.native_handle(), &status) == 0 && status != 0;
   }
 }
 

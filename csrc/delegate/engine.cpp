@@ -92,8 +92,6 @@ size_t maxPending(const EngineOptions& options) {
       : std::min(asked, std::max<size_t>(1, files.rlim_cur / kDescriptorShare));
 }
 
-// Checks the type and the mode of the open file before it reads a byte. A
-// device such as /dev/zero would never end, and a FIFO would hang the start.
 // A line end at the end does not belong to the secret: `openssl rand` prints
 // one.
 // Guarded by engineTakesASecretFromAFileThatOnlyItsUserReads.

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,17 +45,21 @@ HEAD = """\
 `make gpu-test` writes this file on a machine with a GPU.
 """
 
-LEGEND = """\
+# By section, for those that measure: what their tables show.
+LEGENDS = {
+    "bandwidth": """\
 Times are medians, with two ranks on one device. `copy out` and `copy in` are copies between the
 device and pinned host memory, without a network. `send` is half of a message there and back. Host
 tensors are in pinned memory. The last two columns compare an operation on device tensors with the
 same on host tensors and both copies: 1 means that nothing overlaps and nothing else takes time.
-
-The table of prompts has the time to the first token for a model of the shape of Llama-3-8B, in
-half precision, by the number of ranks that share its layers (BUBBLETEA §6.6). Chunks of 512 tokens
-and messages of their outputs are measured. Times with several ranks are computed from these, as if
-no rank had to wait for a bubble.
-"""
+""",
+    "prefill": """\
+The time to the first token for a model of the shape of Llama-3-8B, in half precision, by the number
+of ranks that share its layers (BUBBLETEA §6.6). Chunks of 512 tokens and messages of their outputs
+are measured. Times with several ranks are computed from these, as if no rank had to wait for a
+bubble.
+""",
+}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -87,7 +91,8 @@ def parser() -> argparse.ArgumentParser:
         "--table",
         type=Path,
         metavar="FILE",
-        help="write the table there (default: docs/measurements-gpu.md on cuda, else nowhere)",
+        help="write the tables there (default: docs/measurements-gpu.md if all of them were "
+        "measured on cuda, else nowhere)",
     )
     return made
 
@@ -131,7 +136,7 @@ def main(arguments: Sequence[str] | None = None, sections: Sequence[Section] = S
         times.append(f"{section.name} {time.monotonic() - section_begin_s:.0f} s")
     print(f"{', '.join(f'{n} {verdict}' for verdict, n in counts.items())} ({', '.join(times)})")
     if rows:
-        write_table(chosen, about, [row for table in rows.values() for row in table])
+        write_tables(chosen, about, rows)
     return 1 if counts["FAIL"] else 0
 
 
@@ -150,22 +155,29 @@ def circumstances(kind: str) -> dict[str, str]:
     }
 
 
-def document(about: dict[str, str], rows: Sequence[Row]) -> str:
-    """docs/measurements-gpu.md."""
-    lines = [HEAD, *(f"- {key}: {value}" for key, value in about.items()), "", LEGEND]
-    lines += _benchmark_module("measurements").table([row.cells for row in rows])
+def document(about: Mapping[str, str], rows: Mapping[str, Sequence[Row]]) -> str:
+    """docs/measurements-gpu.md, from the rows of each section."""
+    lines = [HEAD, *(f"- {key}: {value}" for key, value in about.items())]
+    for section, legend in LEGENDS.items():
+        if section in rows:
+            lines += ["", legend]
+            lines += _benchmark_module("measurements").table([row.cells for row in rows[section]])
     return "\n".join(lines) + "\n"
 
 
-def write_table(chosen: argparse.Namespace, about: dict[str, str], rows: Sequence[Row]) -> None:
-    """Writes the table, or prints it where it is not one of a GPU."""
-    path: Path | None = chosen.table or (TABLE if chosen.device == "cuda" else None)
+def write_tables(
+    chosen: argparse.Namespace, about: Mapping[str, str], rows: Mapping[str, Sequence[Row]]
+) -> None:
+    """Writes the tables. Prints them where not all are there, or not those of a GPU."""
+    path: Path | None = chosen.table
+    if path is None and chosen.device == "cuda" and rows.keys() == LEGENDS.keys():
+        path = TABLE
     text = document(about, rows)
     if path is None:
         print(text)
     else:
         path.write_text(text, encoding="utf-8")
-        print(f"the table is in {path}")
+        print(f"the tables are in {path}")
 
 
 def _benchmark_module(name: str) -> Any:
