@@ -67,7 +67,7 @@ class _Request:
     missing: set[tuple[int, int]] = field(default_factory=set)
 
     def awaited(self, kind: Kind, layer: int, start: int) -> tuple[int, int]:
-        """What a message brings of `missing`. Raises LinkError if it is not missing."""
+        """The part of `missing` that a message brings. Raises LinkError if it is not missing."""
         is_kv = kind is Kind.KV
         piece = (layer, start) if is_kv else _LOGITS
         if piece not in self.missing or is_kv == (piece == _LOGITS):
