@@ -316,6 +316,15 @@ def test_a_late_chunk_that_fits_no_window_is_known_at_once() -> None:
     assert rank.slot(10.0, [Run(0.0, 0.25, 0), Run(0.0, 0.1, 3), Run(0.0, 0.2, 1)]) is not None
 
 
+@pytest.mark.parametrize("chunk_tokens", [0, 513])
+def test_a_chunk_has_1_to_512_tokens(chunk_tokens: int) -> None:
+    link: Any = _Recorded()
+    with pytest.raises(ValueError, match=f"expected 1 to 512, got {chunk_tokens}"):
+        PrefillWork(whole(), Bubbles(0), link, chunk_tokens=chunk_tokens)
+    with pytest.raises(ValueError, match=f"expected 1 to 512, got {chunk_tokens}"):
+        PrefillService(dist.HashStore(), SHAPE, torch.float32, [], chunk_tokens=chunk_tokens)
+
+
 def test_a_pipe_has_at_most_as_many_ranks_as_the_model_has_layers() -> None:
     with pytest.raises(ValueError, match="a pipe of 5 ranks for 4 layers"):
         controller(1, 5)

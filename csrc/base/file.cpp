@@ -13,7 +13,7 @@ namespace resilient {
 
 namespace {
 
-constexpr size_t kKernelTextMax = 4096;
+constexpr size_t kKernelTextMax = 4096; // those that are read have some hundred
 
 Status invalid(const std::string& text) {
   return Status(StatusCode::kInvalidArgument, text);

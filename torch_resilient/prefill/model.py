@@ -17,6 +17,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 # Flash attention computes in these types only.
 _FLASH = (torch.float16, torch.bfloat16)
+# The tokens of a chunk: more make it longer than many bubbles, fewer leave a GPU without work.
+MAX_CHUNK_TOKENS = 512
 _ROTARY_BASE = 10_000.0
 
 _Module = TypeVar("_Module", bound=nn.Module)
@@ -62,6 +64,12 @@ class ModelShape:
         return [
             range(i * self.layers // count, (i + 1) * self.layers // count) for i in range(count)
         ]
+
+
+def check_chunk_tokens(chunk_tokens: int) -> None:
+    """Raises ValueError for what is no number of tokens of a chunk."""
+    if not 1 <= chunk_tokens <= MAX_CHUNK_TOKENS:
+        raise ValueError(f"chunk_tokens: expected 1 to {MAX_CHUNK_TOKENS}, got {chunk_tokens}")
 
 
 def _rotated(x: Tensor, start: int) -> Tensor:

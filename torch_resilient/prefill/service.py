@@ -20,7 +20,7 @@ from torch_resilient import _native
 from torch_resilient._reports import events
 from torch_resilient.prefill.controller import Controller, Rejected, Reservation
 from torch_resilient.prefill.handover import Header, Kind, Link, LinkError, Message
-from torch_resilient.prefill.model import ModelShape
+from torch_resilient.prefill.model import ModelShape, check_chunk_tokens
 from torch_resilient.prefill.signal import IdleSignal
 
 # The maximum of open requests and of those that wait for the thread.
@@ -120,8 +120,7 @@ class PrefillService:
         max_tokens: int = 8192,
         chunk_tokens: int = 512,
     ) -> None:
-        if not 1 <= chunk_tokens <= 512:
-            raise ValueError(f"chunk_tokens: expected 1 to 512, got {chunk_tokens}")
+        check_chunk_tokens(chunk_tokens)
         self.shape = shape
         self.max_tokens = max_tokens
         self.stats = ServiceStats()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_resilient.pipelining.bubbles import Bubbles, BubbleWork, Chunk
 from torch_resilient.prefill.handover import Kind, Link, Message, ended
-from torch_resilient.prefill.model import ModelPart, ModelShape
+from torch_resilient.prefill.model import ModelPart, ModelShape, check_chunk_tokens
 from torch_resilient.prefill.signal import ChunkCosts, IdleSignal
 
 # Chunks of one kind follow each other, one for each layer. The last kinds count, with few samples
@@ -127,8 +127,7 @@ class PrefillWork(BubbleWork):
         max_requests: int = 16,
         chunk_tokens: int = 512,
     ) -> None:
-        if not 1 <= chunk_tokens <= 512:
-            raise ValueError(f"chunk_tokens: expected 1 to 512, got {chunk_tokens}")
+        check_chunk_tokens(chunk_tokens)
         self.memory_bytes = model.memory_bytes
         self._model = model
         self._bubbles = bubbles
