@@ -143,8 +143,10 @@ BlockShape PacketSender::chosenShape(
   RedundancyLimits limits;
   limits.target = mayMiss > 0 ? kRelaxedTarget : kRepairTarget;
   limits.maxRatio = std::max(scheme.maxRatio, kMinMaxRatio / dataSymbols);
+  // On a link that has long lost nothing, one symbol of a block remains,
+  // against a first loss.
   limits.minRatio = important ? scheme.importantRatio
-      : isActivation(cls)     ? scheme.activationRatio
+      : isActivation(cls)     ? scheme.activationRatio * loss_.doubt()
                               : scheme.minRatio;
   // A tolerated part protects as well against a sudden loss.
   limits.minRatio = std::max(

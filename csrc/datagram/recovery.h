@@ -28,8 +28,9 @@ struct RecoveryScheme {
   int data = 100;
   int parity = 10;
   // Semantic: bounds of the parity per data symbol that follows from what is
-  // lost; and what activations get at least, and the few important packets of
-  // a gradient, which costs next to nothing.
+  // lost; and what activations get at least, until it is known that nothing is
+  // lost, and the few important packets of a gradient, which costs next to
+  // nothing.
   double minRatio = 0;
   double maxRatio = 0.5;
   double activationRatio = 0.1;

@@ -159,6 +159,11 @@ LossEstimate LossMeter::cautious() const {
   return loss;
 }
 
+double LossMeter::doubt() const {
+  const double seen = packets_ / kLossMemoryPackets;
+  return std::clamp(1 - seen + lost_, 0.0, 1.0);
+}
+
 // For XOR, packets that lie between two neighbours of a sequence belong to
 // other sequences and blocks: the more there are, the more independent are the
 // two losses.

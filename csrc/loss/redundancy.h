@@ -30,6 +30,9 @@ class LossMeter {
   // in few bursts. Repair that is planned for the estimate itself falls short
   // half of the time.
   LossEstimate cautious() const;
+  // How far the next packets may be lost unlike those before: 1 where little is
+  // known and after a loss; towards 0 the longer none was lost.
+  double doubt() const;
 
  private:
   // Ages everything by `count` packets; returns the weight that these have.

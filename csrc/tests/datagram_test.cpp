@@ -366,6 +366,39 @@ TEST(datagram_parity_is_less_where_some_may_be_missing) {
   CHECK(late.spent < exact.spent - 0.02);
 }
 
+// On a link that loses nothing, activations pay for a first loss only: one
+// symbol of a block, which repairs it without a repeat. After losses they have
+// their usual share again.
+TEST(datagram_parity_of_activations_fades_where_nothing_is_lost) {
+  const DatagramLink link;
+  DatagramPair pair(3, RecoverySchemes{}, link, link, link.bytesPerS);
+  Prng prng(3);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 512u << 10);
+  ObjectToSend what;
+  what.header = header;
+  what.payload = payload;
+  // Repair symbols for each data symbol of some messages.
+  const auto ratio = [&](int messages) {
+    const SenderCounters before = pair.sender(0).counters();
+    for (int i = 0; i < messages; ++i) {
+      pair.send(0, what);
+      CHECK(pair.runUntilIdle(seconds(10)));
+    }
+    const SenderCounters& after = pair.sender(0).counters();
+    return static_cast<double>(after.repairSymbols - before.repairSymbols) /
+        static_cast<double>(after.dataSymbols - before.dataSymbols);
+  };
+  CHECK(ratio(5) > 0.09);
+  ratio(200);
+  const double clean = ratio(20);
+  CHECK(clean > 0.008 && clean < 0.025);
+  pair.link(0).loss = 0.002;
+  ratio(5);
+  CHECK(pair.receiver(1).counters().recovered > 0);
+  CHECK(ratio(20) > 0.08);
+}
+
 // Small packets pass, and are answered: only the pieces tell that the network
 // does not carry them any more.
 TEST(datagram_sender_notices_that_only_small_packets_pass) {

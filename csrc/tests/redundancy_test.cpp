@@ -390,6 +390,20 @@ TEST(redundancy_meter_does_not_care_how_runs_are_cut) {
       1e-3);
 }
 
+TEST(redundancy_meter_doubts_until_nothing_was_lost_for_long) {
+  LossMeter meter;
+  CHECK_EQ(meter.doubt(), 1.0);
+  const auto memory = static_cast<uint64_t>(kLossMemoryPackets);
+  meter.onPackets(memory, 0);
+  CHECK(std::abs(meter.doubt() - std::exp(-1)) < 1e-3);
+  meter.onPackets(5 * memory, 0);
+  CHECK(meter.doubt() < 0.01);
+  meter.onPackets(0, 1);
+  CHECK_EQ(meter.doubt(), 1.0);
+  meter.onPackets(2 * memory, 0);
+  CHECK(meter.doubt() > 0.1 && meter.doubt() < 0.2);
+}
+
 TEST(redundancy_meter_forgets) {
   LossMeter meter;
   Channel bad({0.05, 4}, 1);
