@@ -9,8 +9,10 @@
 namespace resilient {
 namespace {
 
-// A report is sent at the latest after this many packets, or this long.
+// A report is sent after this many packets, but not many in a round trip, and
+// at the latest after this long.
 constexpr uint32_t kReportEvery = 64;
+constexpr int kReportsPerRoundTrip = 16;
 constexpr Nanos kReportDelay = std::chrono::milliseconds(5);
 // And no more often than this, whatever happens.
 constexpr Nanos kReportMin = std::chrono::microseconds(100);
@@ -257,8 +259,12 @@ Status PacketReceiver::onSymbol(
   numbers_.setRoundTrip(std::chrono::microseconds(h.roundTripMicros));
   const bool end = h.type == PacketType::kEnd;
   symbols_ += !end;
-  if (++unreported_ >= kReportEvery || end) {
+  if (end) {
     reportSoon(now);
+  } else if (++unreported_ >= kReportEvery) {
+    reportSoon(
+        reportedAt_ +
+        std::min(kReportDelay, numbers_.roundTrip() / kReportsPerRoundTrip));
   } else {
     reportSoon(now + kReportDelay);
   }

@@ -16,9 +16,12 @@ namespace {
 // Headers of IP and UDP, number and seal: what a packet takes of the link
 // beyond what next() writes.
 constexpr size_t kWireOverheadBytes = 60;
-// Packets leave in bursts of this length: a system call and a wake-up serve
-// several. A late sender makes up for at most kLateness.
-constexpr Nanos kBurst = std::chrono::microseconds(250);
+// Packets leave in bursts: a system call and a wake-up serve several. A burst
+// is what one system call can take, as the kernel paces TCP, within these
+// times. A late sender makes up for at most kLateness.
+constexpr double kBurstBytes = 64 << 10;
+constexpr Nanos kMinBurst = std::chrono::microseconds(250);
+constexpr Nanos kMaxBurst = std::chrono::milliseconds(1);
 constexpr Nanos kLateness = std::chrono::milliseconds(1);
 // A rate is measured over no less: reports and interrupts come in bursts.
 constexpr uint32_t kMeasureMicros = 3000;
@@ -327,29 +330,28 @@ void PacketSender::stamp(SymbolHeader& h, TimePoint now) const {
           .count());
 }
 
-size_t PacketSender::writeSymbol(
+void PacketSender::writeSymbol(
     Object& o,
     uint16_t index,
     bool retransmitted,
     TimePoint now,
-    std::byte* out) {
+    PacketToSend& out) {
   SymbolHeader h = o.header;
   h.index = index;
   h.position = o.positionOf(index);
   h.retransmitted = retransmitted;
   stamp(h, now);
-  encodeSymbolHeader(h, out);
-  std::memcpy(out + kSymbolHeaderBytes, o.piece(index), h.pieceBytes);
-  return kSymbolHeaderBytes + h.pieceBytes;
+  encodeSymbolHeader(h, out.header.data());
+  out.piece = {o.piece(index), h.pieceBytes};
 }
 
 // `number`: in the order of sending. It takes one of each block in turn, so a
 // burst takes few of each.
-size_t PacketSender::writeRepair(
+void PacketSender::writeRepair(
     Object& o,
     uint32_t number,
     TimePoint now,
-    std::byte* out) {
+    PacketToSend& out) {
   if (o.repair.empty()) {
     makeRepair(o);
   }
@@ -360,17 +362,13 @@ size_t PacketSender::writeRepair(
   h.index = static_cast<uint16_t>(symbol);
   h.position = o.repairPositions[symbol];
   stamp(h, now);
-  encodeSymbolHeader(h, out);
-  std::memcpy(
-      out + kSymbolHeaderBytes,
-      o.repair.data() + size_t(symbol) * h.pieceBytes,
-      h.pieceBytes);
-  return kSymbolHeaderBytes + h.pieceBytes;
+  encodeSymbolHeader(h, out.header.data());
+  out.piece = {o.repair.data() + size_t(symbol) * h.pieceBytes, h.pieceBytes};
 }
 
 // A description without a symbol. It makes the receiver report, even if all
 // symbols after some packet were dropped.
-size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
+bool PacketSender::writeEnd(TimePoint now, PacketToSend& out) {
   // The last object that has been sent whole, or is being sent: the receiver
   // reports on all before it.
   auto at = objects_.lower_bound(sending_);
@@ -378,7 +376,7 @@ size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
   if (whole && at != objects_.begin()) {
     --at;
   } else if (whole && inFlight_.empty()) {
-    return 0; // nothing has been sent
+    return false; // nothing has been sent
   } else {
     // Also if only parity of what is done was sent: it may be lost, and fill
     // the window.
@@ -388,8 +386,9 @@ size_t PacketSender::writeEnd(TimePoint now, std::byte* out) {
   h.type = PacketType::kEnd;
   h.retransmitted = !whole; // its sending is not over
   stamp(h, now);
-  encodeSymbolHeader(h, out);
-  return kSymbolHeaderBytes;
+  encodeSymbolHeader(h, out.header.data());
+  out.piece = {};
+  return true;
 }
 
 Nanos PacketSender::patience() const {
@@ -430,67 +429,72 @@ TimePoint PacketSender::nextAt() const {
 // object that has not been sent whole. If neither exists, or neither may leave,
 // an END is sent when it is due: it is small, and it is the way out when the
 // window is filled by packets that were all dropped.
-size_t PacketSender::next(TimePoint now, uint64_t packet, std::byte* out) {
-  size_t bytes = 0;
+bool PacketSender::next(TimePoint now, uint64_t packet, PacketToSend& out) {
+  bool found = false;
+  spent_ = {};
   const bool window = inFlightBytes_ < rate_.windowBytes();
-  if (window && paceAt_ <= now + kBurst) {
-    while (bytes == 0 && !again_.empty()) {
+  const Nanos burst = std::clamp(
+      fromSeconds(kBurstBytes / rate_.bytesPerS()), kMinBurst, kMaxBurst);
+  if (window && paceAt_ <= now + burst) {
+    while (!found && !again_.empty()) {
       const auto [number, index] = again_.front();
       again_.pop_front();
-      const auto found = objects_.find(number);
-      if (found == objects_.end()) {
+      const auto at = objects_.find(number);
+      if (at == objects_.end()) {
         continue;
       }
-      Object& o = found->second;
+      Object& o = at->second;
       o.queued[index] = false;
       o.lastPacket[index] = packet;
       ++counters_.retransmitted;
-      bytes = writeSymbol(o, index, true, now, out);
+      writeSymbol(o, index, true, now, out);
+      found = true;
     }
-    if (bytes == 0 && waitingBytes_ > 0) {
+    if (!found && waitingBytes_ > 0) {
       Object& o = objects_.lower_bound(sending_)->second;
       const uint32_t symbol = o.order.empty() ? o.sent : o.order[o.sent];
       if (symbol < o.header.count) {
         const auto index = static_cast<uint16_t>(symbol);
         o.lastPacket[index] = packet;
         ++counters_.dataSymbols;
-        bytes = writeSymbol(o, index, false, now, out);
+        writeSymbol(o, index, false, now, out);
       } else {
         ++counters_.repairSymbols;
-        bytes = writeRepair(o, symbol - o.header.count, now, out);
+        writeRepair(o, symbol - o.header.count, now, out);
       }
+      found = true;
       waitingBytes_ -= o.header.pieceBytes;
       if (++o.sent == o.symbols()) {
         sending_ = o.header.object + 1;
-        o.repair = {};
+        spent_ = std::exchange(o.repair, {}); // the packet may refer to it
         o.repairPositions = {};
       }
     }
-    if (bytes != 0) {
+    if (found) {
       endsSent_ = 0;
     }
   }
   if (waitingBytes_ == 0) {
     limitedUntil_ = now + rate_.roundTrip();
   }
-  if (bytes == 0 && endAt_ <= now) {
-    bytes = writeEnd(now, out);
+  if (!found && endAt_ <= now) {
+    found = writeEnd(now, out);
     // As many at a time as are lost in a row.
     const double row = std::min(loss_.estimate().burstPackets, kMaxEndsInARow);
-    if (bytes != 0 && ++endsInARow_ < row) {
-      sent(packet, bytes, now);
-      return bytes;
+    if (found && ++endsInARow_ < row) {
+      sent(packet, out.bytes(), now);
+      return true;
     }
     endsInARow_ = 0;
     ++endsSent_;
   }
-  if (bytes != 0) {
-    sent(packet, bytes, now);
+  if (found) {
+    sent(packet, out.bytes(), now);
   }
-  if (bytes != 0 || endAt_ <= now) {
+  if (found || endAt_ <= now) {
     planEnds(now);
   }
-  return bytes;
+  return found;
 }
 
 // A caller that comes late may catch up, but only by kLateness: more would be a

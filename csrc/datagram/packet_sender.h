@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -27,6 +28,17 @@ struct ObjectToSend {
   TrafficClass trafficClass = TrafficClass::kActivation;
   Tolerance tolerance;
   DType dtype = DType::kUInt8; // of the payload, if anything is tolerated
+};
+
+// One packet of an object: a header, and a piece that is not copied. An END has
+// none.
+struct PacketToSend {
+  std::array<std::byte, kSymbolHeaderBytes> header;
+  std::span<const std::byte> piece;
+
+  size_t bytes() const {
+    return header.size() + piece.size();
+  }
 };
 
 struct SenderCounters {
@@ -80,10 +92,9 @@ class PacketSender {
   // When next() should be called again; kNever if there is nothing to send.
   // May be in the past. Unlike next(), does not look at the clock.
   TimePoint nextAt() const;
-  // Writes the next packet and returns its bytes; 0: none may leave now.
-  // `packet` is its number on this path, from 1. `out` has room for
-  // kSymbolHeaderBytes and a piece.
-  size_t next(TimePoint now, uint64_t packet, std::byte* out);
+  // The next packet; false: none may leave now. `packet` is its number on this
+  // path, from 1. The piece is valid until any other call.
+  bool next(TimePoint now, uint64_t packet, PacketToSend& out);
   // A packet that is not of this class has left: no report covers it.
   void sentOther(uint64_t packet) {
     lastPacketSent_ = packet;
@@ -170,14 +181,15 @@ class PacketSender {
       uint16_t mayMiss);
   void order(Object& o, const ObjectToSend& what);
   void makeRepair(Object& o);
-  size_t writeSymbol(
+  void writeSymbol(
       Object& o,
       uint16_t index,
       bool retransmitted,
       TimePoint now,
-      std::byte* out);
-  size_t writeRepair(Object& o, uint32_t number, TimePoint now, std::byte* out);
-  size_t writeEnd(TimePoint now, std::byte* out);
+      PacketToSend& out);
+  void
+  writeRepair(Object& o, uint32_t number, TimePoint now, PacketToSend& out);
+  bool writeEnd(TimePoint now, PacketToSend& out);
   void sent(uint64_t packet, size_t bytes, TimePoint now);
   void stamp(SymbolHeader& h, TimePoint now) const;
   void planEnds(TimePoint now);
@@ -196,6 +208,7 @@ class PacketSender {
   uint64_t sending_ = 1; // the first that has not been sent whole
   std::deque<std::pair<uint64_t, uint16_t>> again_; // (object, index)
   uint64_t waitingBytes_ = 0, heldBytes_ = 0;
+  std::vector<std::byte> spent_; // repair symbols, the last of which leaves now
 
   // pacing and flight
   TimePoint paceAt_{}; // when the next packet may leave

@@ -236,13 +236,10 @@ class DatagramPair {
       transmit(
           side, encodePacketReport(e.receiver->takeReport(now_), 1200), number);
     }
-    for (;;) {
-      std::vector<std::byte> packet(kSymbolHeaderBytes + kMaxPieceBytes);
-      const size_t n = e.sender->next(now_, e.lastPacket + 1, packet.data());
-      if (n == 0) {
-        break;
-      }
-      packet.resize(n);
+    PacketToSend next;
+    while (e.sender->next(now_, e.lastPacket + 1, next)) {
+      std::vector<std::byte> packet(next.header.begin(), next.header.end());
+      packet.insert(packet.end(), next.piece.begin(), next.piece.end());
       transmit(side, std::move(packet), ++e.lastPacket);
     }
     const TimePoint wake = std::min(e.sender->nextAt(), e.receiver->deadline());

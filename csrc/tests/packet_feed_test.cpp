@@ -203,9 +203,9 @@ struct Sending {
     send();
   }
   uint64_t send() { // packets
-    std::vector<std::byte> out(kSymbolHeaderBytes + kMaxPieceBytes);
+    PacketToSend out;
     uint64_t n = 0;
-    while (sender.next(now, packets + 1, out.data()) != 0) {
+    while (sender.next(now, packets + 1, out)) {
       ++packets;
       ++n;
     }
@@ -234,12 +234,12 @@ TEST(packet_sender_asks_about_a_window_of_parity) {
   what.header = header;
   what.payload = bytes;
   uint64_t packets = 0;
-  std::vector<std::byte> out(kSymbolHeaderBytes + kMaxPieceBytes);
+  PacketToSend out;
   const auto sendFor = [&](Nanos time) {
     const uint64_t before = packets;
     for (const TimePoint end = now + time; now < end;
          now += std::chrono::milliseconds(1)) {
-      while (sender.next(now, packets + 1, out.data()) != 0) {
+      while (sender.next(now, packets + 1, out)) {
         ++packets;
       }
     }

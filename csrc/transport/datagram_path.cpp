@@ -3,6 +3,7 @@
 #include <sys/epoll.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstring>
 
@@ -69,7 +70,6 @@ DatagramPath::DatagramPath(
   for (const size_t mtu : kMtus) {
     probes_.push_back({mtu - kIpBytes, 0, false});
   }
-  packet_.resize(kSymbolHeaderBytes + kMaxPieceBytes);
   opened_.resize(65536);
   channel_.addPath(id, loop_.now());
   channel_.setSelfAcknowledging(id, /*ordered=*/false);
@@ -167,15 +167,18 @@ void DatagramPath::onDone(uint64_t object) {
 
 // --- sending
 
-// Adds a packet to the batch, under the number lastPacket_, which the caller
-// has just taken. One system call sends a batch (UDP_SEGMENT), which requires
-// datagrams of one size; only the last may be smaller. A smaller packet
-// therefore closes the batch, and a larger one starts a new one.
+// Adds a packet, and a piece behind it, to the batch, under the number
+// lastPacket_, which the caller has just taken. One system call sends a batch
+// (UDP_SEGMENT), which requires datagrams of one size; only the last may be
+// smaller. A smaller packet therefore closes the batch, and a larger one starts
+// a new one.
 //
 // A packet that finds the socket full is dropped. The sender has recorded its
 // number already, so the recovery treats it as one that the network has lost.
-void DatagramPath::seal(std::span<const std::byte> packet) {
-  const size_t bytes = packet.size() + kSealOverheadBytes;
+void DatagramPath::seal(
+    std::span<const std::byte> packet,
+    std::span<const std::byte> piece) {
+  const size_t bytes = packet.size() + piece.size() + kSealOverheadBytes;
   // Larger than its predecessors, or behind a smaller one: a batch of its own.
   if (batchCount_ != 0 &&
       (!batchOpen_ || bytes > batchEach_ ||
@@ -192,7 +195,8 @@ void DatagramPath::seal(std::span<const std::byte> packet) {
   batchOpen_ = bytes == batchEach_;
   const size_t at = batch_.size();
   batch_.resize(at + bytes);
-  config_.ours->seal(lastPacket_, packet, batch_.data() + at, loop_.now());
+  const std::array parts{partOf(packet), partOf(piece)};
+  config_.ours->seal(lastPacket_, parts, batch_.data() + at, loop_.now());
   ++batchCount_;
 }
 
@@ -243,13 +247,10 @@ void DatagramPath::sendDue() {
     const size_t max = probes_[0].datagramBytes - kSealOverheadBytes;
     seal(encodePacketReport(receiver_.takeReport(now), max));
   }
-  while (sender_ && !full_) {
-    const size_t n = sender_->next(now, lastPacket_ + 1, packet_.data());
-    if (n == 0) {
-      break;
-    }
+  PacketToSend packet;
+  while (sender_ && !full_ && sender_->next(now, lastPacket_ + 1, packet)) {
     ++lastPacket_;
-    seal({packet_.data(), n});
+    seal(packet.header, packet.piece);
   }
   flushBatch();
 }

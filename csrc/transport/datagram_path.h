@@ -165,7 +165,9 @@ class DatagramPath final : public RoutePath, public Handler {
   void sendProbes(TimePoint now);
   TimePoint nextAsk() const;
   void keepAlive(TimePoint now);
-  void seal(std::span<const std::byte> packet);
+  void seal(
+      std::span<const std::byte> packet,
+      std::span<const std::byte> piece = {});
   bool flushBatch();
   void sendDue();
   void service();
@@ -199,7 +201,6 @@ class DatagramPath final : public RoutePath, public Handler {
   // The first and the last probe of an idle path that are not answered.
   TimePoint askedSince_ = kNever, askedAt_{};
 
-  std::vector<std::byte> packet_; // being made
   std::vector<std::byte> opened_;
   // Sealed datagrams of one size, but for the last; those before batchSent_
   // are gone.

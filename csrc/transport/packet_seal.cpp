@@ -150,7 +150,7 @@ PacketSeal::~PacketSeal() {
 // make().
 size_t PacketSeal::seal(
     uint64_t number,
-    std::span<const std::byte> packet,
+    std::span<const iovec> parts,
     std::byte* out,
     uint8_t phase,
     std::span<const std::byte> context) {
@@ -159,24 +159,32 @@ size_t PacketSeal::seal(
   out[sizeof(kMagic)] = std::byte{phase};
   std::memcpy(out + 4, &number, 8);
   const auto nonce = nonceOf(number);
-  std::byte* const sealed = out + kDatagramHeaderBytes;
-  int n = 0, last = 0;
-  const int bytes = static_cast<int>(packet.size());
-  const bool done =
+  std::byte* to = out + kDatagramHeaderBytes;
+  int n = 0;
+  bool done =
       c.encryptInit(sealing_, nullptr, nullptr, nullptr, nonce.data()) == 1 &&
       c.encryptUpdate(
           sealing_, nullptr, &n, bytesOf(out), kDatagramHeaderBytes) == 1 &&
-      authenticate(c.encryptUpdate, sealing_, context) &&
-      c.encryptUpdate(
-          sealing_, bytesOf(sealed), &n, bytesOf(packet.data()), bytes) == 1 &&
-      c.encryptFinal(sealing_, bytesOf(sealed + n), &last) == 1 &&
-      c.control(sealing_, kGetTag, kSealBytes, sealed + packet.size()) == 1;
+      authenticate(c.encryptUpdate, sealing_, context);
+  for (const iovec& part : parts) {
+    done = done &&
+        c.encryptUpdate(
+            sealing_,
+            bytesOf(to),
+            &n,
+            bytesOf(part.iov_base),
+            static_cast<int>(part.iov_len)) == 1;
+    to += part.iov_len;
+  }
+  done = done && c.encryptFinal(sealing_, bytesOf(to), &n) == 1 &&
+      c.control(sealing_, kGetTag, kSealBytes, to) == 1;
+  const auto bytes = static_cast<size_t>(to - out) + kSealBytes;
   // These calls fail only if they are used wrongly. The peer then cannot open
   // the datagram.
   if (!done) {
-    std::memset(out, 0, kSealOverheadBytes + packet.size());
+    std::memset(out, 0, bytes);
   }
-  return kSealOverheadBytes + packet.size();
+  return bytes;
 }
 
 bool PacketSeal::open(
@@ -258,7 +266,7 @@ void PacketSealer::nextPhase(TimePoint now) {
 
 size_t PacketSealer::seal(
     uint64_t number,
-    std::span<const std::byte> packet,
+    std::span<const iovec> parts,
     std::byte* out,
     TimePoint now,
     std::span<const std::byte> context) {
@@ -266,8 +274,7 @@ size_t PacketSealer::seal(
     nextPhase(now);
   }
   ++packets_;
-  return seal_->seal(
-      number, packet, out, static_cast<uint8_t>(phase_), context);
+  return seal_->seal(number, parts, out, static_cast<uint8_t>(phase_), context);
 }
 
 std::unique_ptr<PacketOpener> PacketOpener::make(

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <sys/uio.h>
+
 #include <array>
 #include <chrono>
 #include <cstddef>
@@ -20,6 +22,11 @@ inline constexpr size_t kSealBytes = 16; // behind it
 inline constexpr size_t kSealOverheadBytes = kDatagramHeaderBytes + kSealBytes;
 
 using SealKey = std::array<std::byte, 32>;
+
+// Part of a packet, to be sealed.
+inline iovec partOf(std::span<const std::byte> bytes) {
+  return {const_cast<std::byte*>(bytes.data()), bytes.size()};
+}
 
 // The key of one direction of one datagram path. Both ends give the same
 // arguments; `initiator`: the key is for the initiator's packets.
@@ -50,17 +57,27 @@ class PacketSeal {
   PacketSeal(const PacketSeal&) = delete;
   PacketSeal& operator=(const PacketSeal&) = delete;
 
-  // `out` has room for kSealOverheadBytes more. Returns the bytes of the
-  // datagram. `packet` and `out` must not overlap. The caller counts the
-  // numbers up and never goes back: two packets with one number would reveal
-  // their XOR and the key that authenticates. `phase` is only written down.
-  // The far end has to know `context`, which is not in the datagram.
+  // Seals the parts as one packet. `out` has room for kSealOverheadBytes more.
+  // Returns the bytes of the datagram. The parts and `out` must not overlap.
+  // The caller counts the numbers up and never goes back: two packets with one
+  // number would reveal their XOR and the key that authenticates. `phase` is
+  // only written down. The far end has to know `context`, which is not in the
+  // datagram.
+  size_t seal(
+      uint64_t number,
+      std::span<const iovec> parts,
+      std::byte* out,
+      uint8_t phase = 0,
+      std::span<const std::byte> context = {});
   size_t seal(
       uint64_t number,
       std::span<const std::byte> packet,
       std::byte* out,
       uint8_t phase = 0,
-      std::span<const std::byte> context = {});
+      std::span<const std::byte> context = {}) {
+    const iovec part = partOf(packet);
+    return seal(number, {&part, 1}, out, phase, context);
+  }
   // False: not sealed with this key and context. Else `packet` is within `out`,
   // which has room for as many bytes as the datagram has.
   //
@@ -102,10 +119,19 @@ class PacketSealer {
   // As PacketSeal::seal(); numbers go on over all phases.
   size_t seal(
       uint64_t number,
-      std::span<const std::byte> packet,
+      std::span<const iovec> parts,
       std::byte* out,
       TimePoint now,
       std::span<const std::byte> context = {});
+  size_t seal(
+      uint64_t number,
+      std::span<const std::byte> packet,
+      std::byte* out,
+      TimePoint now,
+      std::span<const std::byte> context = {}) {
+    const iovec part = partOf(packet);
+    return seal(number, {&part, 1}, out, now, context);
+  }
   uint64_t phase() const {
     return phase_;
   }

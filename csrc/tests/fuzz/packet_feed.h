@@ -285,12 +285,12 @@ class PacketFeed : private FuzzInput {
     }
     // Else the timer would come at once, for ever.
     require(receiver_.deadline() > now_, "the receiver does not rest");
-    std::vector<std::byte> packet(kSymbolHeaderBytes + kMaxPieceBytes);
+    PacketToSend packet;
     uint64_t turns = 0;
-    while (const size_t n =
-               sender_.next(now_, sentPackets_ + 1, packet.data())) {
+    while (sender_.next(now_, sentPackets_ + 1, packet)) {
       ++sentPackets_;
-      last_.assign(packet.begin(), packet.begin() + static_cast<ptrdiff_t>(n));
+      last_.assign(packet.header.begin(), packet.header.end());
+      last_.insert(last_.end(), packet.piece.begin(), packet.piece.end());
       SymbolHeader h;
       std::span<const std::byte> symbol;
       require(
