@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 import torch_resilient
+from torch_resilient.testing import LabUnavailable
 
 Row = dict[str, Any]
 Report = Callable[[Row], None]
@@ -111,6 +112,25 @@ def write_rows(path: Path | None, rows: Sequence[Row]) -> None:
     about = describe()
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({**row, **about}) + "\n" for row in rows)
+
+
+def show_rows(
+    options: argparse.Namespace, name: str, rows: Iterable[Row], describe_row: Callable[[Row], str]
+) -> int:
+    """Prints one line for each row as it comes, and writes all; returns the exit status.
+
+    It is 1 if a row is not "met", and 2, without rows, where the lab cannot run.
+    """
+    kept: list[Row] = []
+    try:
+        for row in rows:
+            kept.append({"benchmark": name, **row})
+            print(describe_row(kept[-1]), flush=True)
+    except LabUnavailable as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    write_rows(options.json, kept)
+    return int(not all(row["met"] for row in kept))
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,10 +11,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from common import Row, add_common_arguments, median, write_rows
+from common import Row, add_common_arguments, median, show_rows
 from lab_job import ROOT, say, start_job, two_hosts
-
-from torch_resilient.testing import LabUnavailable
 
 ABOUT = """\
 Two hosts, 50 ms apart, 200 Mbit/s (needs root). Two ranks average 2 MiB again and again. On each
@@ -185,15 +183,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         worker()
         return 0
-    rows: list[Row] = []
-    try:
-        for row in measure(2 if options.quick else 6, options.seed):
-            rows.append({"benchmark": "flood", **row})
-            print(describe_row(row), flush=True)
-    except LabUnavailable as error:
-        parser.error(str(error))
-    write_rows(options.json, rows)
-    return int(not all(row["met"] for row in rows))
+    rows = measure(2 if options.quick else 6, options.seed)
+    return show_rows(options, "flood", rows, describe_row)
 
 
 if __name__ == "__main__":

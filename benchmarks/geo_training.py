@@ -10,13 +10,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import os
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from common import Row, add_common_arguments, median, write_rows
+from common import Row, add_common_arguments, median, show_rows
 from geo_lab import (
     ACTIVATION_MS,
     HOSTS,
@@ -36,7 +35,6 @@ from wan_training import NETWORKS
 
 from torch_resilient.geo.dc_selection import select
 from torch_resilient.geo.plan_input import read_job
-from torch_resilient.testing import LabUnavailable
 
 ABOUT = """\
 The set-up of ATLAS, section 6.1: 12 ranks on 12 hosts of a lab, three pipelines of four stages.
@@ -313,7 +311,7 @@ def judged(row: Row) -> Row:
     met = met and row.get("ratio", 0.0) >= (row.get("least") or 0.0)
     if "error_max" in row:
         met = met and max(map(abs, errors)) <= row["error_max"]
-    found = {"benchmark": "geo_training", **row, "errors": errors}
+    found = {**row, "errors": errors}
     if "median_max" in row:
         found["median_error"] = median([abs(each) for each in errors])
         met = met and found["median_error"] <= row["median_max"]
@@ -371,18 +369,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=3, help="of a turn (default: 3)")
     options = parser.parse_args(arguments)
     options.turns = options.turns or (3 if options.quick else 9)
-    rows: list[Row] = []
-    try:
-        for name, case in CASES.items():
-            if options.only in (None, name):
-                for row in case(options):
-                    rows.append(judged(row))
-                    print(describe_row(rows[-1]), flush=True)
-    except LabUnavailable as error:
-        parser.error(str(error))
-    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
-    write_rows(options.json, rows)
-    return int(not all(row["met"] for row in rows))
+    rows = (
+        judged(row)
+        for name, case in CASES.items()
+        if options.only in (None, name)
+        for row in case(options)
+    )
+    return show_rows(options, "geo_training", rows, describe_row)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, add_common_arguments, median, write_rows
+from common import Row, add_common_arguments, median, show_rows
 from lab_job import say, start_job
 
-from torch_resilient.testing import LabUnavailable, NetworkLab
+from torch_resilient.testing import NetworkLab
 
 ABOUT = """\
 Sites a and b with 2, 3 or 4 hosts each. What a host sends to the other site is limited to 10 MB/s,
@@ -255,15 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         worker(json.loads(options.worker))
         return 0
-    rows: list[Row] = []
-    try:
-        for row in measure(options.quick):
-            rows.append({"benchmark": "relays", **row})
-            print(describe_row(row), flush=True)
-    except LabUnavailable as error:
-        parser.error(str(error))
-    write_rows(options.json, rows)
-    return int(not all(row["met"] for row in rows))
+    return show_rows(options, "relays", measure(options.quick), describe_row)
 
 
 if __name__ == "__main__":

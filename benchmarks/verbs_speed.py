@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import verbs_lab
-from common import Row, add_common_arguments, format_size, median, quantile, write_rows
+from common import Row, add_common_arguments, format_size, median, quantile, show_rows
 from lab_job import say, start_job
 
-from torch_resilient.testing import LabJob, LabUnavailable, VerbsLab
+from torch_resilient.testing import LabJob, VerbsLab
 
 ABOUT = """\
 Two guests of the verbs lab. Each round runs perftest, this backend, and perftest again, so that
@@ -311,15 +311,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         worker()
         return 0
-    rows: list[Row] = []
-    try:
-        for row in measure(options.quick):
-            rows.append({"benchmark": "verbs_speed", **row, "met": is_met(row)})
-            print(describe_row(row), flush=True)
-    except LabUnavailable as error:
-        parser.error(str(error))
-    write_rows(options.json, rows)
-    return int(not all(row["met"] for row in rows))
+    rows = ({**row, "met": is_met(row)} for row in measure(options.quick))
+    return show_rows(options, "verbs_speed", rows, describe_row)
 
 
 if __name__ == "__main__":
