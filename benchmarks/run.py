@@ -48,6 +48,7 @@ NAMED_LAB_SCRIPTS = (
     "verbs_speed.py",
     "verbs_failover.py",
     "wan_bursts.py",
+    "wan_cost.py",
 )
 ALL_SCRIPTS = SCRIPTS + LAB_SCRIPTS + LONG_SCRIPTS + NAMED_SCRIPTS + NAMED_LAB_SCRIPTS
 
