@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Row, add_common_arguments, format_size, median, parse_size, quantile, write_rows
+from common import Row, add_common_arguments, format_size, median, parse_size, quantile, show_rows
 from lab_job import say, start_job
 
-from torch_resilient.testing import Host, LabJob, LabUnavailable, NetworkLab
+from torch_resilient.testing import Host, LabJob, NetworkLab
 
 ABOUT = """\
 Two hosts with one rank each. Both begin an operation at the same instant of their common clock; a
@@ -31,6 +31,7 @@ sample is the time until the last of them has ended. Before it, the job has been
 (0: back to back). Jobs with these settings take turns on the same link:
 
   auto      this backend as it is (wan=auto)
+  wan_tcp   with wan=tcp
   tcp       with wan=tcp and CUBIC, or Reno where CUBIC is not allowed
   bbr       with wan=tcp and wan_congestion_control=bbr
   udp       with wan=udp
@@ -44,12 +45,24 @@ By default ranks may not administer the network, like those of an ordinary user:
 limited by net.core.{r,w}mem_max, and congestion control by what the kernel allows everybody.
 --root keeps all rights.
 
+With --network, something on the way treats datagrams badly:
+
+  udp_blocked     no datagram arrives
+  udp_one_way     none arrives at rank 1
+  udp_policed     those beyond 10 Mbit/s are dropped
+  udp_forgotten   those of the far end pass only within 30 s after one of our own (a firewall, NAT)
+  mtu_1280        the links carry no larger packets
+  reordered       one packet in ten comes up to 2 ms late
+  duplicated      one packet in ten comes twice
+
 Exit status 1 if `auto` misses a limit: for all_reduce at 20 ms, 1 Gbit/s and no loss after 1 s, 35,
-40, 45, 66, 190 and 620 ms from 64 KiB to 64 MiB in steps of four; for send 1.25 times the floor.
+40, 45, 66, 190 and 620 ms from 64 KiB to 64 MiB in steps of four; for send 1.25 times the floor. On
+the networks above, 1.05 times `wan_tcp`, and 1 ms.
 """
 
 CONTENDERS: dict[str, dict[str, str]] = {
     "auto": {},
+    "wan_tcp": {"TORCH_RESILIENT_WAN": "tcp"},
     "tcp": {
         "TORCH_RESILIENT_WAN": "tcp",
         "TORCH_RESILIENT_WAN_CONGESTION_CONTROL": "system",
@@ -58,6 +71,20 @@ CONTENDERS: dict[str, dict[str, str]] = {
     "udp": {"TORCH_RESILIENT_WAN": "udp"},
     "gloo": {},
 }
+ALL_CONTENDERS = "auto,tcp,bbr,udp,gloo"
+# Settings of the link by the name of the network.
+NETWORKS: dict[str, dict[str, Any]] = {
+    "clean": {},
+    "udp_blocked": {},
+    "udp_one_way": {},
+    "udp_policed": {"udp_rate_bytes_per_s": 1.25e6},
+    "udp_forgotten": {},
+    "mtu_1280": {"mtu": 1280},
+    "reordered": {"reorder": 0.1, "reorder_delay_s": 0.002},
+    "duplicated": {"duplicate": 0.1},
+}
+FORGOTTEN_AFTER_S = 30
+OF_TCP_MAX, OF_TCP_MAX_MS = 1.05, 1.0
 OPS = ("all_reduce", "send")
 SIZES = "64K,256K,1M,4M,16M,64M"
 ALL_REDUCE_MAX_MS = {
@@ -126,6 +153,20 @@ def system_control() -> str:
     return "cubic" if "cubic" in allowed.split() else "reno"
 
 
+def spoil(hosts: Sequence[Host], network: str) -> None:
+    """Sets up what treats datagrams badly at the hosts, if anything there does."""
+    rule = ["iptables", "-A", "INPUT", "-p", "udp"]
+    if network in ("udp_blocked", "udp_one_way"):
+        for host in hosts[0 if network == "udp_blocked" else 1 :]:
+            host.run([*rule, "-j", "DROP"], check=True)
+    if network == "udp_forgotten":
+        for host in hosts:
+            for name in ("udp_timeout", "udp_timeout_stream"):
+                setting = f"net.netfilter.nf_conntrack_{name}={FORGOTTEN_AFTER_S}"
+                host.run(["sysctl", "-q", setting], check=True)
+            host.run([*rule, "-m", "conntrack", "--ctstate", "NEW", "-j", "DROP"], check=True)
+
+
 def contenders(
     stack: contextlib.ExitStack,
     names: Sequence[str],
@@ -157,15 +198,17 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     """The rows of all links, operations and sizes."""
     names = options.contenders.split(",")
     sizes = [parse_size(text) for text in options.sizes.split(",")]
-    for delay_ms, rate_mbit, loss in itertools.product(
-        options.delay_ms, options.rate_mbit, options.loss
+    for network, delay_ms, rate_mbit, loss in itertools.product(
+        options.network, options.delay_ms, options.rate_mbit, options.loss
     ):
         with NetworkLab() as lab, contextlib.ExitStack() as stack:
             # The default of this machine does not matter.
             system = {"net.ipv4.tcp_congestion_control": system_control()}
             hosts = [lab.host("a", sysctl=system), lab.host("b", sysctl=system)]
             bytes_per_s = rate_mbit * 1e6 / 8
-            link = lab.link(*hosts, delay_s=delay_ms / 1e3, rate_bytes_per_s=bytes_per_s, drop=loss)
+            settings = {"delay_s": delay_ms / 1e3, "rate_bytes_per_s": bytes_per_s, "drop": loss}
+            link = lab.link(*hosts, **settings, **NETWORKS[network])
+            spoil(hosts, network)
             running = contenders(stack, names, hosts, link, options)
             for op, size in itertools.product(options.ops.split(","), sizes):
                 for idle_s in options.idle_s:
@@ -178,6 +221,7 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
                                 took[name].append(value)
                     floor_s = delay_ms / 1e3 + size * WIRE_BYTES_PER_BYTE / bytes_per_s
                     row = {
+                        "network": network,
                         "op": op,
                         "bytes": size,
                         "delay_ms": delay_ms,
@@ -201,6 +245,8 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
 
 def limit_of(row: Row) -> float | None:
     """Milliseconds that `auto` may take; None if there is no limit for this link."""
+    if row["network"] != "clean":
+        return OF_TCP_MAX * row["wan_tcp_ms"] + OF_TCP_MAX_MS if "wan_tcp_ms" in row else None
     if (row["delay_ms"], row["rate_mbit"], row["idle_s"], row["loss"]) != (
         DELAY_MS,
         RATE_MBIT,
@@ -218,7 +264,8 @@ def describe_row(row: Row, names: Sequence[str]) -> str:
     times = "  ".join(f"{name} {row[f'{name}_ms']:7.1f}" for name in names)
     limit = "" if row["limit_ms"] is None else f"  limit {row['limit_ms']:.0f}"
     return (
-        f"{row['delay_ms']:g} ms {row['rate_mbit']:g} Mbit/s loss {row['loss']:g} "
+        f"{row['network']:<13} {row['delay_ms']:g} ms {row['rate_mbit']:g} Mbit/s "
+        f"loss {row['loss']:g} "
         f"idle {row['idle_s']:g} s  {row['op']:<10} {format_size(row['bytes']):>8}  "
         f"floor {row['floor_ms']:6.1f}  {times} ms{limit}{'' if row['met'] else '  MISSED'}"
     )
@@ -232,7 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_common_arguments(parser)
     parser.add_argument("--ops", default=",".join(OPS), help="of all_reduce, send")
     parser.add_argument("--sizes", default=SIZES, help=f"bytes (default {SIZES})")
-    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="see below")
+    parser.add_argument("--contenders", default=ALL_CONTENDERS, help="see below")
+    parser.add_argument("--network", choices=NETWORKS, nargs="+", default=["clean"])
     parser.add_argument("--rounds", type=int, default=7, help="samples of each (default 7)")
     parser.add_argument("--delay-ms", type=float, nargs="+", default=[DELAY_MS], help="one way")
     parser.add_argument("--rate-mbit", type=float, nargs="+", default=[RATE_MBIT])
@@ -246,15 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.quick:
         options.rounds, options.sizes = 3, "64K,1M,16M"
-    rows: list[Row] = []
-    try:
-        for row in measure(options):
-            rows.append({"benchmark": "wan_bursts", **row})
-            print(describe_row(row, options.contenders.split(",")), flush=True)
-    except LabUnavailable as error:
-        parser.error(str(error))
-    write_rows(options.json, rows)
-    return int(not all(row["met"] for row in rows))
+    names = options.contenders.split(",")
+    return show_rows(options, "wan_bursts", measure(options), lambda row: describe_row(row, names))
 
 
 if __name__ == "__main__":
