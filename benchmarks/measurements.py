@@ -162,12 +162,24 @@ def markdown(recorded: dict[str, list[Row]], earlier: dict[str, tuple[dict[str, 
     return "\n".join(lines).rstrip() + "\n"
 
 
+def case(row: Row) -> str:
+    """The command of a row without what does not change the case that it measures."""
+    return JSON_ARGUMENT.sub("", row["command"]).replace(" --realtime", "")
+
+
 def record(name: str, rows: Path, *, limits_missed: bool = False) -> None:
-    """Makes the file `rows` the record of the benchmark `name`, and writes the document."""
-    RESULTS.mkdir(exist_ok=True)
-    lines = rows.read_text(encoding="utf-8").splitlines()
+    """Adds the file `rows` to the record of the benchmark `name`, and writes the document.
+
+    Earlier rows of the same command are replaced.
+    """
+    new = [json.loads(line) for line in rows.read_text(encoding="utf-8").splitlines()]
     if limits_missed:
-        lines = [json.dumps({**json.loads(line), "limits_missed": True}) for line in lines]
+        new = [{**row, "limits_missed": True} for row in new]
+    cases = {case(row) for row in new}
+    kept = [row for row in recorded_rows().get(name, []) if case(row) not in cases]
+    # The command without arguments comes first.
+    lines = [json.dumps(row) for row in sorted([*kept, *new], key=lambda row: len(case(row)))]
+    RESULTS.mkdir(exist_ok=True)
     (RESULTS / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     (RESULTS / "earlier" / f"{name}.md").unlink(missing_ok=True)
     write()

@@ -65,6 +65,9 @@ With --record each benchmark runs in full, and its rows become its section of
 docs/measurements.md; the other sections stay. If it misses a limit (status 1), the section says
 so. A benchmark that breaks off writes no rows, and keeps its section. Record on a machine without
 other work.
+
+Arguments behind -- go to the benchmark; with --record they make a table of their own in its
+section: run.py --record wan_bursts.py -- --loss 0.01 --sizes 1M
 """
 
 
@@ -99,7 +102,11 @@ def main() -> int:
     parser.add_argument("--full", action="store_true", help="the whole measurement, long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append all rows to this file")
     parser.add_argument("--realtime", action="store_true", help="at real-time priority")
-    options = parser.parse_args()
+    arguments = sys.argv[1:]
+    own = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:own])
+    if arguments[own:] and len(options.scripts) != 1:
+        parser.error("arguments behind -- are for one benchmark: name it")
     if unknown := sorted(set(options.scripts) - set(ALL_SCRIPTS)):
         parser.error(f"unknown benchmark {unknown[0]}; there are {', '.join(ALL_SCRIPTS)}")
     if options.record and options.json:
@@ -110,6 +117,7 @@ def main() -> int:
         common += ["--json", str(options.json.resolve())]
     if options.realtime:
         common.append("--realtime")
+    common += arguments[own + 1 :]
 
     results = []
     reason = unavailable()

@@ -152,6 +152,36 @@ def test_record_says_that_a_benchmark_missed_a_limit(
     assert (folder / "measurements.md").read_text() == text
 
 
+def test_each_command_of_a_benchmark_has_a_table(folder: Path) -> None:
+    (folder / "idle_cpu.py").write_text('"""Processor time of an idle job."""\n')
+    rows = folder / "rows.jsonl"
+
+    def record(command: str, ranks: int) -> str:
+        rows.write_text(json.dumps({**row(ranks=ranks), "command": command}) + "\n")
+        measurements.record("idle_cpu", rows)
+        return (folder / "measurements.md").read_text()
+
+    record("idle_cpu.py --loss 0.1 --json /a/rows.jsonl", 3)
+    both = record("idle_cpu.py --json /b/rows.jsonl", 2)
+    assert both.index("| 2 |") < both.index("| 3 |")
+    again = record("idle_cpu.py --loss 0.1 --realtime --json /c/rows.jsonl", 4)
+    assert "| 2 |" in again
+    assert "| 3 |" not in again
+    assert "| 4 |" in again
+
+
+def test_arguments_of_a_benchmark_stand_behind_two_dashes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "idle_cpu.py").write_text("import sys\nsys.exit(sys.argv[1:] != ['--quick', '--x'])")
+    monkeypatch.setattr(sys, "argv", ["run.py", "idle_cpu.py", "--", "--x"])
+    assert run.main() == 0
+    monkeypatch.setattr(sys, "argv", ["run.py", "--", "--x"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "name it" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("ending", "rows"), [("raise RuntimeError", 0), ("sys.exit(1)", 0), ("sys.exit(2)", 1)]
 )
