@@ -119,7 +119,7 @@ def show_rows(
 ) -> int:
     """Prints one line for each row as it comes, and writes all; returns the exit status.
 
-    It is 1 if a row is not "met", and 2, without rows, where the lab cannot run.
+    It is 1 if a row is not "met" or there is none, and 2, without rows, where the lab cannot run.
     """
     kept: list[Row] = []
     try:
@@ -130,7 +130,7 @@ def show_rows(
         print(f"{name}: {error}", file=sys.stderr)
         return 2
     write_rows(options.json, kept)
-    return int(not all(row["met"] for row in kept))
+    return int(not kept or not all(row["met"] for row in kept))
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -45,9 +45,9 @@ HEAD = """\
 # Measurements
 
 Each section is one benchmark: what was measured, with which commit and command, on which machine,
-and when. `make bench ARGS="--record NAME.py"` measures one benchmark in full and replaces its
-section alone; `make bench ARGS=--record` replaces all. Measure a benchmark again when the code that
-it measures changes.
+and when. `make bench ARGS="--record NAME.py"` measures one benchmark in full and replaces the table
+of that command; `make bench ARGS=--record` does so for all. Tables of commands with other arguments
+stay. Measure a benchmark again when the code that it measures changes.
 
 Sections marked "recorded with" were measured before this file existed. They name the commit that
 added the figures to the documents, and what is known about the machine.

@@ -61,10 +61,10 @@ with --help. local_copy.py and wan_training.py compare and have no limits of tim
 compare_gloo.py without --full; the others end with status 1 if they miss one, and then so does
 this.
 
-With --record each benchmark runs in full, and its rows become its section of
-docs/measurements.md; the other sections stay. If it misses a limit (status 1), the section says
-so. A benchmark that breaks off writes no rows, and keeps its section. Record on a machine without
-other work.
+With --record each benchmark runs in full, and its rows become a table in its section of
+docs/measurements.md, in place of that of the same command; all else stays. If it misses a limit
+(status 1), the section says so. A benchmark that breaks off writes no rows, and keeps its section.
+Record on a machine without other work.
 
 Arguments behind -- go to the benchmark; with --record they make a table of their own in its
 section: run.py --record wan_bursts.py -- --loss 0.01 --sizes 1M

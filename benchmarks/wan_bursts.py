@@ -295,6 +295,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.quick:
         options.rounds, options.sizes = 3, "64K,1M,16M"
     names = options.contenders.split(",")
+    if options.network != ["clean"] and not {"auto", "wan_tcp"} <= set(names):
+        parser.error("networks other than clean compare --contenders auto,wan_tcp")
+    if "udp_forgotten" in options.network and min(options.idle_s) <= FORGOTTEN_AFTER_S:
+        parser.error(f"udp_forgotten: --idle-s must be more than {FORGOTTEN_AFTER_S}")
     return show_rows(options, "wan_bursts", measure(options), lambda row: describe_row(row, names))
 
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import ROOT
 
+from torch_resilient.testing import LabUnavailable
+
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import common
 import measurements
 
 
@@ -168,6 +173,32 @@ def test_each_command_of_a_benchmark_has_a_table(folder: Path) -> None:
     assert "| 2 |" in again
     assert "| 3 |" not in again
     assert "| 4 |" in again
+
+
+def test_the_status_of_a_benchmark_is_that_of_its_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = argparse.Namespace(json=tmp_path / "rows.jsonl")
+
+    def status(*met: bool) -> int:
+        rows: list[common.Row] = [{"met": each} for each in met]
+        return common.show_rows(options, "some", rows, lambda row: f"row {row['met']}")
+
+    assert status(True, True) == 0
+    assert status(True, False) == 1
+    assert status() == 1
+    assert capsys.readouterr().out == "row True\nrow True\nrow True\nrow False\n"
+    written = [json.loads(line) for line in options.json.read_text().splitlines()]
+    assert [row["met"] for row in written] == [True, True, True, False]
+    assert {row["benchmark"] for row in written} == {"some"}
+
+    def without_a_lab() -> Iterator[common.Row]:
+        yield {"met": True}
+        raise LabUnavailable("no root")
+
+    assert common.show_rows(options, "some", without_a_lab(), str) == 2
+    assert "some: no root" in capsys.readouterr().err
+    assert len(options.json.read_text().splitlines()) == 4
 
 
 def test_arguments_of_a_benchmark_stand_behind_two_dashes(

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_resilient.testing import LabJob, VerbsLab, verbs_unavailable
+from torch_resilient.testing import Guest, LabJob, VerbsLab, verbs_unavailable
 from torch_resilient.testing.job import Row
 
 pytestmark = [pytest.mark.lab, pytest.mark.verbs]
@@ -171,17 +171,27 @@ def test_a_device_that_is_removed_and_added_carries_again(lab: VerbsLab, job: La
 def test_devices_that_come_after_the_start_carry(lab: VerbsLab) -> None:
     guests = list(lab.guests.values())
     devices = {"rxe0": "eth0", "rxe1": "eth1"}
+
+    def add(guest: Guest, device: str, *, check: bool = True) -> None:
+        link = ["link", "add", device, "type", "rxe", "netdev", devices[device]]
+        guest.run(["rdma", *link], check=check, capture_output=True)
+
     for guest in guests:
         for device in devices:
             guest.run(["rdma", "link", "delete", device], check=True)
-    with job_on(lab, paths=0) as job:
-        for count, (device, nic) in enumerate(devices.items(), start=1):
-            for guest in guests:
-                rounds_pass(job)
-                guest.run(["rdma", "link", "add", device, "type", "rxe", "netdev", nic], check=True)
-            job.until(on_both(count), f"{device} carries", LIMIT_S)
-        rounds_pass(job)
-        end_well(job)
+    try:
+        with job_on(lab, paths=0) as job:
+            for count, device in enumerate(devices, start=1):
+                for guest in guests:
+                    rounds_pass(job)
+                    add(guest, device)
+                job.until(on_both(count), f"{device} carries", LIMIT_S)
+            rounds_pass(job)
+            end_well(job)
+    finally:  # other tests use the same guests
+        for guest in guests:
+            for device in devices:
+                add(guest, device, check=False)
 
 
 def test_connections_carry_where_memory_cannot_be_locked(lab: VerbsLab) -> None:

@@ -9,8 +9,9 @@
 namespace resilient {
 namespace {
 
-// A report is sent after this many packets, but not many in a round trip, and
-// at the latest after this long.
+// A report is sent after this many packets, but no more often than so many
+// times in a round trip, and at the latest after kReportDelay. A complete
+// object and an END cause one as well.
 constexpr uint32_t kReportEvery = 64;
 constexpr int kReportsPerRoundTrip = 16;
 constexpr Nanos kReportDelay = std::chrono::milliseconds(5);

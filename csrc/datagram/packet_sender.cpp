@@ -14,14 +14,14 @@ namespace resilient {
 namespace {
 
 // Headers of IP and UDP, number and seal: what a packet takes of the link
-// beyond what next() writes.
+// beyond what next() gives.
 constexpr size_t kWireOverheadBytes = 60;
 // Packets leave in bursts: a system call and a wake-up serve several. A burst
-// is what one system call can take, as the kernel paces TCP, within these
-// times. A late sender makes up for at most kLateness.
-constexpr double kBurstBytes = 64 << 10;
+// is a little less than one system call can take, within these times. A late
+// sender makes up for at most kLateness beyond it.
+constexpr double kBurstBytes = 56 << 10;
 constexpr Nanos kMinBurst = std::chrono::microseconds(250);
-constexpr Nanos kMaxBurst = std::chrono::milliseconds(1);
+constexpr Nanos kMaxBurst = std::chrono::microseconds(500);
 constexpr Nanos kLateness = std::chrono::milliseconds(1);
 // A rate is measured over no less: reports and interrupts come in bursts.
 constexpr uint32_t kMeasureMicros = 3000;
@@ -146,15 +146,16 @@ BlockShape PacketSender::chosenShape(
   RedundancyLimits limits;
   limits.target = mayMiss > 0 ? kRelaxedTarget : kRepairTarget;
   limits.maxRatio = std::max(scheme.maxRatio, kMinMaxRatio / dataSymbols);
-  // On a link that has long lost nothing, one symbol of a block remains,
-  // against a first loss.
-  limits.minRatio = important ? scheme.importantRatio
-      : isActivation(cls)     ? scheme.activationRatio * loss_.doubt()
-                              : scheme.minRatio;
-  // A tolerated part protects as well against a sudden loss.
+  const bool activation = isActivation(cls);
+  const double least = important ? scheme.importantRatio
+      : activation               ? scheme.activationRatio * loss_.doubt()
+                                 : scheme.minRatio;
+  // A tolerated part protects as well against a sudden loss. On a link that has
+  // long lost nothing, one symbol of a block remains, against a first one.
   limits.minRatio = std::max(
-      scheme.minRatio,
-      limits.minRatio - static_cast<double>(mayMiss) / o.header.count);
+      {scheme.minRatio,
+       least - static_cast<double>(mayMiss) / o.header.count,
+       activation && scheme.activationRatio > 0 ? 1.0 / dataSymbols : 0.0});
   limits.congested = rate_.congested();
   // They leave among the others: see spreadOrder().
   limits.interleavedBlocks =

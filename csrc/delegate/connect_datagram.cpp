@@ -259,8 +259,8 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   constexpr Nanos kHoldsFor = std::chrono::milliseconds(5);
   // A share of lost segments that an operator would call a bad link.
   constexpr double kLossy = 1e-3;
-  // From here on connections get going in time, for half of the processor
-  // time.
+  // From here on connections get going in time, for less than half of
+  // the processor time.
   constexpr uint64_t kMostWithoutLoss = 4u << 20;
   if (!carries(route)) {
     if (std::exchange(share.chosenAt, TimePoint{}) != TimePoint{}) {

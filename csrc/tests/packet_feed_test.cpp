@@ -189,6 +189,80 @@ TEST(packet_receiver_names_the_next_verdict_apart_from_reports) {
   CHECK_EQ(r.receiver.nextVerdict(), kNever);
 }
 
+// One object that takes long, at 1 Gbit/s. A report for every 64 packets would
+// wake the sender without need where the round trip is long.
+TEST(packet_receiver_reports_some_times_in_a_round_trip) {
+  constexpr uint16_t kCount = 12'800;
+  struct Case {
+    Nanos roundTrip;
+    size_t least, most;
+  };
+  for (const Case& c :
+       {Case{Nanos(0), 199, 201},
+        Case{milliseconds(1), 199, 201},
+        Case{milliseconds(40), 55, 65}, // each 2.5 ms
+        Case{milliseconds(200), 28, 33}}) {
+    Receiving r(64u << 20);
+    SymbolHeader h = describe(1, kCount);
+    h.roundTripMicros =
+        static_cast<uint32_t>(c.roundTrip / std::chrono::microseconds(1));
+    size_t reports = 0;
+    TimePoint last = r.now;
+    for (h.index = 0; h.index + 1 < kCount; ++h.index) {
+      h.position = h.index;
+      r.now += std::chrono::microseconds(12);
+      CHECK(r.give(h).ok());
+      if (r.receiver.reportDue(r.now)) {
+        ++reports;
+        CHECK(r.now - last < milliseconds(6));
+        last = r.now;
+        (void)r.receiver.takeReport(r.now);
+      }
+    }
+    CHECK(reports >= c.least);
+    CHECK(reports <= c.most);
+  }
+}
+
+// What leaves at one moment fits into one system call, unless the link is so
+// fast that it would be too little.
+TEST(packet_sender_sends_in_bursts) {
+  constexpr double kCall = 60 << 10;
+  for (const double first : {1.25e6, 60e6, 125e6, 1.25e9}) {
+    PacketSender sender(
+        RecoverySchemes(),
+        RateControl(milliseconds(20), first, 0),
+        [](uint64_t) {});
+    sender.setPieceBytes(1376);
+    const std::vector<std::byte> header(96), bytes(1u << 20);
+    ObjectToSend what;
+    what.header = header;
+    what.payload = bytes;
+    TimePoint now{std::chrono::seconds(5)};
+    for (int i = 0; i < 4; ++i) {
+      sender.add(what, now);
+    }
+    uint64_t packets = 0;
+    PacketToSend out;
+    const auto burst = [&] {
+      double sent = 0;
+      while (sender.next(now, packets + 1, out)) {
+        ++packets;
+        sent += static_cast<double>(out.bytes() + 28); // sealed
+      }
+      return sent;
+    };
+    burst(); // makes up for a late beginning
+    const double rate = sender.rate().bytesPerS();
+    for (int i = 0; i < 3; ++i) {
+      now = sender.nextAt();
+      const double sent = burst();
+      CHECK(sent <= std::max(kCall, rate * 260e-6));
+      CHECK(sent >= 0.9 * std::min(50e3, rate * 500e-6));
+    }
+  }
+}
+
 struct Sending {
   explicit Sending(size_t payload)
       : sender(

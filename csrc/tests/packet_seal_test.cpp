@@ -1,6 +1,7 @@
 #include "transport/packet_seal.h"
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <string>
@@ -63,6 +64,24 @@ TEST(packet_seal_keys_differ) {
   CHECK(key != deriveSealKey("secret", kA, kI, true));
   CHECK(key != deriveSealKey("secret", std::string(16, 'j'), kA, true));
   CHECK(key != deriveSealKey("secret", kI, std::string(16, 'b'), true));
+}
+
+// A packet in parts, some of them empty, is the same as in one piece.
+TEST(packet_seal_joins_parts) {
+  if (!available()) {
+    return;
+  }
+  const auto seal = sealOf(deriveSealKey("s", kI, kA, true));
+  const auto what = content(1420);
+  const auto whole = sealed(*seal, 7, what);
+  const auto bytes = std::span<const std::byte>(what);
+  for (const size_t first : {0u, 16u, 44u, 1419u, 1420u}) {
+    const std::array parts{
+        partOf({}), partOf(bytes.first(first)), partOf(bytes.subspan(first))};
+    std::vector<std::byte> datagram(whole.size());
+    CHECK_EQ(seal->seal(7, parts, datagram.data()), whole.size());
+    CHECK(datagram == whole);
+  }
 }
 
 TEST(packet_seal_opens_with_its_key) {

@@ -167,6 +167,9 @@ size_t PacketSeal::seal(
           sealing_, nullptr, &n, bytesOf(out), kDatagramHeaderBytes) == 1 &&
       authenticate(c.encryptUpdate, sealing_, context);
   for (const iovec& part : parts) {
+    if (part.iov_len == 0) {
+      continue; // OpenSSL 1.1 would take a null pointer for the end
+    }
     done = done &&
         c.encryptUpdate(
             sealing_,
