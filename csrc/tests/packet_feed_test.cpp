@@ -228,7 +228,7 @@ TEST(packet_receiver_reports_some_times_in_a_round_trip) {
 // fast that it would be too little.
 TEST(packet_sender_sends_in_bursts) {
   constexpr double kCall = 60 << 10;
-  for (const double first : {1.25e6, 60e6, 125e6, 1.25e9}) {
+  for (const double first : {1.25e6, 60e6, 125e6}) {
     PacketSender sender(
         RecoverySchemes(),
         RateControl(milliseconds(20), first, 0),
