@@ -681,7 +681,9 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
     stuckSince_ = now;
   }
   // Without progress, the last packets may be lost without either end knowing.
-  if (progress || objects_.empty() || !again_.empty()) {
+  // Those may be all that the window holds: only an END can show that.
+  const bool sends = !again_.empty() && inFlightBytes_ < rate_.windowBytes();
+  if (progress || objects_.empty() || sends) {
     planEnds(now);
   }
   return Status();

@@ -451,6 +451,35 @@ TEST(datagram_sender_notices_that_only_small_packets_pass) {
   CHECK(longest < milliseconds(500));
 }
 
+// Nothing but small packets passes for some time, and many of those are lost:
+// the window is full of lost pieces. The reports go on to ask for pieces, which
+// must not keep the sender from asking in turn what has come.
+TEST(datagram_goes_on_when_large_packets_pass_again) {
+  forSeeds(40, [](uint64_t seed) {
+    DatagramLink link;
+    link.loss = 0.3;
+    DatagramPair pair(seed, RecoverySchemes{}, link, link);
+    Prng prng(1);
+    const auto header = randomBytes(prng, kHeader);
+    const auto payload = randomBytes(prng, 512u << 10);
+    ObjectToSend what;
+    what.header = header;
+    what.payload = payload;
+    const auto send = [&] {
+      for (int i = 0; i < 10; ++i) {
+        pair.send(0, what);
+      }
+    };
+    send();
+    CHECK(pair.runUntilIdle(seconds(60)));
+    pair.link(0).mtu = 1000;
+    send();
+    CHECK(!pair.runUntilIdle(seconds(20)));
+    pair.link(0).mtu = SIZE_MAX;
+    CHECK(pair.runUntilIdle(seconds(20)));
+  });
+}
+
 // Nor do the reports about what comes the other way pass for pieces, large as
 // they are when they ask for much.
 TEST(datagram_reports_do_not_hide_that_no_piece_arrives) {
