@@ -224,8 +224,8 @@ TEST(packet_receiver_reports_some_times_in_a_round_trip) {
   }
 }
 
-// What leaves at one moment fits into one system call, unless the link is so
-// fast that it would be too little.
+// A burst fits into one system call, unless the link is so fast that it would
+// last less than a quarter of a millisecond.
 TEST(packet_sender_sends_in_bursts) {
   constexpr double kCall = 60 << 10;
   for (const double first : {1.25e6, 60e6, 125e6}) {
