@@ -107,6 +107,32 @@ def test_bbr_finds_the_rate_of_a_long_fat_link(lab: NetworkLab) -> None:
         job.close()
 
 
+def test_bursts_in_both_directions_do_not_overflow_the_queue(lab: NetworkLab) -> None:
+    """Acknowledgements wait behind the other end's burst and then come faster than the link is:
+    without the time of arrival, a tenth of each burst is lost."""
+    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
+        pytest.skip("this kernel has no bbr")
+    sysctl = {"net.ipv4.tcp_congestion_control": "reno"}
+    hosts = [lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)]
+    link = lab.link(*hosts, delay_s=0.02, rate_bytes_per_s=125e6)
+    control = lab.link(*hosts, name="control")
+    environment = {"INTERFACE": "eth0", "WAN": "tcp", "WAN_CONNECTIONS": "4"}
+    names = {f"TORCH_RESILIENT_{name}": value for name, value in environment.items()}
+    job = Job(hosts, control, {"job": "large", "count": 12, "pause_s": 0.3}, names)
+    try:
+        # Until then the rate of the link is found out.
+        job.until(lambda row: row.get("number") == 3, "round 3")
+        before = link.counters()
+        for result in job.end():
+            assert result["wrong"] == 0
+        after = link.counters()
+        entered = after.entered.packets - before.entered.packets
+        lost = after.queue_full.packets - before.queue_full.packets
+        assert lost < 0.02 * entered, (lost, entered)
+    finally:
+        job.close()
+
+
 def test_marks_are_those_of_the_site(lab: NetworkLab) -> None:
     hosts = [lab.host("a"), lab.host("b")]
     link = lab.link(*hosts, delay_s=0.001, rate_bytes_per_s=12.5e6)

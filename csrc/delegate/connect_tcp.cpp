@@ -623,7 +623,9 @@ void TcpConnector::tunePaths() {
     sample.now = link_.loop().now();
     std::vector<std::pair<TcpPath*, BbrView>> paced;
     uint64_t arrives = 0;
+    sample.arrivedAt = arrivedAt_;
     for (size_t c = r; c < connections_.size(); c += routes()) {
+      sample.arrived += connections_[c].arrived;
       TcpPath* const path = connections_[c].path;
       const auto view = path == nullptr ? std::nullopt : path->tune();
       if (!view || failover_.offRoute(c)) {
@@ -641,12 +643,61 @@ void TcpConnector::tunePaths() {
           : std::min(sample.minRoundTrip, view->minRoundTrip);
     }
     const auto limit = static_cast<double>(pacing_[r].observe(sample));
+    if (sample.inFlight > 0 && sample.minRoundTrip > kSlowStartCounts) {
+      askForArrivals(sample.minRoundTrip);
+    }
     for (const auto& [path, view] : paced) {
       const double share = arrives == 0
           ? 1.0 / static_cast<double>(paced.size())
           : static_cast<double>(view.arrives) / static_cast<double>(arrives);
       path->limitPace(
           limit == 0 ? 0 : std::max(kLeastPace, uint64_t(limit * share)), view);
+    }
+  }
+}
+
+// Several times in a round trip, of all routes at once. Older peers do not
+// answer.
+void TcpConnector::askForArrivals(Nanos roundTrip) {
+  constexpr Nanos kOften = std::chrono::milliseconds(5);
+  constexpr Nanos kUnanswered = std::chrono::seconds(1);
+  const TimePoint now = link_.loop().now();
+  const Nanos interval =
+      arrivedAt_ == TimePoint{} ? kUnanswered : std::max(roundTrip / 4, kOften);
+  if (askedAt_ == TimePoint{} || now - askedAt_ >= interval) {
+    askedAt_ = now;
+    link_.channel().sendControl(encode(Arrivals()));
+  }
+}
+
+void TcpConnector::onArrivals(const Arrivals& arrivals) {
+  if (!arrivals.answer) {
+    Arrivals answer;
+    answer.answer = true;
+    answer.clockNanos =
+        static_cast<uint64_t>(link_.loop().now().time_since_epoch().count());
+    for (size_t c = 0; c < connections_.size(); ++c) {
+      const TcpPath* const path = connections_[c].path;
+      const auto view = path == nullptr ? std::nullopt : path->kernelView();
+      if (view) {
+        answer.connections.push_back(
+            {static_cast<uint16_t>(c), view->bytesReceived});
+      }
+    }
+    link_.channel().sendControl(encode(answer));
+    return;
+  }
+  // Control frames come in no order.
+  const TimePoint at{Nanos(static_cast<int64_t>(arrivals.clockNanos))};
+  if (at <= arrivedAt_) {
+    return;
+  }
+  arrivedAt_ = at;
+  for (const auto& [index, bytes] : arrivals.connections) {
+    if (index < connections_.size()) {
+      Connection& x = connections_[index];
+      x.arrived += x.told && bytes >= *x.told ? bytes - *x.told : 0;
+      x.told = bytes;
     }
   }
 }

@@ -87,6 +87,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   // while a frame is being read, since it may close the path that brought that
   // frame.
   void onPathsLost(const PathsLost& lost);
+  void onArrivals(const Arrivals& arrivals);
   // An interface of ours has another address; and one of the peer's, which the
   // link has noted. Both keep the routes: the same NICs have other addresses.
   void onOurAddresses();
@@ -116,6 +117,10 @@ class TcpConnector final : public Connector, private FailoverHost {
     CongestionChoice congestion; // of this path
     PathCounters past; // of paths that are closed
     double pastBytesPerS = 0; // that the last one carried by its route
+    // What has arrived of it, as the peer says: total of the kernel there, and
+    // its growth so far.
+    std::optional<uint64_t> told;
+    uint64_t arrived = 0;
   };
 
   void ensure(size_t count);
@@ -129,6 +134,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   void onTimer();
   void tuneRoutes();
   void tunePaths();
+  void askForArrivals(Nanos roundTrip);
   RouteTuning::View viewOf(size_t route, TimePoint now);
   void watchLoss(size_t c, const TcpInfo& view, TimePoint now);
 
@@ -168,6 +174,8 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::vector<Route> routes_; // empty: the system chooses the way
   RouteTuning tuning_;
   std::vector<RoutePacing> pacing_; // by route
+  TimePoint arrivedAt_{}; // of Connection::arrived, by the peer's clock
+  TimePoint askedAt_{}; // for it
   // Set for failover_.deadline() or earlier.
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;

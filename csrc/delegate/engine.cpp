@@ -1353,6 +1353,10 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
             decodeDatagramOffer(payload), [&](const DatagramOffer& offer) {
               link.datagrams().onOffer(offer);
             });
+      case ControlKind::kArrivals:
+        return with(decodeArrivals(payload), [&](const Arrivals& arrivals) {
+          link.connections().onArrivals(arrivals);
+        });
       case ControlKind::kRelayNote:
         return with(decodeRelayNote(payload), [&](const RelayNote& note) {
           relays_->onNote(link, note);

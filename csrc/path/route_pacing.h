@@ -19,6 +19,11 @@ namespace resilient {
 // a little faster than what has arrived in one of these: so they still find out
 // if the link is faster than that. A window with a queue all the time is the
 // rate of the link; one without only shows that it carries as much.
+//
+// If both ends send, acknowledgements wait in the queue of the other direction
+// and come in a clump when that drains: for a round trip, more than twice as
+// fast as the data has arrived. So what counts is what the far end says of the
+// time of arrival; acknowledgements, as long as it says nothing.
 class RoutePacing {
  public:
   struct Sample {
@@ -27,25 +32,43 @@ class RoutePacing {
     uint64_t inFlight = 0; // the same, sent and not acknowledged
     Nanos roundTrip{}; // of the connection that has the longest queue
     Nanos minRoundTrip{};
+    // In all, at that time by the clock of the far end, as it has said last.
+    uint64_t arrived = 0; // bytes
+    TimePoint arrivedAt{}; // TimePoint(): it has said nothing
   };
 
   // Called every now and then, several times in a round trip while data is
   // under way. In bytes per second; 0: no limit.
   uint64_t observe(const Sample& s) {
+    const bool told = s.arrivedAt != TimePoint{};
     // With less in flight than the link holds, a long round trip is an old one:
     // BBR keeps nearly nothing in flight now and then.
     const bool queue = s.minRoundTrip > Nanos(0) &&
         s.roundTrip > s.minRoundTrip * 5 / 4 + kShortQueue &&
         static_cast<double>(s.inFlight) >=
             measured_ * toSeconds(s.minRoundTrip);
-    const Nanos elapsed = s.now - since_;
-    const Nanos window = std::max(s.minRoundTrip, kShortestWindow);
-    if (s.acknowledged < from_ || elapsed > kLongestWindow) {
-      begin(s); // other connections, or an idle time
-    } else if (elapsed >= window) {
-      measure(static_cast<double>(s.acknowledged - from_) / toSeconds(elapsed));
-      begin(s);
+    if (told && !told_) {
+      *this = RoutePacing(); // what acknowledgements have shown counts no more
+      told_ = true;
     }
+    const TimePoint at = told ? s.arrivedAt : s.now;
+    const uint64_t bytes = told ? s.arrived : s.acknowledged;
+    const Nanos elapsed = at - since_;
+    const Nanos window = std::max(s.minRoundTrip, kShortestWindow);
+    // The burst is over for the far end, whose last acknowledgements may still
+    // be on their way.
+    const bool over = told && at > at_ && bytes - bytes_ < kNothing;
+    if (bytes < from_ || elapsed > kLongestWindow || over ||
+        (idle_ && elapsed > Nanos(0))) {
+      begin(at, bytes); // other connections, or a new burst
+      idle_ = false;
+    } else if (elapsed >= window) {
+      measure(static_cast<double>(bytes - from_) / toSeconds(elapsed));
+      begin(at, bytes);
+    }
+    at_ = at;
+    bytes_ = bytes;
+    idle_ = idle_ || s.inFlight == 0;
     queueAllTheTime_ = queueAllTheTime_ && queue;
     full_ = full_ ||
         (queue && measured_ * toSeconds(s.minRoundTrip) >= kEnoughBytes);
@@ -59,12 +82,14 @@ class RoutePacing {
   // The rate of connections that have carried little is not known: the queue is
   // that of others.
   static constexpr double kEnoughBytes = 256 << 10;
+  // Questions and answers arrive, too.
+  static constexpr uint64_t kNothing = 4096;
   static constexpr Nanos kShortestWindow = std::chrono::milliseconds(10);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(1);
 
-  void begin(const Sample& s) {
-    since_ = s.now;
-    from_ = s.acknowledged;
+  void begin(TimePoint since, uint64_t from) {
+    since_ = since;
+    from_ = from;
     queueAllTheTime_ = true;
   }
   void measure(double rate) {
@@ -76,6 +101,10 @@ class RoutePacing {
   TimePoint since_{};
   uint64_t from_ = UINT64_MAX;
   bool queueAllTheTime_ = true;
+  TimePoint at_{}; // the last look
+  uint64_t bytes_ = 0;
+  bool idle_ = true; // everything has arrived since
+  bool told_ = false; // since_ and from_ are the far end's
   bool full_ = false;
   double measured_ = 0; // bytes per second
 };

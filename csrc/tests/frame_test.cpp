@@ -450,6 +450,39 @@ TEST(frame_verbs_offer_survives_the_wire) {
   CHECK(decodeVerbsOffer(encode(offer)).has_value());
 }
 
+TEST(frame_arrivals_survive_the_wire) {
+  Arrivals arrivals;
+  arrivals.answer = true;
+  arrivals.clockNanos = 0x1122334455667788;
+  arrivals.connections = {{0, 5}, {0x0102, 0x0807060504030201}};
+  const auto payload = encode(arrivals);
+  CHECK_EQ(
+      std::string(
+          reinterpret_cast<const char*>(payload.data()), payload.size()),
+      std::string("\x0a\x01\x88\x77\x66\x55\x44\x33\x22\x11\x02\0", 12) +
+          std::string("\0\0\x05\0\0\0\0\0\0\0", 10) +
+          "\x02\x01\x01\x02\x03\x04\x05\x06\x07\x08");
+  const auto back = decodeArrivals(payload);
+  CHECK(back.has_value());
+  CHECK(back->answer);
+  CHECK_EQ(back->clockNanos, arrivals.clockNanos);
+  CHECK(back->connections == arrivals.connections);
+  for (size_t n = 0; n < payload.size(); ++n) {
+    CHECK(!decodeArrivals(std::span(payload).first(n)).has_value());
+  }
+  auto bad = payload;
+  bad.push_back(std::byte(0));
+  CHECK(!decodeArrivals(bad).has_value());
+  bad = payload;
+  bad[1] = std::byte(2); // neither a question nor an answer
+  CHECK(!decodeArrivals(bad).has_value());
+  // As many as are sent at most, and no more are believed.
+  arrivals.connections.resize(Arrivals::kMax + 1);
+  CHECK_EQ(
+      decodeArrivals(encode(arrivals))->connections.size(), Arrivals::kMax);
+  CHECK(encode(arrivals).size() <= kMaxControlBytes);
+}
+
 TEST(frame_reason_survives_the_wire) {
   const auto payload = encodeReason(StatusCode::kTimeout, "too slow");
   CHECK_EQ(payload.size(), 9u);

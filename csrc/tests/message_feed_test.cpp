@@ -65,7 +65,8 @@ std::vector<Bytes> golden() {
       inputOf(10, encodeResidual(residual.parts, residual.ranges)),
       inputOf(10, frame),
       inputOf(11, address.toString()),
-      inputOf(13, std::string("\1") + "1")};
+      inputOf(13, std::string("\1") + "1"),
+      inputOf(14, encode(Arrivals{true, 1, {{0, 2}}}))};
 }
 
 TEST(message_feed_understands_genuine_messages) {

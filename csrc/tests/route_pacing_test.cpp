@@ -1,6 +1,9 @@
 #include "path/route_pacing.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
+#include <deque>
 
 #include "tests/check.h"
 
@@ -11,74 +14,150 @@ using std::chrono::milliseconds;
 
 constexpr double kRate = 125e6;
 
-// A link of `bytesPerS` and 40 ms that is given bursts: the limit afterwards.
+// A link of `bytesPerS` and 40 ms, with a queue in either direction. Its
+// two ends send bursts; acknowledgements wait in the queues like data.
 struct Link {
   double bytesPerS = kRate;
-  double queued = 0; // bytes
-  double acknowledged = 0;
+  double room = 5e6; // bytes, of the queue
+  bool tells = true; // the far end says when data arrives
   TimePoint now{std::chrono::seconds(100)};
-  RoutePacing pacing;
-  uint64_t limit = 0;
+  struct Parcel {
+    double bytes;
+    TimePoint sentAt;
+    TimePoint at; // where it is next
+    double arrived = 0; // in all
+  };
+  struct End {
+    double left = 0, queued = 0, underWay = 0, acknowledged = 0; // bytes
+    double lost = 0, arrived = 0; // bytes, of all bursts
+    std::deque<Parcel> data, answers, questions, told;
+    TimePoint arrivedAt{}; // as the other end has said
+    double saysArrived = 0;
+    Nanos roundTrip = milliseconds(40);
+    RoutePacing pacing;
+    uint64_t limit = 0;
+  };
+  std::array<End, 2> ends;
+  uint64_t limit() const {
+    return ends[0].limit;
+  }
+  double lost() const {
+    return ends[0].lost;
+  }
 
-  // Looks every 5 ms. `sends`: bytes per second if there is no limit.
-  void burst(double bytes, double sends) {
-    constexpr double kStepS = 0.005;
-    double left = bytes, way = 0;
-    for (int step = 0; step < 1000; ++step) {
-      const double rate =
-          limit == 0 ? sends : std::min(sends, static_cast<double>(limit));
-      const double sent = std::min(left, rate * kStepS);
-      left -= sent;
-      queued += sent;
-      const double carried = std::min(queued, bytesPerS * kStepS);
-      queued -= carried;
-      way += kStepS;
-      acknowledged += way > 0.04 ? carried : 0; // the first comes later
-      now += milliseconds(5);
-      look(static_cast<uint64_t>(queued + carried * 0.04 / kStepS));
-      if (left <= 0 && queued <= 0) {
-        break;
+  // `sends`: bytes per second of an end that has no limit. `back`: what the
+  // other end sends meanwhile.
+  void burst(double bytes, double sends, double back = 0) {
+    ends[0].left = bytes;
+    ends[1].left = back;
+    for (int step = 0; step < 10'000; ++step) {
+      send(ends[0], sends);
+      send(ends[1], sends);
+      now += milliseconds(1);
+      answer(ends[0], ends[1]);
+      answer(ends[1], ends[0]);
+      if (step % 5 == 4) {
+        look(ends[0]);
+        look(ends[1]);
+        if (ends[0].underWay == 0 && ends[1].underWay == 0) {
+          break;
+        }
       }
     }
     now += milliseconds(1500); // idle
-    look();
   }
-  void look(uint64_t inFlight = 0) {
+
+ private:
+  static constexpr double kStepS = 0.001;
+
+  void send(End& end, double sends) const {
+    const double rate = end.limit == 0
+        ? sends
+        : std::min(sends, static_cast<double>(end.limit));
+    const double sent = std::min(end.left, rate * kStepS);
+    const double fits = std::min(sent, room - end.queued);
+    end.lost += sent - fits; // is sent once more
+    end.left -= fits;
+    end.queued += fits;
+    if (fits > 0) {
+      end.underWay += fits;
+      end.data.push_back({fits, now, arrival(end)});
+    }
+  }
+  TimePoint arrival(const End& end) const {
+    return now + fromSeconds(end.queued / bytesPerS) + milliseconds(20);
+  }
+  void answer(End& end, End& other) const {
+    end.queued = std::max(0.0, end.queued - bytesPerS * kStepS);
+    while (!end.data.empty() && end.data.front().at <= now) {
+      Parcel p = end.data.front();
+      end.data.pop_front();
+      p.at = arrival(other);
+      end.arrived += p.bytes;
+      end.answers.push_back(p);
+    }
+    while (!end.questions.empty() && end.questions.front().at <= now) {
+      end.questions.pop_front();
+      end.told.push_back({0, now, arrival(other), end.arrived});
+    }
+    while (!end.told.empty() && end.told.front().at <= now) {
+      end.arrivedAt = end.told.front().sentAt;
+      end.saysArrived = end.told.front().arrived;
+      end.told.pop_front();
+    }
+    while (!end.answers.empty() && end.answers.front().at <= now) {
+      const Parcel& p = end.answers.front();
+      end.acknowledged += p.bytes;
+      end.underWay = std::max(0.0, end.underWay - p.bytes);
+      end.roundTrip = now - p.sentAt;
+      end.answers.pop_front();
+    }
+    if (end.left <= 0 && end.data.empty() && end.answers.empty()) {
+      end.underWay = 0;
+    }
+  }
+  void look(End& end) const {
+    if (tells && end.underWay > 0) {
+      end.questions.push_back({0, now, arrival(end)});
+    }
     RoutePacing::Sample s;
     s.now = now;
-    s.acknowledged = static_cast<uint64_t>(acknowledged);
-    s.inFlight = inFlight;
+    s.arrivedAt = end.arrivedAt;
+    s.arrived = static_cast<uint64_t>(end.saysArrived);
+    s.acknowledged = static_cast<uint64_t>(end.acknowledged);
+    s.inFlight = static_cast<uint64_t>(end.underWay);
     s.minRoundTrip = milliseconds(40);
-    s.roundTrip = s.minRoundTrip + fromSeconds(queued / bytesPerS);
-    limit = pacing.observe(s);
+    s.roundTrip = end.roundTrip;
+    end.limit = end.pacing.observe(s);
   }
 };
 
 TEST(route_pacing_waits_for_a_queue) {
   Link link;
   link.burst(16e6, 0.9 * kRate);
-  CHECK_EQ(link.limit, 0u);
+  CHECK_EQ(link.limit(), 0u);
   link.burst(16e6, 2.5 * kRate); // four connections, say
-  CHECK(std::abs(static_cast<double>(link.limit) / kRate - 1.25) < 0.1);
+  CHECK(std::abs(static_cast<double>(link.limit()) / kRate - 1.25) < 0.1);
   // The queue has gone, the link is the same.
   link.burst(16e6, 0.9 * kRate);
-  CHECK(std::abs(static_cast<double>(link.limit) / kRate - 1.25) < 0.1);
+  CHECK(std::abs(static_cast<double>(link.limit()) / kRate - 1.25) < 0.1);
 }
 
 TEST(route_pacing_follows_the_link) {
   Link link;
+  link.room = 64e6;
   link.burst(32e6, 3 * kRate);
   link.bytesPerS = 8 * kRate;
   for (int i = 0; i < 12; ++i) {
     link.burst(64e6, 20 * kRate);
   }
   // A burst has to last for two round trips to show more.
-  CHECK(static_cast<double>(link.limit) > 7 * kRate);
+  CHECK(static_cast<double>(link.limit()) > 7 * kRate);
   link.bytesPerS = kRate / 4;
   for (int i = 0; i < 4; ++i) {
-    link.burst(32e6, 20 * kRate);
+    link.burst(64e6, 20 * kRate);
   }
-  CHECK(static_cast<double>(link.limit) < 1.5 * kRate / 4);
+  CHECK(static_cast<double>(link.limit()) < 1.5 * kRate / 4);
 }
 
 // Short bursts fill nothing, and the next long one is not held up.
@@ -87,13 +166,13 @@ TEST(route_pacing_does_not_take_small_bursts_for_a_slow_link) {
   for (int i = 0; i < 10; ++i) {
     link.burst(64e3, 3 * kRate);
   }
-  CHECK_EQ(link.limit, 0u);
+  CHECK_EQ(link.limit(), 0u);
   link.burst(32e6, 3 * kRate);
-  const auto limit = static_cast<double>(link.limit);
+  const auto limit = static_cast<double>(link.limit());
   for (int i = 0; i < 10; ++i) {
     link.burst(64e3, 3 * kRate);
   }
-  CHECK_EQ(static_cast<double>(link.limit), limit);
+  CHECK_EQ(static_cast<double>(link.limit()), limit);
 }
 
 // The queue is that of others.
@@ -114,29 +193,59 @@ TEST(route_pacing_leaves_new_connections_alone) {
 // round trip stays as it was for some time.
 TEST(route_pacing_keeps_its_rate_while_bbr_measures_the_round_trip) {
   Link link;
+  link.tells = false;
   link.burst(32e6, 3 * kRate);
-  const uint64_t limit = link.limit;
-  link.queued = 2e6;
-  for (int i = 0; i < 40; ++i) {
-    link.now += milliseconds(5);
-    link.acknowledged += 700;
-    link.look(5792);
+  RoutePacing& pacing = link.ends[0].pacing;
+  RoutePacing::Sample s;
+  s.now = link.now;
+  s.minRoundTrip = milliseconds(40);
+  s.roundTrip = milliseconds(80);
+  s.inFlight = 5792;
+  s.acknowledged = static_cast<uint64_t>(link.ends[0].acknowledged);
+  for (int i = 0; i < 100; ++i) {
+    s.now += milliseconds(5);
+    s.acknowledged += 700;
+    CHECK_EQ(pacing.observe(s), link.limit());
   }
-  CHECK_EQ(link.limit, limit);
 }
 
 // A connection is replaced, and its bytes are no longer in the sum.
 TEST(route_pacing_survives_other_connections) {
   Link link;
   link.burst(32e6, 3 * kRate);
-  const uint64_t limit = link.limit;
-  link.acknowledged /= 2;
-  link.look();
+  const uint64_t limit = link.limit();
+  link.ends[0].acknowledged /= 2;
   link.burst(32e6, 3 * kRate);
   CHECK(
       std::abs(
-          static_cast<double>(link.limit) / static_cast<double>(limit) - 1) <
+          static_cast<double>(link.limit()) / static_cast<double>(limit) - 1) <
       0.2);
+}
+
+// Both ends send at once: acknowledgements wait, and come faster than the link
+// carries data.
+TEST(route_pacing_is_not_misled_by_acknowledgements_that_have_waited) {
+  for (const double back : {64e6, 16e6, 8e6, 4e6}) {
+    Link link;
+    for (int i = 0; i < 8; ++i) {
+      link.burst(16e6, 3 * kRate, back);
+      CHECK(static_cast<double>(link.limit()) < 1.4 * kRate);
+      CHECK(static_cast<double>(link.limit()) > 1.1 * kRate);
+      // Short bursts are not held up.
+      const auto other = static_cast<double>(link.ends[1].limit);
+      CHECK(other == 0 || other > kRate);
+    }
+  }
+}
+
+// An older peer does not say when data has arrived.
+TEST(route_pacing_makes_do_with_acknowledgements) {
+  Link link;
+  link.tells = false;
+  for (int i = 0; i < 8; ++i) {
+    link.burst(16e6, 3 * kRate);
+    CHECK(std::abs(static_cast<double>(link.limit()) / kRate - 1.25) < 0.1);
+  }
 }
 
 } // namespace

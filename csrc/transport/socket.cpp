@@ -535,6 +535,7 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.congestionWindowSegments = raw.tcpi_snd_cwnd;
   info.deliveryRateBytesPerS = raw.tcpi_delivery_rate;
   info.bytesAcked = raw.tcpi_bytes_acked;
+  info.bytesReceived = raw.tcpi_bytes_received;
   info.deliveredSegments = raw.tcpi_delivered;
   info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
   info.notSentBytes = static_cast<uint64_t>(std::max(unsent, 0));

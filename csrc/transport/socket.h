@@ -179,6 +179,7 @@ struct TcpInfo {
   uint32_t congestionWindowSegments = 0;
   uint64_t deliveryRateBytesPerS = 0;
   uint64_t bytesAcked = 0;
+  uint64_t bytesReceived = 0; // in order, whether read or not
   uint32_t deliveredSegments = 0; // selectively acknowledged ones included
   uint64_t unackedBytes = 0; // sent or not, not acknowledged (SIOCOUTQ)
   uint64_t notSentBytes = 0; // SIOCOUTQNSD

@@ -242,10 +242,22 @@ std::vector<std::byte> encode(const RelayNote& note) {
       .take();
 }
 
+std::vector<std::byte> encode(const Arrivals& arrivals) {
+  Writer out(ControlKind::kArrivals);
+  const size_t n = std::min(arrivals.connections.size(), Arrivals::kMax);
+  out.put(static_cast<uint8_t>(arrivals.answer))
+      .put(arrivals.clockNanos)
+      .put(static_cast<uint16_t>(n));
+  for (size_t i = 0; i < n; ++i) {
+    out.put(arrivals.connections[i].index).put(arrivals.connections[i].bytes);
+  }
+  return out.take();
+}
+
 // The upper bound is the last kind: move it with a new one.
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload) {
   if (payload.empty() || payload[0] < std::byte(1) ||
-      payload[0] > static_cast<std::byte>(ControlKind::kRelayNote)) {
+      payload[0] > static_cast<std::byte>(ControlKind::kArrivals)) {
     return std::nullopt;
   }
   return static_cast<ControlKind>(payload[0]);
@@ -442,6 +454,26 @@ Status decodeResidual(std::span<const std::byte> payload, Residual& r) {
     std::memcpy(&r.ranges[i].bytes, payload.data() + 16 + 16 * i, 8);
   }
   return Status();
+}
+
+std::optional<Arrivals> decodeArrivals(std::span<const std::byte> payload) {
+  if (!isKind(payload, ControlKind::kArrivals)) {
+    return std::nullopt;
+  }
+  Arrivals arrivals;
+  uint8_t answer = 0;
+  uint16_t n = 0;
+  Reader in(payload);
+  in.get(answer);
+  in.get(arrivals.clockNanos);
+  in.get(n);
+  for (size_t i = 0; i < n && i < Arrivals::kMax; ++i) {
+    auto& connection = arrivals.connections.emplace_back();
+    in.get(connection.index);
+    in.get(connection.bytes);
+  }
+  arrivals.answer = answer != 0;
+  return in.complete() && answer <= 1 ? std::optional(arrivals) : std::nullopt;
 }
 
 } // namespace resilient

@@ -60,6 +60,7 @@ enum class ControlKind : uint8_t {
   kDatagramOffer = 7,
   kVerbsOffer = 8,
   kRelayNote = 9,
+  kArrivals = 10,
 };
 
 // "This collective has failed here". The other ranks then need not wait for
@@ -155,6 +156,21 @@ struct VerbsOffer {
   std::string text; // the name of the device, or why not
 };
 
+// "How much has arrived on each of your connections from us?", and the answer.
+// Acknowledgements do not tell when data arrived: they wait in the queues of
+// the way back.
+struct Arrivals {
+  bool answer = false;
+  uint64_t clockNanos = 0; // of the far end, when it has looked
+  struct Connection {
+    uint16_t index = 0;
+    uint64_t bytes = 0; // total of the connection that stands, in order
+    bool operator==(const Connection&) const = default;
+  };
+  std::vector<Connection> connections; // at most kMax
+  static constexpr size_t kMax = 4096;
+};
+
 // About a flow over a relay (wire/relay.h), which passes it on like a message.
 //
 // kOpen: "I shall send you frames this way". kAccept: the answer. kDelivered:
@@ -209,6 +225,7 @@ std::vector<std::byte> encode(const Addresses& addresses);
 std::vector<std::byte> encode(const DatagramOffer& offer);
 std::vector<std::byte> encode(const VerbsOffer& offer);
 std::vector<std::byte> encode(const RelayNote& note);
+std::vector<std::byte> encode(const Arrivals& arrivals);
 
 std::optional<ControlKind> controlKind(std::span<const std::byte> payload);
 // Nothing if the bytes are not exactly one message of that kind.
@@ -228,5 +245,6 @@ std::optional<DatagramOffer> decodeDatagramOffer(
 std::optional<VerbsOffer> decodeVerbsOffer(std::span<const std::byte> payload);
 // Not of a flow from a process to itself.
 std::optional<RelayNote> decodeRelayNote(std::span<const std::byte> payload);
+std::optional<Arrivals> decodeArrivals(std::span<const std::byte> payload);
 
 } // namespace resilient

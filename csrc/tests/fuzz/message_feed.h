@@ -22,7 +22,7 @@ namespace resilient::test {
 // First byte: which of them. The rest is the message.
 class MessageFeed : private FuzzInput {
  public:
-  static constexpr uint8_t kKinds = 14;
+  static constexpr uint8_t kKinds = 15;
 
   explicit MessageFeed(std::span<const uint8_t> input)
       : FuzzInput("message feed", input) {}
@@ -72,6 +72,9 @@ class MessageFeed : private FuzzInput {
         break;
       case 13:
         option();
+        break;
+      case 14:
+        again(decodeArrivals);
         break;
     }
   }
