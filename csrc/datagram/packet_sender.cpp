@@ -602,8 +602,12 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
     s.brief = s.interval < rate_.minRoundTrip() / 2;
     // A clump was sent over a longer time than it took to arrive.
     const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
-    if (!s.brief && sentMicros < kMeasureMax / std::chrono::microseconds(1)) {
-      s.interval = std::chrono::microseconds(std::max(micros, sentMicros));
+    if (sentMicros < kMeasureMax / std::chrono::microseconds(1)) {
+      if (s.brief) {
+        s.sentIn = std::chrono::microseconds(sentMicros);
+      } else {
+        s.interval = std::chrono::microseconds(std::max(micros, sentMicros));
+      }
     }
     s.bytes = carried(r, usual.rate);
     s.limitedBySender = now < limitedUntil_;

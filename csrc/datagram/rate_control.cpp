@@ -204,6 +204,12 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   if (s.interval > Nanos(0) && s.brief) {
     if (now - notBriefAt_ > kBriefAfter) {
       briefRate_ = std::max(briefRate_, rateOf(s));
+    } else if (state_ == State::kStartup && s.sentIn > Nanos(0)) {
+      // Short bursts have to double the rate, too. A clump cannot arrive faster
+      // than it was sent.
+      DeliverySample slower = s;
+      slower.interval = std::max(s.interval, s.sentIn);
+      briefRate_ = std::max(briefRate_, rateOf(slower));
     }
   } else if (s.interval > Nanos(0)) {
     if (!limited) {

@@ -351,6 +351,22 @@ TEST(rate_control_keeps_to_the_limit_from_outside) {
   }
 }
 
+// Nothing but messages of 256 KiB, which soon leave in less than half a round
+// trip.
+TEST(rate_control_finds_the_rate_by_short_bursts) {
+  Stream stream(
+      1, linkOf(125e6, milliseconds(20)), RecoveryKind::kSelectiveRepeat);
+  Nanos took{};
+  for (int i = 0; i < 5; ++i) {
+    took = stream.transfer(2);
+    bool over = false;
+    stream.pair().at(
+        stream.pair().now() + seconds(1), [&over] { over = true; });
+    CHECK(stream.pair().run([&over] { return over; }, seconds(2)));
+  }
+  CHECK(took < milliseconds(26));
+}
+
 TEST(rate_control_idle_time_says_nothing_of_the_link) {
   Fed f;
   for (int i = 0; i < 20; ++i) {
