@@ -117,8 +117,8 @@ class TcpConnector final : public Connector, private FailoverHost {
     CongestionChoice congestion; // of this path
     PathCounters past; // of paths that are closed
     double pastBytesPerS = 0; // that the last one carried by its route
-    // What has arrived of it, as the peer says: total of the kernel there, and
-    // its growth so far.
+    // The peer says so: bytes that its kernel has received, and their growth
+    // since the first time.
     std::optional<uint64_t> told;
     uint64_t arrived = 0;
   };
