@@ -29,7 +29,7 @@ struct Link {
   };
   struct End {
     double left = 0, queued = 0, underWay = 0, acknowledged = 0; // bytes
-    double lost = 0, arrived = 0; // bytes, of all bursts
+    double arrived = 0; // bytes, of all bursts
     std::deque<Parcel> data, answers, questions, told;
     TimePoint arrivedAt{}; // as the other end has said
     double saysArrived = 0;
@@ -40,9 +40,6 @@ struct Link {
   std::array<End, 2> ends;
   uint64_t limit() const {
     return ends[0].limit;
-  }
-  double lost() const {
-    return ends[0].lost;
   }
 
   // `sends`: bytes per second of an end that has no limit. `back`: what the
@@ -75,8 +72,8 @@ struct Link {
         ? sends
         : std::min(sends, static_cast<double>(end.limit));
     const double sent = std::min(end.left, rate * kStepS);
+    // The rest is dropped, and sent once more.
     const double fits = std::min(sent, room - end.queued);
-    end.lost += sent - fits; // is sent once more
     end.left -= fits;
     end.queued += fits;
     if (fits > 0) {
