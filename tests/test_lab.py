@@ -1080,7 +1080,7 @@ import torch
 import torch.distributed as dist
 import torch_resilient
 dist.init_process_group("resilient")
-for _ in range(3):
+for _ in range(8):
     dist.all_reduce(torch.ones(500_000))
 print("sites", list(torch_resilient.topology().sites))
 dist.destroy_process_group()

@@ -1,8 +1,12 @@
 #include "tests/relay_simulation.h"
 
 #include <iostream>
+#include <optional>
+#include <vector>
 
+#include "base/log.h"
 #include "tests/check.h"
+#include "tests/relay_network.h"
 #include "tests/simulation_seeds.h"
 
 namespace resilient::test {
@@ -84,6 +88,92 @@ TEST(relay_simulation_holds_its_promises) {
     CHECK(sum.gateways > networks / 10);
     CHECK(sum.fullest > 0.5);
   }
+}
+
+// The first answer over a relay takes a round trip between the sites, and more
+// if what it answers waits at the relay.
+TEST(relay_path_waits_for_its_first_answer) {
+  int relayed = 0, silent = 0;
+  const struct Log {
+    ~Log() {
+      setLogSink({});
+      setLogLevel(LogLevel::kWarning);
+    }
+  } log;
+  setLogLevel(LogLevel::kInfo);
+  setLogSink([&](std::string_view line) {
+    relayed += line.find("can be reached over") != line.npos;
+    silent += line.find("nothing comes back") != line.npos;
+  });
+  constexpr uint64_t kBytesPerS = 10'000'000, kBytes = 4u << 20;
+  struct Send final : SendOp {
+    void finished(const Status& status) override {
+      ok = status.ok();
+    }
+    bool ok = false;
+  } send;
+  struct Recv final : RecvOp {
+    void finished(const Status& status) override {
+      ok = status.ok();
+    }
+    bool ok = false;
+  } recv;
+  std::vector<std::byte> out(kBytes), in(kBytes);
+  EngineOptions options;
+  options.relay = "auto";
+  options.wan_connections = 1; // nothing is tuned: there are no connections
+  RelayNetwork network(1);
+  network.afterTurn = [](size_t) {};
+  for (const char* site : {"near", "near", "far"}) {
+    network.add(options, site, kBytesPerS, std::nullopt);
+  }
+  RelayNetwork::Way way;
+  way.bytesPerS = kBytesPerS;
+  way.latency = std::chrono::milliseconds(50);
+  way.windowBytes = 1u << 20;
+  network.connect(0, 2, way);
+  network.connect(1, 2, way);
+  way.latency = std::chrono::microseconds(50);
+  network.connect(0, 1, way);
+  network.join();
+  const auto run = [&](Nanos most, const auto& done) {
+    for (const TimePoint end = network.now() + most;
+         network.now() < end && !done() && network.step();) {
+    }
+    return done();
+  };
+  for (const size_t r : {0, 1, 2}) {
+    network.in(r, [&network, r] {
+      network.rank(r).link(r == 2 ? 0 : 2).addInterest();
+    });
+  }
+  CHECK(run(std::chrono::seconds(10), [&] { return relayed != 0; }));
+  network.in(2, [&] {
+    recv.key = MessageKey{1, 0, 0};
+    recv.ordered = true;
+    recv.source = &network.rank(2).link(0).channel();
+    recv.data = in.data();
+    recv.bytes = kBytes;
+    network.rank(2).mailbox().post(&recv);
+  });
+  network.in(0, [&] {
+    send.key = MessageKey{1, 0, 0};
+    send.pointToPoint = true;
+    send.data = out.data();
+    send.bytes = kBytes;
+    Channel& channel = network.rank(0).link(2).channel();
+    channel.send(&send, network.rank(0).loop().now());
+  });
+  CHECK(run(std::chrono::seconds(10), [&] { return send.ok && recv.ok; }));
+  CHECK(network.rank(1).relays().counters().bytes > 512u << 10);
+  CHECK_EQ(network.error(), "");
+  CHECK_EQ(silent, 0);
+  for (const size_t r : {0, 1, 2}) {
+    network.in(r, [&network, r] {
+      network.rank(r).link(r == 2 ? 0 : 2).dropInterest();
+    });
+  }
+  run(std::chrono::milliseconds(1), [] { return false; });
 }
 
 TEST(relay_simulation_is_decided_by_its_seed) {

@@ -16,6 +16,9 @@ constexpr Nanos kGiveUpAfter = std::chrono::seconds(2);
 // An answer is late after so many round trips: the queue at the relay grows
 // when somebody else begins to send.
 constexpr int kRoundTrips = 3;
+// Of a flow that has not measured one: the first answer comes from the far side
+// of the world, and behind a full window at a slow relay.
+constexpr Nanos kUnknownRoundTrip = std::chrono::milliseconds(200);
 constexpr int kMaxPatience = 4;
 // A relay that needs its uplink itself is left alone for so long, and twice as
 // long each time. In between it gets a few chunks, which wait behind its own,
@@ -413,7 +416,9 @@ void RelayPath::acknowledge() {
 // --- health
 
 Nanos RelayPath::silenceLimit() const {
-  return patience_ * (2 * config_.suspectAfter + kRoundTrips * roundTrip_);
+  const Nanos roundTrip =
+      roundTrip_ == Nanos(0) ? kUnknownRoundTrip : roundTrip_;
+  return patience_ * (2 * config_.suspectAfter + kRoundTrips * roundTrip);
 }
 
 // Three stages of doubt: a flow that nobody answers is over; frames without an
