@@ -23,6 +23,7 @@ from harness import make_store, run_outcomes, run_ranks, wait_until
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from torch_resilient import faults
 from torch_resilient._reports import events
 from torch_resilient.pipelining import SchedulePlanned, bubbles, one_f_one_b
 from torch_resilient.pipelining.bubbles import Bubbles, DueTimes
@@ -171,6 +172,15 @@ def test_requests_are_rejected_at_once_with_the_reason() -> None:
     assert made.lose(0, "the training has ended") == []
     with pytest.raises(Rejected, match="no rank runs prefills: the training has ended"):
         made.place(0, CHUNK, 10.0, 1.0, 20.0)
+
+
+def test_the_time_until_a_request_is_looked_at_is_part_of_its_wait() -> None:
+    made = controller(1)
+    made.signal(0, 0, windows((0.5, 0.25)), now_s=10.0)
+    with pytest.raises(Rejected, match="would wait for 600 ms, at most 550 are allowed"):
+        made.place(0, CHUNK, 10.0, max_wait_s=0.55, deadline_s=20.0, asked_s=9.9)
+    found = made.place(0, CHUNK, 10.0, max_wait_s=0.65, deadline_s=20.0, asked_s=9.9)
+    assert found.start_s == pytest.approx(10.5)
 
 
 def test_the_pipe_that_begins_first_is_chosen() -> None:
@@ -534,15 +544,15 @@ class Trainer:
         self.optimizer.zero_grad()
         self.step_count += 1
 
-    def run(self, steps: int | None = None) -> None:
-        """`steps` steps, or until the store has the key "stop"."""
+    def run(self, steps: int | None = None, until: str = "stop") -> None:
+        """`steps` steps, or until the store has that key."""
         while steps is None or steps > 0:
             self.step()
             if steps is not None:
                 steps -= 1
                 continue
             stop = torch.zeros(1)
-            if self.rank == 0 and self.store.check(["stop"]):
+            if self.rank == 0 and self.store.check([until]):
                 stop += 1
             dist.broadcast(stop, 0)
             if stop:
@@ -861,6 +871,56 @@ def test_a_plan_that_changes_under_a_reservation_ends_the_request() -> None:
     assert reason == "the idle time for it has vanished"
     assert refused == "no idle time is known in which it fits"
     assert kinds == [Kind.PROMPT, Kind.CANCEL]
+
+
+DELAY_S = 0.08
+LONG_CHUNK_S = 0.03  # fits into the bubbles of a link with that delay, not into those without
+
+
+class LongChunks(ModelPart):
+    def layer(self, index: int, x: Tensor, kv: Tensor, start: int) -> Tensor:
+        time.sleep(LONG_CHUNK_S)
+        return super().layer(index, x, kv, start)
+
+
+def train_while_the_link_heals(rank: int) -> Any:
+    if rank == TRAINERS:
+        return serve_while_the_link_heals()
+    trainer = Trainer(rank)
+    trainer.bubbles._due = DueTimes()
+    if rank == 0:
+        trainer.work("p0", model=LongChunks(SHAPE, range(SHAPE.layers)))
+    with faults.delay(DELAY_S, peer=1 - rank):
+        trainer.run(until="healed")
+    steps, chunks = trainer.step_count, trainer.bubbles.stats().chunks
+    trainer.run()
+    trainer.bubbles.close()
+    dist.destroy_process_group()
+    return trainer.step_count - steps, chunks, dict(trainer.bubbles.suspended)
+
+
+def serve_while_the_link_heals() -> Any:
+    service = service_of(["p0"])
+    accepted(service, prompt(5)).result(timeout=30)
+    # Each is some seconds of chunks: the last one cannot have begun.
+    futures = [accepted(service, prompt(200, seed), timeout_s=8.0) for seed in range(3)]
+    make_store("prefill").set("healed", "1")
+    reasons = [reason_of(each) for each in futures]
+    refused = reason_of(service.submit(prompt(3)))
+    stop_training()
+    service.close()
+    return reasons, refused
+
+
+def test_a_link_that_heals_takes_the_bubbles_with_it() -> None:
+    (steps, chunks, suspended), _, (reasons, refused) = run_ranks(
+        train_while_the_link_heals, world_size=TRAINERS + 1, init=False
+    )
+    assert chunks > 0
+    assert steps > 10
+    assert suspended == {}
+    assert reasons[1:] == ["the idle time for it has vanished"] * 2
+    assert refused == "no idle time is known in which it fits"
 
 
 def strange_worker(rank: int, kind: Kind, sent: Sequence[tuple[Tensor, int, int]]) -> Any:

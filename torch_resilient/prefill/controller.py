@@ -144,7 +144,7 @@ class Reservation:
         request: its number.
         tokens: of its prompt.
         pipe: which ranks compute it.
-        arrival_s, start_s, end_s: by the controller's clock; start and end are predictions.
+        start_s, end_s: predictions, by the controller's clock.
         latest_start_s, deadline_s: what was asked for.
         chunks_done: by rank of the pipe, how many of its chunks are computed.
         doubts: the last signals, in a row, by which it would begin too late.
@@ -153,7 +153,6 @@ class Reservation:
     request: int
     tokens: int
     pipe: int
-    arrival_s: float
     start_s: float
     end_s: float
     latest_start_s: float
@@ -193,13 +192,20 @@ class Controller:
         self._numbers = [0 for _ in depths]
 
     def place(
-        self, request: int, tokens: int, now_s: float, max_wait_s: float, deadline_s: float
+        self,
+        request: int,
+        tokens: int,
+        now_s: float,
+        max_wait_s: float,
+        deadline_s: float,
+        asked_s: float | None = None,
     ) -> Reservation:
         """Reserves the earliest begin.
 
-        Raises Rejected, with the reason, if that would be later than `max_wait_s` from now, or the
-        end later than `deadline_s`.
+        Raises Rejected, with the reason, if that would be later than `max_wait_s` after `asked_s`
+        (by default now), or the end later than `deadline_s`.
         """
+        asked_s = now_s if asked_s is None else asked_s
         best: Reservation | None = None
         best_slots: list[Slot] = []
         seen = []
@@ -220,10 +226,9 @@ class Controller:
                     request,
                     tokens,
                     pipe,
-                    now_s,
                     slots[0].start_s,
                     slots[-1].end_s,
-                    now_s + max_wait_s,
+                    asked_s + max_wait_s,
                     deadline_s,
                     nothing,
                 )
@@ -235,7 +240,7 @@ class Controller:
             raise Rejected("no idle time is known in which it fits")
         if best.start_s > best.latest_start_s:
             raise Rejected(
-                f"it would wait for {1e3 * (best.start_s - now_s):.0f} ms, at most "
+                f"it would wait for {1e3 * (best.start_s - asked_s):.0f} ms, at most "
                 f"{1e3 * max_wait_s:.0f} are allowed"
             )
         if best.end_s > deadline_s:

@@ -242,6 +242,7 @@ class PrefillService:
                 time.monotonic(),
                 request.max_wait_s,
                 request.deadline_s,
+                request.asked_s,
             )
         except Rejected as rejected:
             self._reject(request, str(rejected))
