@@ -238,6 +238,11 @@ double Channel::linkBytesPerS(PathId path) const {
   return p.link == nullptr ? 0 : p.link->statistics.capacityBytesPerS();
 }
 
+const LinkStatistics::Burst& Channel::lastBurst(PathId path) const {
+  const PathState& p = state(path);
+  return (p.link == nullptr ? p.statistics : p.link->statistics).lastBurst();
+}
+
 // Our connections share what the uplink carries, in proportion to their own
 // rates.
 double Channel::inTurn(double bytesPerS) const {

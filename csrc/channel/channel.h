@@ -392,6 +392,8 @@ class Channel {
   // The capacity of its shared link, in bytes per second; 0: it has none, or
   // unknown.
   double linkBytesPerS(PathId path) const;
+  // Of its shared link; of the path, if it has none.
+  const LinkStatistics::Burst& lastBurst(PathId path) const;
   uint64_t inFlightBytes(PathId path) const;
   // There is more to send than the paths have taken.
   bool backlogged() const;
@@ -587,6 +589,7 @@ class Channel {
 
   // A map: references to a state must survive when other paths are added.
   std::map<PathId, PathState> paths_;
+  TimePoint postedAt_{}; // the last bytes of a message
   std::map<size_t, SharedLink> links_;
   TimePoint lastNow_{};
   ChannelCounters counters_;

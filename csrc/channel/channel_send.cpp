@@ -42,7 +42,7 @@ void Channel::send(SendOp* op, TimePoint now) {
   m.op = op;
   m.pointToPoint = op->pointToPoint;
   m.awaitsReceive = op->awaitReceive && op->bytes != 0;
-  m.postedAt = now;
+  m.postedAt = postedAt_ = now;
   FrameHeader& h = m.header;
   h.type = FrameType::kData;
   h.trafficClass = op->trafficClass;
@@ -96,6 +96,7 @@ void Channel::send(SendOp* op, TimePoint now) {
 void Channel::sourceGrew(SendOp* op, uint64_t availableBytes, TimePoint now) {
   lastNow_ = now;
   op->availableBytes = availableBytes;
+  postedAt_ = now;
   const auto found = out_.find(op->message);
   if (op->message == 0 || found == out_.end() || found->second->op != op) {
     return;
@@ -733,7 +734,6 @@ const OutFrame* Channel::pull(PathId path, TimePoint now, bool chunks) {
     return pullUnreliable(p, now);
   }
   if (wasIdle) {
-    p.busySince = now;
     p.progressAt = now;
   }
   return f;
@@ -862,6 +862,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
     }
   }
   p.chunkAt = now;
+  p.busySince = p.inFlightBytes == 0 ? now : p.busySince;
   p.inFlightBytes += h.payloadBytes;
   if (SharedLink* const link = p.link) {
     link->busySince = link->inFlightBytes == 0 ? now : link->busySince;
@@ -962,11 +963,12 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     p.progressAt = now;
     counters_.bytesSent += bytes;
     if (bytes != 0) {
-      p.statistics.onAcknowledged(bytes, p.busySince, now, p.inFlightBytes);
+      p.statistics.onAcknowledged(
+          bytes, p.busySince, now, p.inFlightBytes, postedAt_);
       if (SharedLink* const link = p.link) {
         link->inFlightBytes -= bytes;
         link->statistics.onAcknowledged(
-            bytes, link->busySince, now, link->inFlightBytes);
+            bytes, link->busySince, now, link->inFlightBytes, postedAt_);
       }
     }
   }

@@ -219,8 +219,8 @@ struct Channel::PathState {
   uint64_t acknowledged = 0; // frames
   uint64_t handedOut = 0; // frames
   uint64_t written = 0; // of these, whole: the peer can know no more
-  TimePoint busySince{}; // inFlight non-empty since
-  TimePoint progressAt{}; // last acknowledgement, or busySince
+  TimePoint busySince{}; // there are bytes in flight since
+  TimePoint progressAt{}; // last acknowledgement, or since inFlight has frames
   std::deque<OutFrame> unwritten;
 
   // receiving

@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -20,18 +18,6 @@ uint64_t beginOf(const std::string& nonce) {
   uint64_t begin = 0;
   std::memcpy(&begin, nonce.data(), std::min(sizeof(begin), nonce.size()));
   return begin;
-}
-
-// "512 KiB", of a power of two.
-std::string sizeText(uint64_t bytes) {
-  return bytes >= 1u << 20 ? std::to_string(bytes >> 20) + " MiB"
-                           : std::to_string(bytes >> 10) + " KiB";
-}
-
-std::string percentText(double share) {
-  char text[16];
-  std::snprintf(text, sizeof(text), "%.1f %%", 100 * share);
-  return text;
 }
 
 std::string freshNonce() {
@@ -257,11 +243,6 @@ void DatagramConnector::chooseBursts(TimePoint now) {
 // going meanwhile.
 void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   constexpr Nanos kHoldsFor = std::chrono::milliseconds(5);
-  // A share of lost segments that an operator would call a bad link.
-  constexpr double kLossy = 1e-3;
-  // From here on connections get going in time, for less than half of
-  // the processor time.
-  constexpr uint64_t kMostWithoutLoss = 4u << 20;
   if (!carries(route)) {
     if (std::exchange(share.chosenAt, TimePoint{}) != TimePoint{}) {
       setShare(route, 0);
@@ -273,94 +254,31 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   }
   share.chosenAt = now;
   auto& path = static_cast<DatagramPath&>(*this->path(route));
-  TcpConnector::Stream stream = connections_.stream(route);
+  RouteEvidence e;
+  connections_.observe(route, e);
+  path.expectRate(e.streamBytesPerS);
   const SenderCounters& datagrams = path.sender()->counters();
-  share.streamLoss.observe(
-      stream.deliveredSegments, stream.lostSegments, stream.queueing);
-  share.datagramLoss.observe(
-      datagrams.packets, datagrams.lost, path.sender()->rate().queueing());
-  share.losses.observe(
-      share.datagramLoss.rate(),
-      path.sender()->loss().estimate().burstPackets,
-      stream.deliveredSegments,
-      stream.lostSegments);
-  if (avoids(route, share, now)) {
-    share.upTo = 0;
-    setShare(route, 0);
-    return;
-  }
-  StreamView& view = stream.view;
-  view.lossRate = share.streamLoss.rate();
-  if (share.losses.verdict() != LossComparison::Verdict::kDatagramsAlone) {
-    view.lossRate = std::max(view.lossRate, share.datagramLoss.rate());
-  }
-  const bool lossy = view.lossRate >= kLossy;
-  const double streamBytesPerS = connections_.capacityBytesPerS(route);
-  path.expectRate(streamBytesPerS);
-  if (lossy && streamBytesPerS > 0) {
-    view.mostBytesPerS = streamBytesPerS;
-  }
-  DatagramView other;
-  other.roundTripS = toSeconds(path.minRoundTrip());
-  double linkBytesPerS = INFINITY;
+  e.datagrams.roundTripS = toSeconds(path.minRoundTrip());
   if (path.rateIsKnown()) {
-    linkBytesPerS = std::max(streamBytesPerS, path.capacityBytesPerS());
-    other.bytesPerS = path.bytesPerS();
+    e.datagrams.bytesPerS = path.bytesPerS();
+    e.datagramBytesPerS = path.capacityBytesPerS();
   }
-  share.upTo = datagramsUpTo(view, other, linkBytesPerS);
-  if (!lossy) {
-    share.upTo = std::min(share.upTo, kMostWithoutLoss);
-  }
-  setShare(route, share.upTo);
-  if (share.upTo > 0 && !std::exchange(share.said, true)) {
+  e.packets = datagrams.packets;
+  e.packetsLost = datagrams.lost;
+  e.lossBurstPackets = path.sender()->loss().estimate().burstPackets;
+  e.datagramQueueing = path.sender()->rate().queueing();
+  e.datagramsIdle = link_.channel().inFlightBytes(path.id()) == 0;
+  e.datagramBurst = link_.channel().lastBurst(path.id());
+  e.limited = link_.uplink() != nullptr && link_.uplink()->limit() != nullptr;
+  const TransportChoice::Choice choice = share.choice.choose(e, now);
+  setShare(route, choice.upTo);
+  if (!choice.news.empty()) {
     const std::string nic = connections_.nicOf(route);
     link_.say(
         LogLevel::kInfo,
-        link_.describe() + (nic.empty() ? "" : " over " + nic) + ": messages " +
-            (share.upTo == UINT64_MAX ? "of all sizes"
-                                      : "up to " + sizeText(share.upTo)) +
-            " as datagrams: " +
-            (lossy ? percentText(view.lossRate) + " of the packets are lost"
-                   : std::string("connections begin slowly after a pause")));
+        link_.describe() + (nic.empty() ? "" : " over " + nic) + ": " +
+            choice.news);
   }
-}
-
-// Connections carry the messages of a route that loses many datagrams until it
-// is known whether they lose as many. If not, they go on for a time that
-// doubles; then datagrams are tried anew.
-bool DatagramConnector::avoids(size_t route, Share& share, TimePoint now) {
-  using Verdict = LossComparison::Verdict;
-  // Parity makes up for less than this at a low price.
-  constexpr double kMany = 0.05;
-  constexpr Nanos kLeast = std::chrono::minutes(1);
-  constexpr Nanos kMost = std::chrono::minutes(16);
-  if (share.avoidedSince != TimePoint{}) {
-    if (now - share.avoidedSince < share.avoidedFor) {
-      return true;
-    }
-    share.avoidedSince = TimePoint{};
-    share.datagramLoss = RecentLoss();
-    share.losses.forget();
-    return false;
-  }
-  const double rate = share.datagramLoss.rate();
-  if (rate < kMany || share.losses.verdict() == Verdict::kShared) {
-    return false;
-  }
-  if (share.losses.verdict() == Verdict::kUnknown) {
-    return true;
-  }
-  share.avoidedSince = now;
-  share.avoidedFor = std::clamp(2 * share.avoidedFor, kLeast, kMost);
-  const std::string nic = connections_.nicOf(route);
-  link_.say(
-      LogLevel::kInfo,
-      link_.describe() + (nic.empty() ? "" : " over " + nic) +
-          ": no messages as datagrams for the next " +
-          durationText(share.avoidedFor) + ": " + percentText(rate) +
-          " of them are lost, and fewer of the connections' segments; UDP may "
-          "be policed");
-  return true;
 }
 
 void DatagramConnector::setShare(size_t route, uint64_t upTo) {

@@ -85,18 +85,11 @@ class DatagramConnector final : public RoutePathConnector {
   // The part of a route's messages that goes as datagrams.
   struct Share {
     TimePoint chosenAt{};
-    uint64_t upTo = 0; // bytes of a burst
-    bool said = false;
-    RecentLoss streamLoss, datagramLoss;
-    LossComparison losses;
-    // Since when the connections carry all, as datagrams alone have losses.
-    TimePoint avoidedSince{};
-    Nanos avoidedFor{0};
+    TransportChoice choice;
   };
 
   WanTransport transport() const;
   void chooseFor(size_t route, Share& share, TimePoint now);
-  bool avoids(size_t route, Share& share, TimePoint now);
   void setShare(size_t route, uint64_t upTo);
 
   std::map<size_t, Share> shares_; // by route

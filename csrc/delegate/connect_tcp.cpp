@@ -111,24 +111,26 @@ Nanos TcpConnector::minRoundTrip(size_t route) const {
   return least;
 }
 
-TcpConnector::Stream TcpConnector::stream(size_t route) const {
+void TcpConnector::observe(size_t route, RouteEvidence& e) const {
   constexpr double kSegmentBytes = 1448;
   constexpr uint32_t kInitialSegments = 10; // RFC 6928
   constexpr Nanos kLeastTimeout = std::chrono::milliseconds(200);
-  Stream stream;
+  const Channel& channel = link_.channel();
   Nanos least(0);
   for (size_t c = route; c < connections_.size(); c += routes()) {
     const TcpPath* const path = connections_[c].path;
-    if (path == nullptr || link_.channel().classes(path->id()) == 0) {
+    if (path == nullptr || channel.classes(path->id()) == 0) {
       continue;
     }
+    e.streamIdle = e.streamIdle && channel.inFlightBytes(path->id()) == 0;
+    e.streamBurst = channel.lastBurst(path->id());
     const auto info = path->kernelView();
     if (!info) {
       continue;
     }
-    stream.deliveredSegments += info->deliveredSegments;
-    stream.lostSegments += info->totalRetransmits;
-    stream.queueing = stream.queueing ||
+    e.segments += info->deliveredSegments;
+    e.segmentsLost += info->totalRetransmits;
+    e.streamQueueing = e.streamQueueing ||
         info->roundTrip >
             info->minRoundTrip + info->minRoundTrip / 4 + kShortQueue;
     least = least == Nanos(0) ? info->minRoundTrip
@@ -136,7 +138,7 @@ TcpConnector::Stream TcpConnector::stream(size_t route) const {
     uint32_t segments = info->congestionWindowSegments;
     double bytes = segments * kSegmentBytes;
     if (const auto bbr = path->bbr()) {
-      stream.view.paced = true;
+      e.stream.paced = true;
       bytes = std::min(
           bytes,
           static_cast<double>(bbr->sends) * toSeconds(info->minRoundTrip));
@@ -151,10 +153,10 @@ TcpConnector::Stream TcpConnector::stream(size_t route) const {
       }
       bytes = segments * kSegmentBytes;
     }
-    stream.view.firstBytes += bytes;
+    e.stream.firstBytes += bytes;
   }
-  stream.view.roundTripS = toSeconds(least);
-  return stream;
+  e.stream.roundTripS = toSeconds(least);
+  e.streamBytesPerS = capacityBytesPerS(route);
 }
 
 void TcpConnector::onAddress() {

@@ -63,14 +63,9 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::string remoteNicOf(size_t connection) const;
   // As measured on the connections of the route together.
   double capacityBytesPerS(size_t route) const;
-  // The outlook for the connections of the route that carry. Losses are totals
-  // of those that stand. Makes a few system calls for each.
-  struct Stream {
-    StreamView view;
-    uint64_t deliveredSegments = 0, lostSegments = 0;
-    bool queueing = false;
-  };
-  Stream stream(size_t route) const;
+  // Sets what is known of the connections of the route that carry. Losses are
+  // totals of those that stand. Makes a few system calls for each.
+  void observe(size_t route, RouteEvidence& e) const;
   // The least round trip of the route, 0 if it is unknown.
   Nanos minRoundTrip(size_t route) const;
 

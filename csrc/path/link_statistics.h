@@ -36,13 +36,16 @@ class LinkStatistics {
 
   // `busySince`: since when the path has had unacknowledged bytes. Idle time
   // must not count, or an unused path would look slow. `inFlight`: bytes that
-  // are still unacknowledged after these.
+  // are still unacknowledged after these. `postedAt`: when the last of all
+  // bytes were there to be sent.
   void onAcknowledged(
       uint64_t bytes,
       TimePoint busySince,
       TimePoint now,
-      uint64_t inFlight = 0) {
+      uint64_t inFlight = 0,
+      TimePoint postedAt = TimePoint()) {
     measureCapacity(bytes, busySince, now, inFlight);
+    measureBurst(bytes, busySince, now, inFlight, postedAt);
     if (windowStart_ < busySince) {
       windowStart_ = busySince;
       windowBytes_ = 0;
@@ -80,6 +83,17 @@ class LinkStatistics {
   // In seconds.
   const RecentSamples& roundTripsS() const {
     return recent_;
+  }
+  // What was acknowledged from the first unacknowledged byte on until none was
+  // left. Only bursts whose bytes were all there at their beginning: others may
+  // have waited for the sender.
+  struct Burst {
+    uint64_t number = 0; // counts them; 0: there was none
+    uint64_t bytes = 0;
+    Nanos took{};
+  };
+  const Burst& lastBurst() const {
+    return burst_;
   }
 
  private:
@@ -140,6 +154,19 @@ class LinkStatistics {
     minInWindow_ = 0;
   }
 
+  void measureBurst(
+      uint64_t bytes,
+      TimePoint busySince,
+      TimePoint now,
+      uint64_t inFlight,
+      TimePoint postedAt) {
+    burstBytes_ = burstSince_ == busySince ? burstBytes_ + bytes : bytes;
+    burstSince_ = busySince;
+    if (inFlight == 0 && postedAt <= busySince + kAtOnce) {
+      burst_ = {burst_.number + 1, burstBytes_, now - busySince};
+    }
+  }
+
   void raise(double rate) {
     if (rate > capacity_) {
       capacity_ = capacity_ == 0 ? rate : capacity_ + (rate - capacity_) / 2;
@@ -173,6 +200,10 @@ class LinkStatistics {
   uint64_t capacityBytes_ = 0;
   uint64_t minInFlight_ = UINT64_MAX;
   double minInWindow_ = 0; // round trip; 0: none
+  static constexpr Nanos kAtOnce = std::chrono::milliseconds(1);
+  TimePoint burstSince_{};
+  uint64_t burstBytes_ = 0; // since then
+  Burst burst_;
 };
 
 } // namespace resilient

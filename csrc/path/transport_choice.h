@@ -3,6 +3,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <optional>
+#include <string>
+
+#include "base/time.h"
+#include "path/link_statistics.h"
 
 namespace resilient {
 
@@ -54,6 +59,19 @@ datagramArrivalS(const DatagramView& d, double linkBytesPerS, double bytes) {
       bytes * kHeaders / std::min(linkBytesPerS, d.bytesPerS);
 }
 
+// When the far end's answer to the last byte is back.
+inline double
+streamAnswerS(const StreamView& s, double linkBytesPerS, double bytes) {
+  return streamArrivalS(s, linkBytesPerS, bytes) + s.roundTripS / 2;
+}
+inline double
+datagramAnswerS(const DatagramView& d, double linkBytesPerS, double bytes) {
+  return datagramArrivalS(d, linkBytesPerS, bytes) + d.roundTripS / 2;
+}
+
+// Smaller bursts are as fast over either kind.
+constexpr uint64_t kLeastBurstBytes = 16u << 10;
+
 // Up to this size, a burst of messages arrives earlier as datagrams than over
 // the connections of the same route, by more than the processor time that
 // datagrams cost beyond. 0: none does; UINT64_MAX: all do. `linkBytesPerS`: of
@@ -69,12 +87,12 @@ inline uint64_t datagramsUpTo(
   // at both ends together. A third of the difference counts: the rest of the
   // process has other threads.
   constexpr double kProcessorSPerByte = 1e-9;
-  constexpr uint64_t kLeast = 16u << 10, kMost = 256u << 20;
+  constexpr uint64_t kMost = 256u << 20;
   if (s.roundTripS <= 0) {
     return 0;
   }
   uint64_t best = 0;
-  for (uint64_t bytes = kLeast; bytes <= kMost; bytes *= 2) {
+  for (uint64_t bytes = kLeastBurstBytes; bytes <= kMost; bytes *= 2) {
     const auto b = static_cast<double>(bytes);
     if (datagramArrivalS(d, linkBytesPerS, b) + kProcessorSPerByte * b <
         streamArrivalS(s, linkBytesPerS, b)) {
@@ -83,6 +101,25 @@ inline uint64_t datagramsUpTo(
   }
   return best == kMost ? UINT64_MAX : best;
 }
+
+// How many times as long as predicted bursts take: the lesser of the last two,
+// since a pause of a process says nothing.
+class Lateness {
+ public:
+  void observe(double tookS, double predictedS) {
+    before_ = last_;
+    last_ = tookS / predictedS;
+  }
+  bool known() const {
+    return before_ > 0;
+  }
+  double factor() const { // 1 while unknown
+    return known() ? std::min(before_, last_) : 1;
+  }
+
+ private:
+  double before_ = 0, last_ = 0; // 0: none
+};
 
 // The share of packets that were lost lately although no queue was full, from
 // totals.
@@ -157,6 +194,74 @@ class LossComparison {
   uint64_t segments_ = 0, lost_ = 0;
   double expected_ = 0, found_ = 0; // losses of segments since the verdict
   Verdict verdict_ = Verdict::kUnknown;
+};
+
+// What a route shows at one moment.
+struct RouteEvidence {
+  // The connections together. The losses of the view are not set.
+  StreamView stream;
+  uint64_t segments = 0, segmentsLost = 0; // totals
+  bool streamQueueing = false; // their round trip has grown
+  bool streamIdle = true; // nothing is in flight
+  LinkStatistics::Burst streamBurst; // the last
+  double streamBytesPerS = 0; // that they have shown to carry
+
+  // The datagram path.
+  DatagramView datagrams;
+  double datagramBytesPerS = 0; // that it has shown to carry; 0: not known
+  uint64_t packets = 0, packetsLost = 0;
+  double lossBurstPackets = 1; // lost in a row
+  bool datagramQueueing = false;
+  bool datagramsIdle = true;
+  LinkStatistics::Burst datagramBurst;
+
+  // Bursts also wait for a limit that is ours.
+  bool limited = false;
+};
+
+// Which bursts go as datagrams on one route, and which over its connections.
+//
+// How it works. Models of both kinds say which brings a burst there first, by
+// what is measured (datagramsUpTo). Two things are in no model, as a provider
+// may police UDP or treat it worse: datagrams have losses that connections do
+// not have (LossComparison), or arrive later than their rate and their losses
+// explain (Lateness). Then the connections carry everything for a time that
+// doubles, and datagrams are tried anew.
+class TransportChoice {
+ public:
+  struct Choice {
+    uint64_t upTo = 0; // bytes of a burst
+    std::string news; // for people: "messages up to ..."; empty: none
+  };
+  Choice choose(const RouteEvidence& e, TimePoint now);
+
+ private:
+  struct View {
+    StreamView stream;
+    DatagramView datagrams;
+    double linkBytesPerS = INFINITY;
+  };
+
+  View view(const RouteEvidence& e) const;
+  void observeBursts(const RouteEvidence& e);
+  bool isLate() const;
+  bool avoids(std::string& news, TimePoint now);
+  void
+  avoid(bool late, const std::string& why, std::string& news, TimePoint now);
+
+  RecentLoss streamLoss_, datagramLoss_;
+  LossComparison losses_;
+  // What was known of the route when it was idle last, and how much later than
+  // expected from that its bursts came.
+  std::optional<View> idleView_;
+  Lateness streamLateness_, datagramLateness_;
+  uint64_t streamBursts_ = 0, datagramBursts_ = 0; // the last that were seen
+  double datagramBytes_ = 0; // of the last that counted
+  // Since when the connections carry all.
+  TimePoint avoidedSince_{};
+  Nanos avoidedFor_{0};
+  bool avoidedAsLate_ = false;
+  bool said_ = false;
 };
 
 } // namespace resilient

@@ -199,6 +199,25 @@ TEST(link_capacity_does_not_fall_with_use) {
 
 // Each burst is answered late, behind what the far end sends, and then as fast
 // as the link is. Once the estimate fell by half with each of them.
+// Bytes that come later have not waited for the link.
+TEST(link_statistics_know_bursts_that_were_there_at_once) {
+  LinkStatistics s;
+  const TimePoint start{std::chrono::seconds(1)};
+  using std::chrono::milliseconds;
+  const auto after = [&](int ms) { return start + milliseconds(ms); };
+  s.onAcknowledged(1000, start, after(40), 500, start);
+  CHECK_EQ(s.lastBurst().number, 0u);
+  s.onAcknowledged(500, start, after(42), 0, start);
+  CHECK_EQ(s.lastBurst().number, 1u);
+  CHECK_EQ(s.lastBurst().bytes, 1500u);
+  CHECK(s.lastBurst().took == milliseconds(42));
+  s.onAcknowledged(700, after(100), after(140), 0, after(120));
+  CHECK_EQ(s.lastBurst().number, 1u);
+  s.onAcknowledged(700, after(200), after(240), 0, after(190));
+  CHECK_EQ(s.lastBurst().number, 2u);
+  CHECK_EQ(s.lastBurst().bytes, 700u);
+}
+
 TEST(link_capacity_does_not_fall_with_bursts) {
   LinkStatistics s;
   TimePoint t(std::chrono::seconds(1));

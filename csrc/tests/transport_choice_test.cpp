@@ -168,5 +168,121 @@ TEST(loss_comparison_tells_policed_datagrams_from_a_lossy_link) {
   CHECK(wrong <= 500 * 3000 / 200);
 }
 
+TEST(lateness_takes_no_pause_for_a_slow_way) {
+  Lateness lateness;
+  lateness.observe(1, 0.1);
+  CHECK(!lateness.known());
+  CHECK_EQ(lateness.factor(), 1.0);
+  lateness.observe(0.2, 0.1); // 10, 2
+  CHECK(near(lateness.factor(), 2, 1e-9));
+  lateness.observe(1, 0.1); // 2, 10
+  CHECK(near(lateness.factor(), 2, 1e-9));
+  lateness.observe(0.5, 0.1); // 10, 5
+  CHECK(near(lateness.factor(), 5, 1e-9));
+}
+
+// A route of 40 ms with cold connections, on which a burst of 64 KiB is sent
+// each 300 ms. One that goes by the predictions takes 43 ms as datagrams, and
+// 120 over connections.
+class Bursts {
+ public:
+  static constexpr Nanos kEvery = std::chrono::milliseconds(300);
+
+  Bursts() {
+    e.stream = cold();
+    e.datagrams = datagrams();
+    e.streamBytesPerS = e.datagramBytesPerS = kGigabit;
+    e.segments = e.packets = 100'000;
+  }
+  // Returns the choice after a burst that took so many times as long.
+  TransportChoice::Choice burst(bool asDatagrams, double times) {
+    (void)choice.choose(e, now); // it begins
+    const double predicted = asDatagrams
+        ? datagramAnswerS(e.datagrams, kGigabit, 65536)
+        : streamAnswerS(e.stream, kGigabit, 65536);
+    auto& last = asDatagrams ? e.datagramBurst : e.streamBurst;
+    last = {last.number + 1, 65536, fromSeconds(times * predicted)};
+    e.streamBurst.number += streamsBeside;
+    now += kEvery;
+    auto made = choice.choose(e, now);
+    if (!made.news.empty()) {
+      news = made.news;
+    }
+    return made;
+  }
+
+  RouteEvidence e;
+  TransportChoice choice;
+  TimePoint now{std::chrono::hours(1)};
+  std::string news; // the last
+  bool streamsBeside = false; // in each burst
+};
+
+TEST(transport_choice_leaves_datagrams_that_are_late) {
+  Bursts bursts;
+  for (int i = 0; i < 20; ++i) {
+    CHECK(bursts.burst(true, i % 3 == 0 ? 9 : 1.2).upTo > 0); // hiccups
+  }
+  int late = 1;
+  while (bursts.burst(true, 4).upTo > 0) {
+    CHECK(++late < 3); // below a second
+  }
+  CHECK_CONTAINS(bursts.news, "no messages as datagrams for the next 60 s");
+  CHECK_CONTAINS(bursts.news, "they take 4.0 times as long");
+  TimePoint since = bursts.now;
+  while (bursts.burst(false, 1).upTo == 0) {
+  }
+  CHECK(bursts.now - since >= std::chrono::minutes(1));
+  CHECK(bursts.now - since < std::chrono::minutes(1) + 2 * Bursts::kEvery);
+  while (bursts.burst(true, 4).upTo > 0) {
+  }
+  since = bursts.now;
+  while (bursts.burst(false, 1).upTo == 0) {
+  }
+  CHECK(bursts.now - since >= std::chrono::minutes(2));
+}
+
+// The predictions may be wrong for both, each in its way: by their model, these
+// datagrams are hardly late, and connections would be far slower.
+TEST(transport_choice_goes_by_what_both_kinds_took) {
+  Bursts bursts;
+  CHECK(bursts.burst(true, 1.4).upTo > 0);
+  CHECK(bursts.burst(true, 1.4).upTo > 0);
+  CHECK(bursts.burst(false, 0.3).upTo > 0);
+  CHECK_EQ(bursts.burst(false, 0.3).upTo, 0u);
+  for (int i = 0; i < 20; ++i) {
+    CHECK_EQ(bursts.burst(false, 0.3).upTo, 0u);
+  }
+}
+
+TEST(transport_choice_returns_to_datagrams_if_all_are_late) {
+  Bursts bursts;
+  while (bursts.burst(true, 4).upTo > 0) {
+  }
+  CHECK_EQ(bursts.burst(false, 4).upTo, 0u);
+  CHECK(bursts.burst(false, 4).upTo > 0);
+  for (int i = 0; i < 20; ++i) {
+    CHECK(bursts.burst(true, 4).upTo > 0);
+  }
+}
+
+TEST(transport_choice_judges_no_burst_that_had_to_wait) {
+  Bursts beside, limited, small, unknown;
+  limited.e.limited = true;
+  unknown.e.stream.roundTripS = 0;
+  for (int i = 0; i < 20; ++i) {
+    // Connections carry something, too, which ends with it or later.
+    beside.streamsBeside = i % 2 == 0;
+    beside.e.streamIdle = beside.streamsBeside;
+    CHECK(beside.burst(true, 4).upTo > 0);
+    CHECK(limited.burst(true, 4).upTo > 0);
+    (void)unknown.burst(true, 4);
+    small.e.datagramBurst = {
+        small.e.datagramBurst.number + 1, 100, Bursts::kEvery};
+    CHECK(small.choice.choose(small.e, small.now += Bursts::kEvery).upTo > 0);
+  }
+  CHECK_EQ(unknown.news, "");
+}
+
 } // namespace
 } // namespace resilient::test

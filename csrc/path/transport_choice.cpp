@@ -1,0 +1,183 @@
+#include "path/transport_choice.h"
+
+#include <cstdio>
+#include <utility>
+
+namespace resilient {
+namespace {
+
+// A share of lost segments that an operator would call a bad link.
+constexpr double kLossy = 1e-3;
+
+// "512 KiB", of a power of two.
+std::string sizeText(uint64_t bytes) {
+  return bytes >= 1u << 20 ? std::to_string(bytes >> 20) + " MiB"
+                           : std::to_string(bytes >> 10) + " KiB";
+}
+
+std::string numberText(double number) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.1f", number);
+  return text;
+}
+
+std::string percentText(double share) {
+  return numberText(100 * share) + " %";
+}
+
+} // namespace
+
+TransportChoice::Choice TransportChoice::choose(
+    const RouteEvidence& e,
+    TimePoint now) {
+  // From here on connections get going in time, for less than half of
+  // the processor time.
+  constexpr uint64_t kMostWithoutLoss = 4u << 20;
+  streamLoss_.observe(e.segments, e.segmentsLost, e.streamQueueing);
+  datagramLoss_.observe(e.packets, e.packetsLost, e.datagramQueueing);
+  losses_.observe(
+      datagramLoss_.rate(), e.lossBurstPackets, e.segments, e.segmentsLost);
+  observeBursts(e);
+  const View v = view(e);
+  if (e.streamIdle && e.datagramsIdle) {
+    idleView_ = v;
+  }
+  Choice choice;
+  if (avoids(choice.news, now)) {
+    return choice;
+  }
+  const bool lossy = v.stream.lossRate >= kLossy;
+  choice.upTo = datagramsUpTo(v.stream, v.datagrams, v.linkBytesPerS);
+  if (!lossy) {
+    choice.upTo = std::min(choice.upTo, kMostWithoutLoss);
+  }
+  if (choice.upTo > 0 && !std::exchange(said_, true)) {
+    choice.news = "messages " +
+        (choice.upTo == UINT64_MAX ? "of all sizes"
+                                   : "up to " + sizeText(choice.upTo)) +
+        " as datagrams: " +
+        (lossy ? percentText(v.stream.lossRate) + " of the packets are lost"
+               : "connections begin slowly after a pause");
+  }
+  return choice;
+}
+
+TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
+  View v;
+  v.stream = e.stream;
+  v.stream.lossRate = streamLoss_.rate();
+  if (losses_.verdict() != LossComparison::Verdict::kDatagramsAlone) {
+    v.stream.lossRate = std::max(v.stream.lossRate, datagramLoss_.rate());
+  }
+  if (v.stream.lossRate >= kLossy && e.streamBytesPerS > 0) {
+    v.stream.mostBytesPerS = e.streamBytesPerS;
+  }
+  v.datagrams = e.datagrams;
+  if (e.datagramBytesPerS > 0) {
+    v.linkBytesPerS = std::max(e.streamBytesPerS, e.datagramBytesPerS);
+  }
+  return v;
+}
+
+// Bursts of one kind that began on an idle route, while the other kind had
+// none.
+void TransportChoice::observeBursts(const RouteEvidence& e) {
+  const bool streams = std::exchange(streamBursts_, e.streamBurst.number) !=
+      e.streamBurst.number;
+  const bool datagrams =
+      std::exchange(datagramBursts_, e.datagramBurst.number) !=
+      e.datagramBurst.number;
+  const auto& burst = streams ? e.streamBurst : e.datagramBurst;
+  if (!idleView_ || idleView_->stream.roundTripS <= 0 || e.limited ||
+      streams == datagrams || !(streams ? e.datagramsIdle : e.streamIdle) ||
+      burst.bytes < kLeastBurstBytes) {
+    return;
+  }
+  const auto bytes = static_cast<double>(burst.bytes);
+  const View& v = *idleView_;
+  if (streams) {
+    streamLateness_.observe(
+        toSeconds(burst.took), streamAnswerS(v.stream, v.linkBytesPerS, bytes));
+  } else {
+    datagramBytes_ = bytes;
+    datagramLateness_.observe(
+        toSeconds(burst.took),
+        datagramAnswerS(v.datagrams, v.linkBytesPerS, bytes));
+  }
+}
+
+// Datagrams arrive later than they probably would over the connections. As long
+// as these are only predicted, it takes more to say so.
+bool TransportChoice::isLate() const {
+  constexpr double kLate = 1.5, kBetter = 1.25;
+  if (!idleView_ || !datagramLateness_.known()) {
+    return false;
+  }
+  const View& v = *idleView_;
+  return (streamLateness_.known() || datagramLateness_.factor() > kLate) &&
+      datagramLateness_.factor() *
+          datagramAnswerS(v.datagrams, v.linkBytesPerS, datagramBytes_) >
+      kBetter * streamLateness_.factor() *
+          streamAnswerS(v.stream, v.linkBytesPerS, datagramBytes_);
+}
+
+// The connections carry the messages of a route that loses many datagrams, also
+// before it is known whether they lose as many.
+bool TransportChoice::avoids(std::string& news, TimePoint now) {
+  using Verdict = LossComparison::Verdict;
+  // Parity makes up for less than this at a low price.
+  constexpr double kMany = 0.05;
+  if (avoidedSince_ != TimePoint{}) {
+    // The connections have turned out to be as late: that is the network.
+    const bool inVain = avoidedAsLate_ && streamLateness_.known() && !isLate();
+    if (!inVain && now - avoidedSince_ < avoidedFor_) {
+      return true;
+    }
+    avoidedSince_ = TimePoint{};
+    datagramLoss_ = RecentLoss();
+    losses_.forget();
+    if (!inVain) {
+      datagramLateness_ = Lateness();
+    }
+    return false;
+  }
+  if (isLate()) {
+    streamLateness_ = Lateness();
+    avoid(
+        /*late=*/true,
+        "they take " + numberText(datagramLateness_.factor()) +
+            " times as long as their rate explains",
+        news,
+        now);
+    return true;
+  }
+  const double rate = datagramLoss_.rate();
+  if (rate < kMany || losses_.verdict() == Verdict::kShared) {
+    return false;
+  }
+  if (losses_.verdict() == Verdict::kDatagramsAlone) {
+    avoid(
+        /*late=*/false,
+        percentText(rate) +
+            " of them are lost, and fewer of the connections' segments",
+        news,
+        now);
+  }
+  return true;
+}
+
+void TransportChoice::avoid(
+    bool late,
+    const std::string& why,
+    std::string& news,
+    TimePoint now) {
+  constexpr Nanos kLeast = std::chrono::minutes(1);
+  constexpr Nanos kMost = std::chrono::minutes(16);
+  avoidedSince_ = now;
+  avoidedFor_ = std::clamp(2 * avoidedFor_, kLeast, kMost);
+  avoidedAsLate_ = late;
+  news = "no messages as datagrams for the next " + durationText(avoidedFor_) +
+      ": " + why + "; UDP may be policed";
+}
+
+} // namespace resilient
