@@ -392,7 +392,7 @@ class Channel {
   // The capacity of its shared link, in bytes per second; 0: it has none, or
   // unknown.
   double linkBytesPerS(PathId path) const;
-  // Of its shared link; of the path, if it has none.
+  // The last burst of its shared link; of the path, if it has none.
   const LinkStatistics::Burst& lastBurst(PathId path) const;
   uint64_t inFlightBytes(PathId path) const;
   // There is more to send than the paths have taken.

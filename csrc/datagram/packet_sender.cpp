@@ -23,8 +23,10 @@ constexpr double kBurstBytes = 56 << 10;
 constexpr Nanos kMinBurst = std::chrono::microseconds(250);
 constexpr Nanos kMaxBurst = std::chrono::microseconds(500);
 constexpr Nanos kLateness = std::chrono::milliseconds(1);
-// A rate is measured over no less: reports and interrupts come in bursts.
+// A rate is measured over no less: reports and interrupts come in bursts. A
+// burst that is shorter as a whole counts if it was sent over so long.
 constexpr uint32_t kMeasureMicros = 3000;
+constexpr uint32_t kBurstMicros = 1000;
 // And over no more: there was a rest in between.
 constexpr Nanos kMeasureMax = std::chrono::seconds(10);
 // Larger blocks recover more at the same overhead, up to the limit of the
@@ -506,6 +508,8 @@ void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
   counters_.bytes += onWire;
   if (inFlight_.empty() && now - sentAt_ > rate_.roundTrip()) {
     rate_.onRestart(now);
+    firstAfterRest_ = packet;
+    restEndedAt_ = now;
   }
   sentAt_ = now;
   inFlight_.push_back({packet, onWire});
@@ -554,6 +558,20 @@ uint64_t PacketSender::carried(const PacketReport& r, double usualLoss) const {
       std::min(kMost, bytes * (arrived + usual) / arrived));
 }
 
+// The rate counts from the first packet of the burst. It would have arrived
+// after the least time that a packet takes, as far as is known by the clocks of
+// both ends.
+void PacketSender::beginAfterRest(const PacketReport& r) {
+  firstAfterRest_ = 0;
+  const uint32_t least = r.receivedMicros - r.echoMicros;
+  const uint32_t before = last_.receivedMicros - last_.echoMicros;
+  const bool longer = static_cast<int32_t>(least - before) > 0;
+  base_ = last_;
+  base_.echoMicros = microsOf(restEndedAt_);
+  base_.receivedMicros = base_.echoMicros + (longer ? before : least);
+  baseAt_ = restEndedAt_;
+}
+
 // Turns the totals of two reports into one sample for the rate, and into runs
 // for the loss meter. The round trip comes from the echo, less the time for
 // which the receiver held it. The rate is measured over half a round trip, by
@@ -589,26 +607,27 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   const LossEstimate usual = loss_.cautious();
   s.usuallyLost = usual.rate * static_cast<double>(s.packets + s.lost);
   s.usualVariance = s.usuallyLost * (2 * usual.burstPackets - 1);
+  if (firstAfterRest_ != 0 && r.largest >= firstAfterRest_ &&
+      last_.number != 0) {
+    beginAfterRest(r);
+  }
   const uint32_t micros = r.receivedMicros - base_.receivedMicros;
+  // A clump was sent over a longer time than it took to arrive.
+  const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
+  const bool sentKnown =
+      sentMicros < kMeasureMax / std::chrono::microseconds(1);
   if (now - baseAt_ > kMeasureMax) {
     s.limitedBySender = true; // the first report, or the first after a rest
     base_ = r;
     baseAt_ = now;
   } else if (
-      micros >= kMeasureMicros &&
-      (inFlightBytes_ == 0 ||
-       std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2)) {
-    s.interval = std::chrono::microseconds(micros);
+      inFlightBytes_ == 0 ? micros >= kMeasureMicros ||
+              (sentKnown && sentMicros >= kBurstMicros)
+                          : micros >= kMeasureMicros &&
+              std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2) {
+    s.interval = std::chrono::microseconds(
+        sentKnown ? std::max(micros, sentMicros) : micros);
     s.brief = s.interval < rate_.minRoundTrip() / 2;
-    // A clump was sent over a longer time than it took to arrive.
-    const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
-    if (sentMicros < kMeasureMax / std::chrono::microseconds(1)) {
-      if (s.brief) {
-        s.sentIn = std::chrono::microseconds(sentMicros);
-      } else {
-        s.interval = std::chrono::microseconds(std::max(micros, sentMicros));
-      }
-    }
     s.bytes = carried(r, usual.rate);
     s.limitedBySender = now < limitedUntil_;
     base_ = r;

@@ -195,6 +195,7 @@ class PacketSender {
   void planEnds(TimePoint now);
   void want(Object& o, uint16_t index, uint64_t largest);
   void finish(std::map<uint64_t, Object>::iterator at);
+  void beginAfterRest(const PacketReport& r);
   uint64_t carried(const PacketReport& r, double usualLoss) const;
   void measure(const PacketReport& report, TimePoint now);
 
@@ -227,6 +228,9 @@ class PacketSender {
   // Until then, what arrives may have been sent when there was little to send.
   TimePoint limitedUntil_{};
   TimePoint sentAt_{}; // the last packet
+  // The first after a rest, until a report tells of it; 0: none.
+  uint64_t firstAfterRest_ = 0;
+  TimePoint restEndedAt_{};
 
   PacketReport last_, base_; // the latest, and the one that rates count from
   TimePoint baseAt_{};

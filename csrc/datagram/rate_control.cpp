@@ -202,14 +202,10 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
       s.limitedBySender || probesUntil_ != kNever || now < thinUntil_;
   roundFull_ = roundFull_ && !limited;
   if (s.interval > Nanos(0) && s.brief) {
-    if (now - notBriefAt_ > kBriefAfter) {
+    // Short bursts have to raise the rate, too. A rate above that of the link
+    // makes a queue.
+    if (now - notBriefAt_ > kBriefAfter || !queueing_) {
       briefRate_ = std::max(briefRate_, rateOf(s));
-    } else if (state_ == State::kStartup && s.sentIn > Nanos(0)) {
-      // Short bursts have to double the rate, too. A clump cannot arrive faster
-      // than it was sent.
-      DeliverySample slower = s;
-      slower.interval = std::max(s.interval, s.sentIn);
-      briefRate_ = std::max(briefRate_, rateOf(slower));
     }
   } else if (s.interval > Nanos(0)) {
     if (!limited) {

@@ -13,9 +13,7 @@ struct DeliverySample {
   uint64_t bytes = 0; // that the link has taken
   Nanos
       interval{}; // in which they have arrived, or were sent if that is longer
-  // The interval is short: some hosts hand over in clumps what has arrived.
-  bool brief = false;
-  Nanos sentIn{}; // brief: in which these were sent; zero: not known
+  bool brief = false; // the interval is short: a burst
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets
   // The sender had nothing to send some of the time: the rate says how much

@@ -84,9 +84,9 @@ class LinkStatistics {
   const RecentSamples& roundTripsS() const {
     return recent_;
   }
-  // What was acknowledged from the first unacknowledged byte on until none was
-  // left. Only bursts whose bytes were all there at their beginning: others may
-  // have waited for the sender.
+  // A burst lasts from the first unacknowledged byte until none is left. Only
+  // bursts whose bytes were all there at their beginning count: others may have
+  // waited for the sender.
   struct Burst {
     uint64_t number = 0; // counts them; 0: there was none
     uint64_t bytes = 0;

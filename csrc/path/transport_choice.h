@@ -196,7 +196,7 @@ class LossComparison {
   Verdict verdict_ = Verdict::kUnknown;
 };
 
-// What a route shows at one moment.
+// The state of a route at one moment.
 struct RouteEvidence {
   // The connections together. The losses of the view are not set.
   StreamView stream;
@@ -251,8 +251,8 @@ class TransportChoice {
 
   RecentLoss streamLoss_, datagramLoss_;
   LossComparison losses_;
-  // What was known of the route when it was idle last, and how much later than
-  // expected from that its bursts came.
+  // The forecast when the route was idle last, and how much later than that its
+  // bursts came.
   std::optional<View> idleView_;
   Lateness streamLateness_, datagramLateness_;
   uint64_t streamBursts_ = 0, datagramBursts_ = 0; // the last that were seen

@@ -64,6 +64,11 @@ class Stream {
     CHECK(pair_.runUntilIdle(seconds(10)));
     return took;
   }
+  void rest(Nanos time) {
+    bool over = false;
+    pair_.at(pair_.now() + time, [&over] { over = true; });
+    CHECK(pair_.run([&over] { return over; }, 2 * time));
+  }
   DatagramPair& pair() {
     return pair_;
   }
@@ -351,20 +356,44 @@ TEST(rate_control_keeps_to_the_limit_from_outside) {
   }
 }
 
-// Nothing but messages of 256 KiB, which soon leave in less than half a round
-// trip.
+// Nothing but messages of 128 or 256 KiB, which soon leave in less than half a
+// round trip. The rest between them is no part of what is measured, however
+// short it is.
 TEST(rate_control_finds_the_rate_by_short_bursts) {
-  Stream stream(
-      1, linkOf(125e6, milliseconds(20)), RecoveryKind::kSelectiveRepeat);
-  Nanos took{};
-  for (int i = 0; i < 5; ++i) {
-    took = stream.transfer(2);
-    bool over = false;
-    stream.pair().at(
-        stream.pair().now() + seconds(1), [&over] { over = true; });
-    CHECK(stream.pair().run([&over] { return over; }, seconds(2)));
+  for (const Nanos rest :
+       {milliseconds(100), milliseconds(300), milliseconds(1000)}) {
+    for (const int objects : {1, 2}) {
+      Stream stream(
+          1, linkOf(125e6, milliseconds(20)), RecoveryKind::kSelectiveRepeat);
+      Nanos took{};
+      for (int i = 0; i < 5; ++i) {
+        took = stream.transfer(objects);
+        stream.rest(rest);
+      }
+      // 20 ms, and 1 or 2 at the rate of the link.
+      CHECK(took < milliseconds(25));
+    }
   }
-  CHECK(took < milliseconds(26));
+}
+
+// Also after a time in which the link was slower. Clumps queued in it, so the
+// rate was cut and takes time to grow back.
+TEST(rate_control_follows_a_link_by_short_bursts) {
+  for (const Nanos clump : {Nanos(0), Nanos(milliseconds(2))}) {
+    DatagramLink link = linkOf(5e6, milliseconds(20));
+    link.clump = clump;
+    Stream stream(1, link, RecoveryKind::kSelectiveRepeat);
+    (void)stream.run(seconds(3));
+    CHECK(stream.rate().capacityBytesPerS() < 8e6);
+    link.bytesPerS = 125e6;
+    stream.pair().link(0) = link;
+    for (int i = clump == Nanos(0) ? 16 : 60; i > 0; --i) {
+      stream.rest(milliseconds(300));
+      (void)stream.transfer(2);
+    }
+    CHECK(stream.rate().capacityBytesPerS() > 40e6);
+    CHECK(stream.rate().capacityBytesPerS() < 200e6);
+  }
 }
 
 TEST(rate_control_idle_time_says_nothing_of_the_link) {
