@@ -16,8 +16,8 @@ constexpr Nanos kGiveUpAfter = std::chrono::seconds(2);
 // An answer is late after so many round trips: the queue at the relay grows
 // when somebody else begins to send.
 constexpr int kRoundTrips = 3;
-// Of a flow that has not measured one: the first answer comes from the far side
-// of the world, and behind a full window at a slow relay.
+// The round trip of a flow that has not measured one. The first answer may come
+// from the far side of the world, behind a full window at a slow relay.
 constexpr Nanos kUnknownRoundTrip = std::chrono::milliseconds(200);
 constexpr int kMaxPatience = 4;
 // A relay that needs its uplink itself is left alone for so long, and twice as
