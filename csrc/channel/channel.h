@@ -589,8 +589,8 @@ class Channel {
 
   // A map: references to a state must survive when other paths are added.
   std::map<PathId, PathState> paths_;
-  TimePoint postedAt_{}; // the last bytes of a message
   std::map<size_t, SharedLink> links_;
+  TimePoint postedAt_{}; // when bytes of a message last became ready to send
   TimePoint lastNow_{};
   ChannelCounters counters_;
   RecentSamples deliveriesS_;

@@ -607,6 +607,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   const LossEstimate usual = loss_.cautious();
   s.usuallyLost = usual.rate * static_cast<double>(s.packets + s.lost);
   s.usualVariance = s.usuallyLost * (2 * usual.burstPackets - 1);
+  // The first report of all has none before it that it could be compared with.
   if (firstAfterRest_ != 0 && r.largest >= firstAfterRest_ &&
       last_.number != 0) {
     beginAfterRest(r);
@@ -616,15 +617,16 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
   const bool sentKnown =
       sentMicros < kMeasureMax / std::chrono::microseconds(1);
+  const bool burstOver = inFlightBytes_ == 0;
+  const bool longEnough = micros >= kMeasureMicros;
+  const bool sentLongEnough = sentKnown && sentMicros >= kBurstMicros;
+  const bool half =
+      std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2;
   if (now - baseAt_ > kMeasureMax) {
     s.limitedBySender = true; // the first report, or the first after a rest
     base_ = r;
     baseAt_ = now;
-  } else if (
-      inFlightBytes_ == 0 ? micros >= kMeasureMicros ||
-              (sentKnown && sentMicros >= kBurstMicros)
-                          : micros >= kMeasureMicros &&
-              std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2) {
+  } else if (burstOver ? longEnough || sentLongEnough : longEnough && half) {
     s.interval = std::chrono::microseconds(
         sentKnown ? std::max(micros, sentMicros) : micros);
     s.brief = s.interval < rate_.minRoundTrip() / 2;

@@ -34,7 +34,8 @@ constexpr Nanos kMinRound = std::chrono::milliseconds(4);
 // drains first. (BBR's ProbeRTT, but only where there is a queue.)
 constexpr Nanos kMinRoundTripFor = std::chrono::seconds(10);
 
-// A brief measurement counts if there was no other for so long.
+// After so long without other measurements, a brief one counts although it saw
+// a queue.
 constexpr Nanos kBriefAfter = std::chrono::seconds(10);
 
 // A round trip longer than the least by this is a queue: a part of it, and

@@ -197,8 +197,6 @@ TEST(link_capacity_does_not_fall_with_use) {
   CHECK(s.capacityBytesPerS() > 15e6);
 }
 
-// Each burst is answered late, behind what the far end sends, and then as fast
-// as the link is. Once the estimate fell by half with each of them.
 // Bytes that come later have not waited for the link.
 TEST(link_statistics_know_bursts_that_were_there_at_once) {
   LinkStatistics s;
@@ -218,6 +216,8 @@ TEST(link_statistics_know_bursts_that_were_there_at_once) {
   CHECK_EQ(s.lastBurst().bytes, 700u);
 }
 
+// Each burst is answered late, behind what the far end sends, and then as fast
+// as the link is. Once the estimate fell by half with each of them.
 TEST(link_capacity_does_not_fall_with_bursts) {
   LinkStatistics s;
   TimePoint t(std::chrono::seconds(1));
