@@ -43,10 +43,22 @@ def ready(job: dict[str, Any]) -> None:
     partial.rename(partial.with_name(f"ready_{job['rank']}"))
 
 
-def wait_for(job: dict[str, Any], work: Any) -> None:
-    """Waits for the operation, once the engine has begun it and the test knows."""
+def wait_all_ready(job: dict[str, Any]) -> None:
+    """Waits for all ranks: an operation with a rank that has left would end at once."""
+    folder = Path(job["folder"])
+    while not all((folder / f"ready_{rank}").exists() for rank in range(int(job["size"]))):
+        time.sleep(0.001)
+
+
+def wait_begun() -> None:
+    """Waits until the engine has begun an operation."""
     while torch_resilient.stats().operations_pending == 0:
         time.sleep(0.001)
+
+
+def wait_for(job: dict[str, Any], work: Any) -> None:
+    """Waits for the operation, once the engine has begun it and the test knows."""
+    wait_begun()
     ready(job)
     work.wait()
 
@@ -128,10 +140,7 @@ def sys_exit_with_pending(job: dict[str, Any]) -> None:
 def end_with_waiting_thread(job: dict[str, Any]) -> None:
     """A daemon thread is blocked in a recv when the interpreter ends."""
     threading.Thread(target=wait_in_recv, args=(job,), daemon=True).start()
-    # All of them: a recv from a rank that has left would end at once.
-    folder = Path(job["folder"])
-    while not all((folder / f"ready_{rank}").exists() for rank in range(int(job["size"]))):
-        time.sleep(0.001)
+    wait_all_ready(job)
 
 
 def end_with_threads_that_go_on(job: dict[str, Any]) -> None:
@@ -149,8 +158,9 @@ def end_with_threads_that_go_on(job: dict[str, Any]) -> None:
 
     for loop in (receive, receive, receive, receive, compute):
         threading.Thread(target=loop, daemon=True).start()
-    while torch_resilient.stats().operations_pending == 0:
-        time.sleep(0.001)
+    wait_begun()
+    ready(job)
+    wait_all_ready(job)
 
 
 def end_with_callback(job: dict[str, Any]) -> None:
