@@ -45,6 +45,12 @@ struct BurstRange {
   uint64_t above = 0;
   uint64_t upTo = UINT64_MAX;
 
+  static constexpr BurstRange none() {
+    return {UINT64_MAX, UINT64_MAX};
+  }
+  bool isEmpty() const {
+    return above == UINT64_MAX;
+  }
   bool contains(uint64_t bytes) const {
     return (bytes > above || above == 0) && bytes <= upTo;
   }
@@ -368,7 +374,8 @@ class Channel {
   // first. 0: a path in reserve. A path in reserve still takes control frames.
   void setClasses(PathId path, uint8_t classes);
   // The path carries only messages in bursts of this size, unless no other path
-  // works for them. At first it takes all.
+  // works for them. At first it takes all. With an empty range it carries
+  // control frames neither, if others do.
   void setBursts(PathId path, BurstRange range);
   const BurstRange& bursts(PathId path) const;
   uint8_t classes(PathId path) const;
@@ -468,7 +475,7 @@ class Channel {
   bool takeCredit(OutMessage& m, uint64_t bytes);
   std::deque<std::unique_ptr<Control>>::const_iterator controlFor(
       PathId path) const;
-  bool anyDirect() const;
+  bool anyForControl() const;
   const OutFrame* pullControl(PathId path, TimePoint now);
   const OutFrame* pullChunk(PathState& p, TimePoint now);
   const OutFrame* pullUnreliable(PathState& p, TimePoint now);

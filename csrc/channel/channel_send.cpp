@@ -745,28 +745,32 @@ Channel::controlFor(PathId path) const {
   if (control_.empty()) {
     return control_.end();
   }
-  const bool overRelay = state(path).overRelay;
-  if (overRelay && anyDirect()) {
-    return control_.end();
-  }
+  const PathState& p = state(path);
+  const bool left =
+      (p.overRelay || p.bursts.isEmpty()) && anyForControl(); // to the others
   return std::find_if(control_.begin(), control_.end(), [&](const auto& c) {
-    if (overRelay && c->direct) {
+    if (p.overRelay && c->direct) {
       return false;
     }
-    if (!c->via || *c->via == path) {
+    if (c->via == path) {
       return true;
     }
+    if (!c->via) {
+      return !left;
+    }
     const auto via = paths_.find(*c->via);
-    return via == paths_.end() || via->second.suspect ||
-        via->second.onProbation;
+    return !left &&
+        (via == paths_.end() || via->second.suspect || via->second.onProbation);
   });
 }
 
-// Some path that goes over no relay is neither in doubt nor on probation.
-bool Channel::anyDirect() const {
+// Some path is neither in doubt nor on probation, goes over no relay, and is of
+// the kind that the messages take: the other may be slow even for what is
+// small.
+bool Channel::anyForControl() const {
   return std::any_of(paths_.begin(), paths_.end(), [](const auto& each) {
     const PathState& p = each.second;
-    return !p.overRelay && !p.suspect && !p.onProbation;
+    return !p.overRelay && !p.bursts.isEmpty() && !p.suspect && !p.onProbation;
   });
 }
 

@@ -695,13 +695,26 @@ TEST(channel_repeats_the_control_frames_of_a_suspect_path) {
 }
 
 // Over another path, the refusal might come behind the acknowledgement of what
-// was refused, and the send would have succeeded.
+// was refused, and the send would have succeeded. That path may be one that
+// leaves control frames to others.
 TEST(channel_refuses_on_the_path_of_what_it_refuses) {
-  for (const bool lost : {false, true}) {
+  enum class Kind { kUsual, kForNoBursts, kOverRelay };
+  for (const auto& [kind, lost] :
+       {std::pair(Kind::kUsual, false),
+        {Kind::kUsual, true},
+        {Kind::kForNoBursts, false},
+        {Kind::kForNoBursts, true},
+        {Kind::kOverRelay, false},
+        {Kind::kOverRelay, true}}) {
     ChannelPair pair;
     pair.a.staging.limit = 0; // it ends with its acknowledgement
     pair.up(1);
     pair.up(2);
+    if (kind == Kind::kForNoBursts) {
+      pair.b.channel.setBursts(2, BurstRange::none());
+    } else if (kind == Kind::kOverRelay) {
+      pair.b.channel.setOverRelay(2);
+    }
     TestSend send(text(90));
     TestRecv recv(&pair.b.channel, 80);
     pair.b.mailbox.post(&recv);
@@ -834,6 +847,26 @@ TEST(channel_any_path_carries_a_burst_that_suits_none) {
   CHECK(!pair.take(pair.a, 1));
   pair.a.channel.setSuspect(2, true);
   CHECK(pair.take(pair.a, 1)->fields().stream == 0);
+}
+
+// The other kind of path may be slow even for what is small: UDP that is
+// policed.
+TEST(channel_path_for_no_bursts_takes_no_control_frames) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  pair.a.channel.setBursts(1, BurstRange::none());
+  pair.a.channel.sendControl({std::byte{1}});
+  CHECK(!pair.a.channel.hasFrames(1));
+  CHECK(!pair.take(pair.a, 1));
+  pair.a.channel.setSuspect(2, true);
+  CHECK(pair.a.channel.hasFrames(1));
+  CHECK(pair.take(pair.a, 1)->fields().type == FrameType::kControl);
+
+  pair.a.channel.setSuspect(2, false);
+  pair.a.channel.sendControl({std::byte{2}});
+  CHECK(!pair.take(pair.a, 1));
+  CHECK(pair.take(pair.a, 2)->fields().type == FrameType::kControl);
 }
 
 TEST(channel_cancelled_send_keeps_its_half_written_frame) {

@@ -7,6 +7,9 @@ namespace resilient::test {
 // --- the plan
 
 BurstRange Simulation::randomBursts() {
+  if (below(4) == 0) {
+    return BurstRange::none();
+  }
   const uint64_t bound = uint64_t{1} << below(20);
   return below(2) == 0 ? BurstRange{0, bound} : BurstRange{bound, UINT64_MAX};
 }
