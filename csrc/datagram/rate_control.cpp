@@ -76,15 +76,13 @@ RateControl::RateControl(
       min_(std::max(firstRoundTrip, Nanos(std::chrono::microseconds(50)))),
       smoothed_(min_),
       variation_(min_ / 2) {
-  rates_[0] = std::max(
-      firstBytesPerS,
-      static_cast<double>(kMinWindow) / toSeconds(min_) / kStartupGain);
+  rates_[0] = static_cast<double>(kMinWindow) / toSeconds(min_) / kStartupGain;
+  expect(firstBytesPerS);
 }
 
 void RateControl::expect(double bytesPerS) {
   if (state_ == State::kStartup) {
-    double& latest = rates_[round_ % kRounds];
-    latest = std::max(latest, bytesPerS);
+    expected_ = std::min(bytesPerS, kMaxRate);
   }
 }
 
@@ -95,9 +93,13 @@ void RateControl::onRestart(TimePoint now) {
   roundStart_ = now;
 }
 
-double RateControl::capacityBytesPerS() const {
+double RateControl::measuredBytesPerS() const {
   const double rate = *std::max_element(rates_.begin(), rates_.end());
   return std::max({rate, briefRate_, kMinRate});
+}
+
+double RateControl::capacityBytesPerS() const {
+  return std::max(measuredBytesPerS(), expected_);
 }
 
 // A round trip longer than this has a queue in it.
@@ -214,9 +216,12 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
       briefRate_ = 0;
     }
     const double rate = rateOf(s);
-    if (!limited || rate > capacityBytesPerS()) {
+    if (!limited || rate > measuredBytesPerS()) {
       rates_[round_ % kRounds] = std::max(rates_[round_ % kRounds], rate);
     }
+  }
+  if (s.interval > Nanos(0)) {
+    roundRate_ = std::max(roundRate_, rateOf(s));
   }
   const double pipe = capacityBytesPerS() * toSeconds(min_);
   if (state_ == State::kDrain && static_cast<double>(s.inFlightBytes) <= pipe) {
@@ -230,8 +235,16 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
 }
 
 void RateControl::cut(TimePoint now) {
-  const double rate = ceiling_ > 0 ? std::min(ceiling_, capacityBytesPerS())
-                                   : capacityBytesPerS();
+  // The link was full, so what arrived is what it carries now, but for a pause
+  // of a process. The rates of earlier rounds may be a hundred times that.
+  constexpr double kNoMoreThan = 2;
+  double rate = capacityBytesPerS();
+  if (ceiling_ > 0) {
+    rate = std::min(rate, ceiling_);
+  }
+  if (roundPackets_ >= kPacketsForRate && roundRate_ > 0) {
+    rate = std::min(rate, kNoMoreThan * roundRate_);
+  }
   const double segments = rate * toSeconds(smoothed_) / kSegmentBytes;
   // Less than last time: another sender has come, and gets room.
   maxSegments_ = segments < maxSegments_ ? segments * (1 + kCut) / 2 : segments;
@@ -299,6 +312,12 @@ void RateControl::onRoundEnd(TimePoint now) {
     const bool burstQueued = !growth && roundMax_ > mark;
     if (startupRounds_ >= kStartupRounds || queue || burstQueued) {
       state_ = State::kDrain;
+      if (roundPackets_ < kPacketsForRate) {
+        // The queue is that of others, and nothing shows how much it carries.
+        double& latest = rates_[round_ % kRounds];
+        latest = std::max(latest, expected_);
+      }
+      expected_ = 0;
     }
   } else if (state_ == State::kSteady) {
     phase_ = (phase_ + 1) % kGains.size();
@@ -312,7 +331,7 @@ void RateControl::onRoundEnd(TimePoint now) {
   roundStart_ = now;
   roundFull_ = true;
   roundPackets_ = roundLost_ = 0;
-  roundUsual_ = roundVariance_ = 0;
+  roundUsual_ = roundVariance_ = roundRate_ = 0;
   roundMin_ = Nanos::max();
   roundMax_ = Nanos(0);
 }

@@ -97,10 +97,12 @@ class RateControl {
   void grow(TimePoint now);
   Nanos queueMark() const;
   double gain() const;
+  double measuredBytesPerS() const;
 
   const double max_;
   State state_ = State::kStartup;
   std::array<double, kRounds> rates_{}; // best of each of the last rounds
+  double expected_ = 0; // in kStartup only
   size_t round_ = 0;
   TimePoint roundStart_{};
   bool started_ = false;
@@ -109,6 +111,7 @@ class RateControl {
   bool roundFull_ = true; // the sender always had something
   uint64_t roundPackets_ = 0, roundLost_ = 0;
   double roundUsual_ = 0, roundVariance_ = 0;
+  double roundRate_ = 0; // the best measurement
   Nanos roundMin_ = Nanos::max(), roundMax_{};
 
   Nanos min_, smoothed_, variation_;

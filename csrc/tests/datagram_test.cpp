@@ -540,6 +540,48 @@ TEST(datagram_clumps_are_not_taken_for_a_fast_link) {
   CHECK(most > 0.9 * there.bytesPerS);
 }
 
+// What is expected of the link, or was true before, is a hundred times what it
+// carries now: UDP that is policed. All of the message is soon on its way, and
+// most of it is lost. What is sent again then leaves at the rate of the link.
+TEST(datagram_retransmissions_follow_the_rate_of_the_link) {
+  DatagramLink policed;
+  policed.bytesPerS = 1.25e6;
+  policed.queueBytes = 1u << 20;
+  for (const bool expected : {true, false}) {
+    DatagramPair pair(
+        1,
+        RecoverySchemes{},
+        expected ? policed : DatagramLink(),
+        DatagramLink(),
+        expected ? 125e6 : 0);
+    Prng prng(1);
+    const auto header = randomBytes(prng, kHeader);
+    const auto payload = randomBytes(prng, 512u << 10);
+    ObjectToSend what;
+    what.header = header;
+    what.payload = payload;
+    const auto transfer = [&] {
+      for (int i = 0; i < 8; ++i) {
+        pair.send(0, what);
+      }
+      CHECK(pair.runUntilIdle(seconds(60)));
+      rest(pair);
+    };
+    for (int i = 0; i < 8 && !expected; ++i) {
+      transfer();
+    }
+    pair.link(0) = policed;
+    const TimePoint begun = pair.now();
+    const uint64_t before = pair.wireBytes(0);
+    transfer();
+    const double bytes = 8.0 * (512 << 10);
+    // Once for all that was on its way at first, once at the rate of the link.
+    const double most = expected ? 2.3 : 2.7;
+    CHECK(static_cast<double>(pair.wireBytes(0) - before) < most * bytes);
+    CHECK(toSeconds(pair.now() - begun) < 2 * bytes / policed.bytesPerS);
+  }
+}
+
 // Nothing but small bursts with rests between them: each shows that the link
 // carries as much as it was given.
 TEST(datagram_path_learns_from_small_bursts) {
