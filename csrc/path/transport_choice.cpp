@@ -80,7 +80,8 @@ TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
 }
 
 // Bursts of one kind that began on an idle route, while the other kind had
-// none.
+// none. Connections are compared by bursts of the size that datagrams had: they
+// may be late only for what is larger.
 void TransportChoice::observeBursts(const RouteEvidence& e) {
   const bool streams = std::exchange(streamBursts_, e.streamBurst.number) !=
       e.streamBurst.number;
@@ -95,9 +96,13 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
   }
   const auto bytes = static_cast<double>(burst.bytes);
   const View& v = *idleView_;
+  constexpr double kAsLarge = 2;
   if (streams) {
-    streamLateness_.observe(
-        toSeconds(burst.took), streamAnswerS(v.stream, v.linkBytesPerS, bytes));
+    if (bytes <= kAsLarge * datagramBytes_ || datagramBytes_ == 0) {
+      streamLateness_.observe(
+          toSeconds(burst.took),
+          streamAnswerS(v.stream, v.linkBytesPerS, bytes));
+    }
   } else {
     datagramBytes_ = bytes;
     datagramLateness_.observe(

@@ -195,13 +195,15 @@ class Bursts {
     e.segments = e.packets = 100'000;
   }
   // Returns the choice after a burst that took so many times as long.
-  TransportChoice::Choice burst(bool asDatagrams, double times) {
+  TransportChoice::Choice
+  burst(bool asDatagrams, double times, uint64_t bytes = 65536) {
     (void)choice.choose(e, now); // it begins
+    const auto b = static_cast<double>(bytes);
     const double predicted = asDatagrams
-        ? datagramAnswerS(e.datagrams, kGigabit, 65536)
-        : streamAnswerS(e.stream, kGigabit, 65536);
+        ? datagramAnswerS(e.datagrams, kGigabit, b)
+        : streamAnswerS(e.stream, kGigabit, b);
     auto& last = asDatagrams ? e.datagramBurst : e.streamBurst;
-    last = {last.number + 1, 65536, fromSeconds(times * predicted)};
+    last = {last.number + 1, bytes, fromSeconds(times * predicted)};
     e.streamBurst.number += streamsBeside;
     now += kEvery;
     auto made = choice.choose(e, now);
@@ -258,6 +260,9 @@ TEST(transport_choice_goes_by_what_both_kinds_took) {
 TEST(transport_choice_returns_to_datagrams_if_all_are_late) {
   Bursts bursts;
   while (bursts.burst(true, 4).upTo > 0) {
+  }
+  for (int i = 0; i < 20; ++i) { // other bursts than those of datagrams
+    CHECK_EQ(bursts.burst(false, 4, 1u << 20).upTo, 0u);
   }
   CHECK_EQ(bursts.burst(false, 4).upTo, 0u);
   CHECK(bursts.burst(false, 4).upTo > 0);
