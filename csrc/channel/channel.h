@@ -46,10 +46,10 @@ struct BurstRange {
   uint64_t upTo = UINT64_MAX;
 
   static constexpr BurstRange none() {
-    return {UINT64_MAX, UINT64_MAX};
+    return {UINT64_MAX, 0};
   }
-  bool isEmpty() const {
-    return above == UINT64_MAX;
+  bool isNone() const {
+    return above > upTo;
   }
   bool contains(uint64_t bytes) const {
     return (bytes > above || above == 0) && bytes <= upTo;
@@ -374,8 +374,8 @@ class Channel {
   // first. 0: a path in reserve. A path in reserve still takes control frames.
   void setClasses(PathId path, uint8_t classes);
   // The path carries only messages in bursts of this size, unless no other path
-  // works for them. At first it takes all. With an empty range it carries
-  // control frames neither, if others do.
+  // works for them. At first it takes all. If the range is none(), control
+  // frames go over other paths as well.
   void setBursts(PathId path, BurstRange range);
   const BurstRange& bursts(PathId path) const;
   uint8_t classes(PathId path) const;

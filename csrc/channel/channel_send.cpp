@@ -746,8 +746,8 @@ Channel::controlFor(PathId path) const {
     return control_.end();
   }
   const PathState& p = state(path);
-  const bool left =
-      (p.overRelay || p.bursts.isEmpty()) && anyForControl(); // to the others
+  const bool leavesToOthers =
+      (p.overRelay || p.bursts.isNone()) && anyForControl();
   return std::find_if(control_.begin(), control_.end(), [&](const auto& c) {
     if (p.overRelay && c->direct) {
       return false;
@@ -755,22 +755,25 @@ Channel::controlFor(PathId path) const {
     if (c->via == path) {
       return true;
     }
-    if (!c->via) {
-      return !left;
+    if (leavesToOthers) {
+      return false;
     }
-    const auto via = paths_.find(*c->via);
-    return !left &&
-        (via == paths_.end() || via->second.suspect || via->second.onProbation);
+    const auto via = c->via ? paths_.find(*c->via) : paths_.end();
+    return via == paths_.end() || via->second.suspect ||
+        via->second.onProbation;
   });
 }
 
-// Some path is neither in doubt nor on probation, goes over no relay, and is of
-// the kind that the messages take: the other may be slow even for what is
-// small.
+// Some path is neither in doubt nor on probation, goes over no relay, and may
+// carry messages. A path that may not could be slow even for what is small. One
+// that has stood still so long may be dead without being in doubt, if it is the
+// only one of its kind.
 bool Channel::anyForControl() const {
-  return std::any_of(paths_.begin(), paths_.end(), [](const auto& each) {
+  constexpr Nanos kStandsStill = std::chrono::seconds(1);
+  return std::any_of(paths_.begin(), paths_.end(), [&](const auto& each) {
     const PathState& p = each.second;
-    return !p.overRelay && !p.bursts.isEmpty() && !p.suspect && !p.onProbation;
+    return !p.overRelay && !p.bursts.isNone() && !p.suspect && !p.onProbation &&
+        (p.inFlight.empty() || lastNow_ - p.progressAt < kStandsStill);
   });
 }
 

@@ -630,6 +630,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
     s.interval = std::chrono::microseconds(
         sentKnown ? std::max(micros, sentMicros) : micros);
     s.brief = s.interval < rate_.minRoundTrip() / 2;
+    s.stretched = sentKnown && micros / 2 > sentMicros;
     s.bytes = carried(r, usual.rate);
     s.limitedBySender = now < limitedUntil_;
     base_ = r;

@@ -81,7 +81,7 @@ RateControl::RateControl(
 }
 
 void RateControl::expect(double bytesPerS) {
-  if (state_ == State::kStartup) {
+  if (state_ == State::kStartup && bytesPerS > 0) {
     expected_ = std::min(bytesPerS, kMaxRate);
   }
 }
@@ -96,6 +96,10 @@ void RateControl::onRestart(TimePoint now) {
 double RateControl::measuredBytesPerS() const {
   const double rate = *std::max_element(rates_.begin(), rates_.end());
   return std::max({rate, briefRate_, kMinRate});
+}
+
+bool RateControl::roundShowsLink() const {
+  return roundStretched_ && roundPackets_ >= kPacketsForRate;
 }
 
 double RateControl::capacityBytesPerS() const {
@@ -222,6 +226,7 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   }
   if (s.interval > Nanos(0)) {
     roundRate_ = std::max(roundRate_, rateOf(s));
+    roundStretched_ = roundStretched_ || s.stretched;
   }
   const double pipe = capacityBytesPerS() * toSeconds(min_);
   if (state_ == State::kDrain && static_cast<double>(s.inFlightBytes) <= pipe) {
@@ -235,14 +240,14 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
 }
 
 void RateControl::cut(TimePoint now) {
-  // The link was full, so what arrived is what it carries now, but for a pause
-  // of a process. The rates of earlier rounds may be a hundred times that.
+  // What arrived is what the link carries now, but for a pause of a process.
+  // The rates of earlier rounds may be a hundred times that.
   constexpr double kNoMoreThan = 2;
   double rate = capacityBytesPerS();
   if (ceiling_ > 0) {
     rate = std::min(rate, ceiling_);
   }
-  if (roundPackets_ >= kPacketsForRate && roundRate_ > 0) {
+  if (roundShowsLink()) {
     rate = std::min(rate, kNoMoreThan * roundRate_);
   }
   const double segments = rate * toSeconds(smoothed_) / kSegmentBytes;
@@ -312,8 +317,7 @@ void RateControl::onRoundEnd(TimePoint now) {
     const bool burstQueued = !growth && roundMax_ > mark;
     if (startupRounds_ >= kStartupRounds || queue || burstQueued) {
       state_ = State::kDrain;
-      if (roundPackets_ < kPacketsForRate) {
-        // The queue is that of others, and nothing shows how much it carries.
+      if (!roundShowsLink()) { // the queue may be that of others
         double& latest = rates_[round_ % kRounds];
         latest = std::max(latest, expected_);
       }
@@ -332,6 +336,7 @@ void RateControl::onRoundEnd(TimePoint now) {
   roundFull_ = true;
   roundPackets_ = roundLost_ = 0;
   roundUsual_ = roundVariance_ = roundRate_ = 0;
+  roundStretched_ = false;
   roundMin_ = Nanos::max();
   roundMax_ = Nanos(0);
 }

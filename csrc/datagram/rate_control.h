@@ -14,6 +14,7 @@ struct DeliverySample {
   Nanos
       interval{}; // in which they have arrived, or were sent if that is longer
   bool brief = false; // the interval is short: a burst
+  bool stretched = false; // they took far longer to arrive than to leave
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets
   // The sender had nothing to send some of the time: the rate says how much
@@ -98,6 +99,7 @@ class RateControl {
   Nanos queueMark() const;
   double gain() const;
   double measuredBytesPerS() const;
+  bool roundShowsLink() const; // the measurements are no less than it carries
 
   const double max_;
   State state_ = State::kStartup;
@@ -112,6 +114,7 @@ class RateControl {
   uint64_t roundPackets_ = 0, roundLost_ = 0;
   double roundUsual_ = 0, roundVariance_ = 0;
   double roundRate_ = 0; // the best measurement
+  bool roundStretched_ = false; // by some measurement
   Nanos roundMin_ = Nanos::max(), roundMax_{};
 
   Nanos min_, smoothed_, variation_;

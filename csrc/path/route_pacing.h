@@ -14,9 +14,9 @@ namespace resilient {
 // burst would leave several times as fast as the link carries it, and what the
 // queue of the link cannot hold would be lost.
 //
-// How it works. Windows of a round trip show how fast data arrives. Once
-// a queue shows that the link is full, the connections together may send
-// a little faster than what has arrived in one of these: so they still find out
+// How it works. Windows of a part of a round trip show how fast data arrives.
+// Once a queue shows that the link is full, the connections together may send a
+// little faster than what has arrived in one of these: so they still find out
 // if the link is faster than that. A window with a queue all the time is the
 // rate of the link; one without only shows that it carries as much.
 //
@@ -54,14 +54,21 @@ class RoutePacing {
     const TimePoint at = told ? s.arrivedAt : s.now;
     const uint64_t bytes = told ? s.arrived : s.acknowledged;
     const Nanos elapsed = at - since_;
-    const Nanos window = std::max(s.minRoundTrip, kShortestWindow);
+    // Bursts soon take less than a round trip. Data that is not lost comes in
+    // smaller clumps than acknowledgements.
+    const Nanos window =
+        std::max(told ? s.minRoundTrip / 2 : s.minRoundTrip, kShortestWindow);
     // The burst is over for the far end, whose last acknowledgements may still
     // be on their way.
     const bool over = told && at > at_ && bytes - bytes_ < kNothing;
     if (bytes < from_ || elapsed > kLongestWindow || over ||
         (idle_ && elapsed > Nanos(0))) {
       begin(at, bytes); // other connections, or a new burst
+      silent_ = over;
       idle_ = false;
+    } else if (silent_ && at > at_) {
+      begin(at, bytes); // it began somewhere between the last two answers
+      silent_ = false;
     } else if (elapsed >= window) {
       measure(static_cast<double>(bytes - from_) / toSeconds(elapsed));
       begin(at, bytes);
@@ -104,6 +111,7 @@ class RoutePacing {
   TimePoint at_{}; // the last look
   uint64_t bytes_ = 0;
   bool idle_ = true; // everything has arrived since
+  bool silent_ = false; // nothing had arrived when the window began
   bool told_ = false; // since_ and from_ are the far end's
   bool full_ = false;
   double measured_ = 0; // bytes per second

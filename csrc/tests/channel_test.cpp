@@ -867,6 +867,11 @@ TEST(channel_path_for_no_bursts_takes_no_control_frames) {
   pair.a.channel.sendControl({std::byte{2}});
   CHECK(!pair.take(pair.a, 1));
   CHECK(pair.take(pair.a, 2)->fields().type == FrameType::kControl);
+
+  // Nothing answers, and no one doubts it.
+  pair.a.channel.sendControl({std::byte{3}});
+  pair.now += std::chrono::seconds(2);
+  CHECK(pair.take(pair.a, 1)->fields().type == FrameType::kControl);
 }
 
 TEST(channel_cancelled_send_keeps_its_half_written_frame) {

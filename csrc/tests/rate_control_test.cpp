@@ -396,6 +396,24 @@ TEST(rate_control_follows_a_link_by_short_bursts) {
   }
 }
 
+// Small bursts that leave too fast to be measured, and a round trip that is too
+// long for once: by a queue of others, or a pause of a process.
+TEST(rate_control_keeps_what_it_expects_until_it_has_measured) {
+  constexpr double kExpected = 125e6;
+  RateControl rate(milliseconds(40), 1e6, 0);
+  rate.expect(kExpected);
+  rate.expect(0); // all connections are lost: nothing is known
+  DeliverySample s;
+  s.packets = 47;
+  s.limitedBySender = true;
+  TimePoint now{seconds(7)};
+  for (int i = 0; i < 20; ++i) {
+    s.roundTrip = milliseconds(i == 5 ? 60 : 40);
+    rate.onSample(s, now += milliseconds(300));
+    CHECK_EQ(rate.capacityBytesPerS(), kExpected);
+  }
+}
+
 TEST(rate_control_idle_time_says_nothing_of_the_link) {
   Fed f;
   for (int i = 0; i < 20; ++i) {

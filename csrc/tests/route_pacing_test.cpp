@@ -148,13 +148,28 @@ TEST(route_pacing_follows_the_link) {
   for (int i = 0; i < 12; ++i) {
     link.burst(64e6, 20 * kRate);
   }
-  // A burst has to last for two round trips to show more.
   CHECK(static_cast<double>(link.limit()) > 7 * kRate);
   link.bytesPerS = kRate / 4;
   for (int i = 0; i < 4; ++i) {
     link.burst(64e6, 20 * kRate);
   }
   CHECK(static_cast<double>(link.limit()) < 1.5 * kRate / 4);
+}
+
+// Once its queue has shown, the link gets faster, or what was believed was
+// wrong. Bursts of 4 MiB take less than a round trip, and the time before their
+// first byte is no part of what they show.
+TEST(route_pacing_follows_the_link_by_short_bursts) {
+  Link link;
+  link.bytesPerS = kRate / 2;
+  link.burst(16e6, 3 * kRate);
+  CHECK(static_cast<double>(link.limit()) < 0.7 * kRate);
+  link.bytesPerS = kRate;
+  for (int i = 0; i < 10; ++i) {
+    link.burst(4 << 20, 3 * kRate);
+  }
+  CHECK(static_cast<double>(link.limit()) > kRate);
+  CHECK(static_cast<double>(link.limit()) < 1.4 * kRate);
 }
 
 // Short bursts fill nothing, and the next long one is not held up.
