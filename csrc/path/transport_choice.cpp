@@ -81,7 +81,7 @@ TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
 
 // Bursts of one kind that began on an idle route, while the other kind had
 // none. Connections are compared by bursts of the size that datagrams had: they
-// may be late only for what is larger.
+// may be late only for what is larger, and early for what is smaller.
 void TransportChoice::observeBursts(const RouteEvidence& e) {
   const bool streams = std::exchange(streamBursts_, e.streamBurst.number) !=
       e.streamBurst.number;
@@ -98,7 +98,8 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
   const View& v = *idleView_;
   constexpr double kAsLarge = 2;
   if (streams) {
-    if (bytes <= kAsLarge * datagramBytes_ || datagramBytes_ == 0) {
+    if (bytes <= kAsLarge * datagramBytes_ &&
+        datagramBytes_ <= kAsLarge * bytes) {
       streamLateness_.observe(
           toSeconds(burst.took),
           streamAnswerS(v.stream, v.linkBytesPerS, bytes));
@@ -111,15 +112,16 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
   }
 }
 
-// Datagrams arrive later than they probably would over the connections. As long
-// as these are only predicted, it takes more to say so.
+// Datagrams arrive later than predicted, and than they probably would over the
+// connections. As long as these are only predicted, it takes more to say so.
 bool TransportChoice::isLate() const {
-  constexpr double kLate = 1.5, kBetter = 1.25;
+  constexpr double kLate = 1.5, kHardlyLate = 1.2, kBetter = 1.25;
   if (!idleView_ || !datagramLateness_.known()) {
     return false;
   }
   const View& v = *idleView_;
-  return (streamLateness_.known() || datagramLateness_.factor() > kLate) &&
+  return datagramLateness_.factor() >
+      (streamLateness_.known() ? kHardlyLate : kLate) &&
       datagramLateness_.factor() *
           datagramAnswerS(v.datagrams, v.linkBytesPerS, datagramBytes_) >
       kBetter * streamLateness_.factor() *
