@@ -765,9 +765,9 @@ Channel::controlFor(PathId path) const {
 }
 
 // Some path is neither in doubt nor on probation, goes over no relay, and may
-// carry messages. A path that may not could be slow even for what is small. One
-// that has stood still so long may be dead without being in doubt, if it is the
-// only one of its kind.
+// carry messages: the others may be slow even for what is small. A path that is
+// the only one of its kind may be dead without being in doubt, so one that has
+// stood still for kStandsStill does not count.
 bool Channel::anyForControl() const {
   constexpr Nanos kStandsStill = std::chrono::seconds(1);
   return std::any_of(paths_.begin(), paths_.end(), [&](const auto& each) {

@@ -240,8 +240,8 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
 }
 
 void RateControl::cut(TimePoint now) {
-  // What arrived is what the link carries now, but for a pause of a process.
-  // The rates of earlier rounds may be a hundred times that.
+  // The link carries what has arrived in this round, or more if a process
+  // paused. The rates of earlier rounds may be a hundred times that.
   constexpr double kNoMoreThan = 2;
   double rate = capacityBytesPerS();
   if (ceiling_ > 0) {

@@ -14,7 +14,7 @@ struct DeliverySample {
   Nanos
       interval{}; // in which they have arrived, or were sent if that is longer
   bool brief = false; // the interval is short: a burst
-  bool stretched = false; // they took far longer to arrive than to leave
+  bool stretched = false; // arrived over twice the time of sending, or more
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets
   // The sender had nothing to send some of the time: the rate says how much
@@ -99,7 +99,7 @@ class RateControl {
   Nanos queueMark() const;
   double gain() const;
   double measuredBytesPerS() const;
-  bool roundShowsLink() const; // the measurements are no less than it carries
+  bool roundShowsLink() const; // its rate was that of the link, not the sender
 
   const double max_;
   State state_ = State::kStartup;

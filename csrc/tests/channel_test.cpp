@@ -695,8 +695,8 @@ TEST(channel_repeats_the_control_frames_of_a_suspect_path) {
 }
 
 // Over another path, the refusal might come behind the acknowledgement of what
-// was refused, and the send would have succeeded. That path may be one that
-// leaves control frames to others.
+// was refused, and the send would have succeeded. The refusal also goes over a
+// path that leaves control frames to others.
 TEST(channel_refuses_on_the_path_of_what_it_refuses) {
   enum class Kind { kUsual, kForNoBursts, kOverRelay };
   for (const auto& [kind, lost] :

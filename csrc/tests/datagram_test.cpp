@@ -540,9 +540,9 @@ TEST(datagram_clumps_are_not_taken_for_a_fast_link) {
   CHECK(most > 0.9 * there.bytesPerS);
 }
 
-// What is expected of the link, or was true before, is a hundred times what it
-// carries now: UDP that is policed. All of the message is soon on its way, and
-// most of it is lost. What is sent again then leaves at the rate of the link.
+// A provider polices UDP: the link carries a hundredth of what is expected of
+// it, or of what it carried before. All of the message is soon on its way, and
+// most of it is lost. Retransmissions then leave at the rate of the link.
 TEST(datagram_retransmissions_follow_the_rate_of_the_link) {
   DatagramLink policed;
   policed.bytesPerS = 1.25e6;

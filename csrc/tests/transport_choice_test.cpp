@@ -258,7 +258,7 @@ TEST(transport_choice_goes_by_what_both_kinds_took) {
 }
 
 // Connections that have carried something are faster than the model says of
-// cold ones. That is no fault of datagrams.
+// cold ones. Datagrams are not late for that.
 TEST(transport_choice_keeps_datagrams_that_arrive_in_time) {
   Bursts bursts;
   for (int i = 0; i < 20; ++i) {
