@@ -48,6 +48,10 @@ struct BurstRange {
   static constexpr BurstRange none() {
     return {UINT64_MAX, 0};
   }
+  // 0: none.
+  static constexpr BurstRange ofAtMost(uint64_t bytes) {
+    return bytes == 0 ? none() : BurstRange{0, bytes};
+  }
   bool isNone() const {
     return above > upTo;
   }

@@ -284,8 +284,7 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
 void DatagramConnector::setShare(size_t route, uint64_t upTo) {
   Channel& channel = link_.channel();
   if (const RoutePath* const path = this->path(route)) {
-    channel.setBursts(
-        path->id(), upTo == 0 ? BurstRange::none() : BurstRange{0, upTo});
+    channel.setBursts(path->id(), BurstRange::ofAtMost(upTo));
   }
   const size_t count = connections_.failover().connections();
   for (size_t c = route; c < count; c += connections_.routes()) {

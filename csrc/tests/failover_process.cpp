@@ -328,8 +328,7 @@ void FailoverProcess::shareBursts(size_t route) {
   const OtherPath& b = otherPath(route);
   const uint64_t upTo = b.socket ? world_.setup.besideUpTo : 0;
   if (b.socket && isBeside()) {
-    channel_.setBursts(
-        b.path, upTo == 0 ? BurstRange::none() : BurstRange{0, upTo});
+    channel_.setBursts(b.path, BurstRange::ofAtMost(upTo));
   }
   for (size_t c = route; c < connections_.size(); c += routes()) {
     if (connected(c)) {
