@@ -29,7 +29,10 @@ struct Report {
   char error[200] = "";
 };
 
-constexpr uint64_t kSchedules = 500;
+// Some mistakes show once in several hundred schedules only, and a change of
+// the code moves the seeds at which they do.
+constexpr uint64_t kSchedules = 3000;
+constexpr uint64_t kSchedulesWithoutMistake = 500;
 
 using Simulate = std::string (*)(uint64_t seed); // returns the error
 
@@ -67,7 +70,8 @@ void mustBeFound(
     if (bug != nullptr) {
       plantedBugs.*bug = true;
     }
-    for (uint64_t seed = 1; seed <= kSchedules; ++seed) {
+    const uint64_t most = bug ? kSchedules : kSchedulesWithoutMistake;
+    for (uint64_t seed = 1; seed <= most; ++seed) {
       report->seed = seed;
       const std::string error = simulation(seed);
       if (!error.empty()) {

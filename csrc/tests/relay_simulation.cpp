@@ -164,7 +164,7 @@ class RelaySimulation {
 // --- the plan
 
 void RelaySimulation::plan() {
-  duration_ = milliseconds(oneOf<int>({300, 2000, 8000}));
+  duration_ = milliseconds(oneOf<int>({300, 2000, 16000}));
   options_.relay = below(10) < 7 ? "auto" : "failover";
   options_.relays_per_peer = static_cast<int64_t>(1 + below(3));
   // The least window of a path does not fit into less than some MiB. Then
@@ -310,7 +310,7 @@ void RelaySimulation::eachWayOf(
 void RelaySimulation::planFault() {
   const TimePoint when = network_.now() + upTo(duration_);
   const Nanos lasts =
-      oneOf<Nanos>({milliseconds(100), milliseconds(700), seconds(5)});
+      oneOf<Nanos>({milliseconds(100), milliseconds(700), seconds(12)});
   const size_t r = below(sites_.size());
   const uint64_t kind = below(8);
   const size_t other = (r + 1 + below(sites_.size() - 1)) % sites_.size();
@@ -343,7 +343,7 @@ void RelaySimulation::planFault() {
 void RelaySimulation::planEnd(size_t r) {
   const TimePoint when = network_.now() + upTo(duration_);
   const uint64_t kind = below(4);
-  const Nanos stopped = oneOf<Nanos>({milliseconds(300), seconds(4)});
+  const Nanos stopped = oneOf<Nanos>({milliseconds(300), seconds(12)});
   network_.at(when, [this, r, kind, stopped] {
     if (kind == 0) {
       ++result_.kills;
