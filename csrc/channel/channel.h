@@ -241,7 +241,11 @@ class Channel {
   // its chunks are acknowledged, even if a copy has ended its send. Control
   // frames count, too.
   bool drained() const;
-  // The same for the messages of one group. Control frames do not count here.
+  // A message of ours is not acknowledged yet.
+  bool carriesMessages() const {
+    return unacknowledged_ != 0;
+  }
+  // drained() for the messages of one group. Control frames do not count here.
   // Looks at every open message.
   bool drained(uint64_t group) const;
 

@@ -618,8 +618,16 @@ void TcpConnector::onTimer() {
 
 // Connections of one route share its pace as they have shared the link: in
 // proportion to what each has carried.
+//
+// Questions are in flight themselves, so they go on after a burst. For a while
+// they are meant to: the answers then tell when the next burst begins to
+// arrive, and how fast its first bytes are.
 void TcpConnector::tunePaths() {
+  constexpr Nanos kAsksFor = std::chrono::seconds(2);
   pacing_.resize(routes());
+  if (link_.channel().carriesMessages()) {
+    carriedAt_ = link_.loop().now();
+  }
   for (size_t r = 0; r < routes(); ++r) {
     RoutePacing::Sample sample;
     sample.now = link_.loop().now();
@@ -645,7 +653,8 @@ void TcpConnector::tunePaths() {
           : std::min(sample.minRoundTrip, view->minRoundTrip);
     }
     const auto limit = static_cast<double>(pacing_[r].observe(sample));
-    if (sample.inFlight > 0 && sample.minRoundTrip > kSlowStartCounts) {
+    if (sample.inFlight > 0 && sample.minRoundTrip > kSlowStartCounts &&
+        sample.now - carriedAt_ < kAsksFor) {
       askForArrivals(sample.minRoundTrip);
     }
     for (const auto& [path, view] : paced) {

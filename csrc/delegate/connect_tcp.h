@@ -171,6 +171,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::vector<RoutePacing> pacing_; // by route
   TimePoint arrivedAt_{}; // of Connection::arrived, by the peer's clock
   TimePoint askedAt_{}; // for it
+  TimePoint carriedAt_{}; // a look found that we had messages on the way
   // Set for failover_.deadline() or earlier.
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;
