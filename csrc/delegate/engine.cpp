@@ -1020,8 +1020,9 @@ bool Engine::callInLoop(const std::function<void()>& call) {
 }
 
 // How it works:
-// 1. Wait until the peers have acknowledged everything, for three quarters of
-//    `linger`. A goodbye is only correct after that.
+// 1. Ask those that this process relays for to use other ways, and wait until
+//    the peers have acknowledged everything, for three quarters of `linger`. A
+//    goodbye is only correct after that.
 // 2. Say goodbye on every link, and wait for its acknowledgement.
 // 3. In one call in the loop, fail the operations that are left, close the
 //    links, drain the completions, and stop everything that could bring new
@@ -1053,6 +1054,7 @@ void Engine::stop(Nanos linger) {
     }
     return true;
   };
+  callInLoop([this] { relays_->leave(); });
   // A goodbye says that nothing follows: what was sent must have arrived.
   waitUntil(deadline - linger / 4, drained);
   callInLoop([this] {

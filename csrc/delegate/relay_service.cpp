@@ -95,6 +95,15 @@ RelayService::~RelayService() {
   close();
 }
 
+void RelayService::leave() {
+  leaving_ = true;
+  for (auto& [flow, state] : flows_) {
+    for (const bool fromOpener : {true, false}) {
+      tell(flow, fromOpener, state.passed[fromOpener]);
+    }
+  }
+}
+
 void RelayService::close() {
   host_.loop().cancel(std::exchange(timer_, 0));
   host_.loop().cancel(std::exchange(tellTimer_, 0));
@@ -248,29 +257,38 @@ void RelayService::tell() {
     for (const bool fromOpener : {true, false}) {
       Flow::Passed& passed = found->second.passed[fromOpener];
       const uint64_t untold = passed.bytes - passed.toldBytes;
-      PeerLink* const to = host_.linkTo(fromOpener ? flow.opener : flow.other);
-      if (untold == 0 || to == nullptr || !to->usable() ||
-          RESILIENT_PLANTED(neverTellPassed) ||
-          (untold < kTellEveryBytes && passed.waitingBytes != 0)) {
-        continue;
+      if (untold != 0 && !RESILIENT_PLANTED(neverTellPassed) &&
+          (untold >= kTellEveryBytes || passed.waitingBytes == 0)) {
+        tell(flow, fromOpener, passed);
       }
-      passed.toldBytes = passed.bytes;
-      RelayNote note;
-      note.what = RelayNote::What::kPassed;
-      note.hop = RelayHop::kFromRelay;
-      note.fromOpener = !fromOpener;
-      note.flow = flow;
-      note.passedBytes = passed.bytes;
-      const PeerLink* const target =
-          host_.linkTo(fromOpener ? flow.other : flow.opener);
-      if (target != nullptr && target->uplink() != nullptr) {
-        const Uplink& uplink = *target->uplink();
-        note.bytesPerS = static_cast<uint64_t>(uplink.bytesPerS());
-        note.busy = uplink.needsItself(host_.loop().now());
-      }
-      to->channel().sendControl(encode(note), /*direct=*/true);
     }
   }
+}
+
+void RelayService::tell(
+    const RelayFlow& flow,
+    bool fromOpener,
+    Flow::Passed& passed) {
+  PeerLink* const to = host_.linkTo(fromOpener ? flow.opener : flow.other);
+  if (to == nullptr || !to->usable()) {
+    return;
+  }
+  passed.toldBytes = passed.bytes;
+  RelayNote note;
+  note.what = RelayNote::What::kPassed;
+  note.hop = RelayHop::kFromRelay;
+  note.fromOpener = !fromOpener;
+  note.flow = flow;
+  note.passedBytes = passed.bytes;
+  note.busy = leaving_;
+  const PeerLink* const target =
+      host_.linkTo(fromOpener ? flow.other : flow.opener);
+  if (target != nullptr && target->uplink() != nullptr) {
+    const Uplink& uplink = *target->uplink();
+    note.bytesPerS = static_cast<uint64_t>(uplink.bytesPerS());
+    note.busy = note.busy || uplink.needsItself(host_.loop().now());
+  }
+  to->channel().sendControl(encode(note), /*direct=*/true);
 }
 
 // --- notes

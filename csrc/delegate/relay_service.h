@@ -51,6 +51,10 @@ class RelayService {
   void onNote(PeerLink& from, const RelayNote& note);
   // Flows with it as an end, or as a relay, are over.
   void onLinkClosed(PeerLink& link);
+  // This process is about to leave: asks the ends of all flows for nothing more
+  // where another way works. What is held, and what has no other way, is still
+  // passed on.
+  void leave();
   // Everything is over; nothing that is held calls back.
   void close();
   RelayCounters counters() const;
@@ -94,6 +98,7 @@ class RelayService {
   void setInterest(const RelayFlow& flow, bool needed);
   void onHandedOut(const Forward& forward);
   void tell();
+  void tell(const RelayFlow& flow, bool fromOpener, Flow::Passed& passed);
   void look();
 
   LinkHost& host_;
@@ -105,6 +110,7 @@ class RelayService {
   TimerId timer_ = 0;
   std::vector<RelayFlow> untold_; // flows of which tell() has to look
   TimerId tellTimer_ = 0;
+  bool leaving_ = false;
 };
 
 } // namespace resilient

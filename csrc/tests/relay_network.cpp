@@ -770,6 +770,7 @@ void RelayNetwork::kill(size_t r) {
 
 void RelayNetwork::leave(size_t r) {
   note(10, r, 0, "rank leaves");
+  in(r, [this, r] { ranks_[r]->relays().leave(); });
   leaveWhenDrained(r, now_ + std::chrono::seconds(2), /*saidBye=*/false);
 }
 

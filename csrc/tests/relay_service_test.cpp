@@ -225,6 +225,35 @@ TEST(relay_service_tells_what_it_has_passed_on) {
   CHECK(!host.nextNote(2).has_value());
 }
 
+// What it holds still leaves, and what has no other way may still come.
+TEST(relay_service_asks_for_nothing_more_before_it_leaves) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  PeerLink& b = host.peer(2);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  host.service->onNote(b, noteOf(What::kAccept, flow(1, 2), false));
+  CHECK(host.nextNote(1).has_value());
+  const auto content = messageOf(flow(1, 2));
+  CHECK(host.give(1, content));
+  host.service->leave();
+  CHECK_EQ(host.service->counters().heldBytes, content.size());
+  for (const bool opener : {true, false}) {
+    const auto note = host.nextNote(opener ? 1 : 2);
+    CHECK(note && note->what == What::kPassed && note->busy);
+    CHECK_EQ(note->fromOpener, !opener);
+    CHECK_EQ(note->passedBytes, 0u);
+  }
+  CHECK(host.next(2).has_value()); // what it held
+  CHECK(host.give(1, content)); // it has no other way
+  CHECK(host.next(2).has_value());
+  host.runOnce();
+  const auto note = host.nextNote(1);
+  CHECK(note && note->what == What::kPassed && note->busy);
+  CHECK_EQ(note->passedBytes, 2 * content.size());
+  CHECK(!host.nextNote(1).has_value());
+}
+
 // At a relay, messages for others have the place that they have in their own
 // stream, and so have ours.
 TEST(relay_service_keeps_places_in_streams) {
