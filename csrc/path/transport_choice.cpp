@@ -74,7 +74,9 @@ TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
   }
   v.datagrams = e.datagrams;
   if (e.datagramBytesPerS > 0) {
-    v.linkBytesPerS = std::max(e.streamBytesPerS, e.datagramBytesPerS);
+    // Datagrams that try more than they have shown may get it.
+    v.linkBytesPerS = std::max(
+        {e.streamBytesPerS, e.datagramBytesPerS, e.datagrams.bytesPerS});
   }
   return v;
 }

@@ -257,6 +257,23 @@ TEST(transport_choice_goes_by_what_both_kinds_took) {
   }
 }
 
+// Bursts of 64 KiB were slow to be sent for once, so the link seems to carry no
+// more than 3.6 MB/s, at which both kinds would be as fast. But datagrams try
+// three times as much.
+TEST(transport_choice_takes_no_rate_that_is_exceeded_for_the_links) {
+  RouteEvidence e;
+  e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
+  e.stream.firstBytes = 229e3;
+  e.stream.paced = true;
+  e.streamBytesPerS = 0.5e6;
+  e.datagramBytesPerS = 3.6e6;
+  e.datagrams.bytesPerS = 10.4e6;
+  TransportChoice choice;
+  CHECK(choice.choose(e, TimePoint(std::chrono::hours(1))).upTo >= 65536);
+  e.datagrams.bytesPerS = 3.6e6;
+  CHECK_EQ(choice.choose(e, TimePoint(std::chrono::hours(1))).upTo, 0u);
+}
+
 // Connections that have carried something are faster than the model says of
 // cold ones. Datagrams are not late for that.
 TEST(transport_choice_keeps_datagrams_that_arrive_in_time) {
