@@ -493,6 +493,9 @@ bool PacketSender::next(TimePoint now, uint64_t packet, PacketToSend& out) {
   }
   if (found) {
     sent(packet, out.bytes(), now);
+    if (waitingBytes_ == 0 && firstAfterRest_ != 0 && lastOfBurst_ == 0) {
+      lastOfBurst_ = packet;
+    }
   }
   if (found || endAt_ <= now) {
     planEnds(now);
@@ -509,6 +512,7 @@ void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
   if (inFlight_.empty() && now - sentAt_ > rate_.roundTrip()) {
     rate_.onRestart(now);
     firstAfterRest_ = packet;
+    lastOfBurst_ = 0;
     restEndedAt_ = now;
   }
   sentAt_ = now;
@@ -617,7 +621,10 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
   const bool sentKnown =
       sentMicros < kMeasureMax / std::chrono::microseconds(1);
-  const bool burstOver = inFlightBytes_ == 0;
+  // What follows it, such as an END or an answer to what has come meanwhile, is
+  // no part of it.
+  const bool burstOver =
+      inFlightBytes_ == 0 || (lastOfBurst_ != 0 && r.largest >= lastOfBurst_);
   const bool longEnough = micros >= kMeasureMicros;
   const bool sentLongEnough = sentKnown && sentMicros >= kBurstMicros;
   const bool half =
@@ -637,6 +644,9 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
     baseAt_ = now;
   } else {
     s.limitedBySender = waitingBytes_ == 0;
+  }
+  if (r.largest >= lastOfBurst_) {
+    lastOfBurst_ = 0;
   }
   if (now - chosenAt_ >= kShapesFor) {
     chosenAt_ = now;

@@ -230,6 +230,9 @@ class PacketSender {
   TimePoint sentAt_{}; // the last packet
   // The first after a rest, until a report tells of it; 0: none.
   uint64_t firstAfterRest_ = 0;
+  // With it, all that there was after a rest had been sent; until a report
+  // tells of it. 0: none.
+  uint64_t lastOfBurst_ = 0;
   TimePoint restEndedAt_{};
 
   PacketReport last_, base_; // the latest, and the one that rates count from

@@ -604,6 +604,37 @@ TEST(datagram_path_learns_from_small_bursts) {
   CHECK(tookS < 0.025); // 0.0205 at the rate of the link
 }
 
+// The peer's burst comes at the same time, as in an all_reduce, and the answer
+// to it leaves before the first report is back: the rate of the burst does not
+// count to that answer, half a round trip later.
+TEST(datagram_path_learns_from_bursts_that_are_answered) {
+  const DatagramLink link;
+  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  Prng prng(1);
+  const auto header = randomBytes(prng, kHeader);
+  const auto payload = randomBytes(prng, 64u << 10);
+  const auto answer = randomBytes(prng, 2u << 10);
+  ObjectToSend what;
+  what.header = header;
+  double tookS = 0;
+  for (int burst = 0; burst < 8; ++burst) {
+    const TimePoint begun = pair.now();
+    const size_t before = pair.received(1).size();
+    what.payload = payload;
+    pair.send(0, what);
+    pair.at(begun + milliseconds(25), [&] {
+      ObjectToSend after;
+      after.header = header;
+      after.payload = answer;
+      pair.send(0, after);
+    });
+    CHECK(pair.runUntilIdle(seconds(10)));
+    tookS = toSeconds(pair.received(1)[before].at - begun);
+    rest(pair);
+  }
+  CHECK(tookS < 0.022); // 0.0205 at the rate of the link
+}
+
 // A path that rests for long, as during an evaluation, is as fast afterwards:
 // no clock that wraps and no old measurement slows it.
 TEST(datagram_path_is_fast_after_a_rest) {
