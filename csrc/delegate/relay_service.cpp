@@ -95,11 +95,17 @@ RelayService::~RelayService() {
   close();
 }
 
+// A note goes over connections only. An end without one sends nothing over us,
+// and its note would keep us from leaving.
 void RelayService::leave() {
   leaving_ = true;
   for (auto& [flow, state] : flows_) {
-    for (const bool fromOpener : {true, false}) {
-      tell(flow, fromOpener, state.passed[fromOpener]);
+    for (const bool opener : {true, false}) {
+      PeerLink* const end = host_.linkTo(opener ? flow.opener : flow.other);
+      if (end != nullptr && end->channel().takesChunksDirectly() &&
+          (opener || state.announced)) {
+        tell(flow, opener, state.passed[opener]);
+      }
     }
   }
 }

@@ -254,6 +254,25 @@ TEST(relay_service_asks_for_nothing_more_before_it_leaves) {
   CHECK(!host.nextNote(1).has_value());
 }
 
+// A note to an end that is reached over another relay only would wait until the
+// process ends.
+TEST(relay_service_waits_for_no_end_that_it_cannot_reach) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  PeerLink& b = host.peer(2);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  b.channel().removePath(2, TimePoint());
+  CHECK(b.usable());
+  host.service->leave();
+  const auto note = host.nextNote(1);
+  CHECK(note && note->busy);
+  b.channel().addPath(2, TimePoint());
+  const auto open = host.nextNote(2); // not acknowledged yet
+  CHECK(open && open->what == What::kOpen);
+  CHECK(!host.nextNote(2).has_value());
+}
+
 // At a relay, messages for others have the place that they have in their own
 // stream, and so have ours.
 TEST(relay_service_keeps_places_in_streams) {
