@@ -66,13 +66,13 @@ void mustBeFound(
   const pid_t child = fork();
   CHECK(child >= 0);
   if (child == 0) {
-    alarm(120); // a mistake may also make it run for ever
     if (bug != nullptr) {
       plantedBugs.*bug = true;
     }
     const uint64_t most = bug ? kSchedules : kSchedulesWithoutMistake;
     for (uint64_t seed = 1; seed <= most; ++seed) {
       report->seed = seed;
+      alarm(60); // a mistake may also make it run for ever
       const std::string error = simulation(seed);
       if (!error.empty()) {
         std::strncpy(report->error, error.c_str(), sizeof(report->error) - 1);
