@@ -513,6 +513,7 @@ void PacketSender::sent(uint64_t packet, size_t bytes, TimePoint now) {
     rate_.onRestart(now);
     firstAfterRest_ = packet;
     lastOfBurst_ = 0;
+    bytesBeforeRest_ = counters_.bytes - onWire;
     restEndedAt_ = now;
   }
   sentAt_ = now;
@@ -567,6 +568,7 @@ uint64_t PacketSender::carried(const PacketReport& r, double usualLoss) const {
 // both ends.
 void PacketSender::beginAfterRest(const PacketReport& r) {
   firstAfterRest_ = 0;
+  baseIsRest_ = true;
   const uint32_t least = r.receivedMicros - r.echoMicros;
   const uint32_t before = last_.receivedMicros - last_.echoMicros;
   const bool longer = static_cast<int32_t>(least - before) > 0;
@@ -574,6 +576,12 @@ void PacketSender::beginAfterRest(const PacketReport& r) {
   base_.echoMicros = microsOf(restEndedAt_);
   base_.receivedMicros = base_.echoMicros + (longer ? before : least);
   baseAt_ = restEndedAt_;
+}
+
+void PacketSender::beginAt(const PacketReport& r, TimePoint now) {
+  base_ = r;
+  baseAt_ = now;
+  baseIsRest_ = false;
 }
 
 // Turns the totals of two reports into one sample for the rate, and into runs
@@ -631,17 +639,19 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
       std::chrono::microseconds(micros) >= rate_.minRoundTrip() / 2;
   if (now - baseAt_ > kMeasureMax) {
     s.limitedBySender = true; // the first report, or the first after a rest
-    base_ = r;
-    baseAt_ = now;
+    beginAt(r, now);
   } else if (burstOver ? longEnough || sentLongEnough : longEnough && half) {
     s.interval = std::chrono::microseconds(
         sentKnown ? std::max(micros, sentMicros) : micros);
     s.brief = s.interval < rate_.minRoundTrip() / 2;
     s.stretched = sentKnown && micros / 2 > sentMicros;
     s.bytes = carried(r, usual.rate);
+    if (baseIsRest_) {
+      // Our reports of the time of rest have arrived as well.
+      s.bytes = std::min(s.bytes, counters_.bytes - bytesBeforeRest_);
+    }
     s.limitedBySender = now < limitedUntil_;
-    base_ = r;
-    baseAt_ = now;
+    beginAt(r, now);
   } else {
     s.limitedBySender = waitingBytes_ == 0;
   }

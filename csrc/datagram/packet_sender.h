@@ -195,6 +195,7 @@ class PacketSender {
   void planEnds(TimePoint now);
   void want(Object& o, uint16_t index, uint64_t largest);
   void finish(std::map<uint64_t, Object>::iterator at);
+  void beginAt(const PacketReport& r, TimePoint now);
   void beginAfterRest(const PacketReport& r);
   uint64_t carried(const PacketReport& r, double usualLoss) const;
   void measure(const PacketReport& report, TimePoint now);
@@ -230,13 +231,15 @@ class PacketSender {
   TimePoint sentAt_{}; // the last packet
   // The first after a rest, until a report tells of it; 0: none.
   uint64_t firstAfterRest_ = 0;
-  // With it, all that there was after a rest had been sent; until a report
-  // tells of it. 0: none.
+  // The first one after a rest behind which nothing waited, until a report
+  // tells of it; 0: none.
   uint64_t lastOfBurst_ = 0;
   TimePoint restEndedAt_{};
+  uint64_t bytesBeforeRest_ = 0; // sent before its end
 
   PacketReport last_, base_; // the latest, and the one that rates count from
   TimePoint baseAt_{};
+  bool baseIsRest_ = false; // base_ stands for the end of a rest
   LossMeter loss_;
   // By class, data symbols of a block, blocks, whether only what is important
   // is coded, and how many may be missing.

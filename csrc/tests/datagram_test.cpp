@@ -635,6 +635,33 @@ TEST(datagram_path_learns_from_bursts_that_are_answered) {
   CHECK(tookS < 0.022); // 0.0205 at the rate of the link
 }
 
+// The peer has counted them among the packets that have arrived, but has not
+// told before the burst.
+TEST(datagram_reports_count_to_no_burst) {
+  const auto learns = [](bool reports) {
+    const DatagramLink link;
+    DatagramPair pair(1, RecoverySchemes{}, link, link);
+    Prng prng(1);
+    const auto header = randomBytes(prng, kHeader);
+    const auto payload = randomBytes(prng, 64u << 10);
+    ObjectToSend what;
+    what.header = header;
+    what.payload = payload;
+    const auto transfer = [&](int side, int count) {
+      for (int i = 0; i < count; ++i) {
+        pair.send(side, what);
+      }
+      CHECK(pair.runUntilIdle(seconds(60)));
+      rest(pair);
+    };
+    transfer(0, 1);
+    transfer(1, reports ? 400 : 0);
+    transfer(0, 1);
+    return pair.sender(0).rate().capacityBytesPerS();
+  };
+  CHECK(learns(true) < 1.1 * learns(false));
+}
+
 // A path that rests for long, as during an evaluation, is as fast afterwards:
 // no clock that wraps and no old measurement slows it.
 TEST(datagram_path_is_fast_after_a_rest) {
