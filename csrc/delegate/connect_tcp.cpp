@@ -675,7 +675,8 @@ void TcpConnector::askForArrivals(Nanos roundTrip) {
   const TimePoint now = link_.loop().now();
   const Nanos interval =
       arrivedAt_ == TimePoint{} ? kUnanswered : std::max(roundTrip / 4, kOften);
-  if (askedAt_ == TimePoint{} || now - askedAt_ >= interval) {
+  if (tellsArrivals_ &&
+      (askedAt_ == TimePoint{} || now - askedAt_ >= interval)) {
     askedAt_ = now;
     link_.channel().sendControl(encode(Arrivals()));
   }
@@ -683,6 +684,9 @@ void TcpConnector::askForArrivals(Nanos roundTrip) {
 
 void TcpConnector::onArrivals(const Arrivals& arrivals) {
   if (!arrivals.answer) {
+    if (!tellsArrivals_) {
+      return;
+    }
     Arrivals answer;
     answer.answer = true;
     answer.clockNanos =

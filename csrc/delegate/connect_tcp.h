@@ -82,6 +82,11 @@ class TcpConnector final : public Connector, private FailoverHost {
   // while a frame is being read, since it may close the path that brought that
   // frame.
   void onPathsLost(const PathsLost& lost);
+  // This process is about to leave: what it asks and answers from now on would
+  // only be something to wait for.
+  void endArrivals() {
+    tellsArrivals_ = false;
+  }
   void onArrivals(const Arrivals& arrivals);
   // An interface of ours has another address; and one of the peer's, which the
   // link has noted. Both keep the routes: the same NICs have other addresses.
@@ -171,6 +176,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::vector<RoutePacing> pacing_; // by route
   TimePoint arrivedAt_{}; // of Connection::arrived, by the peer's clock
   TimePoint askedAt_{}; // for it
+  bool tellsArrivals_ = true; // until we leave
   TimePoint carriedAt_{}; // a look found that we had messages on the way
   // Set for failover_.deadline() or earlier.
   TimerId timer_ = 0;

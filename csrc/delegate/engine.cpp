@@ -1054,7 +1054,12 @@ void Engine::stop(Nanos linger) {
     }
     return true;
   };
-  callInLoop([this] { relays_->leave(); });
+  callInLoop([this] {
+    relays_->leave();
+    for (auto& [uid, link] : links_) {
+      link->connections().endArrivals();
+    }
+  });
   // A goodbye says that nothing follows: what was sent must have arrived.
   waitUntil(deadline - linger / 4, drained);
   callInLoop([this] {
