@@ -629,10 +629,9 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   const uint32_t sentMicros = r.echoMicros - base_.echoMicros;
   const bool sentKnown =
       sentMicros < kMeasureMax / std::chrono::microseconds(1);
-  // What follows it, such as an END or an answer to what has come meanwhile, is
-  // no part of it.
-  const bool burstOver =
-      inFlightBytes_ == 0 || (lastOfBurst_ != 0 && r.largest >= lastOfBurst_);
+  // An END, or an answer to what has come meanwhile, is no part of the burst.
+  const bool lastCame = lastOfBurst_ != 0 && r.largest >= lastOfBurst_;
+  const bool burstOver = inFlightBytes_ == 0 || lastCame;
   const bool longEnough = micros >= kMeasureMicros;
   const bool sentLongEnough = sentKnown && sentMicros >= kBurstMicros;
   const bool half =
@@ -655,7 +654,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   } else {
     s.limitedBySender = waitingBytes_ == 0;
   }
-  if (r.largest >= lastOfBurst_) {
+  if (lastCame) {
     lastOfBurst_ = 0;
   }
   if (now - chosenAt_ >= kShapesFor) {

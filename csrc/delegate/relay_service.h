@@ -52,8 +52,8 @@ class RelayService {
   // Flows with it as an end, or as a relay, are over.
   void onLinkClosed(PeerLink& link);
   // This process is about to leave: asks the ends of all flows for nothing more
-  // where another way works. What is held, and what has no other way, is still
-  // passed on.
+  // where another way works. It still passes on what it holds, and what has no
+  // other way.
   void leave();
   // Everything is over; nothing that is held calls back.
   void close();

@@ -170,6 +170,23 @@ void runSeed(uint64_t seed) {
   }
 }
 
+// A header and a payload that outlive what is sent of them.
+struct RandomObject {
+  explicit RandomObject(size_t bytes) {
+    Prng prng(1);
+    header = randomBytes(prng, kHeader);
+    payload = randomBytes(prng, bytes);
+  }
+  ObjectToSend toSend() const {
+    ObjectToSend what;
+    what.header = header;
+    what.payload = payload;
+    return what;
+  }
+
+  std::vector<std::byte> header, payload;
+};
+
 TEST(datagram_delivers_exactly) {
   forSeeds(150, runSeed);
 }
@@ -406,12 +423,8 @@ TEST(datagram_sender_notices_that_only_small_packets_pass) {
   link.loss = 0.3;
   DatagramPair pair(1, RecoverySchemes{}, link, link);
   PacketSender& sender = pair.sender(0);
-  Prng prng(1);
-  const auto header = randomBytes(prng, kHeader);
-  const auto payload = randomBytes(prng, 512u << 10);
-  ObjectToSend what;
-  what.header = header;
-  what.payload = payload;
+  const RandomObject object(512u << 10);
+  ObjectToSend what = object.toSend();
   Nanos longest{};
   // Of a path that is not silent.
   const auto stuckFor = [&] {
@@ -459,12 +472,8 @@ TEST(datagram_goes_on_when_large_packets_pass_again) {
     DatagramLink link;
     link.loss = 0.3;
     DatagramPair pair(seed, RecoverySchemes{}, link, link);
-    Prng prng(1);
-    const auto header = randomBytes(prng, kHeader);
-    const auto payload = randomBytes(prng, 512u << 10);
-    ObjectToSend what;
-    what.header = header;
-    what.payload = payload;
+    const RandomObject object(512u << 10);
+    ObjectToSend what = object.toSend();
     const auto send = [&] {
       for (int i = 0; i < 10; ++i) {
         pair.send(0, what);
@@ -485,12 +494,8 @@ TEST(datagram_goes_on_when_large_packets_pass_again) {
 TEST(datagram_reports_do_not_hide_that_no_piece_arrives) {
   DatagramLink link;
   DatagramPair pair(1, RecoverySchemes{}, link, link);
-  Prng prng(1);
-  const auto header = randomBytes(prng, kHeader);
-  const auto payload = randomBytes(prng, 40u << 10);
-  ObjectToSend what;
-  what.header = header;
-  what.payload = payload;
+  const RandomObject object(40u << 10);
+  ObjectToSend what = object.toSend();
   const auto sendBothWays = [&] {
     for (int i = 0; i < 100; ++i) {
       pair.send(0, what);
@@ -521,12 +526,8 @@ TEST(datagram_clumps_are_not_taken_for_a_fast_link) {
   DatagramLink there, back;
   there.clump = milliseconds(20);
   DatagramPair pair(1, RecoverySchemes{}, there, back, there.bytesPerS);
-  Prng prng(1);
-  const auto header = randomBytes(prng, kHeader);
-  const auto payload = randomBytes(prng, 512u << 10);
-  ObjectToSend what;
-  what.header = header;
-  what.payload = payload;
+  const RandomObject object(512u << 10);
+  ObjectToSend what = object.toSend();
   double most = 0;
   for (int burst = 0; burst < 20; ++burst) {
     for (int i = 0; i < 32; ++i) {
@@ -554,12 +555,8 @@ TEST(datagram_retransmissions_follow_the_rate_of_the_link) {
         expected ? policed : DatagramLink(),
         DatagramLink(),
         expected ? 125e6 : 0);
-    Prng prng(1);
-    const auto header = randomBytes(prng, kHeader);
-    const auto payload = randomBytes(prng, 512u << 10);
-    ObjectToSend what;
-    what.header = header;
-    what.payload = payload;
+    const RandomObject object(512u << 10);
+    ObjectToSend what = object.toSend();
     const auto transfer = [&] {
       for (int i = 0; i < 8; ++i) {
         pair.send(0, what);
@@ -587,12 +584,8 @@ TEST(datagram_retransmissions_follow_the_rate_of_the_link) {
 TEST(datagram_path_learns_from_small_bursts) {
   const DatagramLink link;
   DatagramPair pair(1, RecoverySchemes{}, link, link);
-  Prng prng(1);
-  const auto header = randomBytes(prng, kHeader);
-  const auto payload = randomBytes(prng, 64u << 10);
-  ObjectToSend what;
-  what.header = header;
-  what.payload = payload;
+  const RandomObject object(64u << 10);
+  ObjectToSend what = object.toSend();
   double tookS = 0;
   for (int burst = 0; burst < 8; ++burst) {
     const TimePoint begun = pair.now();
@@ -610,24 +603,13 @@ TEST(datagram_path_learns_from_small_bursts) {
 TEST(datagram_path_learns_from_bursts_that_are_answered) {
   const DatagramLink link;
   DatagramPair pair(1, RecoverySchemes{}, link, link);
-  Prng prng(1);
-  const auto header = randomBytes(prng, kHeader);
-  const auto payload = randomBytes(prng, 64u << 10);
-  const auto answer = randomBytes(prng, 2u << 10);
-  ObjectToSend what;
-  what.header = header;
+  const RandomObject object(64u << 10), answer(2u << 10);
   double tookS = 0;
   for (int burst = 0; burst < 8; ++burst) {
     const TimePoint begun = pair.now();
     const size_t before = pair.received(1).size();
-    what.payload = payload;
-    pair.send(0, what);
-    pair.at(begun + milliseconds(25), [&] {
-      ObjectToSend after;
-      after.header = header;
-      after.payload = answer;
-      pair.send(0, after);
-    });
+    pair.send(0, object.toSend());
+    pair.at(begun + milliseconds(25), [&] { pair.send(0, answer.toSend()); });
     CHECK(pair.runUntilIdle(seconds(10)));
     tookS = toSeconds(pair.received(1)[before].at - begun);
     rest(pair);
@@ -641,12 +623,8 @@ TEST(datagram_reports_count_to_no_burst) {
   const auto learns = [](bool reports) {
     const DatagramLink link;
     DatagramPair pair(1, RecoverySchemes{}, link, link);
-    Prng prng(1);
-    const auto header = randomBytes(prng, kHeader);
-    const auto payload = randomBytes(prng, 64u << 10);
-    ObjectToSend what;
-    what.header = header;
-    what.payload = payload;
+    const RandomObject object(64u << 10);
+    ObjectToSend what = object.toSend();
     const auto transfer = [&](int side, int count) {
       for (int i = 0; i < count; ++i) {
         pair.send(side, what);
@@ -668,12 +646,8 @@ TEST(datagram_path_is_fast_after_a_rest) {
   DatagramLink link;
   link.bytesPerS = 25e6;
   DatagramPair pair(1, RecoverySchemes{}, link, link);
-  Prng prng(1);
-  const auto header = randomBytes(prng, kHeader);
-  const auto payload = randomBytes(prng, 512u << 10);
-  ObjectToSend what;
-  what.header = header;
-  what.payload = payload;
+  const RandomObject object(512u << 10);
+  ObjectToSend what = object.toSend();
   what.trafficClass = TrafficClass::kBulk;
   const auto transfer = [&] {
     const TimePoint begun = pair.now();

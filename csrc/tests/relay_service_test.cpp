@@ -161,6 +161,17 @@ std::vector<std::byte> messageOf(
 
 using What = RelayNote::What;
 
+// Between ranks 1 and 2, both of which have heard of it.
+void openFlow(RelayHost& host) {
+  PeerLink& opener = host.peer(1);
+  PeerLink& other = host.peer(2);
+  host.service->onNote(opener, noteOf(What::kOpen, flow(1, 2)));
+  CHECK(host.nextNote(2).has_value());
+  host.service->onNote(
+      other, noteOf(What::kAccept, flow(1, 2), /*fromOpener=*/false));
+  CHECK(host.nextNote(1).has_value());
+}
+
 TEST(relay_service_passes_on_what_belongs_to_a_flow) {
   RelayHost host;
   PeerLink& a = host.peer(1);
@@ -197,12 +208,7 @@ TEST(relay_service_passes_on_what_belongs_to_a_flow) {
 // Its sender gives it more when something has left, not when it has come.
 TEST(relay_service_tells_what_it_has_passed_on) {
   RelayHost host;
-  PeerLink& a = host.peer(1);
-  PeerLink& b = host.peer(2);
-  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
-  CHECK(host.nextNote(2).has_value());
-  host.service->onNote(b, noteOf(What::kAccept, flow(1, 2), false));
-  CHECK(host.nextNote(1).has_value());
+  openFlow(host);
   const auto content = messageOf(flow(1, 2));
   CHECK(host.give(1, content));
   CHECK(host.give(1, content));
@@ -218,22 +224,17 @@ TEST(relay_service_tells_what_it_has_passed_on) {
   CHECK(!note->busy);
   CHECK(!host.nextNote(1).has_value());
   // An end has nothing of the kind to tell.
-  host.service->onNote(a, noteOf(What::kPassed, flow(1, 2)));
+  host.service->onNote(host.peer(1), noteOf(What::kPassed, flow(1, 2)));
   CHECK_EQ(host.service->counters().refused, 1u);
   const auto answer = host.nextNote(1);
   CHECK(answer && answer->what == What::kClose);
   CHECK(!host.nextNote(2).has_value());
 }
 
-// What it holds still leaves, and what has no other way may still come.
+// It still passes on what it holds, and takes what has no other way.
 TEST(relay_service_asks_for_nothing_more_before_it_leaves) {
   RelayHost host;
-  PeerLink& a = host.peer(1);
-  PeerLink& b = host.peer(2);
-  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
-  CHECK(host.nextNote(2).has_value());
-  host.service->onNote(b, noteOf(What::kAccept, flow(1, 2), false));
-  CHECK(host.nextNote(1).has_value());
+  openFlow(host);
   const auto content = messageOf(flow(1, 2));
   CHECK(host.give(1, content));
   host.service->leave();
