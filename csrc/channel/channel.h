@@ -228,7 +228,9 @@ class Channel {
   // `direct`: not over a relay, as what is about relays itself.
   void sendControl(std::vector<std::byte> payload, bool direct = false);
   // The goodbye may overtake messages on another path, so call it only once
-  // drained() holds. It asks for an acknowledgement at once.
+  // drained() holds. It asks for an acknowledgement at once, and tells which
+  // messages of the peer have ended here: their own acknowledgements may be
+  // lost with us.
   void sendBye();
   // Everything pending fails; later sends fail at once. Only the first call
   // counts. Messages that have arrived whole stay for receives to come. The
@@ -497,6 +499,8 @@ class Channel {
   size_t controlInFlight() const;
   Status onAck(PathState& p, uint64_t count, TimePoint now);
   bool chunkAcknowledged(OutMessage& m, uint32_t chunk);
+  Status checkSentWhole(const OutMessage& m) const;
+  void wholeAcknowledged(OutMessage& m);
   void finishSend(OutMessage& m, const Status& status);
   void abandon(OutMessage& m); // no more of it will be sent
   void detachFrames(OutMessage& m);
@@ -528,6 +532,7 @@ class Channel {
   void onReject(uint64_t message, std::span<const std::byte> payload);
   Status onCancel(const FrameHeader& h, std::span<const std::byte> payload);
   Status onResidual(uint64_t message, std::span<const std::byte> payload);
+  Status onBye(std::span<const std::byte> payload);
   void deliverIfWhole(InMessage& message);
   void tellResidual(InMessage& message);
   void askForRest(InMessage& m);

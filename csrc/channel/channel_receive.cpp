@@ -390,6 +390,10 @@ Status Channel::onControlFrame(
     return Status();
   }
   if (h.type == FrameType::kBye) {
+    Status status = onBye(payload);
+    if (!status.ok()) {
+      return status;
+    }
     host_.onBye(*this);
   } else {
     host_.onControl(*this, payload);

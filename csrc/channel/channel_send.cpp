@@ -1019,6 +1019,68 @@ bool Channel::chunkAcknowledged(OutMessage& m, uint32_t chunk) {
   return true;
 }
 
+// Needed before a peer's claim that it has all of it.
+Status Channel::checkSentWhole(const OutMessage& m) const {
+  if (m.nextChunk < m.chunks) {
+    return Status(
+        StatusCode::kProtocol,
+        "message " + std::to_string(m.number()) +
+            " is said to be whole, but has not been sent whole");
+  }
+  return Status();
+}
+
+// The receiver has it all, whatever has not been acknowledged: none of it may
+// go again, since the owner gets its buffer back. The end of a tolerant send
+// and the end of the record are left to the caller.
+void Channel::wholeAcknowledged(OutMessage& m) {
+  detachFrames(m);
+  if (m.acknowledged < m.chunks) {
+    trackChunks(m);
+    for (uint32_t c = 0; c < m.chunks && m.acknowledged < m.chunks; ++c) {
+      chunkAcknowledged(m, c);
+    }
+  }
+}
+
+// The peer leaves. Acknowledgements of what it has got may never come: they
+// wait for a repetition on a path that loses packets, and the goodbye came over
+// another one.
+Status Channel::onBye(std::span<const std::byte> payload) {
+  const auto ended = decodeBye(payload);
+  if (!ended) {
+    return Status(
+        StatusCode::kProtocol,
+        "goodbye of " + std::to_string(payload.size()) + " bytes");
+  }
+  if (!ended->empty() && ended->back().second > lastMessage_) {
+    return Status(
+        StatusCode::kProtocol,
+        "goodbye names unknown message " +
+            std::to_string(ended->back().second));
+  }
+  std::vector<uint64_t> open; // in the order of their sends
+  for (const auto& [number, m] : out_) {
+    const auto next = std::ranges::upper_bound(
+        *ended, number, {}, &MessageRanges::value_type::first);
+    if (!m->abandoned && m->acknowledged < m->chunks &&
+        next != ended->begin() && std::prev(next)->second >= number) {
+      open.push_back(number);
+    }
+  }
+  std::ranges::sort(open);
+  for (const uint64_t number : open) {
+    OutMessage& m = *out_.at(number);
+    Status status = checkSentWhole(m);
+    if (!status.ok()) {
+      return status;
+    }
+    wholeAcknowledged(m);
+    eraseIfDone(m);
+  }
+  return Status();
+}
+
 // Paper: SMART §3.3, "Receiver-side feedback".
 //
 // How it works. Frames of one residual come in any order, and twice, so parts
@@ -1039,11 +1101,9 @@ Status Channel::onResidual(
   if (!m.tolerant || m.op == nullptr) {
     return Status();
   }
-  if (m.nextChunk < m.chunks) {
-    return Status(
-        StatusCode::kProtocol,
-        "message " + std::to_string(message) +
-            " is said to be whole, but has not been sent whole");
+  status = checkSentWhole(m);
+  if (!status.ok()) {
+    return status;
   }
   // Holes are much larger: this bounds what a faulty peer makes us keep.
   if (residual.parts > m.header.totalBytes / 8 + m.chunks) {
@@ -1076,15 +1136,7 @@ Status Channel::onResidual(
   for (const auto& [offset, bytes] : m.zeroFilled) {
     m.op->zeroFilled.push_back({offset, bytes});
   }
-  detachFrames(m);
-  // The receiver has it all, whatever has not been acknowledged: none of it
-  // may go again, since the owner gets its buffer back.
-  if (m.acknowledged < m.chunks) {
-    trackChunks(m);
-    for (uint32_t c = 0; c < m.chunks && m.acknowledged < m.chunks; ++c) {
-      chunkAcknowledged(m, c);
-    }
-  }
+  wholeAcknowledged(m);
   finishSend(m, Status());
   eraseIfDone(m);
   return Status();
@@ -1177,7 +1229,14 @@ void Channel::sendBye() {
   if (failure_.ok()) {
     FrameHeader about;
     about.message = ++lastControl_;
-    queueControl(FrameType::kBye, about, {});
+    MessageRanges ended;
+    if (refusals_.empty()) { // of those that end otherwise, the peer knows
+      ended = done_.rangesAbove(0);
+    }
+    if (ended.size() > kMaxByeRanges) { // the newest are those under way
+      ended.erase(ended.begin(), ended.end() - kMaxByeRanges);
+    }
+    queueControl(FrameType::kBye, about, encodeBye(ended));
     control_.back()->header.flags = kFlagAckNow;
     ready();
   }

@@ -1043,6 +1043,72 @@ TEST(channel_delivers_control_once) {
   CHECK(pair.a.channel.drained());
 }
 
+// An acknowledgement was lost on its connection and waited for TCP to repeat
+// it, while the goodbye came over another one: "has left", for a message that
+// the peer had got.
+TEST(channel_learns_from_a_goodbye_what_has_arrived) {
+  ChannelPair pair;
+  pair.up(1);
+  pair.up(2);
+  TestSend whole(text(350), 7), half(text(350), 8), unasked(text(200), 9);
+  TestRecv first(&pair.b.channel, 350, 7), second(&pair.b.channel, 350, 8);
+  pair.b.mailbox.post(&first);
+  pair.b.mailbox.post(&second);
+  for (TestSend* send : {&whole, &half, &unasked}) {
+    pair.a.channel.send(send, pair.now);
+  }
+  for (int chunk = 0; chunk < 4 + 3; ++chunk) {
+    CHECK_EQ(pair.move(pair.a, 1)->type, FrameType::kData);
+  }
+  pair.b.completions.drain();
+  CHECK_EQ(first.ends, 1);
+  CHECK_EQ(whole.ends, 0); // path 1 is mute in the other direction
+  CHECK(pair.take(pair.a, 1).has_value()); // the rest of `half` is lost
+  CHECK(pair.move(pair.a, 1).has_value());
+  CHECK(pair.move(pair.a, 1).has_value());
+  pair.b.channel.sendBye();
+  while (pair.move(pair.b, 2)) {
+  }
+  CHECK_EQ(pair.a.byes, 1);
+  pair.a.channel.fail(Status(StatusCode::kPeerLeft, "has left"));
+  pair.a.completions.drain();
+  CHECK_EQ(whole.status.message(), "");
+  CHECK_EQ(half.status.message(), "has left");
+  CHECK_EQ(unasked.status.message(), "has left");
+  CHECK_EQ(whole.ends + half.ends + unasked.ends, 3);
+}
+
+TEST(channel_believes_no_goodbye_about_what_it_has_not_sent) {
+  const auto told = [](const std::vector<std::byte>& payload) {
+    ChannelPair pair;
+    pair.up(1);
+    TestSend send(text(200)); // two chunks, one of them on its way
+    pair.a.channel.send(&send, pair.now);
+    CHECK(pair.take(pair.a, 1).has_value());
+    FrameHeader bye;
+    bye.type = FrameType::kBye;
+    bye.message = 1;
+    bye.payloadBytes = static_cast<uint32_t>(payload.size());
+    CHECK(pair.a.channel.onHeader(1, bye, pair.now).ok());
+    std::ranges::copy(payload, pair.a.channel.destination(1));
+    const Status status = pair.a.channel.onPayload(1, pair.now);
+    pair.a.completions.drain();
+    CHECK_EQ(send.ends, 0);
+    CHECK_EQ(pair.a.byes, status.ok() ? 1 : 0);
+    return status.message();
+  };
+  const auto has = [](const std::string& text, const char* part) {
+    return text.find(part) != std::string::npos;
+  };
+  CHECK_EQ(told({}), "");
+  CHECK(has(told(encodeBye({{1, 1}})), "has not been sent whole"));
+  CHECK(has(told(encodeBye({{2, 9}})), "unknown message 9"));
+  CHECK(has(told(encodeBye({{0, 1}})), "goodbye of 16 bytes"));
+  CHECK(has(told(encodeBye({{2, 1}})), "goodbye of 16 bytes"));
+  CHECK(has(told(encodeBye({{1, 1}, {2, 2}})), "goodbye of 32 bytes"));
+  CHECK(has(told(std::vector<std::byte>(15)), "goodbye of 15 bytes"));
+}
+
 // What a pipeline's planner needs to know of a link: when the last byte of such
 // a message is there, whatever its first chunk's round trip was.
 TEST(channel_measures_how_long_messages_take) {

@@ -327,7 +327,10 @@ TEST(frame_claims_are_checked) {
   });
   refusedControl(
       FrameType::kGrant, [](FrameHeader& h) { h.payloadBytes = 12; });
-  for (FrameType type : {FrameType::kBye, FrameType::kAck, FrameType::kPing}) {
+  refusedControl(FrameType::kBye, [](FrameHeader& h) {
+    h.payloadBytes = kMaxControlBytes + 1;
+  });
+  for (FrameType type : {FrameType::kAck, FrameType::kPing}) {
     refusedControl(type, [](FrameHeader& h) { h.payloadBytes = 1; });
   }
   // Such a kCancel once made the receiver divide by its chunk size of zero.

@@ -456,6 +456,33 @@ Status decodeResidual(std::span<const std::byte> payload, Residual& r) {
   return Status();
 }
 
+std::vector<std::byte> encodeBye(const MessageRanges& ended) {
+  std::vector<std::byte> out(16 * ended.size());
+  for (size_t i = 0; i < ended.size(); ++i) {
+    std::memcpy(out.data() + 16 * i, &ended[i].first, 8);
+    std::memcpy(out.data() + 16 * i + 8, &ended[i].second, 8);
+  }
+  return out;
+}
+
+std::optional<MessageRanges> decodeBye(std::span<const std::byte> payload) {
+  if (payload.size() % 16 != 0 || payload.size() / 16 > kMaxByeRanges) {
+    return std::nullopt;
+  }
+  MessageRanges ended(payload.size() / 16);
+  uint64_t free = 1; // the lowest number that may come next
+  for (size_t i = 0; i < ended.size(); ++i) {
+    auto& [first, last] = ended[i];
+    std::memcpy(&first, payload.data() + 16 * i, 8);
+    std::memcpy(&last, payload.data() + 16 * i + 8, 8);
+    if (first < free || last < first || last > UINT64_MAX - 2) {
+      return std::nullopt;
+    }
+    free = last + 2;
+  }
+  return ended;
+}
+
 std::optional<Arrivals> decodeArrivals(std::span<const std::byte> payload) {
   if (!isKind(payload, ControlKind::kArrivals)) {
     return std::nullopt;

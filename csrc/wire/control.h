@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/signature.h"
@@ -42,6 +43,15 @@ std::vector<std::byte> encodeResidual(
 // Checks the length only. Whether the ranges lie in the message and are
 // disjoint is checked by Channel::onResidual, which knows the message.
 Status decodeResidual(std::span<const std::byte> payload, Residual& residual);
+
+// Payload of kBye: the numbers of messages, first and last of each range, that
+// have ended at the sender of the goodbye. No acknowledgement of them need
+// follow. Ascending, with a gap between one range and the next.
+using MessageRanges = std::vector<std::pair<uint64_t, uint64_t>>;
+inline constexpr size_t kMaxByeRanges = 4000;
+std::vector<std::byte> encodeBye(const MessageRanges& ended);
+// Nothing if it is malformed.
+std::optional<MessageRanges> decodeBye(std::span<const std::byte> payload);
 
 // Payloads of kControl, from engine to engine. The first byte tells which.
 //

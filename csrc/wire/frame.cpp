@@ -195,7 +195,7 @@ Status decodeFrame(
     return malformed("sizes of a message in a frame of type", type);
   }
   const bool described =
-      h.type <= FrameType::kControl || h.type == FrameType::kResidual;
+      h.type <= FrameType::kBye || h.type == FrameType::kResidual;
   const uint32_t limit = described ? kMaxControlBytes : 0;
   if (h.payloadBytes > limit) {
     return malformed("control bytes", h.payloadBytes);

@@ -114,6 +114,12 @@ class MessageFeed : private FuzzInput {
               second.parts == residual.parts,
           "a residual changes when read again");
     }
+    if (const auto ended = decodeBye(bytes)) {
+      understood_ = true;
+      require(
+          decodeBye(encodeBye(*ended)) == ended,
+          "a goodbye changes when read again");
+    }
     RelayHeader header;
     std::span<const std::byte> frame;
     if (decodeRelay(bytes, header, frame).ok()) {
