@@ -506,9 +506,17 @@ TEST(engineReportsNoLostPathOfAPeerThatLeaves) {
     std::vector<float> data(10, 1);
     CHECK_EQ(ranks[size_t(r)].allReduce(data, kLong).message(), "");
   });
-  std::string lines;
+  std::string lines, losses;
   setLogLevel(LogLevel::kInfo);
-  setLogSink([&](std::string_view line) { (lines += line) += '\n'; });
+  setLogSink([&](std::string_view line) {
+    (lines += line) += '\n';
+    // Rank 1 has not really left, and may report its own end. On a busy machine
+    // a path may also prove itself just now.
+    if (line.find("path 0 to rank 1") != std::string::npos &&
+        line.find(" is down") != std::string::npos) {
+      losses += line;
+    }
+  });
   ranks[0].engine->callInLoop([&] {
     PeerLink& link = ranks[0].engine->link(ranks[1].engine->self().uid);
     link.onBye(link.channel());
@@ -523,8 +531,7 @@ TEST(engineReportsNoLostPathOfAPeerThatLeaves) {
   setLogSink({});
   setLogLevel(LogLevel::kWarning);
   CHECK(lines.find("has left: it destroyed") != std::string::npos);
-  // Rank 1 has not really left, and may report its own end.
-  CHECK(lines.find("path 0 to rank 1") == std::string::npos);
+  CHECK_EQ(losses, "");
   leave(ranks);
 }
 
