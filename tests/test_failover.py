@@ -48,10 +48,11 @@ class Job(LabJob):
         settings: Row,
         environment: dict[str, str],
         sites: Sequence[str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.results: dict[int, Row] = {}
         super().__init__(
-            [sys.executable, str(PROGRAM), json.dumps(settings)],
+            [*prefix, sys.executable, str(PROGRAM), json.dumps(settings)],
             hosts,
             control,
             environment={

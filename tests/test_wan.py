@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -129,6 +130,31 @@ def test_bursts_in_both_directions_do_not_overflow_the_queue(lab: NetworkLab) ->
         entered = after.entered.packets - before.entered.packets
         lost = after.queue_full.packets - before.queue_full.packets
         assert lost < 0.02 * entered, (lost, entered)
+    finally:
+        job.close()
+
+
+def test_a_link_is_quiet_soon_after_a_burst(lab: NetworkLab) -> None:
+    """Ranks ask each other how much has arrived, and questions arrive, too: once they went on for
+    ever, 800 packets a second."""
+    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
+        pytest.skip("this kernel has no bbr")
+    hosts = [lab.host("a"), lab.host("b")]
+    link = lab.link(*hosts, delay_s=0.02, rate_bytes_per_s=125e6)
+    control = lab.link(*hosts, name="control")
+    environment = {"TORCH_RESILIENT_INTERFACE": "eth0", "TORCH_RESILIENT_WAN": "tcp"}
+    user = ["setpriv", "--bounding-set", "-net_admin"]  # with the buffers of one
+    settings = {"job": "large", "count": 2, "pause_s": 60.0}
+    job = Job(hosts, control, settings, environment, prefix=user)
+    try:
+        job.until(lambda row: row.get("number") == 0, "round 0")
+
+        def quiet() -> bool:
+            before = link.counters().entered.packets
+            time.sleep(0.5)
+            return link.counters().entered.packets - before < 40
+
+        wait_until(quiet, "a quiet link")
     finally:
         job.close()
 
