@@ -346,6 +346,9 @@ std::string RelayService::whyNot(PeerLink& from, const RelayNote& note) const {
   if (isNew && note.what != RelayNote::What::kOpen) {
     return "it does not know the flow";
   }
+  if (isNew && leaving_) {
+    return "it is leaving";
+  }
   if (isNew && flows_.size() >= kMaxFlows) {
     return "it has too many flows";
   }
@@ -429,6 +432,9 @@ void RelayService::announce(Flows::iterator flow) {
     note.key = flow->second.key;
     target->channel().sendControl(encode(note), /*direct=*/true);
     flow->second.announced = true;
+    if (leaving_) {
+      tell(flow->first, /*fromOpener=*/false, flow->second.passed[false]);
+    }
   }
 }
 

@@ -255,6 +255,28 @@ TEST(relay_service_asks_for_nothing_more_before_it_leaves) {
   CHECK(!host.nextNote(1).has_value());
 }
 
+TEST(relay_service_takes_no_new_flow_before_it_leaves) {
+  RelayHost host;
+  PeerLink& a = host.peer(1);
+  PeerLink& b = host.peer(2);
+  b.channel().removePath(2, TimePoint());
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2)));
+  host.service->leave();
+  CHECK(host.nextNote(1)->busy);
+  host.service->onNote(a, noteOf(What::kOpen, flow(1, 2, 2)));
+  const auto refused = host.nextNote(1);
+  CHECK(refused && refused->what == What::kClose);
+  CHECK_EQ(refused->text, "it is leaving");
+  // The other end of the first one is reached only now.
+  b.channel().addPath(2, TimePoint());
+  host.loop().turnAt(host.loop().now() + std::chrono::milliseconds(100));
+  for (const What what : {What::kOpen, What::kPassed}) {
+    const auto note = host.nextNote(2);
+    CHECK(note && note->what == what);
+    CHECK_EQ(note->busy, what == What::kPassed);
+  }
+}
+
 // A note to an end that is reached over another relay only would wait until the
 // process ends.
 TEST(relay_service_waits_for_no_end_that_it_cannot_reach) {

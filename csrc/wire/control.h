@@ -205,7 +205,8 @@ struct RelayNote {
   // to the far end's site; 0 while unknown.
   uint64_t passedBytes = 0;
   uint64_t bytesPerS = 0;
-  bool busy = false; // it needs its way to the far end's site itself
+  // It needs its way to the far end's site itself, or is about to leave.
+  bool busy = false;
   RelayKey key; // kOpen, kAccept
   std::string text; // why it is closed
 
