@@ -68,7 +68,8 @@ CHUNK_PACE_S = 0.004
 DELAY_S = 0.04
 ROUND_STEPS = 10
 WAYS = ("off", "empty", "full")
-SHAPE = ModelShape(vocabulary=256, layers=4, width=192, heads=6, kv_heads=2, hidden=384)
+# A layer computes for a small part of CHUNK_PACE_S: the ranks share processors, as devices do not.
+SHAPE = ModelShape(vocabulary=256, layers=4, width=96, heads=6, kv_heads=2, hidden=192)
 CHUNK_TOKENS = 64
 MAX_TOKENS = 1024
 MEMORY_BYTES = 256 << 20
