@@ -514,6 +514,31 @@ SocketAddress remoteAddress(int fd) {
   return addressOf(fd, ::getpeername);
 }
 
+// Nothing if the connection has another congestion control, whose information
+// is shorter.
+static std::optional<tcp_bbr_info> bbrInfo(int fd) {
+  tcp_cc_info control{};
+  socklen_t bytes = sizeof(control);
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_CC_INFO, &control, &bytes) != 0 ||
+      bytes < sizeof(control.bbr)) {
+    return std::nullopt;
+  }
+  return control.bbr;
+}
+
+// The kernel's own is of the last five minutes. If a route became longer
+// meanwhile, all of a round trip beyond it would count as a queue.
+static Nanos shortestRoundTrip(
+    const tcp_info& info,
+    const std::optional<tcp_bbr_info>& bbr) {
+  uint32_t micros = info.tcpi_min_rtt;
+  if (bbr && bbr->bbr_min_rtt != 0 && bbr->bbr_min_rtt != UINT32_MAX) {
+    micros = bbr->bbr_min_rtt;
+  }
+  // All ones for "unknown".
+  return std::chrono::microseconds(micros == UINT32_MAX ? 0 : micros);
+}
+
 std::optional<TcpInfo> tcpInfo(int fd) {
   tcp_info raw{}; // an older kernel fills the front only, the rest stays 0
   socklen_t bytes = sizeof(raw);
@@ -526,9 +551,7 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   TcpInfo info;
   info.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
   info.roundTripVariance = std::chrono::microseconds(raw.tcpi_rttvar);
-  // The kernel says all ones for "unknown".
-  info.minRoundTrip = std::chrono::microseconds(
-      raw.tcpi_min_rtt == UINT32_MAX ? 0 : raw.tcpi_min_rtt);
+  info.minRoundTrip = shortestRoundTrip(raw, bbrInfo(fd));
   info.unackedSegments = raw.tcpi_unacked;
   info.retransmits = raw.tcpi_retransmits;
   info.totalRetransmits = raw.tcpi_total_retrans;
@@ -579,27 +602,25 @@ Nanos minRoundTripTo(uint16_t port) {
 std::optional<BbrView> bbrView(int fd) {
   char name[16] = {};
   socklen_t bytes = sizeof(name) - 1;
-  tcp_cc_info control{};
-  socklen_t controlBytes = sizeof(control);
   tcp_info raw{};
   socklen_t rawBytes = sizeof(raw);
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) != 0 ||
+  const auto bbr = bbrInfo(fd);
+  if (!bbr ||
+      ::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) != 0 ||
       std::strcmp(name, "bbr") != 0 ||
-      ::getsockopt(fd, IPPROTO_TCP, TCP_CC_INFO, &control, &controlBytes) !=
-          0 ||
       ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &rawBytes) != 0) {
     return std::nullopt;
   }
   BbrView view;
   // In 1/256: 2.89 then, at most 1.25 later.
-  view.startingUp = control.bbr.bbr_pacing_gain > 512;
+  view.startingUp = bbr->bbr_pacing_gain > 512;
   view.sends = raw.tcpi_pacing_rate;
-  view.arrives = uint64_t(control.bbr.bbr_bw_hi) << 32 | control.bbr.bbr_bw_lo;
+  view.arrives = uint64_t(bbr->bbr_bw_hi) << 32 | bbr->bbr_bw_lo;
   view.bytesAcked = raw.tcpi_bytes_acked;
   view.windowBytes = uint64_t{raw.tcpi_snd_cwnd} * raw.tcpi_snd_mss;
   view.inFlightBytes = uint64_t{raw.tcpi_unacked} * raw.tcpi_snd_mss;
   view.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
-  view.minRoundTrip = std::chrono::microseconds(raw.tcpi_min_rtt);
+  view.minRoundTrip = shortestRoundTrip(raw, bbr);
   view.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   return view;
 }

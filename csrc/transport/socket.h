@@ -172,7 +172,9 @@ SocketAddress remoteAddress(int fd);
 struct TcpInfo {
   Nanos roundTrip{}; // smoothed
   Nanos roundTripVariance{};
-  Nanos minRoundTrip{}; // of the last minutes; 0: unknown
+  // Of the last ten seconds with BBR, which looks for a longer route without
+  // its own queue; of the last five minutes without. 0: unknown.
+  Nanos minRoundTrip{};
   uint32_t unackedSegments = 0;
   uint32_t retransmits = 0; // of the segment at the head, in a row
   uint32_t totalRetransmits = 0;
@@ -187,7 +189,7 @@ struct TcpInfo {
   Nanos sinceLastAck{};
   Nanos sinceLastSent{}; // data
 };
-// Nothing if the socket is not a TCP connection (any more). It makes three
+// Nothing if the socket is not a TCP connection (any more). It makes four
 // system calls.
 std::optional<TcpInfo> tcpInfo(int fd);
 
