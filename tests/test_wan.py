@@ -108,33 +108,6 @@ def test_bbr_finds_the_rate_of_a_long_fat_link(lab: NetworkLab) -> None:
         job.close()
 
 
-def test_a_route_that_became_longer_carries_as_much_again(lab: NetworkLab) -> None:
-    """The kernel's shortest round trip is of five minutes: all beyond it counted as a queue, and
-    connections were paced at a twentieth of the rate for as long."""
-    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-        pytest.skip("this kernel has no bbr")
-    hosts = [lab.host("a"), lab.host("b")]
-    rate = 25e6
-    link = lab.link(*hosts, delay_s=0.01, rate_bytes_per_s=rate, queue_bytes=8 << 20)
-    control = lab.link(*hosts, name="control")
-    environment = {"TORCH_RESILIENT_INTERFACE": "eth0", "TORCH_RESILIENT_WAN": "tcp"}
-    job = Job(hosts, control, {"job": "flood", "count": ENDLESS, "pause_s": 0.0}, environment)
-
-    def full() -> bool:
-        before = link.counters().entered.bytes
-        time.sleep(1)
-        return link.counters().entered.bytes - before > 0.7 * rate
-
-    try:
-        job.until(lambda row: row["kind"] == "ready", "start")
-        wait_until(full, "the rate of the link")
-        link.set(delay_s=0.12)
-        time.sleep(2)  # what had been sent before has arrived
-        wait_until(full, "the rate of the link again", timeout_s=60)
-    finally:
-        job.close()
-
-
 def test_bursts_in_both_directions_do_not_overflow_the_queue(lab: NetworkLab) -> None:
     """Acknowledgements wait behind the other end's burst and then come faster than the link is:
     without the time of arrival, a tenth of each burst is lost."""
