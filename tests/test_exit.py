@@ -127,10 +127,10 @@ def test_a_clean_end_reports_no_lost_paths(tmp_path: Path) -> None:
     for rank in range(3):
         text = (tmp_path / str(rank)).read_text()
         assert "listening at" in text
-        text = text.split("the end\n", 1)[1]
+        end = text.split("the end\n", 1)[1]
         for other in {0, 1, 2} - {rank}:  # who ends first need not hear that others have left
-            assert re.search(rf"rank {other} \(.*\) (has|is) left", text)
-        assert "reconnecting" not in text
+            assert re.search(rf"rank {other} \(.*\) (has|is) left", end)
+        assert "reconnecting" not in end
         assert "no more memory" not in text
 
 

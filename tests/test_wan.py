@@ -20,6 +20,13 @@ MESSAGE_BYTES = 131072
 CAP_BYTES_PER_S = 1 << 20
 
 
+def require_bbr() -> None:
+    """Skips the test on a kernel without BBR."""
+    names = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
+    if "bbr" not in names:
+        pytest.skip("this kernel has no bbr")
+
+
 def rate(
     lab: NetworkLab, job: str, count: int, sites: Sequence[str] | None, **environment: str
 ) -> float:
@@ -65,9 +72,7 @@ def test_cap_on_a_site_holds_for_all_connections_to_it(
 
 
 def test_loss_without_a_queue_changes_the_congestion_control(lab: NetworkLab) -> None:
-    names = Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split()
-    if "bbr" not in names:
-        pytest.skip("this kernel has no bbr")
+    require_bbr()
     sysctl = {"net.ipv4.tcp_congestion_control": "reno"}
     a, b = lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)
     lab.link(a, b, delay_s=0.02, rate_bytes_per_s=12.5e6, drop=0.01)
@@ -85,8 +90,7 @@ def test_bbr_finds_the_rate_of_a_long_fat_link(lab: NetworkLab) -> None:
         "net.ipv4.tcp_wmem": "4096 16384 67108864",
         "net.ipv4.tcp_rmem": "4096 131072 67108864",
     }
-    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-        pytest.skip("this kernel has no bbr")
+    require_bbr()
     sysctl["net.ipv4.tcp_congestion_control"] = "bbr"
     hosts = [lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)]
     lab.link(*hosts, delay_s=0.04, rate_bytes_per_s=250e6)
@@ -111,8 +115,7 @@ def test_bbr_finds_the_rate_of_a_long_fat_link(lab: NetworkLab) -> None:
 def test_bursts_in_both_directions_do_not_overflow_the_queue(lab: NetworkLab) -> None:
     """Acknowledgements wait behind the other end's burst and then come faster than the link is:
     without the time of arrival, a tenth of each burst is lost."""
-    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-        pytest.skip("this kernel has no bbr")
+    require_bbr()
     sysctl = {"net.ipv4.tcp_congestion_control": "reno"}
     hosts = [lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)]
     link = lab.link(*hosts, delay_s=0.02, rate_bytes_per_s=125e6)
@@ -137,13 +140,13 @@ def test_bursts_in_both_directions_do_not_overflow_the_queue(lab: NetworkLab) ->
 def test_a_link_is_quiet_soon_after_a_burst(lab: NetworkLab) -> None:
     """Ranks ask each other how much has arrived, and questions arrive, too: once they went on for
     ever, 800 packets a second."""
-    if "bbr" not in Path("/proc/sys/net/ipv4/tcp_available_congestion_control").read_text().split():
-        pytest.skip("this kernel has no bbr")
+    require_bbr()
     hosts = [lab.host("a"), lab.host("b")]
     link = lab.link(*hosts, delay_s=0.02, rate_bytes_per_s=125e6)
     control = lab.link(*hosts, name="control")
     environment = {"TORCH_RESILIENT_INTERFACE": "eth0", "TORCH_RESILIENT_WAN": "tcp"}
-    user = ["setpriv", "--bounding-set", "-net_admin"]  # with the buffers of one
+    # As an ordinary user: root has larger buffers, with which this did not happen.
+    user = ["setpriv", "--bounding-set", "-net_admin"]
     settings = {"job": "large", "count": 2, "pause_s": 60.0}
     job = Job(hosts, control, settings, environment, prefix=user)
     try:

@@ -1229,8 +1229,10 @@ void Channel::sendBye() {
   if (failure_.ok()) {
     FrameHeader about;
     about.message = ++lastControl_;
+    // done_ also has the messages that were refused. The peer has given these
+    // up once it has acknowledged all refusals; until then nothing is named.
     MessageRanges ended;
-    if (refusals_.empty()) { // of those that end otherwise, the peer knows
+    if (refusals_.empty()) {
       ended = done_.rangesAbove(0);
     }
     if (ended.size() > kMaxByeRanges) { // the newest are those under way

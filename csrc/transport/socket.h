@@ -172,8 +172,8 @@ SocketAddress remoteAddress(int fd);
 struct TcpInfo {
   Nanos roundTrip{}; // smoothed
   Nanos roundTripVariance{};
-  // Of the last ten seconds with BBR, which looks for a longer route without
-  // its own queue; of the last five minutes without. 0: unknown.
+  // With BBR it is of the last ten seconds, and BBR empties its own queue to
+  // find it. Otherwise it is of the last five minutes. 0: unknown.
   Nanos minRoundTrip{};
   uint32_t unackedSegments = 0;
   uint32_t retransmits = 0; // of the segment at the head, in a row

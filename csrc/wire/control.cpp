@@ -470,15 +470,15 @@ std::optional<MessageRanges> decodeBye(std::span<const std::byte> payload) {
     return std::nullopt;
   }
   MessageRanges ended(payload.size() / 16);
-  uint64_t free = 1; // the lowest number that may come next
+  uint64_t lowest = 1; // that may come next
   for (size_t i = 0; i < ended.size(); ++i) {
     auto& [first, last] = ended[i];
     std::memcpy(&first, payload.data() + 16 * i, 8);
     std::memcpy(&last, payload.data() + 16 * i + 8, 8);
-    if (first < free || last < first || last > UINT64_MAX - 2) {
+    if (first < lowest || last < first || last > UINT64_MAX - 2) {
       return std::nullopt;
     }
-    free = last + 2;
+    lowest = last + 2;
   }
   return ended;
 }
