@@ -130,9 +130,8 @@ void TcpConnector::observe(size_t route, RouteEvidence& e) const {
     }
     e.segments += info->deliveredSegments;
     e.segmentsLost += info->totalRetransmits;
-    e.streamQueueing = e.streamQueueing ||
-        info->roundTrip >
-            info->minRoundTrip + info->minRoundTrip / 4 + kShortQueue;
+    e.streamQueueing =
+        e.streamQueueing || inQueue(info->roundTrip, info->minRoundTrip);
     least = least == Nanos(0) ? info->minRoundTrip
                               : std::min(least, info->minRoundTrip);
     uint32_t segments = info->congestionWindowSegments;

@@ -16,6 +16,12 @@ inline constexpr char kLossyCongestionControl[] = "bbr";
 // the noise.
 inline constexpr Nanos kSlowStartCounts = std::chrono::milliseconds(2);
 
+// A packet has waited on its way. Other traffic and kernel timers add a little
+// to a round trip, too.
+inline bool inQueue(Nanos roundTrip, Nanos minRoundTrip) {
+  return roundTrip > minRoundTrip * 5 / 4 + std::chrono::milliseconds(2);
+}
+
 // Whether one connection would do better with a congestion control that does
 // not take every lost packet for congestion (BBR). CUBIC at 1 % of random loss
 // and 40 ms fills 3 Mbit/s of any link; then losses come without a queue: the
@@ -44,7 +50,7 @@ class CongestionChoice {
       restart(s, now);
     }
     ++looks_;
-    queueing_ += s.roundTrip > s.minRoundTrip * 5 / 4 + kShortQueue;
+    queueing_ += inQueue(s.roundTrip, s.minRoundTrip);
     const Nanos window =
         s.minRoundTrip * 8 > kMinWindow ? s.minRoundTrip * 8 : kMinWindow;
     if (now - begunAt_ < window || looks_ < kMinLooks) {
@@ -76,8 +82,6 @@ class CongestionChoice {
     looks_ = queueing_ = 0;
   }
 
-  // The time that other traffic and kernel timers add to a round trip.
-  static constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
   static constexpr Nanos kMinWindow = std::chrono::milliseconds(200);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(5);
   static constexpr int kMinLooks = 8;

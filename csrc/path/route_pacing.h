@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/time.h"
+#include "path/congestion_choice.h"
 
 namespace resilient {
 
@@ -44,7 +45,7 @@ class RoutePacing {
     // With less in flight than the link holds, a long round trip is an old one:
     // BBR keeps nearly nothing in flight now and then.
     const bool queue = s.minRoundTrip > Nanos(0) &&
-        s.roundTrip > s.minRoundTrip * 5 / 4 + kShortQueue &&
+        inQueue(s.roundTrip, s.minRoundTrip) &&
         static_cast<double>(s.inFlight) >=
             measured_ * toSeconds(s.minRoundTrip);
     if (told && !told_) {
@@ -84,8 +85,6 @@ class RoutePacing {
 
  private:
   static constexpr double kGain = 1.25;
-  // Other traffic and kernel timers add this to a round trip.
-  static constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
   // The rate of connections that have carried little is not known: the queue is
   // that of others.
   static constexpr double kEnoughBytes = 256 << 10;
