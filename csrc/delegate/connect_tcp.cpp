@@ -27,6 +27,8 @@ constexpr uint64_t kMaxWindowBytes = 64u << 20;
 // Each connection gets at least this of the pace of its route, in bytes per
 // second: one that has carried little so far may be needed.
 constexpr uint64_t kLeastPace = 1'000'000;
+// While the kernel paces what is under way.
+constexpr Nanos kTuneEvery = std::chrono::milliseconds(5);
 // The time that other traffic and kernel timers add to a round trip.
 constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
 
@@ -395,6 +397,7 @@ void TcpConnector::install(
     StreamSocket socket,
     uint64_t eagerBytes,
     bool ours) {
+  paces_ = true;
   Connection& x = connections_[c];
   x.attempt.reset();
   if (x.path != nullptr) {
@@ -603,15 +606,28 @@ void TcpConnector::wakeAt(TimePoint when) {
 }
 
 void TcpConnector::onTimer() {
-  if (failover_.onTimer(link_.loop().now())) {
+  const bool looked = failover_.onTimer(link_.loop().now());
+  if (looked || tuneAt_ <= link_.loop().now()) {
     tunePaths();
+  }
+  if (looked) {
     link_.onNoConnection();
     if (link_.usable()) {
       tuneRoutes();
     }
   }
-  if (const TimePoint due = failover_.deadline(); due != kNever) {
+  if (const TimePoint due = std::min(failover_.deadline(), tuneAt_);
+      due != kNever) {
     wakeAt(due);
+  }
+}
+
+void TcpConnector::onSent() {
+  const TimePoint now = link_.loop().now();
+  failover_.onSent(now);
+  if (paces_ && tuneAt_ == kNever) {
+    tuneAt_ = now + kTuneEvery;
+    wakeAt(tuneAt_);
   }
 }
 
@@ -623,15 +639,19 @@ void TcpConnector::onTimer() {
 // arrive, and how fast its first bytes are.
 void TcpConnector::tunePaths() {
   constexpr Nanos kAsksFor = std::chrono::seconds(2);
+  constexpr Nanos kUnhurried = std::chrono::milliseconds(50);
   pacing_.resize(routes());
   if (link_.channel().carriesMessages()) {
     carriedAt_ = link_.loop().now();
   }
+  paces_ = false;
+  tuneAt_ = kNever;
   for (size_t r = 0; r < routes(); ++r) {
     RoutePacing::Sample sample;
     sample.now = link_.loop().now();
     std::vector<std::pair<TcpPath*, BbrView>> paced;
     uint64_t arrives = 0;
+    Nanos silent = Nanos::max(); // in both directions
     sample.arrivedAt = arrivedAt_;
     for (size_t c = r; c < connections_.size(); c += routes()) {
       sample.arrived += connections_[c].arrived;
@@ -644,6 +664,7 @@ void TcpConnector::tunePaths() {
       arrives += view->arrives;
       sample.acknowledged += view->bytesAcked;
       sample.inFlight += view->inFlightBytes;
+      silent = std::min({silent, view->sinceLastAck, view->sinceLastSent});
       if (view->sinceLastAck <= view->minRoundTrip) { // else it is an old one
         sample.roundTrip = std::max(sample.roundTrip, view->roundTrip);
       }
@@ -651,11 +672,18 @@ void TcpConnector::tunePaths() {
           ? view->minRoundTrip
           : std::min(sample.minRoundTrip, view->minRoundTrip);
     }
-    const auto limit = static_cast<double>(pacing_[r].observe(sample));
-    if (sample.inFlight > 0 && sample.minRoundTrip > kSlowStartCounts &&
-        sample.now - carriedAt_ < kAsksFor) {
-      askForArrivals(sample.minRoundTrip);
+    const bool far = sample.minRoundTrip > kSlowStartCounts;
+    const auto limit =
+        far ? static_cast<double>(pacing_[r].observe(sample)) : 0;
+    if (far && sample.inFlight > 0) {
+      if (sample.now - carriedAt_ < kAsksFor) {
+        askForArrivals(sample.minRoundTrip);
+      }
+      if (silent < 2 * sample.minRoundTrip + kUnhurried) { // else it is dead
+        tuneAt_ = sample.now + kTuneEvery;
+      }
     }
+    paces_ = paces_ || far;
     for (const auto& [path, view] : paced) {
       const double share = arrives == 0
           ? 1.0 / static_cast<double>(paced.size())

@@ -40,6 +40,8 @@ class TcpConnector final : public Connector, private FailoverHost {
   explicit TcpConnector(Link& link);
   ~TcpConnector() override;
 
+  // Connections may have been given frames.
+  void onSent();
   Failover& failover() {
     return failover_;
   }
@@ -178,7 +180,9 @@ class TcpConnector final : public Connector, private FailoverHost {
   TimePoint askedAt_{}; // for it
   bool tellsArrivals_ = true; // until we leave
   TimePoint carriedAt_{}; // a look found that we had messages on the way
-  // Set for failover_.deadline() or earlier.
+  bool paces_ = true; // BBR, on a long way; not known before the first look
+  TimePoint tuneAt_ = kNever; // tunePaths(), while it paces what is under way
+  // Set for failover_.deadline() and tuneAt_, or earlier.
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;
 };

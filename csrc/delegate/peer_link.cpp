@@ -374,7 +374,7 @@ void PeerLink::pump() {
     });
   }
   armChannelTimer();
-  tcp_.failover().onSent(loop().now());
+  tcp_.onSent();
   if (limit != nullptr) {
     limit->endTurn(channel_.id()); // if it could not use it
     host_.waitForTurn(address_->site);

@@ -618,10 +618,14 @@ std::optional<BbrView> bbrView(int fd) {
   view.arrives = uint64_t(bbr->bbr_bw_hi) << 32 | bbr->bbr_bw_lo;
   view.bytesAcked = raw.tcpi_bytes_acked;
   view.windowBytes = uint64_t{raw.tcpi_snd_cwnd} * raw.tcpi_snd_mss;
-  view.inFlightBytes = uint64_t{raw.tcpi_unacked} * raw.tcpi_snd_mss;
+  int queued = 0; // segments may be short, so their number says little
+  (void)::ioctl(fd, SIOCOUTQ, &queued);
+  view.inFlightBytes = static_cast<uint64_t>(
+      std::max(queued - static_cast<int>(raw.tcpi_notsent_bytes), 0));
   view.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
   view.minRoundTrip = shortestRoundTrip(raw, bbr);
   view.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
+  view.sinceLastSent = std::chrono::milliseconds(raw.tcpi_last_data_sent);
   return view;
 }
 

@@ -209,7 +209,8 @@ struct BbrView {
   // Four segments now and then, for 200 ms, to measure the round trip.
   uint64_t windowBytes = 0;
   uint64_t inFlightBytes = 0;
-  Nanos roundTrip{}, minRoundTrip{}, sinceLastAck{}; // as TcpInfo has them
+  // As TcpInfo has them.
+  Nanos roundTrip{}, minRoundTrip{}, sinceLastAck{}, sinceLastSent{};
 };
 // Nothing if the connection has another congestion control.
 std::optional<BbrView> bbrView(int fd);
