@@ -631,9 +631,6 @@ void TcpConnector::onSent() {
   }
 }
 
-// Connections of one route share its pace as they have shared the link: in
-// proportion to what each has carried.
-//
 // Questions are in flight themselves, so they go on after a burst. For a while
 // they are meant to: the answers then tell when the next burst begins to
 // arrive, and how fast its first bytes are.
@@ -650,7 +647,7 @@ void TcpConnector::tunePaths() {
     RoutePacing::Sample sample;
     sample.now = link_.loop().now();
     std::vector<std::pair<TcpPath*, BbrView>> paced;
-    uint64_t arrives = 0;
+    std::vector<PacedConnection> seen;
     Nanos silent = Nanos::max(); // in both directions
     sample.arrivedAt = arrivedAt_;
     for (size_t c = r; c < connections_.size(); c += routes()) {
@@ -661,7 +658,7 @@ void TcpConnector::tunePaths() {
         continue;
       }
       paced.emplace_back(path, *view);
-      arrives += view->arrives;
+      seen.push_back({view->arrives, view->inFlightBytes});
       sample.acknowledged += view->bytesAcked;
       sample.inFlight += view->inFlightBytes;
       silent = std::min({silent, view->sinceLastAck, view->sinceLastSent});
@@ -684,12 +681,12 @@ void TcpConnector::tunePaths() {
       }
     }
     paces_ = paces_ || far;
-    for (const auto& [path, view] : paced) {
-      const double share = arrives == 0
-          ? 1.0 / static_cast<double>(paced.size())
-          : static_cast<double>(view.arrives) / static_cast<double>(arrives);
+    const std::vector<double> shares = paceShares(seen);
+    for (size_t i = 0; i < paced.size(); ++i) {
+      const auto& [path, view] = paced[i];
       path->limitPace(
-          limit == 0 ? 0 : std::max(kLeastPace, uint64_t(limit * share)), view);
+          limit == 0 ? 0 : std::max(kLeastPace, uint64_t(limit * shares[i])),
+          view);
     }
   }
 }

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "base/time.h"
 #include "path/congestion_choice.h"
@@ -115,5 +117,42 @@ class RoutePacing {
   bool full_ = false;
   double measured_ = 0; // bytes per second
 };
+
+// A connection of a route, as its BBR sees it.
+struct PacedConnection {
+  uint64_t arrives = 0; // bytes per second, while it last carried much
+  uint64_t inFlightBytes = 0;
+};
+
+// More than questions how much has arrived, of which some are always in flight.
+inline bool carries(const PacedConnection& connection) {
+  return connection.inFlightBytes > 4096;
+}
+
+// The part of their route's pace that connections may use, from 0 to 1. They
+// have shared the link in proportion to what each has carried. Idle ones leave
+// theirs to the others, so one that carries alone may use all. Until the next
+// look an idle one has the part that it would have if all carried.
+inline std::vector<double> paceShares(
+    const std::vector<PacedConnection>& connections) {
+  uint64_t all = 0, carrying = 0;
+  size_t carry = 0;
+  for (const PacedConnection& c : connections) {
+    all += c.arrives;
+    if (carries(c)) {
+      carrying += c.arrives;
+      ++carry;
+    }
+  }
+  std::vector<double> shares;
+  for (const PacedConnection& c : connections) {
+    const auto sum = static_cast<double>(carries(c) ? carrying : all);
+    const auto count =
+        static_cast<double>(carries(c) ? carry : connections.size());
+    shares.push_back(
+        sum == 0 ? 1 / count : static_cast<double>(c.arrives) / sum);
+  }
+  return shares;
+}
 
 } // namespace resilient

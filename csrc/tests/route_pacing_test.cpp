@@ -260,5 +260,19 @@ TEST(route_pacing_makes_do_with_acknowledgements) {
   }
 }
 
+TEST(connections_that_carry_share_the_pace_of_their_route) {
+  constexpr uint64_t kMuch = 64 << 10;
+  using Shares = std::vector<double>;
+  CHECK(paceShares({}).empty());
+  // All carry, or none: by what each has carried before.
+  CHECK(paceShares({{30, kMuch}, {10, kMuch}}) == Shares({0.75, 0.25}));
+  CHECK(paceShares({{30, 0}, {10, 100}}) == Shares({0.75, 0.25}));
+  CHECK(
+      paceShares({{0, kMuch}, {0, kMuch}, {0, 0}}) ==
+      Shares({0.5, 0.5, 1.0 / 3}));
+  // One that had carried little, beside idle ones that had carried much.
+  CHECK(paceShares({{50, 0}, {1, kMuch}, {49, 100}}) == Shares({0.5, 1, 0.49}));
+}
+
 } // namespace
 } // namespace resilient::test
