@@ -88,6 +88,11 @@ def large(rounds: int, pause_s: float) -> dict[str, object]:
     return exchange(rounds, pause_s, first=1 << 22, rest=1 << 22)
 
 
+def medium(rounds: int, pause_s: float) -> dict[str, object]:
+    """Runs exchange with 1 MiB at a time."""
+    return exchange(rounds, pause_s, first=1 << 18, rest=1 << 18)
+
+
 def flood(messages: int, pause_s: float) -> dict[str, object]:
     """Large messages from rank 0 to rank 1, sixteen at a time."""
     sender = dist.get_rank() == 0
@@ -121,7 +126,7 @@ def main() -> None:
     dist.barrier()
     say(kind="ready")
     try:
-        jobs = {f.__name__: f for f in (train, stream, exchange, burst, large, flood)}
+        jobs = {f.__name__: f for f in (train, stream, exchange, burst, large, medium, flood)}
         result = jobs[settings["job"]](settings["count"], settings["pause_s"])
         dist.barrier()
         paths = torch_resilient.stats().peers[0].to_dict()["paths"]

@@ -661,6 +661,9 @@ void TcpConnector::tunePaths() {
       seen.push_back({view->arrives, view->inFlightBytes});
       sample.acknowledged += view->bytesAcked;
       sample.inFlight += view->inFlightBytes;
+      sample.delivered += view->deliveredSegments;
+      sample.lost += view->retransmits;
+      sample.rate += view->arrives;
       silent = std::min({silent, view->sinceLastAck, view->sinceLastSent});
       if (view->sinceLastAck <= view->minRoundTrip) { // else it is an old one
         sample.roundTrip = std::max(sample.roundTrip, view->roundTrip);

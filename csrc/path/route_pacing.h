@@ -18,10 +18,11 @@ namespace resilient {
 // queue of the link cannot hold would be lost.
 //
 // How it works. Windows of a part of a round trip show how fast data arrives.
-// Once a queue shows that the link is full, the connections together may send a
-// little faster than what has arrived in one of these: so they still find out
-// if the link is faster than that. A window with a queue all the time is the
-// rate of the link; one without only shows that it carries as much.
+// Once a queue, or what a burst has lost, shows that the link is full, the
+// connections together may send a little faster than what has arrived in one of
+// these: so they still find out if the link is faster than that. A window with
+// a queue all the time is the rate of the link; one without only shows that it
+// carries as much.
 //
 // If both ends send, acknowledgements wait in the queue of the other direction
 // and come in a clump when that drains: for a round trip, more than twice as
@@ -35,6 +36,9 @@ class RoutePacing {
     uint64_t inFlight = 0; // the same, sent and not acknowledged
     Nanos roundTrip{}; // of the connection that has the longest queue
     Nanos minRoundTrip{};
+    // Segments of all connections, total; `lost` are those sent again.
+    uint64_t delivered = 0, lost = 0;
+    uint64_t rate = 0; // that BBR has measured, bytes per second, their sum
     // In all, at that time by the clock of the far end, as it has said last.
     uint64_t arrived = 0; // bytes
     TimePoint arrivedAt{}; // TimePoint(): it has said nothing
@@ -80,8 +84,8 @@ class RoutePacing {
     bytes_ = bytes;
     idle_ = idle_ || s.inFlight == 0;
     queueAllTheTime_ = queueAllTheTime_ && queue;
-    full_ = full_ ||
-        (queue && measured_ * toSeconds(s.minRoundTrip) >= kEnoughBytes);
+    full_ = full_ || (queue && measuredEnough(s));
+    watchLoss(s);
     return full_ ? static_cast<uint64_t>(kGain * measured_) : 0;
   }
 
@@ -92,6 +96,10 @@ class RoutePacing {
   static constexpr double kEnoughBytes = 256 << 10;
   // Questions and answers arrive, too.
   static constexpr uint64_t kNothing = 4096;
+  // More than drops at random.
+  static constexpr uint64_t kMuchLost = 20; // segments
+  static constexpr uint64_t kOneIn = 15;
+  static constexpr double kLess = 0.9, kLeast = 0.7;
   static constexpr Nanos kShortestWindow = std::chrono::milliseconds(10);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(1);
 
@@ -99,6 +107,41 @@ class RoutePacing {
     since_ = since;
     from_ = from;
     queueAllTheTime_ = true;
+  }
+  bool measuredEnough(const Sample& s) const {
+    return measured_ * toSeconds(s.minRoundTrip) >= kEnoughBytes;
+  }
+  // A burst that the queue could not hold is over before it shows in the round
+  // trip, and the answers wait for what was lost. A lower pace does not help
+  // where so much is lost at random: it goes no lower than to kLeast of what it
+  // was when much was carried without.
+  void watchLoss(const Sample& s) {
+    const uint64_t lost = s.lost - lost_;
+    const uint64_t delivered = s.delivered - delivered_;
+    const bool other = lossSince_ == TimePoint{} || s.lost < lost_ ||
+        s.delivered < delivered_; // other connections
+    if (!other && s.inFlight > 0 && s.now - lossSince_ < s.minRoundTrip) {
+      return;
+    }
+    lossSince_ = s.now;
+    lost_ = s.lost;
+    delivered_ = s.delivered;
+    if (other) {
+      return;
+    }
+    if (lost < kMuchLost || lost * kOneIn < delivered) {
+      if (delivered >= kMuchLost * kOneIn) {
+        leastMeasured_ = kLeast * measured_;
+      }
+    } else if (full_) {
+      measured_ = std::max(kLess * measured_, leastMeasured_);
+    } else {
+      full_ = true;
+      if (!measuredEnough(s)) {
+        measured_ = std::max(measured_, static_cast<double>(s.rate) / kGain);
+      }
+      leastMeasured_ = kLeast * measured_;
+    }
   }
   void measure(double rate) {
     measured_ = queueAllTheTime_ && rate > 0 && rate < measured_
@@ -116,6 +159,9 @@ class RoutePacing {
   bool told_ = false; // since_ and from_ are the far end's
   bool full_ = false;
   double measured_ = 0; // bytes per second
+  TimePoint lossSince_{};
+  uint64_t delivered_ = 0, lost_ = 0; // then
+  double leastMeasured_ = 0; // whatever is lost
 };
 
 // A connection of a route, as its BBR sees it.

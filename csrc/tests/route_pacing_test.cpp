@@ -20,6 +20,8 @@ struct Link {
   double bytesPerS = kRate;
   double room = 5e6; // bytes, of the queue
   bool tells = true; // the far end says when data arrives
+  double bbrTakes = 1.3; // of the true rate
+  bool smoothed = false; // the queue has gone before the round trip shows it
   TimePoint now{std::chrono::seconds(100)};
   struct Parcel {
     double bytes;
@@ -29,6 +31,7 @@ struct Link {
   };
   struct End {
     double left = 0, queued = 0, underWay = 0, acknowledged = 0; // bytes
+    double lost = 0; // bytes, of all bursts
     double arrived = 0; // bytes, of all bursts
     std::deque<Parcel> data, answers, questions, told;
     TimePoint arrivedAt{}; // as the other end has said
@@ -74,6 +77,7 @@ struct Link {
     const double sent = std::min(end.left, rate * kStepS);
     // The rest is dropped, and sent once more.
     const double fits = std::min(sent, room - end.queued);
+    end.lost += sent - fits;
     end.left -= fits;
     end.queued += fits;
     if (fits > 0) {
@@ -124,7 +128,11 @@ struct Link {
     s.acknowledged = static_cast<uint64_t>(end.acknowledged);
     s.inFlight = static_cast<uint64_t>(end.underWay);
     s.minRoundTrip = milliseconds(40);
-    s.roundTrip = end.roundTrip;
+    s.roundTrip = smoothed ? milliseconds(40) : end.roundTrip;
+    s.delivered = static_cast<uint64_t>(end.acknowledged) / 1448;
+    s.lost = static_cast<uint64_t>(end.lost) / 1448;
+    // Acknowledgements have waited.
+    s.rate = static_cast<uint64_t>(bbrTakes * bytesPerS);
     end.limit = end.pacing.observe(s);
   }
 };
@@ -257,6 +265,63 @@ TEST(route_pacing_makes_do_with_acknowledgements) {
   for (int i = 0; i < 8; ++i) {
     link.burst(16e6, 3 * kRate);
     CHECK(std::abs(static_cast<double>(link.limit()) / kRate - 1.25) < 0.1);
+  }
+}
+
+// A burst overflows the queue before the smoothed round trip shows that one.
+TEST(route_pacing_learns_from_what_a_burst_loses) {
+  Link link;
+  link.smoothed = true;
+  link.tells = false;
+  link.bbrTakes = 1.7;
+  link.room = 1.3e6;
+  for (int i = 0; i < 12; ++i) {
+    link.burst(8e6, 10 * kRate);
+  }
+  CHECK(static_cast<double>(link.limit()) > kRate);
+  CHECK(static_cast<double>(link.limit()) < 1.7 * kRate);
+  const double lost = link.ends[0].lost;
+  for (int i = 0; i < 12; ++i) {
+    link.burst(8e6, 10 * kRate);
+  }
+  CHECK(link.ends[0].lost - lost < 0.07 * 12 * 8e6);
+}
+
+// Drops at random are no queue.
+TEST(route_pacing_ignores_a_few_drops) {
+  RoutePacing pacing;
+  RoutePacing::Sample s;
+  s.minRoundTrip = s.roundTrip = milliseconds(40);
+  s.inFlight = 1 << 20;
+  for (int i = 0; i < 1000; ++i) {
+    s.now += milliseconds(5);
+    s.acknowledged += 144'800;
+    s.delivered += 100;
+    s.lost += i % 2 == 0 ? 5 : 4;
+    CHECK_EQ(pacing.observe(s), 0u);
+  }
+}
+
+// They go on whatever the pace is.
+TEST(route_pacing_does_not_stop_for_many_drops) {
+  RoutePacing pacing;
+  RoutePacing::Sample s;
+  s.minRoundTrip = s.roundTrip = milliseconds(40);
+  s.inFlight = 1 << 20;
+  s.rate = static_cast<uint64_t>(kRate);
+  for (int i = 0; i < 1000; ++i) {
+    s.now += milliseconds(5);
+    s.acknowledged += 100;
+    s.delivered += 100;
+    s.lost += 20;
+    const auto limit = static_cast<double>(pacing.observe(s));
+    CHECK(i < 10 ? limit == 0 || limit > 0.6 * kRate : limit > 0.6 * kRate);
+    if (i % 100 == 99) { // a pause
+      s.inFlight = 0;
+      s.now += milliseconds(500);
+      pacing.observe(s);
+      s.inFlight = 1 << 20;
+    }
   }
 }
 

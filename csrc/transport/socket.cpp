@@ -617,6 +617,8 @@ std::optional<BbrView> bbrView(int fd) {
   view.sends = raw.tcpi_pacing_rate;
   view.arrives = uint64_t(bbr->bbr_bw_hi) << 32 | bbr->bbr_bw_lo;
   view.bytesAcked = raw.tcpi_bytes_acked;
+  view.deliveredSegments = raw.tcpi_delivered;
+  view.retransmits = raw.tcpi_total_retrans;
   view.windowBytes = uint64_t{raw.tcpi_snd_cwnd} * raw.tcpi_snd_mss;
   int queued = 0; // segments may be short, so their number says little
   (void)::ioctl(fd, SIOCOUTQ, &queued);

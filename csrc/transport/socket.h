@@ -206,6 +206,7 @@ struct BbrView {
   uint64_t sends = 0; // bytes per second
   uint64_t arrives = 0; // the same: the highest of the last round trips
   uint64_t bytesAcked = 0; // total
+  uint32_t deliveredSegments = 0, retransmits = 0; // total
   // Four segments now and then, for 200 ms, to measure the round trip.
   uint64_t windowBytes = 0;
   uint64_t inFlightBytes = 0;
