@@ -143,6 +143,29 @@ def test_bursts_in_both_directions_do_not_overflow_the_queue(
         job.close()
 
 
+def test_bursts_do_not_wait_for_bbr_to_measure_the_round_trip(lab: NetworkLab) -> None:
+    """Ten seconds after BBR has begun, it keeps four segments in flight for 200 ms."""
+    require_bbr()
+    sysctl = {"net.ipv4.tcp_congestion_control": "reno"}
+    hosts = [lab.host("a", sysctl=sysctl), lab.host("b", sysctl=sysctl)]
+    lab.link(*hosts, delay_s=0.02, rate_bytes_per_s=15.6e6)
+    control = lab.link(*hosts, name="control")
+    job = Job(hosts, control, {"job": "medium", "count": ENDLESS, "pause_s": 0.3}, OVER_TCP)
+    try:
+        job.until(lambda row: row.get("number") == 5, "round 5")
+        looks, last = 0, time.monotonic() + 13
+        while time.monotonic() < last:
+            looks += 1
+            for host in hosts:
+                text = host.run(["ss", "-tin"], capture_output=True, text=True, check=True).stdout
+                for sent, gain in re.findall(r"bytes_sent:(\d+).*cwnd_gain:([\d.]+)\)", text):
+                    assert int(sent) < 4e6 or float(gain) > 1, text
+            time.sleep(0.05)
+        assert looks > 50
+    finally:
+        job.close()
+
+
 def test_a_link_is_quiet_soon_after_a_burst(lab: NetworkLab) -> None:
     """Ranks ask each other how much has arrived, and questions arrive, too: once they went on for
     ever, 800 packets a second."""

@@ -684,12 +684,16 @@ void TcpConnector::tunePaths() {
       }
     }
     paces_ = paces_ || far;
+    const bool mayRestart = far && link_.host().mayChangeCongestionControl();
     const std::vector<double> shares = paceShares(seen);
     for (size_t i = 0; i < paced.size(); ++i) {
       const auto& [path, view] = paced[i];
       path->limitPace(
           limit == 0 ? 0 : std::max(kLeastPace, uint64_t(limit * shares[i])),
           view);
+      if (mayRestart && !carries(seen[i])) {
+        path->restartBbr(view);
+      }
     }
   }
 }

@@ -102,6 +102,10 @@ TEST(socket_knows_when_bbr_starts_up) {
     while (tcpInfo(c.first.get())->unackedSegments > 0) {
     }
     CHECK(bbrView(c.first.get())->sends <= 1'000'000);
+    // Nothing has been acknowledged yet since it has begun anew.
+    CHECK(setCongestionControl(c.first.get(), "reno"));
+    CHECK(setCongestionControl(c.first.get(), "bbr"));
+    CHECK(bbrView(c.first.get())->startingUp);
   }
   CHECK(!bbrView(-1));
 }

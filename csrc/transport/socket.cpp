@@ -612,8 +612,9 @@ std::optional<BbrView> bbrView(int fd) {
     return std::nullopt;
   }
   BbrView view;
-  // In 1/256: 2.89 then, at most 1.25 later.
-  view.startingUp = bbr->bbr_pacing_gain > 512;
+  // In 1/256: 2.89 then, at most 1.25 later; 0 before the first
+  // acknowledgement.
+  view.startingUp = bbr->bbr_pacing_gain == 0 || bbr->bbr_pacing_gain > 512;
   view.sends = raw.tcpi_pacing_rate;
   view.arrives = uint64_t(bbr->bbr_bw_hi) << 32 | bbr->bbr_bw_lo;
   view.bytesAcked = raw.tcpi_bytes_acked;
@@ -628,6 +629,11 @@ std::optional<BbrView> bbrView(int fd) {
   view.minRoundTrip = shortestRoundTrip(raw, bbr);
   view.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   view.sinceLastSent = std::chrono::milliseconds(raw.tcpi_last_data_sent);
+  constexpr uint8_t kOpen = 0; // TCP_CA_Open of linux/tcp.h
+  constexpr uint32_t kMeasures = 256; // otherwise 2 or more, in 1/256
+  view.mayRestart = raw.tcpi_ca_state == kOpen &&
+      bbr->bbr_cwnd_gain != kMeasures &&
+      view.minRoundTrip <= std::chrono::microseconds(raw.tcpi_min_rtt) * 5 / 4;
   return view;
 }
 

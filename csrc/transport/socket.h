@@ -207,8 +207,12 @@ struct BbrView {
   uint64_t arrives = 0; // the same: the highest of the last round trips
   uint64_t bytesAcked = 0; // total
   uint32_t deliveredSegments = 0, retransmits = 0; // total
-  // Four segments now and then, for 200 ms, to measure the round trip.
   uint64_t windowBytes = 0;
+  // Nothing that it does just now would be lost if BBR began anew: it recovers
+  // from no loss, and does not measure the round trip, for which the window is
+  // of four segments. It would begin with the kernel's shortest round trip, so
+  // false as well if the route was a quarter shorter in the last five minutes.
+  bool mayRestart = false;
   uint64_t inFlightBytes = 0;
   // As TcpInfo has them.
   Nanos roundTrip{}, minRoundTrip{}, sinceLastAck{}, sinceLastSent{};

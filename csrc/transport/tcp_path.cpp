@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "path/congestion_choice.h"
+
 namespace resilient {
 namespace {
 
@@ -41,6 +43,7 @@ TcpPath::TcpPath(
       faults_(faults),
       localAddress_(resilient::localAddress(socket_.get()).toString()),
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
+      restartedAt_(loop.now()),
       heardAt_(loop.now()),
       reader_(channel, id),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
@@ -190,9 +193,19 @@ std::optional<BbrView> TcpPath::tune() {
   // Start-up only ends after rounds in which the kernel never ran dry. Until
   // then BBR sends nearly three times as fast as the link is, which fills its
   // queue and loses a tenth of the packets, for as long as the stream lasts.
-  const std::optional<BbrView> seen = bbrView(socket_.get());
+  std::optional<BbrView> seen = bbrView(socket_.get());
+  if (seen) {
+    if (!seen->startingUp) {
+      beforeRestart_ = Known();
+    } else if (
+        seen->bytesAcked - beforeRestart_.bytesAcked < beforeRestart_.arrives) {
+      seen->arrives = std::max(seen->arrives, beforeRestart_.arrives);
+    } // else a second of it has shown what it is now
+    seenWithoutQueue_ =
+        seenWithoutQueue_ || !inQueue(seen->roundTrip, seen->minRoundTrip);
+  }
   const BbrView view = seen.value_or(BbrView());
-  startUpBytes_ = view.startingUp
+  startUpBytes_ = view.startingUp && !beforeRestart_.found
       ? std::min(
             static_cast<size_t>(
                 static_cast<double>(view.sends) * toSeconds(kStartUpTime)),
@@ -206,8 +219,15 @@ std::optional<BbrView> TcpPath::tune() {
   return seen;
 }
 
-// By its gain of 1.25 BBR finds out whether there is more.
+// By its gain of 1.25 BBR finds out whether there is more, and by one of nearly
+// three while it starts up. After a restart, and without a limit of the route,
+// it tries no more than it would have tried without the restart.
 void TcpPath::limitPace(uint64_t bytesPerS, const BbrView& view) {
+  if (beforeRestart_.sends != 0 && bytesPerS == 0) {
+    const uint64_t tries =
+        beforeRestart_.found ? view.arrives / 4 * 5 : view.arrives * 3;
+    bytesPerS = std::max(beforeRestart_.sends, tries);
+  }
   if (bytesPerS != paceLimit_) {
     paceLimit_ = bytesPerS;
     limitPacing(socket_.get(), bytesPerS);
@@ -222,6 +242,29 @@ void TcpPath::limitPace(uint64_t bytesPerS, const BbrView& view) {
         static_cast<double>(view.windowBytes) / toSeconds(view.minRoundTrip));
   }
   channel_.setPace(id(), most);
+}
+
+void TcpPath::restartBbr(const BbrView& view) {
+  constexpr Nanos kEvery = std::chrono::seconds(3); // it measures at 10
+  const TimePoint now = loop_.now();
+  if (!view.mayRestart || !seenWithoutQueue_ || now - restartedAt_ < kEvery) {
+    return;
+  }
+  restartedAt_ = now;
+  seenWithoutQueue_ = false;
+  if (!setCongestionControl("reno")) { // any other one
+    return;
+  }
+  if (!setCongestionControl("bbr")) {
+    limitPacing(socket_.get(), 0);
+    return;
+  }
+  beforeRestart_.found = beforeRestart_.found || !view.startingUp;
+  beforeRestart_.arrives = view.arrives;
+  beforeRestart_.sends =
+      paceLimit_ == 0 ? view.sends : std::min(view.sends, paceLimit_);
+  beforeRestart_.bytesAcked = view.bytesAcked;
+  limitPace(paceLimit_, view);
 }
 
 size_t TcpPath::takeFrame(bool chunks) {

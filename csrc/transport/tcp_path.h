@@ -90,6 +90,12 @@ class TcpPath final : public Path, public Handler {
   std::optional<BbrView> bbr() const { // nothing with another control
     return bbrView(socket_.get());
   }
+  // Ten seconds after it has begun, BBR measures the round trip: for 200 ms it
+  // sends next to nothing. So it begins anew, with the window and the rate that
+  // it had, where nothing but questions is under way. Does nothing within three
+  // seconds, nor if the route has become longer: BBR would begin with the
+  // shortest round trip of the kernel's last five minutes.
+  void restartBbr(const BbrView& view);
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
     return startUpBytes_ != 0;
@@ -173,6 +179,15 @@ class TcpPath final : public Path, public Handler {
   size_t unsentLimit_ = kMinUnsent;
   size_t startUpBytes_ = 0; // not 0 while BBR starts up
   uint64_t paceLimit_ = 0; // as set in the kernel; 0: none
+  // BBR knew this when it began anew. Empty once it has found it out again.
+  struct Known {
+    bool found = false; // the link's rate
+    uint64_t arrives = 0, sends = 0; // bytes per second
+    uint64_t bytesAcked = 0; // total
+  };
+  Known beforeRestart_;
+  TimePoint restartedAt_;
+  bool seenWithoutQueue_ = false; // since then
   TimePoint heardAt_;
 
   // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.
