@@ -161,7 +161,7 @@ def test_bursts_do_not_wait_for_bbr_to_measure_the_round_trip(lab: NetworkLab) -
                 for sent, gain in re.findall(r"bytes_sent:(\d+).*cwnd_gain:([\d.]+)\)", text):
                     assert int(sent) < 4e6 or float(gain) > 1, text
             time.sleep(0.05)
-        assert looks > 50
+        assert looks > 20
     finally:
         job.close()
 

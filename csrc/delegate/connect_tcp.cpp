@@ -636,7 +636,8 @@ void TcpConnector::onSent() {
 // arrive, and how fast its first bytes are.
 void TcpConnector::tunePaths() {
   constexpr Nanos kAsksFor = std::chrono::seconds(2);
-  constexpr Nanos kUnhurried = std::chrono::milliseconds(50);
+  // Beyond two round trips, for delayed acknowledgements (40 ms).
+  constexpr Nanos kDelayedAck = std::chrono::milliseconds(50);
   pacing_.resize(routes());
   if (link_.channel().carriesMessages()) {
     carriedAt_ = link_.loop().now();
@@ -679,7 +680,7 @@ void TcpConnector::tunePaths() {
       if (sample.now - carriedAt_ < kAsksFor) {
         askForArrivals(sample.minRoundTrip);
       }
-      if (silent < 2 * sample.minRoundTrip + kUnhurried) { // else it is dead
+      if (silent < 2 * sample.minRoundTrip + kDelayedAck) { // else it is dead
         tuneAt_ = sample.now + kTuneEvery;
       }
     }

@@ -10,6 +10,9 @@
 
 namespace resilient {
 
+// Bytes. Questions how much has arrived are always in flight, and arrive, too.
+inline constexpr uint64_t kQuestions = 4096;
+
 // How fast the connections of one route may send together, where BBR paces
 // them. Each of them believes that it may send as fast as it once did alone,
 // and nearly three times as fast while it starts up, which ends only after
@@ -67,7 +70,7 @@ class RoutePacing {
         std::max(told ? s.minRoundTrip / 2 : s.minRoundTrip, kShortestWindow);
     // The burst is over for the far end, whose last acknowledgements may still
     // be on their way.
-    const bool over = told && at > at_ && bytes - bytes_ < kNothing;
+    const bool over = told && at > at_ && bytes - bytes_ < kQuestions;
     if (bytes < from_ || elapsed > kLongestWindow || over ||
         (idle_ && elapsed > Nanos(0))) {
       begin(at, bytes); // other connections, or a new burst
@@ -94,11 +97,9 @@ class RoutePacing {
   // The rate of connections that have carried little is not known: the queue is
   // that of others.
   static constexpr double kEnoughBytes = 256 << 10;
-  // Questions and answers arrive, too.
-  static constexpr uint64_t kNothing = 4096;
-  // More than drops at random.
-  static constexpr uint64_t kMuchLost = 20; // segments
-  static constexpr uint64_t kOneIn = 15;
+  // More than drops at random: that many segments, and one in kOneIn.
+  static constexpr uint64_t kMuchLost = 20, kOneIn = 15;
+  // BBR's rate is up to 1.4 times the true one if acknowledgements have waited.
   static constexpr double kLess = 0.9, kLeast = 0.7;
   static constexpr Nanos kShortestWindow = std::chrono::milliseconds(10);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(1);
@@ -170,9 +171,8 @@ struct PacedConnection {
   uint64_t inFlightBytes = 0;
 };
 
-// More than questions how much has arrived, of which some are always in flight.
 inline bool carries(const PacedConnection& connection) {
-  return connection.inFlightBytes > 4096;
+  return connection.inFlightBytes > kQuestions;
 }
 
 // The part of their route's pace that connections may use, from 0 to 1. They
