@@ -76,6 +76,11 @@ class Guest(Host):
         self.settings = settings
         self.rdma_devices: dict[str, str] = {}
         """The RDMA device of each data NIC, such as {"eth0": "rxe0"}."""
+        # The kernel and the processes of its address spaces never run at the same time. The host
+        # would put each on the processor that is idle, and wake that one at each system call: 50 us
+        # instead of 12.
+        processors = sorted(os.sched_getaffinity(0))
+        self._processor = processors[(os.getpid() + len(lab.hosts)) % len(processors)]
         self._process: subprocess.Popen[bytes] | None = None
         self._clients: list[subprocess.Popen[Any]] = []
         self._boots = 0
@@ -208,6 +213,7 @@ class Guest(Host):
         finally:
             os.close(writing)
         self._lab._processes.append(self._process)
+        os.sched_setaffinity(self._process.pid, {self._processor})
         self._reader = threading.Thread(target=self._read_console, args=(reading,), daemon=True)
         self._reader.start()
         if wait:
