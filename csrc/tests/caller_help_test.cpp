@@ -60,9 +60,12 @@ TEST(the_wake_timer_moves_to_earlier_times_only) {
   CHECK_EQ(help.timersSet(), uint64_t{4});
 }
 
-// Parks a thread while this one helps; gives how long it slept after the help
-// ended.
-Nanos parkedAfter(CallerHelp& help, const std::function<void()>& leave) {
+// Parks a thread while this one helps, and wakes it so many times meanwhile;
+// gives how long it slept after the help ended.
+Nanos parkedAfter(
+    CallerHelp& help,
+    const std::function<void()>& leave,
+    uint64_t wakes = 0) {
   CallerHelp::Helper helper(help);
   CHECK(static_cast<bool>(helper));
   std::promise<TimePoint> woke;
@@ -72,6 +75,12 @@ Nanos parkedAfter(CallerHelp& help, const std::function<void()>& leave) {
   });
   while (!help.parked()) {
     std::this_thread::yield();
+  }
+  // The timer is set again only after the parked thread has seen it.
+  for (const uint64_t before = help.timersSet();
+       wakes != 0 && help.timersSet() <= before + wakes;
+       std::this_thread::yield()) {
+    help.wakeBy(now());
   }
   auto future = woke.get_future();
   CHECK(future.wait_for(5ms) == std::future_status::timeout);
@@ -88,6 +97,25 @@ TEST(a_parked_thread_lingers_after_the_help) {
   CallerHelp help;
   const Nanos slept = parkedAfter(help, [&] { help.lingerFrom(now()); });
   CHECK(slept >= LeftWork::kLinger);
+}
+
+TEST(only_callers_that_stay_away_shorten_the_linger) {
+  CallerHelp help;
+  // Callers came back again and again; then something was due.
+  (void)parkedAfter(
+      help,
+      [&] {
+        help.lingerFrom(now() + 1h);
+        help.wakeBy(now());
+      },
+      5);
+  CHECK(parkedAfter(help, [&] { help.lingerFrom(now()); }) >= 1ms);
+}
+
+TEST(a_parked_thread_lingers_longer_where_system_calls_are_slow) {
+  CallerHelp help(1ms);
+  const Nanos slept = parkedAfter(help, [&] { help.lingerFrom(now()); }, 5);
+  CHECK(slept >= 5ms);
 }
 
 TEST(a_parked_thread_wakes_up_for_what_is_due) {

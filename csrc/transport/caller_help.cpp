@@ -5,9 +5,11 @@
 
 namespace resilient {
 
-CallerHelp::CallerHelp()
-    // The clock of std::chrono::steady_clock. Blocking: see park().
-    : timer_(checkSyscall(
+CallerHelp::CallerHelp(Nanos call)
+    : lingerMax_(
+          std::clamp(call * kCallsOfALinger, kLingerMax, kLingerMaxSlow)),
+      // The clock of std::chrono::steady_clock. Blocking: see park().
+      timer_(checkSyscall(
           "timerfd_create",
           ::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC))) {}
 
@@ -40,8 +42,9 @@ void CallerHelp::park() {
 
 // Whether the parked thread is to look for itself from now on.
 //
-// Each call finds one of three cases. The linger time is over: the thread
-// returns, and the next park starts with the short linger time. The timer went
+// Each call finds one of four cases. The linger time is over: the thread
+// returns, and the next park starts with the short linger time. Something else
+// is due: it returns, which says nothing about callers. The timer went
 // off, but callers have come meanwhile: the linger time doubles. Or a stale
 // expiration was left in the timerfd, which epoll never reads: nothing changes.
 // In the last two cases the thread sleeps on, and the timer must be set unless
@@ -51,13 +54,15 @@ bool CallerHelp::unparked() {
   const TimePoint now = std::chrono::steady_clock::now();
   const bool helped = helped_.load();
   if (!helped && parkedUntil_ <= now) {
-    linger_ = LeftWork::kLinger;
+    if (lingers_) {
+      linger_ = LeftWork::kLinger;
+    }
     parked_.store(false);
     return true;
   }
   if (timerAt_ <= now) { // it has gone off, but callers keep coming
     timerAt_ = kNever;
-    linger_ = std::min(2 * linger_, kLingerMax);
+    linger_ = std::min(2 * linger_, lingerMax_);
   }
   if (!helped) { // else the helper sets it when it goes
     setTimer(parkedUntil_);
@@ -68,12 +73,16 @@ bool CallerHelp::unparked() {
 void CallerHelp::lingerFrom(TimePoint socketsSeenAt) {
   std::lock_guard lock(timerMutex_);
   parkedUntil_ = socketsSeenAt + linger_;
+  lingers_ = true;
   setTimer(parkedUntil_);
 }
 
 void CallerHelp::wakeBy(TimePoint when) {
   std::lock_guard lock(timerMutex_);
-  parkedUntil_ = std::min(parkedUntil_, when);
+  if (when < parkedUntil_) {
+    parkedUntil_ = when;
+    lingers_ = false;
+  }
   setTimer(when);
 }
 

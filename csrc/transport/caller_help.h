@@ -82,7 +82,8 @@ class LeftWork {
 // thread is left without a timer.
 class CallerHelp {
  public:
-  CallerHelp();
+  // `call`: how long a system call takes.
+  explicit CallerHelp(Nanos call = Nanos(0));
   CallerHelp(const CallerHelp&) = delete;
   CallerHelp& operator=(const CallerHelp&) = delete;
 
@@ -165,8 +166,11 @@ class CallerHelp {
 
  private:
   // The maximum that a parked thread sleeps after the last helper, once callers
-  // have come back in time again and again.
+  // have come back in time again and again. Each time that it looks costs about
+  // ten system calls: that may take a fortieth of the time.
   static constexpr Nanos kLingerMax = std::chrono::milliseconds(1);
+  static constexpr Nanos kLingerMaxSlow = std::chrono::milliseconds(5);
+  static constexpr int kCallsOfALinger = 400;
 
   bool unparked();
   void setTimer(TimePoint when); // with timerMutex_ held
@@ -176,6 +180,7 @@ class CallerHelp {
   std::atomic<std::thread::id> helperThread_{};
   std::atomic<bool> parked_{false};
 
+  const Nanos lingerMax_;
   FileDescriptor timer_; // timerfd
   std::atomic<uint64_t> timersSet_{0};
   std::mutex timerMutex_;
@@ -184,7 +189,8 @@ class CallerHelp {
   // How long a parked thread sleeps if nobody helps; the timer may go off
   // before.
   TimePoint parkedUntil_;
-  Nanos linger_ = LeftWork::kLinger; // from kLinger to kLingerMax
+  bool lingers_ = true; // until then; false: until something else is due
+  Nanos linger_ = LeftWork::kLinger; // from kLinger to lingerMax_
 };
 
 } // namespace resilient

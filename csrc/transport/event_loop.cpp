@@ -59,6 +59,7 @@ EventLoop::EventLoop()
     : epoll_(checkSyscall("epoll_create1", ::epoll_create1(EPOLL_CLOEXEC))),
       wake_(checkSyscall("eventfd", ::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK))),
       call_(timeOfCall(epoll_.get())),
+      help_(call_),
       helperSpin_(call_),
       runSpin_(call_),
       now_(std::chrono::steady_clock::now()) {
