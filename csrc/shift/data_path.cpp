@@ -160,7 +160,7 @@ ibv_wc flushed(const Qp& qp, uint64_t id, bool isReceive) {
 // A queue pair in the error state takes requests and flushes them.
 template <typename Request>
 int flushPosted(Qp& qp, Cq& cq, const Request* list, bool isReceive) {
-  const std::lock_guard guard(cq.lock);
+  const DataGuard guard(cq.lock);
   for (; list != nullptr; list = list->next) {
     cq.ready.push_back(flushed(qp, list->wr_id, isReceive));
   }
@@ -352,7 +352,7 @@ bool accept(Cq& cq, int path, ibv_wc& completion) {
   if (qp == nullptr) {
     return path == 0;
   }
-  const std::lock_guard guard(qp->lock);
+  const DataGuard guard(qp->lock);
   if (qp->protection != Protection::kOn) {
     return qp->protection == Protection::kOff && path == 0;
   }
@@ -396,7 +396,7 @@ int postSend(ibv_qp* handle, ibv_send_wr* list, ibv_send_wr** bad) {
   if (qp == nullptr) {
     return realOps(handle->context).post_send(handle, list, bad);
   }
-  std::unique_lock guard(qp->lock);
+  DataGuard guard(qp->lock);
   if (qp->protection != Protection::kOn) {
     const bool isDead = qp->protection == Protection::kDead;
     guard.unlock();
@@ -423,7 +423,7 @@ int postReceive(ibv_qp* handle, ibv_recv_wr* list, ibv_recv_wr** bad) {
   if (qp == nullptr) {
     return realOps(handle->context).post_recv(handle, list, bad);
   }
-  std::unique_lock guard(qp->lock);
+  DataGuard guard(qp->lock);
   if (qp->protection != Protection::kOn) {
     const bool isDead = qp->protection == Protection::kDead;
     guard.unlock();
@@ -460,7 +460,7 @@ int pollCq(ibv_cq* handle, int count, ibv_wc* completions) {
   if (cq == nullptr) {
     return realOps(handle->context).poll_cq(handle, count, completions);
   }
-  const std::lock_guard guard(cq->lock);
+  const DataGuard guard(cq->lock);
   if (cq->isSlow) {
     return pollSlow(*cq, count, completions);
   }
@@ -482,7 +482,7 @@ int requestNotify(ibv_cq* handle, int isSolicitedOnly) {
   if (cq == nullptr) {
     return realOps(handle->context).req_notify_cq(handle, isSolicitedOnly);
   }
-  const std::lock_guard guard(cq->lock);
+  const DataGuard guard(cq->lock);
   cq->isArmed = true;
   if (cq->isSlow) {
     if (cq->backup != nullptr) {

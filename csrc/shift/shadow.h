@@ -1,7 +1,6 @@
 #pragma once
 
 #include <infiniband/verbs.h>
-#include <sched.h>
 
 #include <atomic>
 #include <condition_variable>
@@ -16,26 +15,11 @@
 #include <vector>
 
 #include "shift/failover_qp.h"
+#include "shift/spin_lock.h"
 
 namespace resilient::shift {
 
 class Session;
-
-// Held for a few instructions by both the data path and the control thread.
-class SpinLock {
- public:
-  void lock() {
-    while (taken_.exchange(true, std::memory_order_acquire)) {
-      sched_yield();
-    }
-  }
-  void unlock() {
-    taken_.store(false, std::memory_order_release);
-  }
-
- private:
-  std::atomic<bool> taken_{false};
-};
 
 // A device that the application opened, and its backup. The members are set
 // before the device is in a table, except the keys, which have a lock.

@@ -1,0 +1,65 @@
+#include "shift/spin_lock.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "tests/check.h"
+
+namespace resilient::shift {
+namespace {
+
+TEST(a_spin_lock_excludes) {
+  SpinLock lock;
+  int64_t count = 0;
+  constexpr int kTimes = 20'000;
+  std::vector<std::jthread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&] {
+      for (int k = 0; k < kTimes; ++k) {
+        DataGuard guard(lock);
+        ++count;
+        guard.unlock();
+      }
+    });
+  }
+  threads.emplace_back([&] {
+    for (int k = 0; k < kTimes; ++k) {
+      const std::lock_guard guard(lock);
+      ++count;
+    }
+  });
+  threads.clear();
+  CHECK_EQ(count, int64_t{3} * kTimes);
+}
+
+// A program that polls a queue without end holds its lock most of the time. A
+// switch to another path waited for it for 100 ms.
+TEST(a_spin_lock_goes_to_the_control_thread_first) {
+  SpinLock lock;
+  std::atomic<uint64_t> polls{0};
+  std::jthread poller([&](const std::stop_token& token) {
+    while (!token.stop_requested()) {
+      const DataGuard guard(lock);
+      for (int i = 0; i < 200; ++i) {
+        polls.fetch_add(1, std::memory_order_relaxed);
+      }
+    }
+  });
+  std::vector<uint64_t> waited;
+  for (int i = 0; i < 100; ++i) {
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    const uint64_t before = polls.load();
+    const std::lock_guard guard(lock);
+    waited.push_back(polls.load() - before);
+  }
+  std::ranges::sort(waited);
+  // Single ones are longer: this thread may lose its processor.
+  CHECK(waited[waited.size() / 2] <= 400);
+}
+
+} // namespace
+} // namespace resilient::shift
