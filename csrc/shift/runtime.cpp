@@ -240,17 +240,22 @@ void Runtime::run() {
   pthread_setname_np(pthread_self(), "shift");
   bool isBusy = false;
   for (;;) {
-    wait(isBusy ? 1 : static_cast<int>(kIdle.count()));
+    const Ready ready = wait(isBusy ? 1 : static_cast<int>(kIdle.count()));
     const std::lock_guard guard(mutex);
     uint64_t ignored = 0;
-    while (read(wakeFd_, &ignored, sizeof ignored) > 0) {
+    while (ready.contains(wakeFd_) &&
+           read(wakeFd_, &ignored, sizeof ignored) > 0) {
     }
     catchUp();
     for (const auto& [context, device] : devices) {
-      takeEvents(*device, device->monitor, 0);
-      takeEvents(*device, device->backup, 1);
+      if (ready.contains(device->monitor->async_fd)) {
+        takeEvents(*device, device->monitor, 0);
+      }
+      if (ready.contains(device->backup->async_fd)) {
+        takeEvents(*device, device->backup, 1);
+      }
     }
-    if (store.fd() >= 0) {
+    if (ready.contains(store.fd())) {
       store.pump();
       if (store.isLost()) {
         say("the store is lost: nothing is protected any more");
@@ -271,7 +276,7 @@ void Runtime::spoilIfAsked() {
   }
 }
 
-void Runtime::wait(int limitMs) {
+Runtime::Ready Runtime::wait(int limitMs) {
   std::vector<pollfd> fds{{wakeFd_, POLLIN, 0}};
   {
     const std::lock_guard guard(mutex);
@@ -283,7 +288,15 @@ void Runtime::wait(int limitMs) {
       fds.push_back({device->backup->async_fd, POLLIN, 0});
     }
   }
-  poll(fds.data(), fds.size(), limitMs);
+  Ready ready;
+  if (poll(fds.data(), fds.size(), limitMs) > 0) {
+    for (const pollfd& each : fds) {
+      if (each.revents != 0) {
+        ready.insert(each.fd);
+      }
+    }
+  }
+  return ready;
 }
 
 bool Runtime::takeEvents(Device& device, ibv_context* context, int path) {

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -85,7 +86,8 @@ class Runtime {
 
  private:
   void run();
-  void wait(int limitMs);
+  using Ready = std::set<int>; // descriptors
+  Ready wait(int limitMs);
   bool takeEvents(Device& device, ibv_context* context, int path);
   void portDown(Device& device, int path);
   // Returns whether a session needs attention soon.
