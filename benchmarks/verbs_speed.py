@@ -32,7 +32,7 @@ the noise is the ratio of the two to one another. A ratio is of use only if the 
   processor time   of the sending process for each GB. perftest polls all the time
   two NICs         a stream over both networks against one, each limited to 20 MB/s by the switch
 
-A system call takes 50 us in a guest, and reading the clock is one. So this backend reads the time
+A system call takes 12 us in a guest, and reading the clock is one. So this backend reads the time
 from the processor's counter, as it does elsewhere (csrc/tests/verbs/guest_clock.cpp).
 
 Never compare with TCP here: Soft-RoCE handles each packet in software, and TCP hands over many at a
