@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstring>
+#include <future>
 #include <thread>
 
 #include "base/random.h"
@@ -255,7 +256,10 @@ namespace {
 // Two processes with a path between them, and memory lent to its devices.
 class ReadingPair {
  public:
-  explicit ReadingPair(uint64_t fromBytes = 1) {
+  explicit ReadingPair(
+      uint64_t fromBytes = 1,
+      std::array<Nanos, 2> silentAfter = {40ms, 40ms})
+      : silentAfter_(silentAfter) {
     std::vector<VerbsPort> ports;
     CHECK(fake.ports(ports).ok());
     for (size_t side = 0; side < 2; ++side) {
@@ -296,6 +300,7 @@ class ReadingPair {
       users[side].run([&] {
         VerbsPathConfig config;
         config.initiator = side == 0;
+        config.silentAfter = silentAfter_[side];
         config.loans = loans[side].get();
         config.faults = &users[side].faults;
         config.remoteReads = ends[side]->queuePair().address().reads;
@@ -328,6 +333,9 @@ class ReadingPair {
   std::unique_ptr<VerbsLoans> loans[2];
   uint32_t numbers[2] = {0, 0};
   PathId lastPath = 0;
+
+ private:
+  const std::array<Nanos, 2> silentAfter_;
 };
 
 std::string pattern(size_t bytes, uint64_t seed) {
@@ -443,6 +451,73 @@ TEST(verbs_path_ends_reads_that_nobody_answers) {
   pair.users[1].until("it is received", [&] { return recv->ends == 1; });
   pair.users[1].run([&] { CHECK(recv->content == content); });
   pair.users[0].until("it is sent", [&] { return send->ends == 1; });
+}
+
+// Keeps the loop of a user busy, until release().
+class Busy {
+ public:
+  explicit Busy(test::PathUser& user) {
+    user.loop.post([this] {
+      begun_.set_value();
+      ended_.get_future().wait();
+    });
+    begun_.get_future().wait();
+  }
+  void release() {
+    ended_.set_value();
+  }
+
+ private:
+  std::promise<void> begun_, ended_;
+};
+
+// What the receiver sends is lost, and so would be what it asks for: a read
+// would keep its place in the receive until the path is closed, long after the
+// chunk has come over another one.
+TEST(verbs_path_reads_nothing_while_it_is_silent) {
+  constexpr size_t kBytes = 4u << 20;
+  ReadingPair pair(1, {60s, 5ms});
+  const auto sent = [&](size_t side) {
+    PathStats stats;
+    pair.users[side].path().fill(stats);
+    return stats.verbs->sends;
+  };
+  const std::string content = pattern(kBytes, 4);
+  test::TestSend* send = nullptr;
+  test::TestRecv* recv = nullptr;
+  pair.users[1].run([&] { recv = &pair.users[1].receive(kBytes); });
+  pair.lend(1, recv->content.data(), kBytes);
+  pair.users[0].run([&] { send = &pair.users[0].sends.emplace_back(content); });
+  pair.lend(0, send->content.data(), kBytes);
+  pair.users[1].until(
+      "it can be used", [&] { return pair.users[1].path().usable(); });
+  // The sender has the grant, and refers to its memory when the receiver's path
+  // is silent.
+  Busy receiver(pair.users[1]);
+  const uint64_t before = sent(1);
+  pair.users[0].run(
+      [&] { pair.users[0].channel.send(send, pair.users[0].loop.now()); });
+  pair.users[0].until("the offer is sent", [&] { return sent(0) > 1; });
+  Busy sender(pair.users[0]);
+  receiver.release();
+  pair.users[1].until("it is granted", [&] { return sent(1) > before; });
+  pair.fake.silence(pair.numbers[0], true);
+  pair.users[1].run([&] { pair.users[1].send("lost"); });
+  pair.users[1].until(
+      "it is silent", [&] { return !pair.users[1].path().usable(); });
+  const uint64_t read = pair.fake.bytesRead();
+  sender.release();
+  pair.users[0].run([] {});
+  pair.users[1].run([&] {
+    const auto& path = static_cast<VerbsPath&>(pair.users[1].path());
+    CHECK(!path.closed());
+    CHECK(!path.inMidst());
+  });
+  // It goes on where it has stopped.
+  pair.fake.silence(pair.numbers[0], false);
+  pair.users[1].until("it is received", [&] { return recv->ends == 1; });
+  pair.users[1].run([&] { CHECK(recv->content == content); });
+  CHECK(pair.fake.bytesRead() > read);
 }
 
 // Messages of all sizes, with memory that is lent or not, over paths that fail

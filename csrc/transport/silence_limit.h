@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 
 #include "base/time.h"
 
@@ -31,6 +32,30 @@ class SilenceLimit {
 
   const Nanos least_;
   Nanos slowest_{0};
+};
+
+// How much longer than another answer a read may take, for its bytes: as much
+// as on a slow network, until it is known that this one is faster.
+class ReadTime {
+ public:
+  Nanos of(size_t bytes) const {
+    return fromSeconds(
+        static_cast<double>(bytes) *
+        std::min(kSlowerThanUsual * slowest_, kSlowest));
+  }
+  // It took so long after the answer before it.
+  void onRead(size_t bytes, Nanos after) {
+    slowest_ = std::max(
+        toSeconds(after) / static_cast<double>(bytes),
+        slowest_ - slowest_ / kForget);
+  }
+
+ private:
+  static constexpr double kSlowest = 1 / 10e6; // seconds a byte
+  static constexpr double kSlowerThanUsual = 2;
+  static constexpr double kForget = 16; // reads
+
+  double slowest_ = kSlowest;
 };
 
 } // namespace resilient

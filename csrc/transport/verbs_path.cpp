@@ -222,8 +222,15 @@ void VerbsPath::onNews() {
   if (closed_) {
     return;
   }
-  if (!polled_.ok()) {
-    close(polled_);
+  // What waited while the path was silent.
+  Status status = polled_;
+  if (status.ok()) {
+    status = readArrived();
+  }
+  if (!status.ok()) {
+    close(status);
+  }
+  if (closed_) {
     return;
   }
   armTimer();
@@ -273,11 +280,13 @@ void VerbsPath::answered() {
 }
 
 void VerbsPath::onRead() {
-  if (!reads_.complete()) {
+  const std::optional<uint32_t> bytes = reads_.complete();
+  if (!bytes) {
     close(
         Status(StatusCode::kInternal, where() + ": a read that was not asked"));
     return;
   }
+  readTime_.onRead(*bytes, loop_.now() - pending_.since);
   answered();
   if (closed_) {
     return;
@@ -332,7 +341,8 @@ Status VerbsPath::readSlot(Arrived& arrived) {
         isReference(
             std::span<const std::byte, kFrameHeaderBytes>(
                 next, kFrameHeaderBytes))) {
-      if (!reads_.hasRoom()) {
+      // A path that is silent might not bring it, and would keep its place.
+      if (!reads_.hasRoom() || silent_) {
         return Status();
       }
       if (Status status = startRead(next); !status.ok()) {
@@ -406,7 +416,7 @@ void VerbsPath::lookAtFaults() {
 Nanos VerbsPath::silentAfter() const {
   const Nanos limit = silenceLimit_.limit();
   const auto oldest = reads_.oldest();
-  return oldest ? limit + fromSeconds(*oldest / kSlowestBytesPerS) : limit;
+  return oldest ? limit + readTime_.of(*oldest) : limit;
 }
 
 void VerbsPath::armTimer() {

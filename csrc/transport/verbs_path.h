@@ -137,8 +137,6 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   }
 
  private:
-  // A slow network may need this much longer for each byte that is read.
-  static constexpr double kSlowestBytesPerS = 10e6;
   // The share of a turn; the rest follows in the next one.
   static constexpr size_t kCompletionsPerTurn = 64;
 
@@ -173,6 +171,7 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   const std::string device_;
   FrameReader reader_;
   SilenceLimit silenceLimit_;
+  ReadTime readTime_;
   bool proven_ = false;
   bool silent_ = false;
   bool avoided_ = false;

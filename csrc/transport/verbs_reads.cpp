@@ -88,16 +88,16 @@ Status VerbsReads::start(const std::byte* data, TimePoint now) {
 }
 
 // Reads complete in the order in which they were posted.
-bool VerbsReads::complete() {
+std::optional<uint32_t> VerbsReads::complete() {
   const auto read = std::ranges::find_if(
       reads_, [](const Read& r) { return r.wanted && !r.done; });
   if (read == reads_.end()) {
-    return false;
+    return std::nullopt;
   }
   read->done = true;
   counted_.readBytes += read->header.payloadBytes;
   bytes_ -= read->header.payloadBytes;
-  return true;
+  return read->header.payloadBytes;
 }
 
 Status VerbsReads::finish(TimePoint heardAt) {

@@ -53,8 +53,8 @@ class VerbsReads {
   // `data`: the header of a frame, and a reference, as they came. `now`: of
   // their arrival.
   Status start(const std::byte* data, TimePoint now);
-  // The device has completed the oldest. False if there is none.
-  bool complete();
+  // The device has completed the oldest: its size, or none if there is none.
+  std::optional<uint32_t> complete();
   // The oldest is there, or need not be: finish() it.
   bool canFinish() const {
     return !reads_.empty() && (reads_.front().done || !reads_.front().wanted);
