@@ -145,6 +145,9 @@ void RoutePathConnector::onPathUse(Path& path) {
           LogLevel::kWarning,
           where + " was last heard " + durationText(now - p.heardAt()) +
               " ago: connections take over");
+      if (restsAfterSilence()) {
+        connections_.failover().onRouteSilent(p.route(), now);
+      }
     }
   } else if (isSuspect && r.rest == 0) {
     heardAgain(p);

@@ -596,6 +596,31 @@ void Failover::askOthers(size_t c, TimePoint now) {
   host_.askRelays(recentAnswer());
 }
 
+// It gets nothing until it answers what it is asked now.
+void Failover::taint(size_t c, TimePoint now) {
+  connections_[c].taintedAt = now;
+  ping(c, now);
+  apply(c, PathEvent::kSilent, now);
+}
+
+// Its connections had nothing to do, so they have missed nothing: if the way is
+// dead, what they get now would wait until their own silence shows.
+void Failover::onRouteSilent(size_t route, TimePoint now) {
+  const std::vector<ConnectionView> ways = allWays(now);
+  bool isReplaced = false;
+  for (size_t i = 0; i < ways.size(); ++i) {
+    const bool isOfRoute = i < connections_.size() && routeOf(i) == route;
+    isReplaced = isReplaced || (!isOfRoute && canTakeOver(ways[i]));
+  }
+  for (size_t c = 0; c < connections_.size() && isReplaced && !ended_; ++c) {
+    if (routeOf(c) == route && isGood(ways[c]) &&
+        !answeredWithin(ways[c], recentAnswer())) {
+      taint(c, now);
+      lookIn(kCloseLook, now);
+    }
+  }
+}
+
 // The connection is silent. Others that have not answered lately would be the
 // next: they must show that they work before they get anything.
 void Failover::doubt(size_t c, TimePoint now) {
@@ -612,9 +637,7 @@ void Failover::doubt(size_t c, TimePoint now) {
       if (i >= connections_.size()) {
         continue; // over a relay: judged elsewhere
       }
-      connections_[i].taintedAt = now;
-      ping(i, now);
-      apply(i, PathEvent::kSilent, now);
+      taint(i, now);
     }
     connections_[c].damping.onLost(now);
   }

@@ -202,6 +202,8 @@ class Failover {
   void
   onClosed(size_t connection, Nanos roundTrip, bool forGood, TimePoint now);
   void onNic(const std::string& nic, bool works, TimePoint now);
+  // A path of another kind that was alone on the route has fallen silent.
+  void onRouteSilent(size_t route, TimePoint now);
   // Frames were handed to paths.
   void onSent(TimePoint now);
   // The evidence of health may have changed: look soon.
@@ -296,6 +298,7 @@ class Failover {
   void onStalled(size_t c, const PathEvidence& evidence, TimePoint now);
   void checkProbation(size_t c, TimePoint now);
   void ping(size_t c, TimePoint now);
+  void taint(size_t connection, TimePoint now);
   void doubt(size_t c, TimePoint now);
   void askOthers(size_t c, TimePoint now);
   Nanos recentAnswer() const;

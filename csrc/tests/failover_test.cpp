@@ -724,6 +724,31 @@ TEST(failover_asks_the_others_before_it_suspects) {
   CHECK(!bed.wires[2].suspect);
 }
 
+// Something else carried on route 0, and is silent: its connections 0 and 2 had
+// nothing to do. 0 works, and answers.
+TEST(failover_asks_the_connections_of_a_silent_route_first) {
+  Bed bed(4);
+  bed.up(2, twoNics());
+  bed.run(500ms);
+  bed.breakWire(2);
+  bed.failover.onRouteSilent(0, bed.now);
+  for (const size_t c : {0, 1, 2, 3}) {
+    CHECK_EQ(bed.wires[c].suspect, c % 2 == 0);
+  }
+  bed.until([&] { return !bed.wires[0].suspect; }, 20ms);
+  CHECK(!bed.wires[0].proving);
+  bed.run(100ms);
+  CHECK(bed.wires[2].suspect);
+}
+
+TEST(failover_doubts_no_silent_route_that_nothing_replaces) {
+  Bed bed(2);
+  bed.up(1);
+  bed.run(500ms);
+  bed.failover.onRouteSilent(0, bed.now);
+  CHECK(!bed.wires[0].suspect && !bed.wires[1].suspect);
+}
+
 // --- probation
 
 // How long the connection is on probation after it is lost once more.
