@@ -1238,13 +1238,16 @@ void Engine::scheduleTurn() {
 
 // Ends one turn of the loop: tell the owners of what has ended,
 // then write what there is to write, until neither causes more of the other.
+// Mismatches come first: a later collective of the group may have got its
+// messages in the same turn, and must not end well.
 //
 // The flag of a link is cleared before its pump, which may mark the link again.
 // turnScheduled_ stays true meanwhile, because the loop below sees such marks.
 // It is false again when the graveyard is emptied: a destructor that leaves
 // work then schedules another turn.
 void Engine::turn() {
-  while (!completions_.empty() || !dirty_.empty()) {
+  while (!mismatches_.empty() || !completions_.empty() || !dirty_.empty()) {
+    tellMismatches();
     completions_.drain();
     pumping_.swap(dirty_);
     for (PeerLink* link : pumping_) {
@@ -1473,11 +1476,17 @@ void Engine::onCollectiveMismatch(
     const FrameHeader& remote,
     Channel&) {
   // Not now: the mailbox is in the middle of something.
-  loop_.post([this, group, sequence, local, remote] {
-    if (auto g = groups_.find(group); g != groups_.end()) {
-      g->second->onMismatch(sequence, local, remote);
+  mismatches_.push_back({group, sequence, local, remote});
+  scheduleTurn();
+}
+
+void Engine::tellMismatches() {
+  const std::vector<Mismatch> told = std::exchange(mismatches_, {});
+  for (const Mismatch& each : told) {
+    if (auto g = groups_.find(each.group); g != groups_.end()) {
+      g->second->onMismatch(each.sequence, each.local, each.remote);
     }
-  });
+  }
 }
 
 // --- engine_control.h

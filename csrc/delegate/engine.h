@@ -319,6 +319,7 @@ class Engine final : public MailboxListener, public LinkHost {
   void startListening(const std::string& storeHost);
   void onAddresses();
   void scheduleTurn();
+  void tellMismatches();
   void turn();
   HelloCode decide(const HelloInfo& hello);
   void onCaller(const HelloInfo& hello, StreamSocket socket);
@@ -340,6 +341,13 @@ class Engine final : public MailboxListener, public LinkHost {
   EventLoop loop_;
   FlightRecorder recorder_;
   CompletionQueue completions_;
+  struct Mismatch {
+    uint64_t group = 0;
+    uint64_t sequence = 0;
+    OpSignature local;
+    FrameHeader remote;
+  };
+  std::vector<Mismatch> mismatches_; // not told to their groups yet
   StagingBudget staging_;
   Mailbox mailbox_;
   FaultPlan faults_;

@@ -484,6 +484,58 @@ TEST(engineTakesWhatHasComeBeforeItLooksAtTheTime) {
   leave(ranks);
 }
 
+// Both are roots of different broadcasts, which wait for nobody. Their messages
+// and those of the next operation come in one turn of the loop.
+TEST(engineEndsNothingWellBehindAMismatch) {
+  std::vector<Rank> ranks = startRanks(2, EngineOptions());
+  std::latch submitted(2);
+  std::array<std::string, 2> ends;
+  onEach(ranks, [&](int r) {
+    Rank& rank = ranks[static_cast<size_t>(r)];
+    std::vector<float> data(10), other(10);
+    CHECK(rank.allReduce(data, kLong).ok());
+    std::latch busy(1);
+    rank.engine->loop().post([&] { // the loop sees all of it at once
+      busy.count_down();
+      submitted.wait();
+    });
+    busy.wait();
+    auto first = std::make_shared<Waiter>(*rank.engine);
+    CollectiveSpec spec;
+    spec.signature.kind = OpKind::kBroadcast;
+    spec.signature.dtype = DType::kFloat32;
+    spec.signature.count = other.size();
+    spec.signature.root = r;
+    spec.timeout = kLong;
+    spec.body = [&](Communicator& comm) {
+      return broadcast(comm, other.data(), other.size() * sizeof(float), r);
+    };
+    spec.done = [first](const Status& status) { first->end(status); };
+    rank.group->submit(std::move(spec));
+    auto next = std::make_shared<Waiter>(*rank.engine);
+    CollectiveSpec reduce;
+    reduce.signature.kind = OpKind::kAllReduce;
+    reduce.signature.dtype = DType::kFloat32;
+    reduce.signature.reduceOp = ReduceOp::kSum;
+    reduce.signature.count = data.size();
+    reduce.timeout = kLong;
+    reduce.body = [&](Communicator& comm) {
+      return allReduce(comm, data.data(), data.size(), Reduction{});
+    };
+    reduce.done = [next](const Status& status) { next->end(status); };
+    rank.group->submit(std::move(reduce));
+    submitted.count_down();
+    // Whichever the mismatch is found in.
+    const Status status = first->wait();
+    const Status after = next->wait();
+    ends[static_cast<size_t>(r)] = (status.ok() ? after : status).message();
+  });
+  for (const std::string& end : ends) {
+    CHECK_CONTAINS(end, "called broadcast");
+  }
+  leave(ranks);
+}
+
 TEST(engineLimitsWhatAPeerWritesIntoTheLog) {
   std::vector<Rank> ranks = startRanks(1, EngineOptions());
   size_t lines = 0;
