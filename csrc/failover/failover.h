@@ -202,7 +202,9 @@ class Failover {
   void
   onClosed(size_t connection, Nanos roundTrip, bool forGood, TimePoint now);
   void onNic(const std::string& nic, bool works, TimePoint now);
-  // A path of another kind that was alone on the route has fallen silent.
+  // A path of another kind that was alone on the route has fallen silent. The
+  // connections of the route must answer before they carry, if another route
+  // can take over.
   void onRouteSilent(size_t route, TimePoint now);
   // Frames were handed to paths.
   void onSent(TimePoint now);

@@ -471,9 +471,9 @@ class Busy {
   std::promise<void> begun_, ended_;
 };
 
-// What the receiver sends is lost, and so would be what it asks for: a read
-// would keep its place in the receive until the path is closed, long after the
-// chunk has come over another one.
+// All that the receiver sends is lost, and so would be its reads: they would
+// keep their places until the path is closed, long after the chunks have come
+// over another one.
 TEST(verbs_path_reads_nothing_while_it_is_silent) {
   constexpr size_t kBytes = 4u << 20;
   ReadingPair pair(1, {60s, 5ms});

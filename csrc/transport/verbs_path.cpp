@@ -222,7 +222,7 @@ void VerbsPath::onNews() {
   if (closed_) {
     return;
   }
-  // What waited while the path was silent.
+  // Slots may have waited while the path was silent.
   Status status = polled_;
   if (status.ok()) {
     status = readArrived();

@@ -213,7 +213,8 @@ class Guest(Host):
         finally:
             os.close(writing)
         self._lab._processes.append(self._process)
-        os.sched_setaffinity(self._process.pid, {self._processor})
+        with contextlib.suppress(ProcessLookupError):  # it has ended: wait_for_boot() says so
+            os.sched_setaffinity(self._process.pid, {self._processor})
         self._reader = threading.Thread(target=self._read_console, args=(reading,), daemon=True)
         self._reader.start()
         if wait:
