@@ -380,6 +380,28 @@ def test_interface_that_gets_another_address_carries_again(bed: Bed, interfaces:
         assert row["wrong"] == 0
 
 
+def test_addresses_of_both_ends_change_at_the_same_moment(bed: Bed) -> None:
+    environment = {"TORCH_RESILIENT_INTERFACE": "eth0", "TORCH_RESILIENT_LOG_LEVEL": "info"}
+    job = bed.job("exchange", ENDLESS, 0.005, **environment)
+    job.until(lambda row: row.get("number", -1) >= 20, "round 20")
+    bed.links[0].down()  # so that neither can tell the other
+    addresses = [bed.links[0].readdress(host) for host in ("a", "b")]
+    said = "our addresses have changed"
+    for rank in (0, 1):
+        wait_until(lambda rank=rank: said in job.words(rank), f"rank {rank} says so")
+    bed.links[0].up()
+
+    def carries(row: Row) -> bool:
+        return any(
+            path["state"] == "up" and path["local_address"].startswith(f"{addresses[row['rank']]}:")
+            for path in row.get("paths", [])
+        )
+
+    for rank in (0, 1):
+        row = job.until(lambda row, rank=rank: row["rank"] == rank and carries(row), "new path")
+        assert row["wrong"] == 0
+
+
 def test_address_that_changes_while_there_is_no_descriptor_to_look_with(bed: Bed) -> None:
     job = bed.job("exchange", ENDLESS, 0.005, TORCH_RESILIENT_INTERFACE="eth0,eth1")
     job.until(lambda row: row.get("number", -1) >= 20, "round 20")

@@ -574,7 +574,7 @@ void TcpConnector::onOurAddresses() {
 }
 
 void TcpConnector::onPeerAddresses() {
-  if (link_.state() == Link::State::kUnconnected) {
+  if (failover_.live() == 0) {
     // To an address that is not the peer's any more: it may take as long as its
     // timeout.
     failover_.giveUpAttempts();

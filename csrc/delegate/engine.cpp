@@ -1426,6 +1426,12 @@ void Engine::onLinkUp(PeerLink& link) {
   }
 }
 
+void Engine::onLinkCut(PeerLink& link) {
+  for (auto& [id, group] : groups_) {
+    group->onLinkCut(link);
+  }
+}
+
 ListenerCounters Engine::listenerCounters() const {
   if (!listener_) {
     return {}; // stopping

@@ -272,6 +272,7 @@ class Engine final : public MailboxListener, public LinkHost {
   void markDirty(PeerLink& link) override;
   void onControl(PeerLink& link, std::span<const std::byte> payload) override;
   void onLinkUp(PeerLink& link) override; // for the first time
+  void onLinkCut(PeerLink& link) override;
   void onLinkClosed(PeerLink& link, const Status& why) override;
   void eachLink(const std::function<void(PeerLink&)>& call);
   // Destroyed at the next turn: objects whose code is on the stack. No event

@@ -447,10 +447,10 @@ void GroupImpl::lookIn(Nanos pause) {
   });
 }
 
-// Operations have waited for ranks that are not connected yet. Either not all
+// Operations have waited for ranks that are not connected. Either not all
 // members have joined: then a message between two that have may still pass,
-// and the store can tell who is missing. Or the address in the list is no
-// longer right: then the rank has set its own key anew.
+// and the store can tell who is missing. Or our address of the rank is no
+// longer right: then it has set its own key anew.
 void GroupImpl::onLook() {
   if (collectives_.empty() && pointToPoints_.empty()) {
     return;
@@ -458,8 +458,7 @@ void GroupImpl::onLook() {
   bool any = false;
   for (int r = 0; r < size(); ++r) {
     const Member& m = members_[static_cast<size_t>(r)];
-    const bool missing =
-        m.link == nullptr || m.link->state() == PeerLink::State::kUnconnected;
+    const bool missing = m.link == nullptr || m.link->cut();
     if (m.needed && missing) {
       any = true;
       askForAddress(r);
@@ -531,8 +530,8 @@ void GroupImpl::onAddressText(int rank, const std::string& text) {
   }
   if (m.link == nullptr) {
     reach(rank, address);
-  } else if (m.link->state() == PeerLink::State::kUnconnected) {
-    m.link->onPeerAddresses(text);
+  } else if (m.link->cut()) {
+    m.link->onStoredAddresses(text);
   }
 }
 
@@ -688,11 +687,11 @@ void GroupImpl::setTopology(std::shared_ptr<const Topology> topology) {
 }
 
 // A collective waits for all members even if the peer's link exists, see the
-// header. need() is called for a link that is not connected yet, which starts
-// the timer that looks for a new address.
+// header. need() is called for a link that is not connected, which starts the
+// timer that looks for a new address.
 void GroupImpl::postWhenKnown(Record& record, bool collective) {
   Member& m = members_[static_cast<size_t>(record.peer())];
-  if (m.link == nullptr || m.link->state() == PeerLink::State::kUnconnected) {
+  if (m.link == nullptr || m.link->cut()) {
     need(record.peer());
   }
   if (collective && !membersKnown_) {
@@ -1009,6 +1008,16 @@ void GroupImpl::tell(const Notice& notice, PeerLink& link) {
 void GroupImpl::onLinkUp(PeerLink& link) {
   for (const auto& [sequence, notice] : told_) {
     tell(notice, link);
+  }
+}
+
+// If the addresses of both ends have changed, only the store can tell them.
+void GroupImpl::onLinkCut(const PeerLink& link) {
+  const auto member = std::ranges::find(
+      members_, &link, [](const Member& m) { return m.link; });
+  if (member != members_.end() &&
+      !(collectives_.empty() && pointToPoints_.empty())) {
+    need(static_cast<int>(member - members_.begin()));
   }
 }
 

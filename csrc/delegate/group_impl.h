@@ -154,6 +154,7 @@ class GroupImpl final : public Group,
   Report report() const;
   // A first connection to this process: it may have missed some news.
   void onLinkUp(PeerLink& link);
+  void onLinkCut(const PeerLink& link);
   void onLinkClosed(const PeerLink& link);
 
  private:

@@ -98,6 +98,7 @@ class LinkHost {
   // The link's address is known: who called from it before may come in.
   virtual void letIn(PeerLink& link) = 0;
   virtual void onLinkUp(PeerLink& link) = 0; // for the first time
+  virtual void onLinkCut(PeerLink& link) = 0; // its last connection is lost
   virtual void onLinkClosed(PeerLink& link, const Status& why) = 0;
   virtual void onControl(
       PeerLink& link,

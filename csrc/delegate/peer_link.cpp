@@ -76,6 +76,7 @@ void PeerLink::setAddress(
     return;
   }
   address_ = address;
+  storedAddresses_ = address.toString();
   secret_ = secret;
   globalRank_ = globalRank;
   if (!sameHost()) {
@@ -93,6 +94,17 @@ void PeerLink::setAddress(
   datagrams_.offer();
   verbs_.offer();
   relays_.offer();
+}
+
+bool PeerLink::cut() const {
+  return usable() && tcp_.failover().live() == 0;
+}
+
+void PeerLink::onStoredAddresses(const std::string& text) {
+  if (storedAddresses_ != text) {
+    storedAddresses_ = text;
+    onPeerAddresses(text);
+  }
 }
 
 void PeerLink::onPeerAddresses(const std::string& text) {
@@ -181,7 +193,10 @@ void PeerLink::onPathClosed(Path& path, const Status& why) {
   connectorOf(path).onPathClosed(path, why);
   host_.destroyLater(paths_.remove(path));
   useChanged();
-  if (usable() && leaving_ && tcp_.failover().live() == 0) {
+  if (cut() && path.kind() == PathKind::kTcp) {
+    host_.onLinkCut(*this);
+  }
+  if (cut() && leaving_) {
     // It has gone too, maybe before it could acknowledge our goodbye.
     loop().post([this, alive = std::weak_ptr<void>(alive_)] {
       if (alive.lock()) {

@@ -80,10 +80,15 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   void leave();
   // A caller has proved that it is this peer, and its connection is here.
   void onIncoming(const HelloInfo& hello, StreamSocket socket);
-  // The peer says that its addresses are these now. The text is the peer's word
-  // or the store's. It counts only with the same uid and as many addresses as
-  // before: routes are pairs of places in the two lists.
+  // Whether no connection stands: none has so far, or the last one is lost.
+  bool cut() const;
+  // The peer says that its addresses are these now. The text counts only with
+  // the same uid and as many addresses as before: routes are pairs of places in
+  // the two lists.
   void onPeerAddresses(const std::string& text);
+  // The same in the store's words. They count only if the store has not said
+  // them before: they may be older than the peer's own.
+  void onStoredAddresses(const std::string& text);
 
   // Moves frames from the channel to the paths; the engine calls it once per
   // turn for links that have something. One call moves a limited share, and
@@ -140,6 +145,7 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   Channel channel_;
   Status closedBecause_;
   std::optional<TimePoint> heardAt_; // on paths that are closed now
+  std::string storedAddresses_; // what the store said last
   TimePoint neededSince_ = kNever; // interest, and never connected
   TimerId channelTimer_ = 0;
   TimePoint channelTimerAt_ = kNever;

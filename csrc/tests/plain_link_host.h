@@ -101,6 +101,7 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
   void membersMoved() override {}
   void letIn(PeerLink&) override {}
   void onLinkUp(PeerLink&) override {}
+  void onLinkCut(PeerLink&) override {}
   void onLinkClosed(PeerLink&, const Status&) override {}
   void onControl(PeerLink&, std::span<const std::byte>) override {}
   std::vector<Uid> relaysTo(const Link&) const override {
