@@ -140,6 +140,27 @@ TEST(verbs_path_ends_with_the_reason_of_a_failed_send) {
   CHECK_EQ(lone.end(), "fake0 -> fake1: transport retry counter exceeded");
 }
 
+// What it has sent is there, but the acknowledgement is lost with all that the
+// far end sends: no send of ours is left to show it.
+TEST(verbs_path_that_waits_for_an_acknowledgement_finds_silence) {
+  Lone lone;
+  const auto completed = [&] {
+    PathStats stats;
+    lone.user.path().fill(stats);
+    return stats.verbs->completed;
+  };
+  lone.user.run([&] {
+    lone.user.channel.setClasses(1, uint8_t{0xf});
+    lone.user.send("not acknowledged");
+  });
+  lone.user.until("it is sent", [&] { return completed() >= 2; });
+  lone.user.run([&] { CHECK(lone.user.path().usable()); });
+  lone.fake.silence(lone.number, true);
+  lone.user.until("it is silent", [&] { return !lone.user.path().usable(); });
+  lone.fake.silence(lone.number, false);
+  lone.user.until("it is heard", [&] { return lone.user.path().usable(); });
+}
+
 TEST(silence_limit_follows_slow_answers) {
   SilenceLimit silence(40ms);
   CHECK_EQ(silence.limit().count(), Nanos(40ms).count());

@@ -419,6 +419,19 @@ Nanos VerbsPath::silentAfter() const {
   return oldest ? limit + readTime_.of(*oldest) : limit;
 }
 
+// All sends have completed, but the far end has not acknowledged their frames.
+// It may be busy; or what it has sent since, or wants to read, is lost. Only
+// another send tells which.
+TimePoint VerbsPath::probeAt() const {
+  if (!usable() || pending_.count != 0) {
+    return kNever;
+  }
+  const TimePoint since = channel_.waitingSince(id());
+  return since == kNever ? kNever
+                         : std::max({since, pending_.since, probedAt_}) +
+          silenceLimit_.limit() / 2;
+}
+
 void VerbsPath::armTimer() {
   loop_.cancel(timer_);
   timer_ = 0;
@@ -427,6 +440,8 @@ void VerbsPath::armTimer() {
     at = startedAt_ + config_.proveWithin;
   } else if (pending_.count != 0) {
     at = pending_.since + (silent_ ? config_.closeAfter : silentAfter());
+  } else {
+    at = probeAt();
   }
   if (at != kNever) {
     timer_ = loop_.at(at, [this] {
@@ -449,6 +464,13 @@ void VerbsPath::onTimer() {
   if (!proven_ && now >= startedAt_ + config_.proveWithin) {
     close(Status(StatusCode::kNetwork, "nothing came through: " + where()));
     return;
+  }
+  if (probeAt() <= now) {
+    probedAt_ = now;
+    if (const Status status = sender_.probe(posted_); !status.ok()) {
+      close(status);
+      return;
+    }
   }
   if (proven_ && !silent_ && pending_.count != 0 &&
       now >= pending_.since + silentAfter()) {

@@ -157,6 +157,7 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   void afterSending(const Status& status);
   void answered();
   Nanos silentAfter() const;
+  TimePoint probeAt() const;
   void prove();
   void armTimer();
   void onTimer();
@@ -174,6 +175,7 @@ class VerbsPath final : public RoutePath, public Handler, public Poller {
   ReadTime readTime_;
   bool proven_ = false;
   bool silent_ = false;
+  TimePoint probedAt_{};
   bool avoided_ = false;
   TimePoint startedAt_, heardAt_;
 

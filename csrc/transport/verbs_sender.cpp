@@ -106,6 +106,14 @@ Status VerbsSender::greet(uint32_t posted) {
   return postSlot(posted);
 }
 
+Status VerbsSender::probe(uint32_t posted) {
+  if (!mayPost(1)) {
+    return Status();
+  }
+  openSlot();
+  return postSlot(posted);
+}
+
 Status VerbsSender::tellPosted(uint32_t posted) {
   if (posted - told_ < VerbsEnd::kSlots / 2 || !mayPost(0)) {
     return Status();

@@ -60,6 +60,9 @@ class VerbsSender {
   Status tellPosted(uint32_t posted);
   // The first send of a path: it has no frame.
   Status greet(uint32_t posted);
+  // A send without a frame, only to have its completion, if the far end has a
+  // receive to spare.
+  Status probe(uint32_t posted);
   // What a fault has held back, if it is due.
   Status releaseHeld();
   // Breaks the path if a rule says so now, and releases what is due otherwise.
