@@ -46,6 +46,7 @@ struct VerbsFake::World {
   std::mutex mutex;
   std::condition_variable answers;
   size_t hanging = 0;
+  bool keeps = false; // queue pairs
   std::vector<std::shared_ptr<Life>> devices, past;
   std::map<std::string, std::weak_ptr<Device>> open;
   size_t openDevices = 0;
@@ -141,6 +142,7 @@ class QueuePair final : public VerbsQueuePair {
   ~QueuePair() override {
     std::unique_lock lock(world_->mutex);
     world_->answer(lock, *device_);
+    world_->answers.wait(lock, [this] { return !world_->keeps; });
     world_->queuePairs.erase(number_);
   }
 
@@ -620,6 +622,12 @@ void VerbsFake::hang(const std::string& device, bool hangs) {
 size_t VerbsFake::hanging() const {
   std::lock_guard lock(world_->mutex);
   return world_->hanging;
+}
+
+void VerbsFake::keep(bool keeps) {
+  std::lock_guard lock(world_->mutex);
+  world_->keeps = keeps;
+  world_->answers.notify_all();
 }
 
 void VerbsFake::silence(uint32_t queuePair, bool silent) {

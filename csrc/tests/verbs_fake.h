@@ -51,6 +51,9 @@ class VerbsFake final : public VerbsApi {
   // Calls that do not return now.
   size_t hanging() const;
 
+  // Destroying a queue pair does not return until this is false again.
+  void keep(bool keeps);
+
   // The network drops all that is for this queue pair: what others send to it,
   // and the answers to what it sends. Both go on when it ends, as retries do.
   void silence(uint32_t queuePair, bool silent);

@@ -492,6 +492,53 @@ class Busy {
   std::promise<void> begun_, ended_;
 };
 
+// A device may keep a queue pair for seconds, and flushes its requests at once.
+TEST(verbs_path_that_is_closed_waits_for_no_device_to_let_go) {
+  constexpr size_t kBytes = 1u << 20;
+  ReadingPair pair(1, {60s, 60s});
+  const auto sent = [&](size_t side) {
+    PathStats stats;
+    pair.users[side].path().fill(stats);
+    return stats.verbs->sends;
+  };
+  const std::string content = pattern(kBytes, 3);
+  test::TestSend* send = nullptr;
+  test::TestRecv* recv = nullptr;
+  pair.users[1].run([&] { recv = &pair.users[1].receive(kBytes); });
+  pair.lend(1, recv->content.data(), kBytes);
+  pair.users[0].run([&] { send = &pair.users[0].sends.emplace_back(content); });
+  pair.lend(0, send->content.data(), kBytes);
+  // From the grant on, nothing comes to the sender, and no read is answered.
+  Busy receiver(pair.users[1]);
+  const uint64_t before = sent(1);
+  pair.users[0].run(
+      [&] { pair.users[0].channel.send(send, pair.users[0].loop.now()); });
+  pair.users[0].until("the offer is sent", [&] { return sent(0) > 1; });
+  Busy sender(pair.users[0]);
+  receiver.release();
+  pair.users[1].until("it is granted", [&] { return sent(1) > before; });
+  pair.fake.silence(pair.numbers[0], true);
+  sender.release();
+  pair.users[1].until("it reads", [&] {
+    return static_cast<VerbsPath&>(pair.users[1].path()).inMidst();
+  });
+  pair.fake.keep(true);
+  const Status why(StatusCode::kAborted, "its interface is down");
+  for (test::PathUser& user : pair.users) {
+    user.run([&] { user.path().close(why); });
+  }
+  try {
+    pair.connect();
+    pair.users[1].until("it is received", [&] { return recv->ends == 1; });
+  } catch (...) {
+    pair.fake.keep(false);
+    throw;
+  }
+  pair.fake.keep(false);
+  pair.users[1].run([&] { CHECK(recv->content == content); });
+  pair.users[0].until("it is sent", [&] { return send->ends == 1; });
+}
+
 // All that the receiver sends is lost, and so would be its reads: they would
 // keep their places until the path is closed, long after the chunks have come
 // over another one.

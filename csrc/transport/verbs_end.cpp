@@ -2,7 +2,10 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <thread>
 #include <utility>
+#include <vector>
 
 #include "transport/verbs_loans.h"
 
@@ -75,6 +78,29 @@ VerbsEnd::~VerbsEnd() {
     (void)queuePair_->fence();
     queuePair_.reset();
   }
+}
+
+bool VerbsEnd::settle(uint64_t request, Nanos limit) {
+  constexpr Nanos kPause = std::chrono::microseconds(100);
+  if (!queuePair_->fence().ok()) {
+    return false;
+  }
+  const TimePoint end = std::chrono::steady_clock::now() + limit;
+  std::vector<VerbsCompletion> completions;
+  while (queuePair_->poll(completions, kSlots).ok()) {
+    if (std::ranges::find(completions, request, &VerbsCompletion::request) !=
+        completions.end()) {
+      return true;
+    }
+    if (completions.empty()) {
+      if (std::chrono::steady_clock::now() > end) {
+        return false;
+      }
+      std::this_thread::sleep_for(kPause);
+    }
+    completions.clear();
+  }
+  return false;
 }
 
 Status VerbsEnd::send(uint32_t slot, size_t bytes) {

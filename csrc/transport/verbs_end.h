@@ -6,6 +6,7 @@
 #include <span>
 
 #include "base/status.h"
+#include "base/time.h"
 #include "transport/verbs_api.h"
 
 namespace resilient {
@@ -40,7 +41,8 @@ class VerbsEnd {
       const VerbsPort& port,
       VerbsQueuePairConfig config,
       std::unique_ptr<VerbsEnd>& end);
-  // Fences the queue pair first. May block if the device does not answer.
+  // Fences the queue pair first. May block if the device does not answer, and
+  // some devices keep a queue pair for seconds.
   ~VerbsEnd();
   VerbsEnd(const VerbsEnd&) = delete;
   VerbsEnd& operator=(const VerbsEnd&) = delete;
@@ -74,6 +76,10 @@ class VerbsEnd {
   VerbsMemory& memory() {
     return *registered_;
   }
+  // Fences the queue pair, and waits for the completion of this request, which
+  // nobody else may take. True: it has come, so the device is done with all
+  // that was posted up to it. Blocks.
+  bool settle(uint64_t request, Nanos limit);
 
   // The request numbers of receives and of reads begin here, those of sends
   // with 0.

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "base/log.h"
+#include "transport/verbs_end.h"
 
 namespace resilient {
 
@@ -368,14 +369,22 @@ void VerbsLoans::giveUp() {
   }
 }
 
+// To destroy a queue pair may take seconds: the kernel's own devices wait for
+// the packets that an interface without a carrier keeps.
 void VerbsLoans::destroy(
-    std::shared_ptr<void> object,
-    std::function<void()> gone) {
-  std::thread([object = std::move(object),
-               gone = std::move(gone),
+    std::shared_ptr<VerbsEnd> end,
+    std::optional<uint64_t> lastRead,
+    std::function<void()> settled) {
+  constexpr Nanos kSettleWithin = std::chrono::seconds(1);
+  std::thread([end = std::move(end),
+               lastRead,
+               settled = std::move(settled),
                calls = calls_]() mutable {
-    object.reset();
-    LoopCalls::post(calls, std::move(gone));
+    if (lastRead && !end->settle(*lastRead, kSettleWithin)) {
+      end.reset();
+    }
+    LoopCalls::post(calls, std::move(settled));
+    end.reset();
   }).detach();
 }
 

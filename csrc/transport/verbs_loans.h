@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <span>
 #include <string>
@@ -18,6 +19,8 @@
 #include "transport/verbs_api.h"
 
 namespace resilient {
+
+class VerbsEnd;
 
 // The memory of operations, lent to RDMA devices while the operations run.
 // There it lies for the devices of other ranks to read, and for ours to write
@@ -92,8 +95,13 @@ class VerbsLoans {
       Loan loan,
       std::function<void(const Status&)> gone,
       std::function<std::shared_ptr<void>()> hold = nullptr);
-  // Destroys an object of a device on a thread of its own, then calls `gone`.
-  void destroy(std::shared_ptr<void> object, std::function<void()> gone);
+  // Destroys an end on a thread of its own. Calls `settled` when nothing lands
+  // any more of what it has been asked to read: after the completion of the
+  // last read, which nobody else may take, or at once if there is none.
+  void destroy(
+      std::shared_ptr<VerbsEnd> end,
+      std::optional<uint64_t> lastRead,
+      std::function<void()> settled);
   // No call of revoke() is open.
   bool settled() const {
     return waiting_.empty();

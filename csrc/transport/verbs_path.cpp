@@ -96,8 +96,8 @@ void VerbsPath::fill(PathStats& stats) const {
 }
 
 // The device may take its time to let go of the end, so a thread waits for it.
-// Until then, what was being read may still land. The channel outlives the
-// loop's turns.
+// What is being read may land until its completion has come. The channel
+// outlives the loop's turns.
 void VerbsPath::end() {
   loop_.cancel(timer_);
   loop_.cancel(faultTimer_);
@@ -108,8 +108,17 @@ void VerbsPath::end() {
     std::thread([end = std::move(end_)]() mutable { end.reset(); }).detach();
     return;
   }
+  std::optional<uint64_t> lastRead = reads_.newest();
+  const auto isLast = [&](const VerbsCompletion& c) {
+    return c.request == lastRead;
+  };
+  if (std::ranges::any_of(completions_, isLast) ||
+      std::ranges::any_of(taken_, isLast)) {
+    lastRead.reset(); // polled already
+  }
   config_.loans->destroy(
       std::shared_ptr<VerbsEnd>(std::move(end_)),
+      lastRead,
       [&channel = channel_, id = id()] { channel.endPins(id); });
 }
 

@@ -37,6 +37,10 @@ std::optional<uint32_t> VerbsReads::oldest() const {
                                : std::optional(found->header.payloadBytes);
 }
 
+std::optional<uint64_t> VerbsReads::newest() const {
+  return bytes_ == 0 ? std::nullopt : std::optional(next_ - 1);
+}
+
 // The claims of the far end: the size must fit the buffer, and the device
 // checks the address and the key.
 Status VerbsReads::start(const std::byte* data, TimePoint now) {

@@ -49,6 +49,8 @@ class VerbsReads {
   }
   // The size of the oldest that is under way.
   std::optional<uint32_t> oldest() const;
+  // The request of the newest.
+  std::optional<uint64_t> newest() const;
 
   // `data`: the header of a frame, and a reference, as they came. `now`: of
   // their arrival.
