@@ -375,7 +375,7 @@ void VerbsLoans::destroy(
     std::shared_ptr<VerbsEnd> end,
     std::optional<uint64_t> lastRead,
     std::function<void()> settled) {
-  constexpr Nanos kSettleWithin = std::chrono::seconds(1);
+  static constexpr Nanos kSettleWithin = std::chrono::seconds(1);
   std::thread([end = std::move(end),
                lastRead,
                settled = std::move(settled),
