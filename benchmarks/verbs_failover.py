@@ -208,7 +208,7 @@ def measure(quick: bool, seed: int) -> Iterator[Row]:
                 yield summary(case, load, seed, rows)
 
 
-def summary(case: Case, load: str, seed: int, rows: Sequence[Row]) -> Row:
+def summary(case: Case, stream: str, seed: int, rows: Sequence[Row]) -> Row:
     """One row of the table."""
     pauses = [row["pause_s"] for row in rows]
     middle, high = median(pauses), quantile(pauses, 0.99)
@@ -216,7 +216,7 @@ def summary(case: Case, load: str, seed: int, rows: Sequence[Row]) -> Row:
     few = case.lost_max is None or all(row["lost"] <= case.lost_max for row in rows)
     return {
         "fault": case.name,
-        "load": load,
+        "stream": stream,
         "seed": seed,
         "repetitions": len(rows),
         "median_s": middle,
@@ -235,7 +235,7 @@ def summary(case: Case, load: str, seed: int, rows: Sequence[Row]) -> Row:
 def describe_row(row: Row) -> str:
     """One line for people."""
     return (
-        f"{row['fault']:<25} {row['load']:<6} x {row['repetitions']:<2}: pause median "
+        f"{row['fault']:<25} {row['stream']:<6} x {row['repetitions']:<2}: pause median "
         f"{row['median_s'] * 1e3:4.0f} ms (limit {row['median_max_s'] * 1e3:.0f}), p99 "
         f"{row['p99_s'] * 1e3:4.0f} (limit {row['p99_max_s'] * 1e3:.0f}); without a fault "
         f"{row['base_s'] * 1e3:3.0f}; silent {row['silent']}, lost {row['lost']}, "
