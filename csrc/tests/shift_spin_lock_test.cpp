@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -36,6 +37,41 @@ TEST(a_spin_lock_excludes) {
   CHECK_EQ(count, int64_t{3} * kTimes);
 }
 
+// The first thread owns the lock, until the second one comes.
+TEST(a_spin_lock_excludes_its_owner) {
+  constexpr int kTimes = 2'000;
+  for (int round = 0; round < 50; ++round) {
+    SpinLock lock;
+    int64_t count = 0;
+    std::atomic<int> begun{0};
+    std::vector<std::jthread> threads;
+    const auto add = [&](auto guard) {
+      for (int k = 0; k < kTimes; ++k) {
+        auto held = guard();
+        ++count;
+      }
+    };
+    threads.emplace_back([&] {
+      {
+        const DataGuard first(lock);
+      }
+      ++begun;
+      add([&] { return std::make_unique<DataGuard>(lock); });
+    });
+    while (begun == 0) {
+      std::this_thread::yield();
+    }
+    threads.emplace_back([&] { add([&] { return std::unique_lock(lock); }); });
+    if (round % 2 == 0) {
+      threads.emplace_back(
+          [&] { add([&] { return std::make_unique<DataGuard>(lock); }); });
+    }
+    const auto expected = static_cast<int64_t>(threads.size()) * kTimes;
+    threads.clear();
+    CHECK_EQ(count, expected);
+  }
+}
+
 // A program that polls a queue without end holds its lock most of the time. A
 // switch to another path waited for it for 100 ms.
 TEST(a_spin_lock_goes_to_the_control_thread_first) {
@@ -57,8 +93,9 @@ TEST(a_spin_lock_goes_to_the_control_thread_first) {
     waited.push_back(polls.load() - before);
   }
   std::ranges::sort(waited);
-  // Single ones are longer: this thread may lose its processor.
-  CHECK(waited[waited.size() / 2] <= 400);
+  // Some five rounds of the poller, which pass while a barrier goes through all
+  // threads. Single ones are longer: this thread may lose its processor.
+  CHECK(waited[waited.size() / 2] <= 4000);
 }
 
 } // namespace
