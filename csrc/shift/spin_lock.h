@@ -24,11 +24,11 @@ class SpinLock {
  public:
   // Before all threads of the data path.
   void lock() {
+    waiting_.fetch_add(1, std::memory_order_relaxed);
     others_.fetch_add(1, std::memory_order_relaxed);
     if (!shared_.load(std::memory_order_acquire)) {
-      awaitOwner();
+      awaitOwner(); // who waits for us: the barrier takes its time
     }
-    waiting_.fetch_add(1, std::memory_order_relaxed);
     take();
     waiting_.fetch_sub(1, std::memory_order_relaxed);
   }

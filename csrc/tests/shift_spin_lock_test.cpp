@@ -93,9 +93,9 @@ TEST(a_spin_lock_goes_to_the_control_thread_first) {
     waited.push_back(polls.load() - before);
   }
   std::ranges::sort(waited);
-  // Some five rounds of the poller, which pass while a barrier goes through all
-  // threads. Single ones are longer: this thread may lose its processor.
-  CHECK(waited[waited.size() / 2] <= 4000);
+  // Less than a round of the poller. Single ones are longer: this thread may
+  // lose its processor.
+  CHECK(waited[waited.size() / 2] <= 1000);
 }
 
 } // namespace
