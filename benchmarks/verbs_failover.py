@@ -1,8 +1,11 @@
 """How long a stream over RDMA pauses at each kind of failure, in the verbs lab.
 
     python benchmarks/verbs_failover.py
+    torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        benchmarks/verbs_failover.py --job idle
 
-Needs root and what `make verbs-lab` builds.
+Needs root and what `make verbs-lab` builds. As the program of a job of two ranks, it only needs
+hosts with RDMA devices: make the failures yourself.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ A path that is lost again and again waits longer before it returns, up to hold_d
 failures are measured with 0.5 s, so that the next one finds the path there; flapping with the
 default, and a path may be lost five times.
 
+With --job it streams between the two ranks of the job without end, and rank 0 prints once a second
+the longest pause, how many RDMA paths carry ("up"), and these counts. Switch interfaces off and on.
+
 Median and 99th percentile are compared with the limits; with few repetitions, the latter is the
 maximum. Exit status 1 if one is missed or a message is wrong.
 """
@@ -48,6 +54,7 @@ FAULT_S = 0.7
 FLAP_S = 30.0
 HOLD_DOWN_MAX_S = 0.5
 TICK_S = 0.05
+JOB_TICK_S = 1.0
 NICS = ("eth0", "eth1")
 SIZES = {"idle": 8, "loaded": 1 << 20}
 PERIODS_S = {"idle": 0.002, "loaded": 0.0}
@@ -82,8 +89,13 @@ CASES = [
 # ---- in a guest
 
 
+def settings_of(load: str, tick_s: float) -> dict[str, Any]:
+    """Of worker()."""
+    return {"bytes": SIZES[load], "period_s": PERIODS_S[load], "tick_s": tick_s}
+
+
 def worker(settings: dict[str, Any]) -> None:
-    """A rank: the sender, or the receiver, which reports every TICK_S."""
+    """A rank: the sender, or the receiver, which reports every `tick_s`."""
     import torch
     import torch.distributed as dist
 
@@ -105,7 +117,7 @@ def worker(settings: dict[str, Any]) -> None:
             now_s = time.monotonic()
             longest_s, last_s = max(longest_s, now_s - last_s), now_s
             wrong += not torch.equal(message, pattern + number)
-            if now_s > told_s + TICK_S:
+            if now_s > told_s + settings["tick_s"]:
                 paths = [p for p in torch_resilient.stats().peers[0].paths if p.kind == "rdma"]
                 silent = sum(p.times_suspect for p in paths)
                 lost = silent + sum(p.reconnects for p in paths)
@@ -130,7 +142,7 @@ class Stream:
             __file__,
             list(lab.guests.values()),
             lab.control,
-            {"bytes": SIZES[load], "period_s": PERIODS_S[load]},
+            settings_of(load, TICK_S),
             environment=environment,
             port=next(ports),
         )
@@ -251,8 +263,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_common_arguments(parser)
     parser.add_argument("--seed", type=int, default=1, help="of the order")
+    parser.add_argument(
+        "--job", choices=list(SIZES), help="this is a rank of a job: stream, and report pauses"
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
+    if options.job:
+        worker(settings_of(options.job, JOB_TICK_S))
+        return 0
     if options.worker:
         worker(json.loads(options.worker))
         return 0

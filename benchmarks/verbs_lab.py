@@ -93,17 +93,28 @@ def perftest(lab: VerbsLab, program: str, *options: str, before: Sequence[str] =
                         break
             finally:
                 server.kill()
-        said = done.stdout + done.stderr
-        # On a busy machine it cannot always find out the processor's frequency.
-        if " inf " in said or "Can't produce a report" in said:
-            continue
-        rows = [line.split() for line in done.stdout.splitlines()]
-        row = next((row for row in reversed(rows) if row and row[0].isdigit()), None)
-        if done.returncode != 0 or row is None:
-            raise RuntimeError(f"{program}: {said}")
-        added = done.stderr.splitlines()[-1].split() if before else []
-        return [float(word) for word in (*row, *added)]
+        numbers = numbers_of(program, done, timed=bool(before))
+        if numbers is not None:
+            return numbers
     raise RuntimeError(f"{program}: no times; the machine is too busy")
+
+
+def numbers_of(
+    program: str, done: subprocess.CompletedProcess[str], *, timed: bool
+) -> list[float] | None:
+    """The row of numbers that the client has printed, and those that `timed` has added.
+
+    None: it has no times. On a busy machine it cannot always find out the processor's frequency.
+    """
+    said = done.stdout + done.stderr
+    if " inf " in said or "Can't produce a report" in said:
+        return None
+    rows = [line.split() for line in done.stdout.splitlines()]
+    row = next((row for row in reversed(rows) if row and row[0].isdigit()), None)
+    if done.returncode != 0 or row is None:
+        raise RuntimeError(f"{program}: {said}")
+    added = done.stderr.splitlines()[-1].split() if timed else []
+    return [float(word) for word in (*row, *added)]
 
 
 def speeds(lab: VerbsLab, quick: bool) -> Iterator[Row]:

@@ -1,14 +1,21 @@
 """Streams and ping-pongs over RDMA, in turns with perftest of the same size and depth.
 
     python benchmarks/verbs_speed.py
+    torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint HOST:PORT \\
+        benchmarks/verbs_speed.py --job
 
-Needs root, perftest, and what `make verbs-lab` builds.
+Needs root, perftest, and what `make verbs-lab` builds. As the program of a job of two ranks, it
+needs hosts with RDMA devices, and perftest on both.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +45,8 @@ from the processor's counter, as it does elsewhere (csrc/tests/verbs/guest_clock
 Never compare with TCP here: Soft-RoCE handles each packet in software, and TCP hands over many at a
 time.
 
+With --job it measures the hosts of the job instead, without "two NICs"; rank 1 prints the lines.
+
 Exit status 1 if a limit is missed (medians): 16 MiB 0.85, 64 KiB 0.75, ping-pong 1.5, two NICs 1.8.
 """
 
@@ -50,6 +59,8 @@ STREAMS: list[Stream] = [
 ]
 PING_BYTES, PINGS = 8, 1000
 LIMITED_BYTES_PER_S = 20e6
+# Of perftest in a job.
+job_ports = itertools.count(18515)
 # perftest's MB.
 MIB = float(1 << 20)
 LIMIT_S = 120.0
@@ -208,45 +219,57 @@ def interleaved(
     }
 
 
+def against_perftest(
+    rounds: int, perftest: Callable[..., list[float]], ask: Callable[..., Row]
+) -> Iterator[Row]:
+    """The rows of streams and ping-pongs.
+
+    perftest: numbers of a program with these options, and of a command put before it. ask: the
+    row of a stream or of ping-pongs.
+    """
+    for size, depth, count, program, options in STREAMS:
+
+        def bandwidth(program: str = program, options: tuple[str, ...] = options) -> list[float]:
+            numbers = perftest(program, *options, before=TIMED)
+            sent = numbers[0] * numbers[1] / 1e9
+            return [numbers[3] * MIB, (numbers[-2] + numbers[-1]) / sent]
+
+        def sends(size: int = size, depth: int = depth, count: int = count) -> list[float]:
+            row = ask("stream", size, depth, count)
+            return [row["bytes_per_s"], row["cpu_s"] / (size * count / 1e9)]
+
+        sends()
+        row = interleaved(f"stream {format_size(size)}", rounds, bandwidth, sends)
+        row["cpu_s_per_gb"], row["perftest_cpu_s_per_gb"] = (
+            row.pop("ours_second"),
+            row.pop("theirs_second"),
+        )
+        yield row
+
+    def latency() -> list[float]:
+        numbers = perftest("ib_send_lat", "-s", str(PING_BYTES), "-n", str(PINGS))
+        return [numbers[4] * 1e-6, numbers[7] * 1e-6]
+
+    def pings() -> list[float]:
+        row = ask("pingpong", PING_BYTES, PINGS)
+        return [row["median_s"], row["p99_s"]]
+
+    pings()
+    row = interleaved(f"ping-pong {format_size(PING_BYTES)}", rounds, latency, pings)
+    row["p99_s"], row["perftest_p99_s"] = row.pop("ours_second"), row.pop("theirs_second")
+    yield row
+
+
 def measure(quick: bool) -> Iterator[Row]:
     """All rows, as they come."""
     rounds = 2 if quick else 7
     with VerbsLab() as lab:
         ranks = Ranks(lab, ["eth0"])
-        for size, depth, count, program, options in STREAMS:
 
-            def bandwidth(
-                program: str = program, options: tuple[str, ...] = options
-            ) -> list[float]:
-                numbers = verbs_lab.perftest(lab, program, *options, before=TIMED)
-                sent = numbers[0] * numbers[1] / 1e9
-                return [numbers[3] * MIB, (numbers[-2] + numbers[-1]) / sent]
+        def perftest(program: str, *options: str, before: Sequence[str] = ()) -> list[float]:
+            return verbs_lab.perftest(lab, program, *options, before=before)
 
-            def sends(size: int = size, depth: int = depth, count: int = count) -> list[float]:
-                row = ranks.ask("stream", size, depth, count)
-                return [row["bytes_per_s"], row["cpu_s"] / (size * count / 1e9)]
-
-            sends()
-            row = interleaved(f"stream {format_size(size)}", rounds, bandwidth, sends)
-            row["cpu_s_per_gb"], row["perftest_cpu_s_per_gb"] = (
-                row.pop("ours_second"),
-                row.pop("theirs_second"),
-            )
-            yield row
-
-        def latency() -> list[float]:
-            options = ("-s", str(PING_BYTES), "-n", str(PINGS))
-            numbers = verbs_lab.perftest(lab, "ib_send_lat", *options)
-            return [numbers[4] * 1e-6, numbers[7] * 1e-6]
-
-        def pings() -> list[float]:
-            row = ranks.ask("pingpong", PING_BYTES, PINGS)
-            return [row["median_s"], row["p99_s"]]
-
-        pings()
-        row = interleaved(f"ping-pong {format_size(PING_BYTES)}", rounds, latency, pings)
-        row["p99_s"], row["perftest_p99_s"] = row.pop("ours_second"), row.pop("theirs_second")
-        yield row
+        yield from against_perftest(rounds, perftest, ranks.ask)
         ranks.close()
         yield two_nics(lab, rounds)
 
@@ -268,6 +291,86 @@ def two_nics(lab: VerbsLab, rounds: int) -> Row:
         lab.networks[name].set(rate_bytes_per_s=None)
     del row["ours_second"], row["theirs_second"]
     return row
+
+
+# ---- as the program of a job
+
+
+def job_path() -> Any:
+    """The RDMA path to the other rank, as soon as it carries.
+
+    Raises RuntimeError if there are not two ranks, or RDMA does not carry in time.
+    """
+    import torch.distributed as dist
+
+    import torch_resilient
+
+    if dist.get_world_size() != 2:
+        raise RuntimeError(f"--job needs two ranks, and has {dist.get_world_size()}")
+    deadline = time.monotonic() + LIMIT_S
+    while rdma_up(torch_resilient.stats()) == 0:
+        if time.monotonic() > deadline:
+            raise RuntimeError("no RDMA between the ranks: run torch-resilient doctor as the job")
+        time.sleep(0.05)
+    paths = torch_resilient.stats().peers[0].paths
+    return next(path for path in paths if path.kind == "rdma" and path.state == "up")
+
+
+def run_client(command: Sequence[str], program: str, *, timed: bool) -> list[float] | None:
+    """As verbs_lab.numbers_of(); waits for the server."""
+    for _ in range(verbs_lab.TRIES):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if "Couldn't connect" not in done.stdout + done.stderr:
+            break
+        time.sleep(0.05)
+    return verbs_lab.numbers_of(program, done, timed=timed)
+
+
+def measure_job(quick: bool, added: Sequence[str]) -> Iterator[Row]:
+    """The rows between the two ranks of a job. Those of rank 0 are without meaning.
+
+    added: options for all programs of perftest.
+    """
+    import torch
+    import torch.distributed as dist
+
+    import torch_resilient
+
+    torch.set_num_threads(1)
+    dist.init_process_group("resilient")
+    rank = dist.get_rank()
+    dist.barrier()
+    path = job_path()
+    tcp = next(p for p in torch_resilient.stats().peers[0].paths if p.kind == "tcp")
+    address = tcp.remote_address.rpartition(":")[0].strip("[]")
+
+    def perftest(program: str, *options: str, before: Sequence[str] = ()) -> list[float]:
+        for _ in range(verbs_lab.TRIES):
+            port = ("-p", str(next(job_ports)))
+            command = [program, "-d", path.rdma.device, *options, *added, *port]
+            count = torch.zeros(1, dtype=torch.int64)
+            if rank == 0:
+                null = subprocess.DEVNULL
+                with subprocess.Popen(command, stdout=null, stderr=null) as server:
+                    try:
+                        dist.recv(count, 1)
+                    finally:
+                        server.kill()
+                if count:
+                    return [1.0] * int(count)
+            else:
+                numbers = run_client([*before, *command, address], program, timed=bool(before))
+                dist.send(count + len(numbers or []), 0)
+                if numbers is not None:
+                    return numbers
+        raise RuntimeError(f"{program}: no times; the machine is too busy")
+
+    def ask(what: str, *numbers: int) -> Row:
+        return (stream if what == "stream" else ping_pong)(rank, *numbers)
+
+    yield from against_perftest(2 if quick else 7, perftest, ask)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def is_met(row: Row) -> bool:
@@ -306,12 +409,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, epilog=ABOUT, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_common_arguments(parser)
+    parser.add_argument(
+        "--job", action="store_true", help="this is a rank of a job: measure its two hosts"
+    )
+    parser.add_argument(
+        "--perftest",
+        default="",
+        metavar="OPTIONS",
+        help='with --job, for all programs of perftest, such as "-x 3" for an index of addresses',
+    )
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker:
         worker()
         return 0
-    rows = ({**row, "met": is_met(row)} for row in measure(options.quick))
+    found = (
+        measure_job(options.quick, shlex.split(options.perftest))
+        if options.job
+        else measure(options.quick)
+    )
+    if options.job and os.environ.get("RANK") == "0":
+        for _ in found:
+            pass
+        return 0
+    rows = ({**row, "met": is_met(row)} for row in found)
     return show_rows(options, "verbs_speed", rows, describe_row)
 
 

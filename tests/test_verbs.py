@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.verbs]
 
 PROGRAM = Path(__file__).with_name("verbs_program.py")
 LATE_PROGRAM = Path(__file__).with_name("verbs_late_program.py")
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 CANCEL_PROGRAM = Path(__file__).with_name("verbs_cancel_program.py")
 # Far more than anything takes: the machine may be busy.
 LIMIT_S = 90
@@ -401,3 +402,27 @@ def test_the_smaller_mtu_counts(lab: VerbsLab, job: LabJob) -> None:
     job.until(on_both(2), "both carry again", LIMIT_S)
     job.until(both_have, "both ends have the smaller MTU", LIMIT_S)
     end_well(job)
+
+
+def test_benchmark_of_speed_measures_the_hosts_of_its_job(lab: VerbsLab) -> None:
+    command = [sys.executable, str(BENCHMARKS / "verbs_speed.py"), "--job", "--quick"]
+    command += ["--json", "/dev/stdout"]
+    environment = {"PYTHONPATH": str(BENCHMARKS.parent), "TORCH_RESILIENT_INTERFACE": "eth0"}
+    guests = list(lab.guests.values())
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as job:
+        rows = [
+            job.until(lambda row, what=what: row.get("what") == what, what, LIMIT_S)
+            for what in ("stream 16 MiB", "stream 64 KiB", "ping-pong 8 B")
+        ]
+    assert all(row["rank"] == 1 and row["theirs"] > 0 < row["ours"] for row in rows)
+
+
+def test_benchmark_of_failures_tells_the_pauses_of_its_job(lab: VerbsLab) -> None:
+    command = [sys.executable, str(BENCHMARKS / "verbs_failover.py"), "--job", "idle"]
+    environment = {"PYTHONPATH": str(BENCHMARKS.parent), "TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+    guests = list(lab.guests.values())
+    with LabJob(command, guests, lab.control, environment=environment, port=next(PORTS)) as job:
+        job.until(lambda row: row.get("up") == 2, "two RDMA paths", LIMIT_S)
+        lab.networks["eth0"].down()
+        assert job.until(lambda row: row.get("up") == 1, "one is lost", LIMIT_S)["wrong"] == 0
+        lab.networks["eth0"].up()
