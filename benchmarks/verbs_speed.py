@@ -59,7 +59,7 @@ STREAMS: list[Stream] = [
 ]
 PING_BYTES, PINGS = 8, 1000
 LIMITED_BYTES_PER_S = 20e6
-# Of perftest in a job.
+# Ports of perftest in a job.
 job_ports = itertools.count(18515)
 # perftest's MB.
 MIB = float(1 << 20)

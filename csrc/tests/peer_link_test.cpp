@@ -6,7 +6,7 @@
 namespace resilient::test {
 namespace {
 
-// Of a process with one link, which connects to nothing.
+// The host of one link, which connects to nothing.
 class LinkHostOfOne final : public PlainLinkHost {
  public:
   ~LinkHostOfOne() override {

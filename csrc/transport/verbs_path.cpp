@@ -96,7 +96,7 @@ void VerbsPath::fill(PathStats& stats) const {
 }
 
 // The device may take its time to let go of the end, so a thread waits for it.
-// What is being read may land until its completion has come. The channel
+// A read may land until its completion has come. The channel
 // outlives the loop's turns.
 void VerbsPath::end() {
   loop_.cancel(timer_);
