@@ -25,7 +25,7 @@ class SpinLock {
   // Before all threads of the data path.
   void lock() {
     waiting_.fetch_add(1, std::memory_order_relaxed);
-    others_.fetch_add(1, std::memory_order_relaxed);
+    others_.fetch_add(1, std::memory_order_seq_cst);
     if (!shared_.load(std::memory_order_acquire)) {
       awaitOwner(); // who waits for us: the barrier takes its time
     }
@@ -51,7 +51,8 @@ class SpinLock {
     if (owner_.load(std::memory_order_relaxed) == self()) {
       inside_.store(true, std::memory_order_relaxed);
       std::atomic_signal_fence(std::memory_order_seq_cst);
-      if (others_.load(std::memory_order_acquire) == 0) {
+      // In one order with those who have found no owner yet (awaitOwner).
+      if (others_.load(std::memory_order_seq_cst) == 0) {
         return true;
       }
       inside_.store(false, std::memory_order_release);

@@ -72,6 +72,40 @@ TEST(a_spin_lock_excludes_its_owner) {
   }
 }
 
+// Whoever locks before there is an owner asks for no barrier.
+TEST(a_spin_lock_excludes_while_its_owner_comes) {
+  for (int round = 0; round < 2'000; ++round) {
+    SpinLock lock;
+    int64_t count = 0;
+    std::atomic<int> ready{0};
+    const auto add = [&](auto guard) {
+      ++ready;
+      while (ready != 2) {
+      }
+      for (int k = 0; k < 20; ++k) {
+        auto held = guard();
+        ++count;
+      }
+    };
+    std::vector<std::jthread> threads;
+    threads.emplace_back(
+        [&] { add([&] { return std::make_unique<DataGuard>(lock); }); });
+    threads.emplace_back([&] { add([&] { return std::unique_lock(lock); }); });
+    threads.clear();
+    CHECK_EQ(count, int64_t{40});
+  }
+}
+
+TEST(the_owner_of_a_spin_lock_locks_it_as_others_do) {
+  SpinLock lock;
+  for (int k = 0; k < 3; ++k) {
+    {
+      const DataGuard guard(lock);
+    }
+    const std::lock_guard guard(lock);
+  }
+}
+
 // A program that polls a queue without end holds its lock most of the time. A
 // switch to another path waited for it for 100 ms.
 TEST(a_spin_lock_goes_to_the_control_thread_first) {
