@@ -263,10 +263,9 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
     e.datagrams.bytesPerS = path.bytesPerS();
     e.datagramBytesPerS = path.capacityBytesPerS();
   }
-  e.packets = datagrams.packets;
-  e.packetsLost = datagrams.lost;
+  e.packets = datagrams.unqueued;
+  e.packetsLost = datagrams.unqueuedLost;
   e.lossBurstPackets = path.sender()->loss().estimate().burstPackets;
-  e.datagramQueueing = path.sender()->rate().queueing();
   e.datagramsIdle = link_.channel().inFlightBytes(path.id()) == 0;
   e.datagramBurst = link_.channel().lastBurst(path.id());
   e.limited = link_.uplink() != nullptr && link_.uplink()->limit() != nullptr;

@@ -6,8 +6,8 @@
 namespace resilient {
 namespace {
 
-// A share of lost segments that an operator would call a bad link.
-constexpr double kLossy = 1e-3;
+// With this share of lost segments, every other message of 4 MiB waits for one.
+constexpr double kLossy = 2e-4;
 
 // "512 KiB", of a power of two.
 std::string sizeText(uint64_t bytes) {
@@ -22,7 +22,10 @@ std::string numberText(double number) {
 }
 
 std::string percentText(double share) {
-  return numberText(100 * share) + " %";
+  char text[32];
+  std::snprintf(
+      text, sizeof(text), share < 1e-3 ? "%.2f %%" : "%.1f %%", 100 * share);
+  return text;
 }
 
 } // namespace
@@ -34,7 +37,7 @@ TransportChoice::Choice TransportChoice::choose(
   // the processor time.
   constexpr uint64_t kMostWithoutLoss = 4u << 20;
   streamLoss_.observe(e.segments, e.segmentsLost, e.streamQueueing);
-  datagramLoss_.observe(e.packets, e.packetsLost, e.datagramQueueing);
+  datagramLoss_.observe(e.packets, e.packetsLost, /*queueing=*/false);
   losses_.observe(
       datagramLoss_.rate(), e.lossBurstPackets, e.segments, e.segmentsLost);
   observeBursts(e);

@@ -124,13 +124,33 @@ TEST(recent_loss_counts_none_of_a_full_queue) {
   CHECK_EQ(loss.rate(), 0.0);
   loss.observe(1000, 500, true);
   CHECK_EQ(loss.rate(), 0.0);
-  loss.observe(2000, 510, false);
-  CHECK(near(loss.rate(), 0.01, 1e-9));
-  loss.observe(3000, 510, false);
-  CHECK(near(loss.rate(), 0.005, 1e-9));
+  loss.observe(2000, 550, false);
+  CHECK(near(loss.rate(), 100.0 / 1100, 0.005));
   loss.observe(10, 0, false); // the connections are others
-  loss.observe(1010, 0, false);
-  CHECK(near(loss.rate(), 0.0025, 1e-9));
+  loss.observe(30'010, 0, false);
+  CHECK(loss.rate() < 0.001);
+  RecentLoss all;
+  all.observe(1000, 1000, false);
+  CHECK_EQ(all.rate(), 1.0);
+}
+
+// As they are seen: a few at a time.
+TEST(recent_loss_takes_no_chance_for_another_link) {
+  forSeeds(200, [&](uint64_t seed) {
+    Prng prng(mixBits(seed));
+    const double rate = seed % 2 == 0 ? 0.01 : 0.001;
+    RecentLoss loss;
+    uint64_t packets = 0, lost = 0;
+    while (packets < 60'000) {
+      for (uint64_t i = prng.below(60) + 1; i > 0; --i) {
+        ++packets;
+        lost += prng.chance(rate) ? 1 : 0;
+      }
+      loss.observe(packets, lost, false);
+      CHECK(loss.rate() < 0.01 + 3 * rate);
+      CHECK(packets < 10'000 || loss.rate() > rate / 10);
+    }
+  });
 }
 
 // The connections of a policed link lose nothing; those of a lossy one lose as
