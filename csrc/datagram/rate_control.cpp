@@ -187,6 +187,8 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
   roundMin_ = std::min(roundMin_, sample);
   roundMax_ = std::max(roundMax_, sample);
   queueing_ = sample > queueMark();
+  queuedInRow_ = queueing_ ? queuedInRow_ + 1 : 0;
+  roundQueued_ = roundQueued_ || queuedInRow_ > 1;
 }
 
 // A sample that was limited by the sender, or taken while the window is thin,
@@ -315,7 +317,8 @@ void RateControl::onRoundEnd(TimePoint now) {
     // A sender that has little to send fills the link in bursts only: the end
     // of a burst queues, though its beginning did not.
     const bool burstQueued = !growth && roundMax_ > mark;
-    if (startupRounds_ >= kStartupRounds || queue || burstQueued) {
+    if (startupRounds_ >= kStartupRounds ||
+        (roundQueued_ && (queue || burstQueued))) {
       state_ = State::kDrain;
       if (!roundShowsLink()) { // the queue may be that of others
         double& latest = rates_[round_ % kRounds];
@@ -339,6 +342,7 @@ void RateControl::onRoundEnd(TimePoint now) {
   roundStretched_ = false;
   roundMin_ = Nanos::max();
   roundMax_ = Nanos(0);
+  roundQueued_ = false;
 }
 
 } // namespace resilient

@@ -116,6 +116,8 @@ class RateControl {
   double roundRate_ = 0; // the best measurement
   bool roundStretched_ = false; // by some measurement
   Nanos roundMin_ = Nanos::max(), roundMax_{};
+  int queuedInRow_ = 0; // the last round trips had a queue in them
+  bool roundQueued_ = false; // two in a row: no process that has paused
 
   Nanos min_, smoothed_, variation_;
   TimePoint minAt_{};

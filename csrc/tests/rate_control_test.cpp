@@ -414,6 +414,29 @@ TEST(rate_control_keeps_what_it_expects_until_it_has_measured) {
   }
 }
 
+// Bursts that double, and one report that a process held back.
+TEST(rate_control_grows_on_after_a_late_report) {
+  RateControl rate(milliseconds(40), 0, 0);
+  TimePoint now{seconds(7)};
+  double sends = 0;
+  for (int i = 0; i < 8; ++i) {
+    sends = rate.bytesPerS();
+    now += milliseconds(300);
+    rate.onRestart(now);
+    DeliverySample s;
+    s.packets = 47;
+    s.limitedBySender = true;
+    s.roundTrip = milliseconds(i == 3 ? 50 : 40);
+    rate.onSample(s, now += s.roundTrip + milliseconds(2));
+    s.brief = true;
+    s.interval = milliseconds(1);
+    s.bytes = static_cast<uint64_t>(sends / 1000);
+    s.roundTrip = Nanos(0); // as before
+    rate.onSample(s, now += milliseconds(1));
+  }
+  CHECK(sends > 100e6);
+}
+
 TEST(rate_control_idle_time_says_nothing_of_the_link) {
   Fed f;
   for (int i = 0; i < 20; ++i) {
