@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 namespace resilient {
 namespace {
@@ -249,15 +250,23 @@ void RateControl::cut(TimePoint now) {
   if (ceiling_ > 0) {
     rate = std::min(rate, ceiling_);
   }
+  const double before = std::max(returnTo_, rate);
   if (roundShowsLink()) {
     rate = std::min(rate, kNoMoreThan * roundRate_);
   }
-  const double segments = rate * toSeconds(smoothed_) / kSegmentBytes;
+  // What kStartup has led to was no pause.
+  const bool deep = rate < kCut * before && state_ != State::kStartup;
+  returnTo_ = deep ? before : 0;
+  roundsSinceCut_ = 0;
+  cutFrom(rate, now);
+}
+
+void RateControl::cutFrom(double bytesPerS, TimePoint now) {
+  const double segments = bytesPerS * toSeconds(smoothed_) / kSegmentBytes;
   // Less than last time: another sender has come, and gets room.
   maxSegments_ = segments < maxSegments_ ? segments * (1 + kCut) / 2 : segments;
   cutSegments_ = kCut * segments;
   cutAt_ = now;
-  roundsSinceCut_ = 0;
 }
 
 // RFC 9438 in segments: `cubic` passes maxSegments_ again after `back` seconds;
@@ -301,6 +310,12 @@ void RateControl::onRoundEnd(TimePoint now) {
       cut(now);
     }
     congestedRounds_ = kCongestedFor;
+  }
+  if (returnTo_ > 0 && !queue && !unusual && roundPackets_ >= kPacketsForRate) {
+    cutFrom(std::exchange(returnTo_, 0), now);
+    state_ = State::kStartup;
+    startupRate_ = 0;
+    startupRounds_ = 0;
   }
   if (cutSegments_ > 0) {
     grow(now);

@@ -38,9 +38,11 @@ struct DeliverySample {
 //
 // States. kStartup doubles the rate each round trip until it stops growing or a
 // queue shows. kDrain sends at half the rate until that queue is gone. kSteady
-// follows kGains for good. A cut can happen in any state: it sets `ceiling_`,
-// an upper limit of the rate that then grows along CUBIC's curve and disappears
-// when it is twice the measured rate.
+// follows kGains. A cut can happen in any state: it sets `ceiling_`, an upper
+// limit of the rate that then grows along CUBIC's curve and disappears when it
+// is twice the measured rate. It is deep where far less arrives than before:
+// the link has become slow, or had a pause. Without a queue and losses,
+// kStartup then finds out which, below the ceiling of an ordinary cut.
 //
 // Time is divided into rounds of about a round trip. Congestion, growth and the
 // phase are decided at the end of a round, by sums over it.
@@ -95,6 +97,7 @@ class RateControl {
   void onMin(Nanos sample, TimePoint now);
   void onRoundEnd(TimePoint now);
   void cut(TimePoint now);
+  void cutFrom(double bytesPerS, TimePoint now);
   void grow(TimePoint now);
   Nanos queueMark() const;
   double gain() const;
@@ -136,6 +139,7 @@ class RateControl {
   double ceiling_ = 0; // after congestion; 0: none
   TimePoint cutAt_{};
   double maxSegments_ = 0, cutSegments_ = 0; // in flight, before and after it
+  double returnTo_ = 0; // the rate before a deep cut; 0: there was none
   bool queueing_ = false;
   int roundsSinceCut_ = 1 << 20;
   int congestedRounds_ = 0; // still to count as congested

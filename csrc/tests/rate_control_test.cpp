@@ -437,6 +437,26 @@ TEST(rate_control_grows_on_after_a_late_report) {
   CHECK(sends > 100e6);
 }
 
+// For 300 ms the link, or the machine of the far end, takes a hundredth, and
+// drops what does not fit.
+TEST(rate_control_returns_after_a_pause_with_losses) {
+  forSeeds(4, [](uint64_t seed) {
+    DatagramLink link = linkOf(50e6, milliseconds(20));
+    link.loss = 0.01;
+    Stream stream(seed, link, RecoveryKind::kSelectiveRepeat);
+    CHECK(stream.run(seconds(3)) > 30e6);
+    DatagramLink slow = link;
+    slow.bytesPerS /= 100;
+    slow.queueBytes = 100'000;
+    stream.pair().link(0) = slow;
+    (void)stream.run(milliseconds(300));
+    stream.pair().link(0) = link;
+    // The queue drains within 200 ms; then it is at least as after one cut.
+    (void)stream.run(milliseconds(800));
+    CHECK(stream.run(seconds(1)) > 25e6);
+  });
+}
+
 TEST(rate_control_idle_time_says_nothing_of_the_link) {
   Fed f;
   for (int i = 0; i < 20; ++i) {
