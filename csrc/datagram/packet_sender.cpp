@@ -609,8 +609,12 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   // Drops of a full link are no reason for parity. A report does not say when
   // exactly the others were lost.
   if (!rate_.queueing()) {
-    counters_.unqueued += s.packets + s.lost;
-    counters_.unqueuedLost += s.lost;
+    // The queue may have come since, by others, while this path was idle.
+    if (!rate_.isQueued(s.roundTrip)) {
+      counters_.unqueued += s.packets + s.lost;
+      counters_.unqueuedLost += s.lost;
+      counters_.unqueuedBursts += bursts;
+    }
     for (uint64_t i = 0; i < bursts; ++i) {
       loss_.onPackets(s.packets / bursts, (s.lost + bursts - 1 - i) / bursts);
     }

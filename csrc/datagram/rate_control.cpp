@@ -187,7 +187,7 @@ void RateControl::onRoundTrip(Nanos sample, TimePoint now) {
   onMin(sample, now);
   roundMin_ = std::min(roundMin_, sample);
   roundMax_ = std::max(roundMax_, sample);
-  queueing_ = sample > queueMark();
+  queueing_ = isQueued(sample);
   queuedInRow_ = queueing_ ? queuedInRow_ + 1 : 0;
   roundQueued_ = roundQueued_ || queuedInRow_ > 1;
 }

@@ -75,6 +75,10 @@ class RateControl {
   bool queueing() const {
     return queueing_;
   }
+  // With a queue in it.
+  bool isQueued(Nanos roundTrip) const {
+    return roundTrip > queueMark();
+  }
   // The estimated capacity of the link.
   double capacityBytesPerS() const;
   Nanos minRoundTrip() const {

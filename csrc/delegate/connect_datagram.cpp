@@ -265,6 +265,7 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   }
   e.packets = datagrams.unqueued;
   e.packetsLost = datagrams.unqueuedLost;
+  e.lossBursts = datagrams.unqueuedBursts;
   e.lossBurstPackets = path.sender()->loss().estimate().burstPackets;
   e.datagramsIdle = link_.channel().inFlightBytes(path.id()) == 0;
   e.datagramBurst = link_.channel().lastBurst(path.id());

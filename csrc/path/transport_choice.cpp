@@ -38,6 +38,9 @@ TransportChoice::Choice TransportChoice::choose(
   constexpr uint64_t kMostWithoutLoss = 4u << 20;
   streamLoss_.observe(e.segments, e.segmentsLost, e.streamQueueing);
   datagramLoss_.observe(e.packets, e.packetsLost, /*queueing=*/false);
+  // A host that is too busy to read loses hundreds at once: for a connection,
+  // that is one loss.
+  datagramBurstsLost_.observe(e.packets, e.lossBursts, /*queueing=*/false);
   losses_.observe(
       datagramLoss_.rate(), e.lossBurstPackets, e.segments, e.segmentsLost);
   observeBursts(e);
@@ -70,7 +73,7 @@ TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
   v.stream = e.stream;
   v.stream.lossRate = streamLoss_.rate();
   if (losses_.verdict() != LossComparison::Verdict::kDatagramsAlone) {
-    v.stream.lossRate = std::max(v.stream.lossRate, datagramLoss_.rate());
+    v.stream.lossRate = std::max(v.stream.lossRate, datagramBurstsLost_.rate());
   }
   if (v.stream.lossRate >= kLossy && e.streamBytesPerS > 0) {
     v.stream.mostBytesPerS = e.streamBytesPerS;
@@ -146,7 +149,7 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
       return true;
     }
     avoidedSince_ = TimePoint{};
-    datagramLoss_ = RecentLoss();
+    datagramLoss_ = datagramBurstsLost_ = RecentLoss();
     losses_.forget();
     if (!inVain) {
       datagramLateness_ = Lateness();

@@ -16,7 +16,7 @@ struct StreamView {
   double roundTripS = 0; // the least; 0: unknown
   double firstBytes = 0; // what may leave in the first round trip
   bool paced = false; // these leave evenly over it, not at once
-  double lossRate = 0; // of segments
+  double lossRate = 0; // of segments; those lost in a row count as one
   double mostBytesPerS = INFINITY; // if losses keep them from filling the link
 };
 
@@ -137,8 +137,9 @@ class RecentLoss {
     packets_ = packets;
     lost_ = lost;
   }
-  double rate() const { // 0 while unknown
-    return seen_ < kEnough ? 0 : std::min(1.0, seenLost_ / seen_);
+  // 0 while unknown. A single loss is chance, or a probe of the packet size.
+  double rate() const {
+    return seen_ < kEnough ? 0 : std::clamp((seenLost_ - 1) / seen_, 0.0, 1.0);
   }
 
  private:
@@ -206,7 +207,8 @@ struct RouteEvidence {
   // The datagram path.
   DatagramView datagrams;
   double datagramBytesPerS = 0; // that it has shown to carry; 0: not known
-  uint64_t packets = 0, packetsLost = 0; // totals, of times without a queue
+  // Totals, of times without a queue; packets lost in a row are one burst.
+  uint64_t packets = 0, packetsLost = 0, lossBursts = 0;
   double lossBurstPackets = 1; // lost in a row
   bool datagramsIdle = true;
   LinkStatistics::Burst datagramBurst;
@@ -245,7 +247,7 @@ class TransportChoice {
   void
   avoid(bool late, const std::string& why, std::string& news, TimePoint now);
 
-  RecentLoss streamLoss_, datagramLoss_;
+  RecentLoss streamLoss_, datagramLoss_, datagramBurstsLost_;
   LossComparison losses_;
   // The forecast when the route was idle last, and how much later than that its
   // bursts came.
