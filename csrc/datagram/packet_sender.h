@@ -48,8 +48,8 @@ struct SenderCounters {
   uint64_t repairSymbols = 0;
   uint64_t retransmitted = 0; // data symbols, not for the first time
   uint64_t lost = 0; // packets, as the receiver says
-  // Of those that the receiver has reported while there was no queue: all,
-  // those that were lost, and how often some were, in a row.
+  // Packets reported while there was no queue: all, the lost ones, and how many
+  // bursts of losses.
   uint64_t unqueued = 0, unqueuedLost = 0, unqueuedBursts = 0;
 };
 

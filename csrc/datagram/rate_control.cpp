@@ -254,7 +254,7 @@ void RateControl::cut(TimePoint now) {
   if (roundShowsLink()) {
     rate = std::min(rate, kNoMoreThan * roundRate_);
   }
-  // What kStartup has led to was no pause.
+  // Congestion in kStartup is no pause: the link is slower now.
   const bool deep = rate < kCut * before && state_ != State::kStartup;
   returnTo_ = deep ? before : 0;
   roundsSinceCut_ = 0;

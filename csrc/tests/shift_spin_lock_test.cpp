@@ -72,7 +72,7 @@ TEST(a_spin_lock_excludes_its_owner) {
   }
 }
 
-// Whoever locks before there is an owner asks for no barrier.
+// A thread that locks before there is an owner asks for no barrier.
 TEST(a_spin_lock_excludes_while_its_owner_comes) {
   for (int round = 0; round < 2'000; ++round) {
     SpinLock lock;
