@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from common import Row, add_common_arguments, quantile, write_rows
-from lab_job import say, start_job, two_hosts
+from lab_job import SECRET, say, start_job, two_hosts
 
 from torch_resilient.testing import unavailable
 
@@ -45,6 +45,8 @@ burst at the beginning, as a training has). Every few seconds one interface fail
                cut, from the cut: it takes twice as long each time that one follows another soon
   wrong        messages that were lost, doubled, out of order or changed
 
+With --encrypted each of them comes twice, in plaintext and with a secret of the job's own.
+
 gloo has one connection: it waits for its timeout, or the network.
 
 Exit status 1 if a limit is missed: median pause at admin 50 ms, 99th percentile of the pause in a
@@ -53,6 +55,7 @@ wrong. For several interfaces at once: the longest pause at admin and carrier 11
 hole (or at carrier, if flapped) 180 ms, after an outage 130 ms.
 """
 
+Secret = dict[str, str]
 MESSAGE_BYTES = 65536
 PERIOD_S = 0.002
 # Sent at the beginning, to measure the capacity of both links.
@@ -203,7 +206,7 @@ def pause_within(times: Sequence[float], begin: float, end: float) -> float:
     return max(gaps, default=0.0)
 
 
-def measure(kind: str, end: str | None, count: int, seed: int) -> Row:
+def measure(kind: str, end: str | None, count: int, seed: int, secret: Secret) -> Row:
     """`count` faults of one kind during one stream."""
     chance = random.Random(f"{kind} {end} {seed}")
     rate = THIN_LINK_BYTES_PER_S if kind == "overload" else LINK_BYTES_PER_S
@@ -211,7 +214,7 @@ def measure(kind: str, end: str | None, count: int, seed: int) -> Row:
     link = {"delay_s": DELAY_S, "rate_bytes_per_s": rate}
     with two_hosts([link, link], seed=seed) as (_, hosts, links, control):
         arguments = {"backend": "resilient", "timeout_s": 60}
-        environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+        environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1", **secret}
         with start_job(__file__, hosts, control, arguments, environment=environment) as job:
             job.row("begun")
             for network in links:
@@ -247,6 +250,7 @@ def measure(kind: str, end: str | None, count: int, seed: int) -> Row:
         "benchmark": "failover_gap",
         "kind": kind,
         "end": end,
+        "encrypted": bool(secret),
         "pauses_s": pauses,
         "back_s": [10.0 if b is None else b for b in back],
         "wrong": received["wrong"] + sum(status != 0 for status in statuses),
@@ -254,12 +258,12 @@ def measure(kind: str, end: str | None, count: int, seed: int) -> Row:
     }
 
 
-def measure_flapping(duration_s: float, seed: int) -> Row:
+def measure_flapping(duration_s: float, seed: int, secret: Secret) -> Row:
     """One interface goes and comes every 200 ms."""
     link = {"delay_s": DELAY_S, "rate_bytes_per_s": LINK_BYTES_PER_S}
     with two_hosts([link, link], seed=seed) as (_, hosts, links, control):
         arguments = {"backend": "resilient", "timeout_s": 60}
-        environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1"}
+        environment = {"TORCH_RESILIENT_INTERFACE": "eth0,eth1", **secret}
         with start_job(__file__, hosts, control, arguments, environment=environment) as job:
             job.row("begun")
             until_used(links[0], 5)
@@ -280,6 +284,7 @@ def measure_flapping(duration_s: float, seed: int) -> Row:
         "benchmark": "failover_gap",
         "kind": "flap",
         "end": None,
+        "encrypted": bool(secret),
         "pauses_s": [pause_within(times, began, ended)],
         "back_s": [],
         "wrong": received["wrong"] + sum(status != 0 for status in statuses),
@@ -288,7 +293,7 @@ def measure_flapping(duration_s: float, seed: int) -> Row:
     }
 
 
-def measure_several(case: Several, count: int, seed: int) -> Row:
+def measure_several(case: Several, count: int, seed: int, secret: Secret) -> Row:
     """`count` faults of several interfaces at once, during one stream."""
     chance = random.Random(f"{case} {case.kind} {seed}")
     link = {"delay_s": DELAY_S, "rate_bytes_per_s": LINK_BYTES_PER_S}
@@ -297,6 +302,7 @@ def measure_several(case: Several, count: int, seed: int) -> Row:
         environment = {
             "TORCH_RESILIENT_INTERFACE": ",".join(f"eth{i}" for i in range(case.nics)),
             "TORCH_RESILIENT_HOLD_DOWN_MAX_S": "60",
+            **secret,
         }
         with start_job(__file__, hosts, control, arguments, environment=environment) as job:
             job.row("begun")
@@ -335,6 +341,7 @@ def measure_several(case: Several, count: int, seed: int) -> Row:
         "benchmark": "failover_gap",
         "kind": case.kind,
         "end": str(case),
+        "encrypted": bool(secret),
         "pause_max_s": case.pause_max_s,
         "pauses_s": pauses,
         "back_s": [],
@@ -391,6 +398,7 @@ def main() -> int:
     parser.add_argument(
         "--only", default="", metavar="TEXT", help='the rows with it, e.g. "2 of 3" or "admin"'
     )
+    parser.add_argument("--encrypted", action="store_true", help="each in plaintext and encrypted")
     options = parser.parse_args()
     if options.realtime:  # the ranks inherit it
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
@@ -401,13 +409,16 @@ def main() -> int:
     rows = []
     print(f"seed {options.seed}; pauses in ms; histogram: faults by 20 ms\n")
     print(
-        f"{'fault':<11}{'at':<15}{'median':>7}{'p99':>6}{'max':>6}{'back':>7}{'max':>6}{'wrong':>6}"
+        f"{'fault':<11}{'at':<{20 if options.encrypted else 15}}{'median':>7}{'p99':>6}{'max':>6}"
+        f"{'back':>7}{'max':>6}{'wrong':>6}"
     )
 
     def show(row: Row) -> None:
         rows.append(row)
         pauses, back = row["pauses_s"], row["back_s"]
         name = f"{row['kind']:<11}{row['end'] or 'both':<15}"
+        if options.encrypted:
+            name += "TLS  " if row["encrypted"] else "plain"
         line = f"{name}{quantile(pauses, 0.5) * 1e3:7.0f}{quantile(pauses, 0.99) * 1e3:6.0f}"
         line += f"{max(pauses) * 1e3:6.0f}"
         if back:
@@ -433,19 +444,21 @@ def main() -> int:
     def chosen(kind: str, at: object) -> bool:
         return options.only in f"{kind} {at or 'both'}"
 
-    for kind, end in CASES:
+    secrets: list[Secret] = [{}, SECRET] if options.encrypted else [{}]
+    for (kind, end), secret in itertools.product(CASES, secrets):
         if not chosen(kind, end):
             continue
         try:
             most = CUTS_MAX if kind == "cut" else count
-            show(measure(kind, end, min(count, most), options.seed))
+            show(measure(kind, end, min(count, most), options.seed, secret))
         except CannotCutError:
             print(f"{kind:<11}{end:<15}skipped: this kernel cannot (CONFIG_INET_DIAG_DESTROY)")
     if chosen("flap", None):
-        show(measure_flapping(6 if options.quick else 30, options.seed))
-    for case in SEVERAL:
+        for secret in secrets:
+            show(measure_flapping(6 if options.quick else 30, options.seed, secret))
+    for case, secret in itertools.product(SEVERAL, secrets):
         if chosen(case.kind, case):
-            show(measure_several(case, count, options.seed))
+            show(measure_several(case, count, options.seed, secret))
     if not options.only:
         print("\ngloo")
         for kind, end in [("blackhole", None), ("admin", "a")]:

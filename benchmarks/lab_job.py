@@ -13,6 +13,8 @@ from torch_resilient.testing import Host, LabJob, Network, NetworkLab
 from torch_resilient.testing.job import PORT
 
 ROOT = Path(__file__).resolve().parent.parent
+# For the environment: the connections of this job are encrypted.
+SECRET = {"TORCH_RESILIENT_SECRET": "the secret of the job that is measured"}
 
 
 def start_job(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from common import Row, add_common_arguments, format_size, median, parse_size, quantile, show_rows
-from lab_job import say, start_job
+from lab_job import SECRET, say, start_job
 
 from torch_resilient.testing import Host, LabJob, NetworkLab
 
@@ -35,6 +35,7 @@ sample is the time until the last of them has ended. Before it, the job has been
   tcp       with wan=tcp and CUBIC, or Reno where CUBIC is not allowed
   bbr       with wan=tcp and wan_congestion_control=bbr
   udp       with wan=udp
+  encrypted as auto, with a secret of the job's own (not by default)
   gloo      torch's own backend, with the same
 
 floor is what the link allows: its delay once and the bytes at its rate, for an all_reduce of two
@@ -69,6 +70,7 @@ CONTENDERS: dict[str, dict[str, str]] = {
     },
     "bbr": {"TORCH_RESILIENT_WAN": "tcp", "TORCH_RESILIENT_WAN_CONGESTION_CONTROL": "bbr"},
     "udp": {"TORCH_RESILIENT_WAN": "udp"},
+    "encrypted": SECRET,
     "gloo": {},
 }
 ALL_CONTENDERS = "auto,tcp,bbr,udp,gloo"
