@@ -102,12 +102,13 @@ class ArrivalOrder {
   }
 
   // The chunk, with all of `backlogBytes` that waits (itself included), would
-  // be there no sooner by the others alone.
+  // be there no sooner by the others alone. There is no tolerance, although
+  // rates are measured roughly: a path that is early with its questions would
+  // use it each time, at the end of each message.
   bool inTime(uint64_t backlogBytes) const {
     const double othersDoneS =
         (ahead_ + static_cast<double>(backlogBytes)) / rate_;
-    return mine_.bytesPerS > 0 &&
-        mine_.arrivalS(chunkBytes_) <= othersDoneS * kTolerance;
+    return mine_.bytesPerS > 0 && mine_.arrivalS(chunkBytes_) <= othersDoneS;
   }
   bool mayTake(uint64_t backlogBytes) const {
     if (!known_) {
@@ -122,8 +123,6 @@ class ArrivalOrder {
   }
 
  private:
-  // Measured rates are no better than this.
-  static constexpr double kTolerance = 1.05;
   // An unmeasured path gets this much to show its capacity.
   static constexpr uint64_t kFirstShareBytes = 64u << 10;
 

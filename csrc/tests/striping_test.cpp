@@ -51,6 +51,17 @@ TEST(striping_round_trip_counts_for_small_messages) {
   CHECK(takes(far, {near}, 256 << 10, 1 << 20));
 }
 
+TEST(striping_gives_equal_paths_equal_shares_over_a_long_way) {
+  // 4 ms for a chunk, over a way of 80 ms.
+  const PathLoad less = load(8e6, 0.080, 480 << 10);
+  const auto lead = [](uint64_t chunks) {
+    return load(8e6, 0.080, (480 << 10) + chunks * (32 << 10));
+  };
+  CHECK(takes(lead(0), {less, less}, 32 << 10, 64 << 10));
+  CHECK(!takes(lead(1), {less, less}, 32 << 10, 64 << 10));
+  CHECK(takes(less, {lead(1), lead(1)}, 32 << 10, 64 << 10));
+}
+
 TEST(striping_unknown_paths_get_a_first_share) {
   const PathLoad unknown = load(0, 0);
   CHECK(takes(unknown, {unknown}, 1000, 1000));
