@@ -470,6 +470,7 @@ class Channel {
   // sending
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
+  double directOneWayS() const;
   PathLoad loadOf(const PathState& p, TimePoint now) const;
   double shareBytesPerS(const PathState& p) const;
   double inTurn(double bytesPerS) const; // of a path that is over no relay

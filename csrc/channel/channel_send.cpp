@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cassert>
+#include <cmath>
 #include <cstring>
 
 #include "channel/channel.h"
@@ -465,8 +466,22 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
   return std::min(bytes, max);
 }
 
+// The shortest that a path over no relay has seen; infinite without one.
+double Channel::directOneWayS() const {
+  double least = INFINITY;
+  for (const auto& [id, p] : paths_) {
+    const double s = p.statistics.minRoundTripS() / 2;
+    if (!p.overRelay && s > 0) {
+      least = std::min(least, s);
+    }
+  }
+  return least;
+}
+
 // A path waits for its turn at an uplink that has a limit, and its own rate is
-// then only that of its share. Its chunks go at the rate of the uplink.
+// then only that of its share. Its chunks go at the rate of the uplink. What
+// goes over a relay may always wait there behind others. It is of our site, so
+// its way is as long as ours.
 PathLoad Channel::loadOf(const PathState& p, TimePoint now) const {
   PathLoad l;
   l.bytesPerS = shareBytesPerS(p);
@@ -476,8 +491,13 @@ PathLoad Channel::loadOf(const PathState& p, TimePoint now) const {
     l.bytesPerS = inTurn(l.bytesPerS);
   }
   l.oneWayS = p.statistics.minRoundTripS() / 2;
+  if (p.overRelay) {
+    l.oneWayS = std::min(l.oneWayS, directOneWayS());
+  }
   l.inFlightBytes = p.inFlightBytes;
-  l.silentS = p.inFlight.empty() ? 0 : toSeconds(now - p.progressAt);
+  if (!p.inFlight.empty() && !p.overRelay) {
+    l.silentS = toSeconds(now - p.progressAt);
+  }
   return l;
 }
 

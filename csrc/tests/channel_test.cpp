@@ -1369,6 +1369,45 @@ TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
   CHECK(net.take(net.a, 2).has_value());
 }
 
+// Chunks wait at a relay while it serves others first. The wait is no silence
+// and no part of the way, and by the end of the message it is over.
+TEST(channel_does_not_count_the_wait_at_a_relay) {
+  ChannelPair net;
+  net.up(1);
+  net.up(2);
+  std::deque<TestSend> sends;
+  std::deque<TestRecv> recvs;
+  const auto post = [&](size_t bytes) {
+    sends.emplace_back(text(bytes));
+    recvs.emplace_back(&net.b.channel, bytes);
+    net.b.mailbox.post(&recvs.back());
+    net.a.channel.send(&sends.back(), net.now);
+  };
+  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
+    post(400);
+    net.settle({1, 2});
+  }
+  const double own = net.a.channel.pathStatistics(1).capacityBytesPerS();
+  CHECK(own > 0);
+  net.a.channel.setOverRelay(2);
+  net.a.channel.setCapacity(2, own);
+  const Nanos wait = 3 * fromSeconds(2000 / own);
+  for (const auto& [path, took] :
+       {std::pair(PathId(1), wait / 30), {PathId(2), wait}}) {
+    net.now += std::chrono::seconds(5); // earlier round trips are forgotten
+    post(100);
+    const auto frame = net.take(net.a, path);
+    CHECK(frame.has_value());
+    net.now += took;
+    CHECK(net.give(net.b, path, *frame).ok());
+    net.settle({path});
+  }
+  post(2000);
+  CHECK(net.take(net.a, 2).has_value());
+  net.now += wait;
+  CHECK(net.take(net.a, 2).has_value());
+}
+
 // A path that became slow without falling silent for good keeps the last chunk
 // of a message; the other path has nothing to do.
 TEST(channel_sends_a_late_tail_over_an_idle_path) {
