@@ -23,13 +23,16 @@ namespace resilient {
 class RateLimit {
  public:
   using User = uint32_t;
-  // The burst that may leave at once after a pause, in time at the limit.
-  static constexpr Nanos kBurst = std::chrono::milliseconds(10);
+  // What may leave at once, in time at the limit: after a pause, and to make up
+  // for a turn that came late. Who comes first after a pause may not be the
+  // most urgent one, so it gets little ahead of the others.
+  static constexpr Nanos kAfterPause = std::chrono::milliseconds(2);
+  static constexpr Nanos kWhenLate = std::chrono::milliseconds(10);
 
   RateLimit(double bytesPerS, uint64_t starvationBytes)
       : bytesPerS_(bytesPerS),
         starvationBytes_(starvationBytes),
-        tokens_(max()) {}
+        tokens_(bytesPerS * toSeconds(kAfterPause)) {}
 
   double bytesPerS() const {
     return bytesPerS_;
@@ -103,13 +106,12 @@ class RateLimit {
     uint64_t passedOver; // bytes that others have sent meanwhile
   };
 
-  double max() const {
-    return bytesPerS_ * toSeconds(kBurst);
-  }
   void refill(TimePoint now) {
     if (refilledAt_ != TimePoint{} && now > refilledAt_) {
-      tokens_ =
-          std::min(tokens_ + bytesPerS_ * toSeconds(now - refilledAt_), max());
+      const bool pause = turn_ == kNone && waiting_.empty();
+      tokens_ = std::min(
+          tokens_ + bytesPerS_ * toSeconds(now - refilledAt_),
+          bytesPerS_ * toSeconds(pause ? kAfterPause : kWhenLate));
     }
     refilledAt_ = std::max(refilledAt_, now);
   }

@@ -60,11 +60,25 @@ TEST(rate_limit_keeps_the_mean_whatever_the_frames) {
 TEST(rate_limit_lets_little_go_at_once_after_a_pause) {
   Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {1000}};
   s.run(milliseconds(1));
-  s.now += seconds(1000);
+  s.frameBytes[0] = 0;
+  s.run(seconds(1000));
+  CHECK(!s.limit.waiting());
+  s.frameBytes[0] = 1000;
   const uint64_t before = s.sent[0];
   s.run(Nanos(1));
-  CHECK(s.sent[0] - before <= 11000); // 10 ms, and a frame
-  CHECK(s.sent[0] - before >= 9000);
+  CHECK(s.sent[0] - before <= 3000); // 2 ms, and a frame
+  CHECK(s.sent[0] - before >= 1000);
+}
+
+// A timer that comes late is no pause: the time belonged to those who waited.
+TEST(rate_limit_makes_up_for_a_late_turn) {
+  Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {1000}};
+  s.run(milliseconds(5));
+  CHECK(s.limit.waiting());
+  s.now += milliseconds(8);
+  const uint64_t before = s.sent[0];
+  s.run(Nanos(1));
+  CHECK(s.sent[0] - before >= 8000 && s.sent[0] - before <= 10000);
 }
 
 TEST(rate_limit_is_shared_frame_by_frame) {
