@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/time.h"
@@ -30,7 +31,9 @@ inline constexpr uint64_t kQuestions = 4096;
 // If both ends send, acknowledgements wait in the queue of the other direction
 // and come in a clump when that drains: for a round trip, more than twice as
 // fast as the data has arrived. So what counts is what the far end says of the
-// time of arrival; acknowledgements, as long as it says nothing.
+// time of arrival; acknowledgements, as long as it says nothing. It reads what
+// has come behind a loss only once that has been sent again, and then all at
+// once; such a window may show no more than BBR has measured.
 class RoutePacing {
  public:
   struct Sample {
@@ -51,6 +54,9 @@ class RoutePacing {
   // under way. In bytes per second; 0: no limit.
   uint64_t observe(const Sample& s) {
     const bool told = s.arrivedAt != TimePoint{};
+    if (std::exchange(lostBefore_, s.lost) < s.lost) {
+      lossAt_ = s.now;
+    }
     // With less in flight than the link holds, a long round trip is an old one:
     // BBR keeps nearly nothing in flight now and then.
     const bool queue = s.minRoundTrip > Nanos(0) &&
@@ -80,7 +86,11 @@ class RoutePacing {
       begin(at, bytes); // it began somewhere between the last two answers
       silent_ = false;
     } else if (elapsed >= window) {
-      measure(static_cast<double>(bytes - from_) / toSeconds(elapsed));
+      double rate = static_cast<double>(bytes - from_) / toSeconds(elapsed);
+      if (s.now - lossAt_ < kRepairRoundTrips * s.minRoundTrip) {
+        rate = std::min(rate, std::max(measured_, double(s.rate)));
+      }
+      measure(rate);
       begin(at, bytes);
     }
     at_ = at;
@@ -101,6 +111,8 @@ class RoutePacing {
   static constexpr uint64_t kMuchLost = 20, kOneIn = 15;
   // BBR's rate is up to 1.4 times the true one if acknowledgements have waited.
   static constexpr double kLess = 0.9, kLeast = 0.7;
+  // Until the last answer of a window that a repair has stretched.
+  static constexpr int kRepairRoundTrips = 3;
   static constexpr Nanos kShortestWindow = std::chrono::milliseconds(10);
   static constexpr Nanos kLongestWindow = std::chrono::seconds(1);
 
@@ -160,6 +172,8 @@ class RoutePacing {
   bool told_ = false; // since_ and from_ are the far end's
   bool full_ = false;
   double measured_ = 0; // bytes per second
+  uint64_t lostBefore_ = 0;
+  TimePoint lossAt_{}; // the last
   TimePoint lossSince_{};
   uint64_t delivered_ = 0, lost_ = 0; // then
   double leastMeasured_ = 0; // whatever is lost

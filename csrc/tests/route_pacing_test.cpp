@@ -287,6 +287,32 @@ TEST(route_pacing_learns_from_what_a_burst_loses) {
   CHECK(link.ends[0].lost - lost < 0.07 * 12 * 8e6);
 }
 
+// The far end reads what has come behind a loss in a clump, once that has been
+// sent again. Another connection has lost nothing.
+TEST(route_pacing_does_not_take_a_clump_behind_a_loss_for_a_fast_link) {
+  RoutePacing pacing;
+  RoutePacing::Sample s;
+  s.now = TimePoint{std::chrono::seconds(100)};
+  s.minRoundTrip = milliseconds(40);
+  s.roundTrip = milliseconds(60);
+  s.inFlight = 8 << 20;
+  s.rate = static_cast<uint64_t>(1.1 * kRate);
+  double sent = 0, limit = 0;
+  for (int i = 0; i < 400; ++i) {
+    s.now += milliseconds(5);
+    s.arrivedAt = s.now - milliseconds(20);
+    sent += 0.005 * kRate;
+    s.delivered = static_cast<uint64_t>(sent) / 1448;
+    s.lost += i % 50 == 0 ? 10 : 0;
+    s.arrived = i % 50 >= 8 // a round trip later
+        ? static_cast<uint64_t>(sent)
+        : s.arrived + static_cast<uint64_t>(0.001 * kRate);
+    limit = static_cast<double>(pacing.observe(s));
+    CHECK(limit < 1.5 * kRate);
+  }
+  CHECK(limit > kRate);
+}
+
 // Drops at random are no queue.
 TEST(route_pacing_ignores_a_few_drops) {
   RoutePacing pacing;
