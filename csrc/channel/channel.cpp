@@ -243,26 +243,30 @@ const LinkStatistics::Burst& Channel::lastBurst(PathId path) const {
   return (p.link == nullptr ? p.statistics : p.link->statistics).lastBurst();
 }
 
-// Our connections share what the uplink carries, in proportion to their own
-// rates.
-double Channel::inTurn(double bytesPerS) const {
-  if (uplinkBytesPerS_ == 0) {
-    return bytesPerS;
-  }
+Channel::OwnPaths Channel::ownPaths() const {
+  OwnPaths own;
   double sum = 0;
   int count = 0;
   bool relayed = false;
   for (const auto& [id, p] : paths_) {
-    if (takesChunks(id)) {
-      sum += p.overRelay ? 0 : shareBytesPerS(p);
-      count += !p.overRelay;
-      relayed = relayed || p.overRelay;
+    const bool takes = takesChunks(id);
+    if (p.overRelay) {
+      relayed = relayed || takes;
+      continue;
+    }
+    if (const double s = p.statistics.minRoundTripS() / 2; s > 0) {
+      own.oneWayS = std::min(own.oneWayS, s);
+    }
+    if (uplinkBytesPerS_ != 0 && takes) {
+      sum += shareBytesPerS(p);
+      ++count;
     }
   }
-  if (!relayed || sum >= uplinkBytesPerS_) {
-    return bytesPerS;
+  if (relayed && sum < uplinkBytesPerS_ && count > 0) {
+    own.gain = sum > 0 ? uplinkBytesPerS_ / sum : 0;
+    own.moreBytesPerS = sum > 0 ? 0 : uplinkBytesPerS_ / count;
   }
-  return uplinkBytesPerS_ * (sum > 0 ? bytesPerS / sum : 1.0 / count);
+  return own;
 }
 
 // Passes over those that have been handed out whole: they are still queued.

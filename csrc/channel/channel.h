@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <map>
 #include <memory>
 #include <optional>
@@ -470,10 +471,16 @@ class Channel {
   // sending
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
-  double directOneWayS() const;
-  PathLoad loadOf(const PathState& p, TimePoint now) const;
+  // The paths over no relay together. In our turn they share what the uplink
+  // carries, in proportion to their own rates.
+  struct OwnPaths {
+    double gain = 1; // of a path's own rate
+    double moreBytesPerS = 0; // beyond it
+    double oneWayS = std::numeric_limits<double>::infinity(); // the shortest
+  };
+  OwnPaths ownPaths() const;
+  PathLoad loadOf(const PathState& p, const OwnPaths& own, TimePoint now) const;
   double shareBytesPerS(const PathState& p) const;
-  double inTurn(double bytesPerS) const; // of a path that is over no relay
   OutMessage*
   worthTaking(const PathState& p, size_t queue, TimePoint now, bool& noneSuits);
   bool suits(const PathState& p, const OutMessage& m) const;

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cassert>
-#include <cmath>
 #include <cstring>
 
 #include "channel/channel.h"
@@ -443,9 +442,10 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
     return max;
   }
   double fits = 0;
+  const OwnPaths own = ownPaths();
   for (const auto& [id, p] : paths_) {
     const double rate =
-        p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, {}).bytesPerS;
+        p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, own, {}).bytesPerS;
     if (rate > 0 && !p.suspect && p.classes != 0 && !p.inMemory() &&
         p.bursts.contains(burstBytes)) {
       const double bytes =
@@ -466,33 +466,22 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
   return std::min(bytes, max);
 }
 
-// The shortest that a path over no relay has seen; infinite without one.
-double Channel::directOneWayS() const {
-  double least = INFINITY;
-  for (const auto& [id, p] : paths_) {
-    const double s = p.statistics.minRoundTripS() / 2;
-    if (!p.overRelay && s > 0) {
-      least = std::min(least, s);
-    }
-  }
-  return least;
-}
-
 // A path waits for its turn at an uplink that has a limit, and its own rate is
 // then only that of its share. Its chunks go at the rate of the uplink. What
 // goes over a relay may always wait there behind others. It is of our site, so
 // its way is as long as ours.
-PathLoad Channel::loadOf(const PathState& p, TimePoint now) const {
+PathLoad Channel::loadOf(const PathState& p, const OwnPaths& own, TimePoint now)
+    const {
   PathLoad l;
   l.bytesPerS = shareBytesPerS(p);
   if (p.overRelay && p.knownBytesPerS > 0) {
     l.bytesPerS = p.knownBytesPerS;
   } else if (!p.overRelay) {
-    l.bytesPerS = inTurn(l.bytesPerS);
+    l.bytesPerS = own.gain * l.bytesPerS + own.moreBytesPerS;
   }
   l.oneWayS = p.statistics.minRoundTripS() / 2;
   if (p.overRelay) {
-    l.oneWayS = std::min(l.oneWayS, directOneWayS());
+    l.oneWayS = std::min(l.oneWayS, own.oneWayS);
   }
   l.inFlightBytes = p.inFlightBytes;
   if (!p.inFlight.empty() && !p.overRelay) {
@@ -519,11 +508,12 @@ Channel::hedge(PathState& p, TimePoint now, uint32_t& chunk) {
   if (paths_.size() == 1 || pacedChunkBytes_ != 0 || !p.inFlight.empty()) {
     return nullptr;
   }
+  const OwnPaths own = ownPaths();
   for (auto& [id, holder] : paths_) {
     if (&holder == &p || holder.suspect || holder.selfAcknowledging) {
       continue; // has been taken back; is never late
     }
-    const Hedge hedge(loadOf(p, now), loadOf(holder, now));
+    const Hedge hedge(loadOf(p, own, now), loadOf(holder, own, now));
     uint64_t ahead = 0;
     const size_t looks = std::min(kMaxLooks, holder.inFlight.size());
     for (size_t i = 0; i < looks; ++i) {
@@ -610,12 +600,13 @@ Channel::OutMessage* Channel::worthTaking(
     noneSuits = true;
     return nullptr;
   }
+  const OwnPaths own = ownPaths();
   ArrivalOrder order(
-      loadOf(p, now),
+      loadOf(p, own, now),
       std::min<uint64_t>(first->header.chunkBytes, first->unsentBytes()));
   for (const auto& [id, other] : paths_) {
     if (&other != &p && other.isGood(queue) && suits(other, *first)) {
-      order.addOther(loadOf(other, now));
+      order.addOther(loadOf(other, own, now));
     }
   }
   uint64_t backlog = first->unsentBytes();
