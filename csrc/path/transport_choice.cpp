@@ -42,7 +42,7 @@ TransportChoice::Choice TransportChoice::choose(
   // that is one loss.
   datagramBurstsLost_.observe(e.packets, e.lossBursts, /*queueing=*/false);
   losses_.observe(
-      datagramLoss_.rate(), e.lossBurstPackets, e.segments, e.segmentsLost);
+      datagramLossRate(), e.lossBurstPackets, e.segments, e.segmentsLost);
   observeBursts(e);
   const View v = view(e);
   if (e.streamIdle && e.datagramsIdle) {
@@ -66,6 +66,13 @@ TransportChoice::Choice TransportChoice::choose(
                : "connections begin slowly after a pause");
   }
   return choice;
+}
+
+// Where UDP was blocked for a moment, many are lost, but only once: that says
+// nothing about the next ones.
+double TransportChoice::datagramLossRate() const {
+  constexpr double kSeveral = 4;
+  return datagramBurstsLost_.lost() < kSeveral ? 0 : datagramLoss_.rate();
 }
 
 TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
@@ -166,7 +173,7 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
         now);
     return true;
   }
-  const double rate = datagramLoss_.rate();
+  const double rate = datagramLossRate();
   if (rate < kMany || losses_.verdict() == Verdict::kShared) {
     return false;
   }

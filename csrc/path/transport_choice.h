@@ -137,6 +137,9 @@ class RecentLoss {
     packets_ = packets;
     lost_ = lost;
   }
+  double lost() const {
+    return seenLost_;
+  }
   // 0 while unknown. A single loss is chance, or a probe of the packet size.
   double rate() const {
     return seen_ < kEnough ? 0 : std::clamp((seenLost_ - 1) / seen_, 0.0, 1.0);
@@ -241,6 +244,7 @@ class TransportChoice {
   };
 
   View view(const RouteEvidence& e) const;
+  double datagramLossRate() const;
   void observeBursts(const RouteEvidence& e);
   bool isLate() const;
   bool avoids(std::string& news, TimePoint now);

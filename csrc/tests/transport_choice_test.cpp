@@ -221,6 +221,26 @@ TEST(transport_choice_takes_one_gap_for_one_loss) {
   CHECK(lossy.choose(e, now).upTo > 4u << 20);
 }
 
+// UDP was blocked for a moment. A policer drops again and again.
+TEST(transport_choice_takes_an_outage_for_no_policer) {
+  for (const uint64_t bursts : {2, 40}) {
+    RouteEvidence e;
+    e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
+    e.stream.firstBytes = 16e3;
+    e.streamBytesPerS = e.datagramBytesPerS = e.datagrams.bytesPerS = 125e6;
+    TransportChoice choice;
+    const TimePoint now(std::chrono::hours(1));
+    CHECK(choice.choose(e, now).upTo > 0);
+    e.packets = 500;
+    e.packetsLost = 350;
+    e.lossBursts = bursts;
+    e.lossBurstPackets = 350.0 / static_cast<double>(bursts);
+    (void)choice.choose(e, now);
+    e.segments += 1000; // none is lost
+    CHECK_EQ(choice.choose(e, now).upTo > 0, bursts == 2);
+  }
+}
+
 // A route of 40 ms with cold connections, on which a burst of 64 KiB is sent
 // each 300 ms. One that goes by the predictions takes 43 ms as datagrams, and
 // 120 over connections.
