@@ -467,9 +467,9 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
 }
 
 // A path waits for its turn at an uplink that has a limit, and its own rate is
-// then only that of its share. Its chunks go at the rate of the uplink. What
-// goes over a relay may always wait there behind others. It is of our site, so
-// its way is as long as ours.
+// then only that of its share. Its chunks go at the rate of the uplink. Chunks
+// over a relay may always wait there behind others. The relay is of our site,
+// so its way is as long as ours.
 PathLoad Channel::loadOf(const PathState& p, const OwnPaths& own, TimePoint now)
     const {
   PathLoad l;

@@ -23,9 +23,9 @@ namespace resilient {
 class RateLimit {
  public:
   using User = uint32_t;
-  // What may leave at once, in time at the limit: after a pause, and to make up
-  // for a turn that came late. Who comes first after a pause may not be the
-  // most urgent one, so it gets little ahead of the others.
+  // The burst that may leave at once, in time at the limit: after a pause, and
+  // to make up for a turn that came late. The first one after a pause may not
+  // be the most urgent, so it gets little ahead of the others.
   static constexpr Nanos kAfterPause = std::chrono::milliseconds(2);
   static constexpr Nanos kWhenLate = std::chrono::milliseconds(10);
 

@@ -68,7 +68,7 @@ TransportChoice::Choice TransportChoice::choose(
   return choice;
 }
 
-// Where UDP was blocked for a moment, many are lost, but only once: that says
+// Many are lost if UDP is blocked for a moment, but only once: that says
 // nothing about the next ones.
 double TransportChoice::datagramLossRate() const {
   constexpr double kSeveral = 4;
