@@ -71,7 +71,7 @@ TransportChoice::Choice TransportChoice::choose(
 // Many are lost if UDP is blocked for a moment, but only once: that says
 // nothing about the next ones.
 double TransportChoice::datagramLossRate() const {
-  constexpr double kSeveral = 4;
+  constexpr double kSeveral = 4; // gaps
   return datagramBurstsLost_.lost() < kSeveral ? 0 : datagramLoss_.rate();
 }
 

@@ -137,6 +137,7 @@ class RecentLoss {
     packets_ = packets;
     lost_ = lost;
   }
+  // Of the packets that count, less with time.
   double lost() const {
     return seenLost_;
   }

@@ -1338,6 +1338,19 @@ TEST(channel_refuses_grants_of_what_was_never_sent) {
   CHECK_EQ(pair.b.channel.onPayload(1, pair.now).code(), StatusCode::kProtocol);
 }
 
+// From a to b, with receives that wait for them.
+struct Messages {
+  ChannelPair& net;
+  std::deque<TestSend> sends{};
+  std::deque<TestRecv> recvs{};
+  void post(size_t bytes) {
+    sends.emplace_back(text(bytes));
+    recvs.emplace_back(&net.b.channel, bytes);
+    net.b.mailbox.post(&recvs.back());
+    net.a.channel.send(&sends.back(), net.now);
+  }
+};
+
 // Acknowledgements show what the transport did, not what it does now.
 TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
   ChannelPair net;
@@ -1345,16 +1358,9 @@ TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
     net.up(path);
     net.a.channel.setSharedLink(path, 7);
   }
-  std::deque<TestSend> sends;
-  std::deque<TestRecv> recvs;
-  const auto post = [&](size_t bytes) {
-    sends.emplace_back(text(bytes));
-    recvs.emplace_back(&net.b.channel, bytes);
-    net.b.mailbox.post(&recvs.back());
-    net.a.channel.send(&sends.back(), net.now);
-  };
+  Messages messages{net};
   for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
-    post(400);
+    messages.post(400);
     net.settle(
         i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
   }
@@ -1363,7 +1369,7 @@ TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
   CHECK(link > 0);
   CHECK_EQ(net.a.channel.linkBytesPerS(2), link);
   net.a.channel.setPace(2, 1);
-  post(400);
+  messages.post(400);
   CHECK(!net.take(net.a, 2).has_value());
   net.a.channel.setPace(2, 0); // not known
   CHECK(net.take(net.a, 2).has_value());
@@ -1375,16 +1381,9 @@ TEST(channel_does_not_count_the_wait_at_a_relay) {
   ChannelPair net;
   net.up(1);
   net.up(2);
-  std::deque<TestSend> sends;
-  std::deque<TestRecv> recvs;
-  const auto post = [&](size_t bytes) {
-    sends.emplace_back(text(bytes));
-    recvs.emplace_back(&net.b.channel, bytes);
-    net.b.mailbox.post(&recvs.back());
-    net.a.channel.send(&sends.back(), net.now);
-  };
+  Messages messages{net};
   for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
-    post(400);
+    messages.post(400);
     net.settle({1, 2});
   }
   const double own = net.a.channel.pathStatistics(1).capacityBytesPerS();
@@ -1395,14 +1394,14 @@ TEST(channel_does_not_count_the_wait_at_a_relay) {
   for (const auto& [path, took] :
        {std::pair(PathId(1), wait / 30), {PathId(2), wait}}) {
     net.now += std::chrono::seconds(5); // earlier round trips are forgotten
-    post(100);
+    messages.post(100);
     const auto frame = net.take(net.a, path);
     CHECK(frame.has_value());
     net.now += took;
     CHECK(net.give(net.b, path, *frame).ok());
     net.settle({path});
   }
-  post(2000);
+  messages.post(2000);
   CHECK(net.take(net.a, 2).has_value());
   net.now += wait;
   CHECK(net.take(net.a, 2).has_value());
