@@ -181,9 +181,12 @@ void SimulatedRank::onControl(
   }
   if (note->what == RelayNote::What::kPassed) {
     network_.onPassed(*note);
-    TimePoint& until = busyUntil_[note->flow];
-    if (note->busy && until <= loop_.now()) {
-      until = loop_.now() + kBusyFor;
+    // A relay that is left alone says it again only when it is used again.
+    PeerLink* const farEnd = linkTo(note->source());
+    const RelayPath* const path =
+        farEnd == nullptr ? nullptr : farEnd->relays().pathOf(note->flow);
+    if (note->busy && (path == nullptr || !path->busy())) {
+      busyUntil_[note->flow] = loop_.now() + kBusyFor;
     }
   }
   service_->onNote(link, *note);
