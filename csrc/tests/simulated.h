@@ -38,9 +38,9 @@ struct SimulatedLink {
   bool reads = false;
 };
 
-// A header, and where the payload is.
+// A header, where the payload is, and the key of that memory.
 inline constexpr size_t kReferenceBytes =
-    kFrameHeaderBytes + sizeof(const std::byte*);
+    kFrameHeaderBytes + sizeof(const std::byte*) + sizeof(uint64_t);
 
 // A network of processes in virtual time: real channels and mailboxes, joined
 // by simulated paths that are slow, tear frames anywhere or change their order,
@@ -115,7 +115,9 @@ class SimulatedNetwork : private ChannelHost {
 
   // --- memory that paths which read may access
   void registerMemory(const std::byte* data, uint64_t bytes);
-  bool registered(const std::byte* data, uint64_t bytes) const;
+  // The key of its registration, 0 if it has none. The same memory gets another
+  // key each time, so what was late for its last owner finds it revoked.
+  uint64_t keyOf(const std::byte* data, uint64_t bytes) const;
   // After a while, no path accesses it any more, and `done` is called.
   void revoke(const std::byte* data, std::function<void()> done);
 
@@ -155,8 +157,9 @@ class SimulatedNetwork : private ChannelHost {
   struct Read {
     FrameHeader header;
     const std::byte* from = nullptr;
+    uint64_t fromKey = 0;
     std::byte* to = nullptr; // its pinned place, or in `own`
-    bool pinned = false;
+    uint64_t toKey = 0; // not 0 if it is pinned
     std::vector<std::byte> own;
     uint64_t asked = 0, landed = 0; // bytes
   };
@@ -254,6 +257,7 @@ class SimulatedNetwork : private ChannelHost {
       PathRef path,
       int side,
       const std::shared_ptr<Read>& what,
+      uint64_t offset,
       std::vector<std::byte> packet);
   void finishReads(PathRef path, int side);
   void breakNow(PathRef path);
@@ -263,7 +267,12 @@ class SimulatedNetwork : private ChannelHost {
   std::vector<std::unique_ptr<Process>> processes_;
   std::vector<std::unique_ptr<Path>> paths_;
   PathId lastPathId_ = 0;
-  std::map<const std::byte*, uint64_t> memory_; // registered: bytes
+  struct Region {
+    uint64_t bytes;
+    uint64_t key;
+  };
+  std::map<const std::byte*, Region> memory_; // that is registered
+  uint64_t lastKey_ = 0;
   TimePoint now_{std::chrono::seconds(1)};
   std::priority_queue<Event> queue_;
   uint64_t events_ = 0;

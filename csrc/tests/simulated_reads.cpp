@@ -11,17 +11,17 @@ namespace resilient {
 
 void SimulatedNetwork::registerMemory(const std::byte* data, uint64_t bytes) {
   if (bytes != 0) {
-    memory_[data] = bytes;
+    memory_[data] = {bytes, ++lastKey_};
   }
 }
 
-bool SimulatedNetwork::registered(const std::byte* data, uint64_t bytes) const {
+uint64_t SimulatedNetwork::keyOf(const std::byte* data, uint64_t bytes) const {
   auto at = memory_.upper_bound(data);
   if (at == memory_.begin()) {
-    return false;
+    return 0;
   }
-  --at;
-  return data + bytes <= at->first + at->second;
+  const auto& [begin, region] = *--at;
+  return data + bytes <= begin + region.bytes ? region.key : 0;
 }
 
 void SimulatedNetwork::revoke(
@@ -43,8 +43,11 @@ bool SimulatedNetwork::refer(
   End& e = paths_[ref]->ends[side];
   Channel& c = channel(e.process, e.peer);
   const OutFrame& f = c.unwritten(e.id).front();
-  if (!f.mayRefer || f.payloadBytes == 0 ||
-      !registered(f.payload, f.payloadBytes) || prng_.chance(0.2)) {
+  if (!f.mayRefer || f.payloadBytes == 0) {
+    return false;
+  }
+  const uint64_t key = keyOf(f.payload, f.payloadBytes);
+  if (key == 0 || prng_.chance(0.2)) {
     return false;
   }
   const FrameBytes bytes = asReference(f.header);
@@ -52,6 +55,8 @@ bool SimulatedNetwork::refer(
   const std::byte* const from = f.payload;
   const auto* const raw = reinterpret_cast<const std::byte*>(&from);
   piece.insert(piece.end(), raw, raw + sizeof(from));
+  const auto* const rawKey = reinterpret_cast<const std::byte*>(&key);
+  piece.insert(piece.end(), rawKey, rawKey + sizeof(key));
   c.popReferred(e.id);
   return true;
 }
@@ -111,16 +116,24 @@ void SimulatedNetwork::startRead(PathRef ref, int side, const std::byte* data) {
   std::memcpy(bytes.data(), data, kFrameHeaderBytes);
   (void)decodeFrame(bytes, what->header);
   std::memcpy(&what->from, data + kFrameHeaderBytes, sizeof(const std::byte*));
+  std::memcpy(
+      &what->fromKey,
+      data + kFrameHeaderBytes + sizeof(const std::byte*),
+      sizeof(uint64_t));
   const uint32_t size = what->header.payloadBytes;
   const auto found =
       channel(reader.process, reader.peer)
           .pin(reader.id, what->header, [this](std::span<std::byte> bytes) {
-            return registered(bytes.data(), bytes.size());
+            return keyOf(bytes.data(), bytes.size()) != 0;
           });
   const Channel::Place place = found.value();
-  what->pinned = place.pinned != nullptr;
-  what->own.resize(what->pinned ? 0 : size);
-  what->to = what->pinned ? place.pinned : what->own.data();
+  if (place.pinned != nullptr) {
+    what->to = place.pinned;
+    what->toKey = keyOf(place.pinned, size);
+  } else {
+    what->own.resize(size);
+    what->to = what->own.data();
+  }
   note(15, ref, size, "begins to read, path and bytes");
   s.reads.push_back(what);
   if (!place.wanted) {
@@ -150,12 +163,13 @@ void SimulatedNetwork::answerRead(
   }
   const uint64_t size = what->header.payloadBytes;
   const uint64_t n = std::min<uint64_t>(size - what->asked, 100);
-  if (!registered(what->from + what->asked, n)) {
+  if (keyOf(what->from + what->asked, n) != what->fromKey) {
     breakNow(ref); // the memory has been revoked
     return;
   }
   std::vector<std::byte> packet(
       what->from + what->asked, what->from + what->asked + n);
+  const uint64_t offset = what->asked;
   what->asked += n;
   const auto took =
       Nanos(static_cast<int64_t>(n * 1'000'000'000 / path.link.bytesPerS));
@@ -164,9 +178,10 @@ void SimulatedNetwork::answerRead(
           prng_.below(static_cast<uint64_t>(path.link.jitter.count()) + 1)));
   s.lastLanding =
       std::max(s.lastLanding, now_ + path.link.latency + took + jitter);
-  at(s.lastLanding, [this, ref, side, what, packet = std::move(packet)] {
-    land(ref, side, what, packet);
-  });
+  at(s.lastLanding,
+     [this, ref, side, what, offset, packet = std::move(packet)] {
+       land(ref, side, what, offset, packet);
+     });
   if (what->asked < size) {
     at(now_ + took, [this, ref, side, what] { answerRead(ref, side, what); });
   }
@@ -176,24 +191,27 @@ void SimulatedNetwork::land(
     PathRef ref,
     int side,
     const std::shared_ptr<Read>& what,
+    uint64_t offset,
     std::vector<std::byte> packet) {
   Path& path = *paths_[ref];
   End& reader = path.ends[1 - side];
   if (path.stalledUntil > now_) {
-    at(path.stalledUntil, [this, ref, side, what, packet = std::move(packet)] {
-      land(ref, side, what, packet);
-    });
+    at(path.stalledUntil,
+       [this, ref, side, what, offset, packet = std::move(packet)] {
+         land(ref, side, what, offset, packet);
+       });
     return;
   }
   if (reader.fenced) {
     return;
   }
-  if (what->pinned && !registered(what->to + what->landed, packet.size())) {
+  if (what->toKey != 0 &&
+      keyOf(what->to + offset, packet.size()) != what->toKey) {
     breakNow(ref);
     return;
   }
   note(16, ref, packet.size(), "landed, path and bytes");
-  std::memcpy(what->to + what->landed, packet.data(), packet.size());
+  std::memcpy(what->to + offset, packet.data(), packet.size());
   what->landed += packet.size();
   if (what->landed == what->header.payloadBytes) {
     finishReads(ref, side);
@@ -211,7 +229,7 @@ void SimulatedNetwork::finishReads(PathRef ref, int side) {
     const std::shared_ptr<Read> what = s.reads.front();
     s.reads.pop_front();
     Status status = c.onHeader(reader.id, what->header, now_);
-    if (status.ok() && !what->pinned) {
+    if (status.ok() && what->toKey == 0) {
       if (std::byte* const to = c.destination(reader.id)) {
         std::memcpy(to, what->own.data(), what->own.size());
       }
@@ -224,7 +242,7 @@ void SimulatedNetwork::finishReads(PathRef ref, int side) {
       breakNow(ref);
       return;
     }
-    if (what->pinned) {
+    if (what->toKey != 0) {
       c.unpin(reader.id);
     }
   }

@@ -241,9 +241,7 @@ void Simulation::send(
   m.dtype = dtypeOf(h);
   m.collective = collective;
   m.op = std::make_unique<Send>(*this, index);
-  m.buffer.data = std::make_unique<std::byte[]>(m.bytes);
-  m.buffer.bytes = m.bytes;
-  registerSome(m.buffer);
+  m.buffer = newBuffer(m.bytes);
   m.op->awaitReceive = below(4) == 0;
   Send& op = *m.op;
   op.key = MessageKey{group, stream, order};
@@ -353,9 +351,7 @@ void Simulation::receive(
   r.dtype = dtype;
   r.collective = collective;
   r.op = std::make_unique<Recv>(*this, index);
-  r.buffer.data = std::make_unique<std::byte[]>(bytes);
-  r.buffer.bytes = bytes;
-  registerSome(r.buffer);
+  r.buffer = newBuffer(bytes);
   Recv& op = *r.op;
   op.key = MessageKey{group, stream, order};
   op.ordered = !collective;
@@ -437,11 +433,24 @@ void Simulation::receiveNext(const StreamId& id, bool any, bool mayMismatch) {
       OpSignature());
 }
 
-void Simulation::registerSome(Buffer& buffer) {
-  if (below(4) != 0) {
-    buffer.registered = true;
-    net_.registerMemory(buffer.data.get(), buffer.bytes);
+// Allocators hand out the same memory again, so what was late for one operation
+// must not touch the next one there.
+Simulation::Buffer Simulation::newBuffer(uint64_t bytes) {
+  Buffer b;
+  const auto spare = std::ranges::find_if(
+      spare_, [&](const Buffer& s) { return s.bytes >= bytes; });
+  if (spare != spare_.end()) {
+    b = std::move(*spare);
+    spare_.erase(spare);
+  } else {
+    b.data = std::make_unique<std::byte[]>(bytes);
   }
+  b.bytes = bytes;
+  if (below(4) != 0) {
+    b.registered = true;
+    net_.registerMemory(b.data.get(), b.bytes);
+  }
+  return b;
 }
 
 // The memory of an operation that did not end well: devices may still read it,
@@ -467,8 +476,11 @@ void Simulation::giveBack(Buffer& buffer) {
   if (buffer.registered) {
     net_.revoke(buffer.data.get(), [] {});
   }
-  if (buffer.registered || below(2) == 0) {
+  const uint64_t next = below(3);
+  if (buffer.registered || next == 0) {
     graveyard_.push_back(std::move(buffer)); // checked at the end
+  } else if (next == 1) {
+    spare_.push_back(std::move(buffer)); // for a later operation
   } else {
     buffer.data.reset(); // address sanitizer watches it
   }

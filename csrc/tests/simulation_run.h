@@ -251,7 +251,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   void sendFinished(size_t index, const Status& status);
   void chunkArrived(size_t index, uint64_t offset, uint64_t bytes);
   void receiveFinished(size_t index, const Status& status);
-  void registerSome(Buffer& buffer);
+  Buffer newBuffer(uint64_t bytes);
   void takeBack(Buffer& buffer);
   void giveBack(Buffer& buffer);
 
@@ -366,7 +366,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   std::map<size_t, size_t> collectiveOfSend_, collectiveOfReceive_;
   std::set<std::pair<size_t, uint64_t>> closed_; // process, group
   std::set<std::pair<size_t, size_t>> dead_; // pairs whose channel failed
-  std::vector<Buffer> graveyard_;
+  std::vector<Buffer> graveyard_, spare_;
   std::set<std::tuple<size_t, size_t, uint64_t>> controlReceived_;
   std::set<std::tuple<size_t, size_t, uint64_t>> controlSent_;
   std::map<std::pair<size_t, size_t>, int> byes_;
