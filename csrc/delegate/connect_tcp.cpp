@@ -665,6 +665,8 @@ void TcpConnector::tunePaths() {
       sample.delivered += view->deliveredSegments;
       sample.lost += view->retransmits;
       sample.rate += view->arrives;
+      sample.startingUp =
+          sample.startingUp || (view->startingUp && carries(seen.back()));
       silent = std::min({silent, view->sinceLastAck, view->sinceLastSent});
       if (view->sinceLastAck <= view->minRoundTrip) { // else it is an old one
         sample.roundTrip = std::max(sample.roundTrip, view->roundTrip);

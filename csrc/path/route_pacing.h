@@ -28,12 +28,18 @@ inline constexpr uint64_t kQuestions = 4096;
 // a queue all the time is the rate of the link; one without only shows that it
 // carries as much.
 //
+// In a burst of many round trips, that little faster would fill any queue. BBR
+// keeps it short, except while it starts up, and bursts may never end that.
+// Then the connections send as fast as data arrives once the queue is long, and
+// a little faster in one round trip of several only, as BBR does later.
+//
 // If both ends send, acknowledgements wait in the queue of the other direction
 // and come in a clump when that drains: for a round trip, more than twice as
 // fast as the data has arrived. So what counts is what the far end says of the
 // time of arrival; acknowledgements, as long as it says nothing. It reads what
 // has come behind a loss only once that has been sent again, and then all at
-// once; such a window may show no more than BBR has measured.
+// once: such a window may show no more than BBR has measured, and the ones
+// before it nothing.
 class RoutePacing {
  public:
   struct Sample {
@@ -48,14 +54,19 @@ class RoutePacing {
     // In all, at that time by the clock of the far end, as it has said last.
     uint64_t arrived = 0; // bytes
     TimePoint arrivedAt{}; // TimePoint(): it has said nothing
+    bool startingUp = false; // BBR, of a connection that carries
   };
 
   // Called every now and then, several times in a round trip while data is
   // under way. In bytes per second; 0: no limit.
   uint64_t observe(const Sample& s) {
     const bool told = s.arrivedAt != TimePoint{};
+    if (s.roundTrip > Nanos(0)) {
+      roundTrip_ = s.roundTrip;
+    }
     if (std::exchange(lostBefore_, s.lost) < s.lost) {
-      lossAt_ = s.now;
+      repairUntil_ =
+          s.now + kRepairRoundTrips * std::max(roundTrip_, s.minRoundTrip);
     }
     // With less in flight than the link holds, a long round trip is an old one:
     // BBR keeps nearly nothing in flight now and then.
@@ -86,11 +97,13 @@ class RoutePacing {
       begin(at, bytes); // it began somewhere between the last two answers
       silent_ = false;
     } else if (elapsed >= window) {
-      double rate = static_cast<double>(bytes - from_) / toSeconds(elapsed);
-      if (s.now - lossAt_ < kRepairRoundTrips * s.minRoundTrip) {
-        rate = std::min(rate, std::max(measured_, double(s.rate)));
+      const double rate =
+          static_cast<double>(bytes - from_) / toSeconds(elapsed);
+      if (s.now < repairUntil_) {
+        measured_ = std::max(measured_, std::min(rate, double(s.rate)));
+      } else {
+        measure(rate);
       }
-      measure(rate);
       begin(at, bytes);
     }
     at_ = at;
@@ -99,11 +112,15 @@ class RoutePacing {
     queueAllTheTime_ = queueAllTheTime_ && queue;
     full_ = full_ || (queue && measuredEnough(s));
     watchLoss(s);
-    return full_ ? static_cast<uint64_t>(kGain * measured_) : 0;
+    return full_ ? static_cast<uint64_t>(gain(s) * measured_) : 0;
   }
 
  private:
   static constexpr double kGain = 1.25;
+  // In what the link holds without a queue: what is in flight with a long one,
+  // and with one that need not grow to find out more.
+  static constexpr double kLongQueue = 1.5, kLongestQueue = 2.5;
+  static constexpr int kProbeOneIn = 8; // round trips
   // The rate of connections that have carried little is not known: the queue is
   // that of others.
   static constexpr double kEnoughBytes = 256 << 10;
@@ -120,6 +137,16 @@ class RoutePacing {
     since_ = since;
     from_ = from;
     queueAllTheTime_ = true;
+  }
+  double gain(const Sample& s) const {
+    const double holds = measured_ * toSeconds(s.minRoundTrip);
+    const auto inFlight = static_cast<double>(s.inFlight);
+    if (!s.startingUp || holds == 0 || inFlight < kLongQueue * holds) {
+      return kGain;
+    }
+    const auto roundTrips = s.now.time_since_epoch() / s.minRoundTrip;
+    const bool probes = roundTrips % kProbeOneIn == 0;
+    return probes && inFlight < kLongestQueue * holds ? kGain : 1;
   }
   bool measuredEnough(const Sample& s) const {
     return measured_ * toSeconds(s.minRoundTrip) >= kEnoughBytes;
@@ -173,7 +200,8 @@ class RoutePacing {
   bool full_ = false;
   double measured_ = 0; // bytes per second
   uint64_t lostBefore_ = 0;
-  TimePoint lossAt_{}; // the last
+  Nanos roundTrip_{}; // as it was last
+  TimePoint repairUntil_{}; // of the last loss
   TimePoint lossSince_{};
   uint64_t delivered_ = 0, lost_ = 0; // then
   double leastMeasured_ = 0; // whatever is lost

@@ -131,6 +131,7 @@ struct Link {
     s.roundTrip = smoothed ? milliseconds(40) : end.roundTrip;
     s.delivered = static_cast<uint64_t>(end.acknowledged) / 1448;
     s.lost = static_cast<uint64_t>(end.lost) / 1448;
+    s.startingUp = true; // bursts do not end it
     // Acknowledgements have waited.
     s.rate = static_cast<uint64_t>(bbrTakes * bytesPerS);
     end.limit = end.pacing.observe(s);
@@ -311,6 +312,48 @@ TEST(route_pacing_does_not_take_a_clump_behind_a_loss_for_a_fast_link) {
     CHECK(limit < 1.5 * kRate);
   }
   CHECK(limit > kRate);
+}
+
+// The answers have waited in a long queue, too.
+TEST(route_pacing_takes_no_clump_for_fast_that_a_long_queue_has_held_back) {
+  RoutePacing pacing;
+  RoutePacing::Sample s;
+  s.now = TimePoint{std::chrono::seconds(100)};
+  s.minRoundTrip = milliseconds(40);
+  s.roundTrip = milliseconds(110);
+  s.inFlight = 15 << 20;
+  s.rate = static_cast<uint64_t>(1.05 * kRate);
+  double sent = 0, limit = 0;
+  for (int i = 0; i < 800; ++i) {
+    s.now += milliseconds(5);
+    s.arrivedAt = s.now - milliseconds(90);
+    sent += 0.005 * kRate;
+    s.delivered = static_cast<uint64_t>(sent) / 1448;
+    s.lost += i % 100 == 40 ? 10 : 0;
+    // What was lost has come again after two round trips.
+    s.arrived = i >= 100 && i % 100 >= 44 && i % 100 < 88
+        ? s.arrived + static_cast<uint64_t>(0.001 * kRate)
+        : static_cast<uint64_t>(sent);
+    limit = static_cast<double>(pacing.observe(s));
+    CHECK(limit < 1.35 * kRate);
+    CHECK(i < 100 || limit > 1.2 * kRate); // nor for slow, before it
+  }
+}
+
+// A burst of many round trips keeps its queue short.
+TEST(route_pacing_does_not_fill_the_queue_by_a_long_burst) {
+  Link link;
+  for (int i = 0; i < 8; ++i) {
+    link.burst(16e6, 3 * kRate);
+  }
+  const double lost = link.ends[0].lost;
+  link.burst(128e6, 3 * kRate, 128e6);
+  CHECK(link.ends[0].lost - lost < 0.005 * 128e6);
+  // It still finds out that the link is faster.
+  link.bytesPerS = 2 * kRate;
+  link.room *= 2;
+  link.burst(256e6, 6 * kRate);
+  CHECK(static_cast<double>(link.limit()) > 1.8 * kRate);
 }
 
 // Drops at random are no queue.
