@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "path/congestion_choice.h"
+#include "path/route_pacing.h"
 
 namespace resilient {
 namespace {
@@ -43,7 +44,7 @@ TcpPath::TcpPath(
       faults_(faults),
       localAddress_(resilient::localAddress(socket_.get()).toString()),
       remoteAddress_(resilient::remoteAddress(socket_.get()).toString()),
-      restartedAt_(loop.now()),
+      restart_(loop.now()),
       heardAt_(loop.now()),
       reader_(channel, id),
       buffer_(std::make_unique_for_overwrite<std::byte[]>(kReadBuffer)) {
@@ -201,8 +202,10 @@ std::optional<BbrView> TcpPath::tune() {
         seen->bytesAcked - beforeRestart_.bytesAcked < beforeRestart_.arrives) {
       seen->arrives = std::max(seen->arrives, beforeRestart_.arrives);
     } // else a second of it has shown what it is now
-    seenWithoutQueue_ =
-        seenWithoutQueue_ || !inQueue(seen->roundTrip, seen->minRoundTrip);
+    restart_.observe(
+        loop_.now(),
+        seen->inFlightBytes > kQuestions,
+        inQueue(seen->roundTrip, seen->minRoundTrip));
   }
   const BbrView view = seen.value_or(BbrView());
   startUpBytes_ = view.startingUp && !beforeRestart_.found
@@ -245,13 +248,10 @@ void TcpPath::limitPace(uint64_t bytesPerS, const BbrView& view) {
 }
 
 void TcpPath::restartBbr(const BbrView& view) {
-  constexpr Nanos kEvery = std::chrono::seconds(3); // it measures at 10
-  const TimePoint now = loop_.now();
-  if (!view.mayRestart || !seenWithoutQueue_ || now - restartedAt_ < kEvery) {
+  if (!view.mayRestart || !restart_.due(loop_.now())) {
     return;
   }
-  restartedAt_ = now;
-  seenWithoutQueue_ = false;
+  restart_.restarted(loop_.now());
   if (!setCongestionControl("reno")) { // any other one
     return;
   }

@@ -10,6 +10,7 @@
 #include "base/status.h"
 #include "channel/channel.h"
 #include "failover/health.h"
+#include "path/bbr_restart.h"
 #include "path/faults.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
@@ -90,11 +91,10 @@ class TcpPath final : public Path, public Handler {
   std::optional<BbrView> bbr() const { // nothing with another control
     return bbrView(socket_.get());
   }
-  // Ten seconds after it has begun, BBR measures the round trip: for 200 ms it
-  // sends next to nothing. So it begins anew, with the window and the rate that
-  // it had, where nothing but questions is under way. Does nothing within three
-  // seconds, nor if the route has become longer: BBR would begin with the
-  // shortest round trip of the kernel's last five minutes.
+  // BBR begins anew if that is due (BbrRestart), with the window and the rate
+  // that it had. Where nothing but questions is under way. Does nothing if the
+  // route has become longer: BBR would begin with the shortest round trip of
+  // the kernel's last five minutes.
   void restartBbr(const BbrView& view);
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
@@ -186,8 +186,7 @@ class TcpPath final : public Path, public Handler {
     uint64_t bytesAcked = 0; // total
   };
   Known beforeRestart_;
-  TimePoint restartedAt_;
-  bool seenWithoutQueue_ = false; // since then
+  BbrRestart restart_;
   TimePoint heardAt_;
 
   // Writing. releases_[i] belongs to the i-th unwritten frame of the channel.

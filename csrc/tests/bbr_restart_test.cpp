@@ -1,0 +1,112 @@
+#include "path/bbr_restart.h"
+
+#include <vector>
+
+#include "tests/check.h"
+
+namespace resilient::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+// A connection with BBR, which begins anew when that is due.
+struct Connection {
+  TimePoint now{seconds(100)};
+  BbrRestart restart{now};
+  TimePoint measuredAt = now; // by BBR
+  bool queue = true; // in each burst
+  int restarts = 0;
+  int spoilt = 0; // bursts in which BBR has measured
+
+  void look(bool carries, bool first) {
+    if (now - measuredAt >= seconds(10)) { // at once behind a pause
+      measuredAt = now;
+      spoilt += carries && !first;
+    }
+    restart.observe(now, carries, queue);
+    if (!carries && restart.due(now)) {
+      restart.restarted(now);
+      measuredAt = now;
+      ++restarts;
+    }
+  }
+  void burst(Nanos lasts, Nanos pause) {
+    for (const TimePoint start = now; now < start + lasts;
+         now += milliseconds(5)) {
+      look(/*carries=*/true, now == start);
+    }
+    look(/*carries=*/false, false);
+    now += pause;
+  }
+};
+
+// Whatever the intervals are, if they are regular.
+TEST(bbr_measures_in_no_burst_of_regular_ones) {
+  for (const int burst : {50, 160, 600, 1200}) {
+    for (const int pause : {200, 1000, 1700, 2500, 6300, 9500, 15'000}) {
+      Connection c;
+      c.queue = false;
+      for (int i = 0; i < 10; ++i) {
+        c.burst(milliseconds(burst), milliseconds(pause));
+      }
+      c.spoilt = c.restarts = 0;
+      const TimePoint begin = c.now;
+      for (int i = 0; i < 100; ++i) {
+        c.burst(milliseconds(burst), milliseconds(pause));
+      }
+      CHECK_EQ(c.spoilt, 0);
+      // Not much oftener than BBR would have measured.
+      CHECK(c.restarts <= 1.7 * toSeconds(c.now - begin) / 10 + 1);
+      // With a queue in each burst it has to measure now and then.
+      c.queue = true;
+      for (int i = 0; i < 100; ++i) {
+        c.burst(milliseconds(burst), milliseconds(pause));
+      }
+      CHECK(c.spoilt <= 12);
+    }
+  }
+}
+
+// Pauses that are no pauses do not count.
+TEST(bbr_restarts_see_a_burst_with_gaps_as_one) {
+  Connection c;
+  for (int i = 0; i < 100; ++i) {
+    c.burst(milliseconds(100), milliseconds(20));
+    c.burst(milliseconds(100), milliseconds(40));
+    c.burst(milliseconds(100), milliseconds(1200));
+  }
+  CHECK(c.spoilt <= 2);
+  CHECK(c.restarts < 2 * 160 / 10);
+}
+
+// Irregular bursts may come at any time.
+TEST(bbr_begins_anew_every_few_seconds_without_a_rhythm) {
+  Connection c;
+  c.queue = false;
+  int spoilt = 0;
+  for (int i = 0; i < 200; ++i) {
+    c.burst(milliseconds(160), milliseconds(i % 2 == 0 ? 400 : 2400 + 7 * i));
+    spoilt += c.spoilt;
+    c.spoilt = 0;
+  }
+  CHECK(spoilt <= 2);
+}
+
+// It begins with the shortest round trip of minutes. So if the route is longer
+// now, it has to find that out first.
+TEST(bbr_does_not_begin_anew_without_a_new_round_trip) {
+  Connection c;
+  for (int i = 0; i < 6; ++i) { // without a rhythm
+    c.burst(milliseconds(100), milliseconds(i % 2 == 0 ? 500 : 1500));
+  }
+  CHECK_EQ(c.restarts, 1);
+  c.queue = false;
+  c.burst(milliseconds(100), milliseconds(500));
+  c.burst(milliseconds(100), milliseconds(1500));
+  c.burst(milliseconds(100), milliseconds(500));
+  CHECK_EQ(c.restarts, 2);
+}
+
+} // namespace
+} // namespace resilient::test
