@@ -239,10 +239,11 @@ void TcpPath::limitPace(uint64_t bytesPerS, const BbrView& view) {
   if (bytesPerS != 0) {
     most = std::min(most, static_cast<double>(bytesPerS));
   }
-  if (view.minRoundTrip > Nanos(0)) {
+  // Acknowledgements may wait in a queue of the other direction.
+  const Nanos roundTrip = std::max(view.roundTrip, view.minRoundTrip);
+  if (roundTrip > Nanos(0)) {
     most = std::min(
-        most,
-        static_cast<double>(view.windowBytes) / toSeconds(view.minRoundTrip));
+        most, static_cast<double>(view.windowBytes) / toSeconds(roundTrip));
   }
   channel_.setPace(id(), most);
 }
