@@ -41,7 +41,7 @@ struct Connection {
   }
 };
 
-// Whatever the intervals are, if they are regular.
+// Regular bursts of any length and with any pauses.
 TEST(bbr_measures_in_no_burst_of_regular_ones) {
   for (const int burst : {50, 160, 600, 1200}) {
     for (const int pause : {200, 1000, 1700, 2500, 6300, 9500, 15'000}) {

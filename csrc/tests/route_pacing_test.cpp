@@ -330,7 +330,7 @@ TEST(route_pacing_takes_no_clump_for_fast_that_a_long_queue_has_held_back) {
     sent += 0.005 * kRate;
     s.delivered = static_cast<uint64_t>(sent) / 1448;
     s.lost += i % 100 == 40 ? 10 : 0;
-    // What was lost has come again after two round trips.
+    // Lost bytes have come again after two round trips.
     s.arrived = i >= 100 && i % 100 >= 44 && i % 100 < 88
         ? s.arrived + static_cast<uint64_t>(0.001 * kRate)
         : static_cast<uint64_t>(sent);

@@ -92,9 +92,9 @@ class TcpPath final : public Path, public Handler {
     return bbrView(socket_.get());
   }
   // BBR begins anew if that is due (BbrRestart), with the window and the rate
-  // that it had. Where nothing but questions is under way. Does nothing if the
-  // route has become longer: BBR would begin with the shortest round trip of
-  // the kernel's last five minutes.
+  // that it had. Expects that nothing but questions is under way. Does nothing
+  // if the route has become longer: BBR would begin with the shortest round
+  // trip of the kernel's last five minutes.
   void restartBbr(const BbrView& view);
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
