@@ -32,6 +32,7 @@ struct PlantedBugs {
   bool noHoldDown = false; // however often it has been lost
   bool noReconnect = false; // a lost connection is not made again
   bool neverSuspect = false; // silence is noticed only at the stall time-out
+  bool trustDatagrams = false; // beside connections, however long silent
   bool suspectAll = false; // also if no other connection can take over
   bool forgetTaint = false; // silent neighbours need not answer anew
   bool neverOffRoute = false; // other pairs of NICs are not tried

@@ -197,6 +197,42 @@ void DatagramConnector::answer(const DatagramOffer& offer, size_t route) {
   link_.changed();
 }
 
+// --- for the failover
+
+DatagramPath* DatagramConnector::provenPath(size_t route) const {
+  auto* const path = route < routes()
+      ? static_cast<DatagramPath*>(this->path(route))
+      : nullptr;
+  return path != nullptr && !path->closed() && path->proven() ? path : nullptr;
+}
+
+// While it rests, it carries nothing, although it answers.
+std::optional<RoutePathFacts> DatagramConnector::facts(size_t route) const {
+  const DatagramPath* const path = provenPath(route);
+  if (path == nullptr) {
+    return {};
+  }
+  RoutePathFacts facts;
+  facts.silent = !carries(route);
+  facts.heardAt = path->heardAt();
+  facts.answeredUpTo = path->answeredAt() - path->minRoundTrip();
+  facts.evidence = path->evidence();
+  facts.roundTrip = facts.evidence.roundTrip;
+  return facts;
+}
+
+void DatagramConnector::ask(size_t route) {
+  if (DatagramPath* const path = provenPath(route)) {
+    path->ask();
+  }
+}
+
+void DatagramConnector::doubt(size_t route) {
+  if (DatagramPath* const path = provenPath(route)) {
+    path->doubt();
+  }
+}
+
 // The kernel knows it before the path is silent.
 void DatagramConnector::onNic(const std::string& nic, bool works) {
   for (size_t route = 0; route < routes(); ++route) {

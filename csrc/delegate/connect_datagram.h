@@ -42,6 +42,10 @@ class DatagramConnector final : public RoutePathConnector {
   }
   // Before frames are handed to paths: which messages go as datagrams.
   void chooseBursts(TimePoint now);
+  // As in FailoverHost.
+  std::optional<RoutePathFacts> facts(size_t route) const;
+  void ask(size_t route);
+  void doubt(size_t route);
   // The peer would have a path with us, or answers. Offers of a connection
   // index that does not exist are ignored; an answer counts only for the offer
   // that is open.
@@ -81,6 +85,9 @@ class DatagramConnector final : public RoutePathConnector {
   Status connect(size_t connection, uint16_t port, DatagramSocket& socket)
       const;
   void makePath(size_t route, DatagramSocket socket, const Keys& keys);
+
+  // Null: there is none, or it has not shown yet that it works.
+  DatagramPath* provenPath(size_t route) const;
 
   // The part of a route's messages that goes as datagrams.
   struct Share {

@@ -137,17 +137,13 @@ void RoutePathConnector::onPathUse(Path& path) {
   if (p.silent()) {
     link_.loop().cancel(std::exchange(r.rest, 0));
     if (!isSuspect) {
-      if (restsAfterSilence()) {
-        r.returns.onSilent(now);
-      }
+      r.returns.onSilent(now);
       channel.setSuspect(p.id(), true);
       link_.say(
           LogLevel::kWarning,
           where + " was last heard " + durationText(now - p.heardAt()) +
               " ago: connections take over");
-      if (restsAfterSilence()) {
-        connections_.failover().onRouteSilent(p.route(), now);
-      }
+      connections_.failover().onRouteSilent(p.route(), now);
     }
   } else if (isSuspect && r.rest == 0) {
     heardAgain(p);
@@ -168,7 +164,7 @@ void RoutePathConnector::heardAgain(RoutePath& path) {
   const size_t route = path.route();
   Route& r = routes_[route];
   const TimePoint now = link_.loop().now();
-  TimePoint at = restsAfterSilence() ? r.returns.onHeard(now) : now;
+  TimePoint at = r.returns.onHeard(now);
   if (isAlone()) {
     at = now;
   }

@@ -25,7 +25,7 @@ class TcpConnector;
 // when the cause of the failure has gone; a path that is lost again and again
 // then waits longer each time (RouteReturn). Only the offering side retries.
 // Meanwhile the connections carry everything, so a failure here costs no
-// message. A path that was only silent rests as long, if its kind wants that.
+// message. A path that was only silent rests as long.
 class RoutePathConnector : public Connector {
  public:
   // The path of the route carries, so its connections are in reserve.
@@ -82,10 +82,6 @@ class RoutePathConnector : public Connector {
   virtual bool possible(size_t connection) const = 0;
   // Sends an offer over this connection. If that fails, it is tried later.
   virtual Status sendOffer(size_t route, size_t connection) = 0;
-  // Whether a path that was silent rests before it carries again.
-  virtual bool restsAfterSilence() const {
-    return false;
-  }
   // Drops what belongs to an offer that is over.
   virtual void forgetOffer(size_t route) = 0;
   // Offers that came before the peer's address did.

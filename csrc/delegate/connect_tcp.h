@@ -152,6 +152,15 @@ class TcpConnector final : public Connector, private FailoverHost {
   TimePoint relaysHeardAt() const override {
     return link_.relaysHeardAt();
   }
+  std::optional<RoutePathFacts> routePath(size_t route) const override {
+    return link_.routePath(route);
+  }
+  void askRoutePath(size_t route) override {
+    link_.askRoutePath(route);
+  }
+  void doubtRoutePath(size_t route) override {
+    link_.doubtRoutePath(route);
+  }
   bool busy() const override;
   void wakeAt(TimePoint when) override;
   void attempt(size_t c, const AttemptPlan& plan) override;

@@ -82,9 +82,6 @@ class VerbsConnector final : public RoutePathConnector {
   bool possible(size_t connection) const override {
     return portOf(connection).has_value();
   }
-  bool restsAfterSilence() const override {
-    return true;
-  }
   Status sendOffer(size_t route, size_t connection) override;
   void forgetOffer(size_t route) override;
   void readEarlyOffers() override;

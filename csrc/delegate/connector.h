@@ -119,6 +119,9 @@ class Link {
   virtual std::vector<ConnectionView> relays(TimePoint now) const = 0;
   virtual void askRelays(Nanos age) = 0;
   virtual TimePoint relaysHeardAt() const = 0;
+  virtual std::optional<RoutePathFacts> routePath(size_t route) const = 0;
+  virtual void askRoutePath(size_t route) = 0;
+  virtual void doubtRoutePath(size_t route) = 0;
 
  protected:
   static constexpr Nanos kLogPeriod = std::chrono::seconds(10);

@@ -129,6 +129,15 @@ class PeerLink final : public Link, public ChannelHost, private PathOwner {
   TimePoint relaysHeardAt() const override {
     return relays_.heardAt();
   }
+  std::optional<RoutePathFacts> routePath(size_t route) const override {
+    return datagrams_.facts(route);
+  }
+  void askRoutePath(size_t route) override {
+    datagrams_.ask(route);
+  }
+  void doubtRoutePath(size_t route) override {
+    datagrams_.doubt(route);
+  }
 
   bool dirty = false; // in the engine's list of links to pump
 

@@ -45,6 +45,7 @@ void Failover::setRoutes(size_t count, RolePolicy policy) {
   routes_ = std::max<size_t>(count, 1);
   policy_ = std::move(policy);
   routePaths_.resize(routes_);
+  routeHealth_.resize(routes_, PathHealth(TimePoint()));
   refusals_.setRoutes(routes_);
   mayConnect_ = true;
 }
@@ -121,9 +122,19 @@ std::vector<ConnectionView> Failover::views(TimePoint now) const {
   return all;
 }
 
-// With the paths over other ranks behind the connections.
+// Behind the connections, the paths beside them by route, then those over other
+// ranks.
 std::vector<ConnectionView> Failover::allWays(TimePoint now) const {
   std::vector<ConnectionView> all = views(now);
+  for (size_t route = 0; route < routes_; ++route) {
+    ConnectionView& view = all.emplace_back();
+    if (const auto facts = host_.routePath(route)) {
+      view.connected = true;
+      view.suspect = facts->silent;
+      view.answerAge = now - facts->answeredUpTo;
+      view.roundTrip = facts->roundTrip;
+    }
+  }
   const std::vector<ConnectionView> relays = host_.relays(now);
   all.insert(all.end(), relays.begin(), relays.end());
   return all;
@@ -532,8 +543,19 @@ void Failover::lookIn(Nanos delay, TimePoint now) {
 }
 
 Nanos Failover::lookInterval() const {
-  if (live() + (host_.relaysHeardAt() != TimePoint{}) < 2) {
+  size_t ways = live() + (host_.relaysHeardAt() != TimePoint{});
+  bool owes = false;
+  for (size_t route = 0; route < routes_; ++route) {
+    if (const auto facts = host_.routePath(route)) {
+      ++ways;
+      owes = owes || (facts->evidence.owes && !facts->silent);
+    }
+  }
+  if (ways < 2) {
     return kIdleLook;
+  }
+  if (owes) {
+    return kCloseLook;
   }
   for (size_t c = 0; c < connections_.size(); ++c) {
     const Connection& x = connections_[c];
@@ -560,6 +582,9 @@ void Failover::look(TimePoint now) {
       waiting = waiting || connections_[c].pingAt != kNever;
     }
   }
+  for (size_t route = 0; route < routes_ && !ended_; ++route) {
+    checkRoutePath(route, now);
+  }
   if (waiting && !ended_) {
     watch(now);
   }
@@ -582,14 +607,17 @@ Nanos Failover::recentAnswer() const {
   return std::max(config_.suspectAfter / 2, 4 * kCloseLook);
 }
 
-// Asks the other connections, if they have not answered lately, whether they
-// work.
-void Failover::askOthers(size_t c, TimePoint now) {
-  for (size_t i = 0; i < connections_.size(); ++i) {
-    const ConnectionView view = viewOf(i, now);
-    if (i != c && resilient::answers(view) &&
-        !answeredWithin(view, recentAnswer()) &&
-        connections_[i].pingAt == kNever) {
+// Asks the other ways, if they have not answered lately, whether they work.
+void Failover::askOthers(size_t way, TimePoint now) {
+  const std::vector<ConnectionView> ways = allWays(now);
+  for (size_t i = 0; i < wayOf(routes_); ++i) {
+    if (i == way || !resilient::answers(ways[i]) ||
+        answeredWithin(ways[i], recentAnswer())) {
+      continue;
+    }
+    if (i >= connections_.size()) {
+      host_.askRoutePath(i - connections_.size());
+    } else if (connections_[i].pingAt == kNever) {
       ping(i, now);
     }
   }
@@ -609,7 +637,8 @@ void Failover::onRouteSilent(size_t route, TimePoint now) {
   const std::vector<ConnectionView> ways = allWays(now);
   bool isReplaced = false;
   for (size_t i = 0; i < ways.size(); ++i) {
-    const bool isOfRoute = i < connections_.size() && routeOf(i) == route;
+    const bool isOfRoute =
+        i < connections_.size() ? routeOf(i) == route : i == wayOf(route);
     isReplaced = isReplaced || (!isOfRoute && canTakeOver(ways[i]));
   }
   for (size_t c = 0; c < connections_.size() && isReplaced && !ended_; ++c) {
@@ -621,27 +650,97 @@ void Failover::onRouteSilent(size_t route, TimePoint now) {
   }
 }
 
-// The connection is silent. Others that have not answered lately would be the
-// next: they must show that they work before they get anything.
-void Failover::doubt(size_t c, TimePoint now) {
-  const SilenceVerdict verdict = judgeSilence(allWays(now), c, recentAnswer());
-  // If no connection can take over, it is the network or the peer that is
-  // silent. Then nothing is gained by suspicion, and much is lost: all that is
-  // in flight would go twice, and what came back would have to prove itself.
+// A way is silent; `news`: it was not before. False: no other one can take
+// over, so it is the network or the peer that is silent. Then nothing is gained
+// by suspicion, and much is lost: all that is in flight would go twice, and
+// what came back would have to prove itself. True: it is to be suspect. Others
+// that have not answered lately would be the next: they must show that they
+// work before they get anything.
+bool Failover::isTakenOver(size_t way, bool news, TimePoint now) {
+  const SilenceVerdict verdict =
+      judgeSilence(allWays(now), way, recentAnswer());
   if (!verdict.takenOver && !RESILIENT_PLANTED(suspectAll)) {
-    askOthers(c, now);
-    return;
+    askOthers(way, now);
+    return false;
   }
-  if (!state(c).suspect()) {
-    for (const size_t i : verdict.doubtful) {
-      if (i >= connections_.size()) {
-        continue; // over a relay: judged elsewhere
-      }
+  for (const size_t i : verdict.doubtful) {
+    if (!news || i >= wayOf(routes_)) {
+      continue; // those over a relay are judged elsewhere
+    }
+    if (i >= connections_.size()) {
+      host_.doubtRoutePath(i - connections_.size());
+    } else {
       taint(i, now);
     }
-    connections_[c].damping.onLost(now);
   }
-  apply(c, PathEvent::kSilent, now);
+  return true;
+}
+
+void Failover::doubt(size_t c, TimePoint now) {
+  const bool news = !state(c).suspect();
+  if (isTakenOver(c, news, now)) {
+    if (news) {
+      connections_[c].damping.onLost(now);
+    }
+    apply(c, PathEvent::kSilent, now);
+  }
+}
+
+// A path beside the connections of a route owes us something if what it has
+// sent is not answered. It then falls silent as a connection does.
+void Failover::checkRoutePath(size_t route, TimePoint now) {
+  const auto facts = host_.routePath(route);
+  if (!facts) {
+    routeHealth_[route] = PathHealth(now);
+    return;
+  }
+  PathEvidence evidence = facts->evidence;
+  addOthers(wayOf(route), evidence);
+  const PathHealth::Limits limits{config_.suspectAfter, config_.stallTimeout};
+  const PathVerdict verdict =
+      routeHealth_[route].observe(evidence, limits, now);
+  if (facts->silent || verdict == PathVerdict::kGood ||
+      RESILIENT_PLANTED(trustDatagrams)) {
+    return;
+  }
+  if (verdict == PathVerdict::kUncertain) {
+    askOthers(wayOf(route), now);
+  } else if (isTakenOver(wayOf(route), /*news=*/true, now)) {
+    host_.doubtRoutePath(route);
+  }
+}
+
+// What the other ways show: whether the peer lives, and, where the route has
+// its own NIC, whether that works.
+void Failover::addOthers(size_t way, PathEvidence& evidence) const {
+  const bool isRoutePath = way >= connections_.size();
+  const size_t route = isRoutePath ? way - connections_.size() : routeOf(way);
+  const bool ownNic = !policy_.nics.empty();
+  evidence.othersAt = host_.relaysHeardAt();
+  for (size_t i = 0; i < connections_.size(); ++i) {
+    if (i == way || !state(i).connected) {
+      continue;
+    }
+    const ConnectionFacts facts = host_.facts(i);
+    evidence.othersAt = std::max(evidence.othersAt, facts.heardAt);
+    if (ownNic && routeOf(i) == route) {
+      evidence.neighboursAt = std::max(
+          {evidence.neighboursAt,
+           connections_[i].health.provenAt(),
+           isRoutePath ? facts.answeredUpTo : TimePoint{}});
+    }
+  }
+  for (size_t r = 0; r < routes_; ++r) {
+    const auto facts = host_.routePath(r);
+    if (!facts || wayOf(r) == way) {
+      continue;
+    }
+    evidence.othersAt = std::max(evidence.othersAt, facts->heardAt);
+    if (ownNic && r == route) {
+      evidence.neighboursAt =
+          std::max(evidence.neighboursAt, facts->answeredUpTo);
+    }
+  }
 }
 
 // The evidence of the transport, and what only the channel and the other
@@ -652,17 +751,7 @@ PathEvidence Failover::gatherEvidence(size_t c) const {
   const TimePoint owesSince = std::min(host_.facts(c).waitingSince, x.pingAt);
   evidence.owes = owesSince != kNever;
   evidence.owesSince = evidence.owes ? owesSince : TimePoint{};
-  evidence.othersAt = host_.relaysHeardAt();
-  for (size_t i = 0; i < connections_.size(); ++i) {
-    if (i == c || !state(i).connected) {
-      continue;
-    }
-    evidence.othersAt = std::max(evidence.othersAt, host_.facts(i).heardAt);
-    if (!policy_.nics.empty() && routeOf(i) == routeOf(c)) {
-      evidence.neighboursAt =
-          std::max(evidence.neighboursAt, connections_[i].health.provenAt());
-    }
-  }
+  addOthers(c, evidence);
   return evidence;
 }
 

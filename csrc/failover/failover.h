@@ -39,6 +39,15 @@ struct ConnectionFacts {
   Nanos roundTrip{}; // 0: unknown
 };
 
+// The facts about a path beside the connections of a route.
+struct RoutePathFacts {
+  bool silent = false; // it carries nothing until it answers
+  TimePoint heardAt{};
+  TimePoint answeredUpTo{}; // what was sent until then
+  Nanos roundTrip{};
+  PathEvidence evidence;
+};
+
 // How one attempt to connect is made.
 struct AttemptPlan {
   Nanos timeout{};
@@ -86,6 +95,19 @@ class FailoverHost {
   }
   virtual TimePoint relaysHeardAt() const { // TimePoint(): there are none
     return {};
+  }
+  // The path beside the connections of the route, if there is one that does not
+  // judge its silence alone. It is doubted as a connection is, and ends that
+  // doubt itself once it answers.
+  virtual std::optional<RoutePathFacts> routePath(size_t route) const {
+    (void)route;
+    return {};
+  }
+  virtual void askRoutePath(size_t route) {
+    (void)route;
+  }
+  virtual void doubtRoutePath(size_t route) {
+    (void)route;
   }
   // Some operation waits for the peer, or something is not acknowledged.
   virtual bool busy() const = 0;
@@ -202,9 +224,8 @@ class Failover {
   void
   onClosed(size_t connection, Nanos roundTrip, bool forGood, TimePoint now);
   void onNic(const std::string& nic, bool works, TimePoint now);
-  // A path of another kind that was alone on the route has fallen silent. The
-  // connections of the route must answer before they carry, if another route
-  // can take over.
+  // The path beside the connections of the route has fallen silent. They must
+  // answer before they carry, if another route can take over.
   void onRouteSilent(size_t route, TimePoint now);
   // Frames were handed to paths.
   void onSent(TimePoint now);
@@ -278,6 +299,9 @@ class Failover {
   void apply(size_t c, PathEvent event, TimePoint now);
   std::vector<ConnectionView> views(TimePoint now) const;
   std::vector<ConnectionView> allWays(TimePoint now) const;
+  size_t wayOf(size_t route) const {
+    return connections_.size() + route;
+  }
   ConnectionView viewOf(size_t c, TimePoint now) const;
   bool mayReplace(size_t c, TimePoint now) const;
   bool anyWorks() const;
@@ -295,14 +319,17 @@ class Failover {
   void lookIn(Nanos delay, TimePoint now);
   Nanos lookInterval() const;
   void checkHealth(size_t c, TimePoint now);
+  void checkRoutePath(size_t route, TimePoint now);
   PathEvidence gatherEvidence(size_t c) const;
+  void addOthers(size_t way, PathEvidence& evidence) const;
   void onGood(size_t c, TimePoint now);
   void onStalled(size_t c, const PathEvidence& evidence, TimePoint now);
   void checkProbation(size_t c, TimePoint now);
   void ping(size_t c, TimePoint now);
   void taint(size_t connection, TimePoint now);
   void doubt(size_t c, TimePoint now);
-  void askOthers(size_t c, TimePoint now);
+  bool isTakenOver(size_t way, bool news, TimePoint now);
+  void askOthers(size_t way, TimePoint now);
   Nanos recentAnswer() const;
   void leaveDownNics(TimePoint now);
   const std::string& nicOf(size_t c) const;
@@ -318,6 +345,8 @@ class Failover {
   std::deque<Connection> connections_;
   bool sharedMemory_ = false;
   std::vector<RoutePathUse> routePaths_; // by route
+  // Of those that are judged here, one for each route.
+  std::vector<PathHealth> routeHealth_{PathHealth(TimePoint())};
   Refusals refusals_; // by route
   TimePoint lookAt_ = kNever;
   TimePoint retryAt_ = kNever; // the earliest of all connections

@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstdio>
 #include <functional>
+#include <memory>
+#include <optional>
 
 #include "tests/channel_pair.h"
 #include "tests/path_contract.h"
@@ -89,6 +91,94 @@ TEST(datagram_path_is_not_heard_by_a_copy) {
   CHECK(path.heardAt() == heard);
 }
 
+// A path, and a far end that answers probes if it wants to.
+class ProbedPath {
+ public:
+  // Call it only if PacketSeal is available.
+  explicit ProbedPath(Nanos keepAlive) : sockets_(connectedSockets()) {
+    std::string why;
+    const SealKey key{};
+    seal_ = PacketSeal::make(key, why);
+    DatagramPathConfig config;
+    config.ours = PacketSealer::make(key, {}, loop_.now(), why);
+    config.theirs = PacketOpener::make(key, why);
+    config.proveWithin = std::chrono::seconds(60);
+    config.keepAlive = keepAlive;
+    path_.emplace(
+        loop_,
+        pair_.a.channel,
+        1,
+        std::move(sockets_[0]),
+        std::move(config),
+        owner_);
+  }
+  DatagramPath& path() {
+    return *path_;
+  }
+  uint64_t asked() const { // since the path has been proven
+    return asked_;
+  }
+  void sendProbe() {
+    PacketProbe probe;
+    probe.bytes = kProbeBytes + kSealOverheadBytes;
+    send(probe);
+  }
+  // Calls `step` each millisecond until it says that all is done. Once only.
+  bool run(const std::function<bool()>& step) {
+    bool done = false;
+    const TimePoint begin = loop_.now();
+    std::function<void()> look = [&] {
+      sockets_[1].receive(
+          [this](std::span<const std::byte> d, TimePoint) { onDatagram(d); });
+      done = step();
+      if (done || loop_.now() - begin > std::chrono::seconds(60)) {
+        loop_.stop();
+        return;
+      }
+      loop_.after(std::chrono::milliseconds(1), look);
+    };
+    loop_.after(std::chrono::milliseconds(1), look);
+    loop_.run();
+    return done;
+  }
+
+  bool answers = true;
+
+ private:
+  void onDatagram(std::span<const std::byte> datagram) {
+    std::array<std::byte, 16384> opened;
+    uint64_t theirs = 0;
+    std::span<const std::byte> packet;
+    PacketProbe probe;
+    if (datagram.size() > opened.size() ||
+        !seal_->open(datagram, theirs, opened.data(), packet) ||
+        !decodeProbe(packet, probe).ok() || probe.type != PacketType::kProbe) {
+      return;
+    }
+    asked_ += packet.size() == kProbeBytes ? 1 : 0;
+    if (answers) {
+      probe.type = PacketType::kProbeReply;
+      send(probe);
+    }
+  }
+  void send(const PacketProbe& probe) {
+    std::array<std::byte, kProbeBytes> packet;
+    encodeProbe(probe, packet.data());
+    std::array<std::byte, kProbeBytes + kSealOverheadBytes> sealed;
+    seal_->seal(++number_, packet, sealed.data());
+    size_t sent = 0;
+    sockets_[1].send(sealed, sealed.size(), sent);
+  }
+
+  std::array<DatagramSocket, 2> sockets_; // the path's, before; the far end's
+  ChannelPair pair_;
+  EventLoop loop_;
+  Owner owner_;
+  std::unique_ptr<PacketSeal> seal_;
+  std::optional<DatagramPath> path_;
+  uint64_t number_ = 0, asked_ = 0;
+};
+
 // Nothing is sent. A firewall that has forgotten the flow is found out all the
 // same, and that it lets packets pass again.
 TEST(datagram_path_finds_out_that_it_is_silent_while_it_is_idle) {
@@ -97,69 +187,58 @@ TEST(datagram_path_finds_out_that_it_is_silent_while_it_is_idle) {
     std::printf("skipped: %s\n", why.c_str());
     return;
   }
-  const SealKey key{};
-  std::array<DatagramSocket, 2> sockets = connectedSockets();
-  DatagramSocket& mine = sockets[0];
-  DatagramSocket& far = sockets[1];
-
-  ChannelPair pair;
-  EventLoop loop;
-  Owner owner;
-  DatagramPathConfig config;
-  config.ours = PacketSealer::make(key, {}, loop.now(), why);
-  config.theirs = PacketOpener::make(key, why);
-  config.proveWithin = std::chrono::seconds(60);
-  config.keepAlive = std::chrono::milliseconds(20);
-  DatagramPath path(
-      loop, pair.a.channel, 1, std::move(mine), std::move(config), owner);
-
-  const auto seal = PacketSeal::make(key, why);
-  uint64_t number = 0, asked = 0;
-  bool answers = true;
-  const auto answer = [&](std::span<const std::byte> datagram, TimePoint) {
-    std::array<std::byte, 16384> opened;
-    uint64_t theirs = 0;
-    std::span<const std::byte> packet;
-    PacketProbe probe;
-    if (datagram.size() > opened.size() ||
-        !seal->open(datagram, theirs, opened.data(), packet) ||
-        !decodeProbe(packet, probe).ok()) {
-      return;
-    }
-    asked += packet.size() == kProbeBytes ? 1 : 0;
-    if (!answers) {
-      return;
-    }
-    probe.type = PacketType::kProbeReply;
-    std::array<std::byte, kProbeBytes> reply;
-    encodeProbe(probe, reply.data());
-    std::array<std::byte, kProbeBytes + kSealOverheadBytes> sealed;
-    seal->seal(++number, reply, sealed.data());
-    size_t sent = 0;
-    far.send(sealed, sealed.size(), sent);
-  };
-  const TimePoint begin = loop.now();
+  ProbedPath far(std::chrono::milliseconds(20));
   int stage = 0; // answered while idle, silent, heard again
-  std::function<void()> look = [&] {
-    far.receive(answer);
-    if (stage == 0 && path.usable() && asked >= 3) {
-      answers = false;
+  CHECK(far.run([&] {
+    if (stage == 0 && far.path().usable() && far.asked() >= 3) {
+      far.answers = false;
       stage = 1;
-    } else if (stage == 1 && !path.usable()) {
-      answers = true;
+    } else if (stage == 1 && !far.path().usable()) {
+      far.answers = true;
       stage = 2;
+    } else if (stage == 2 && far.path().usable()) {
+      stage = 3;
+    }
+    return stage == 3;
+  }));
+}
+
+// Its owner knows before the path itself that it is silent. It asks, and what
+// comes from the far end is no answer: the other direction may be dead.
+TEST(datagram_path_is_silent_until_its_owner_has_an_answer) {
+  std::string why;
+  if (!PacketSeal::available(why)) {
+    std::printf("skipped: %s\n", why.c_str());
+    return;
+  }
+  ProbedPath far(std::chrono::seconds(60));
+  DatagramPath& path = far.path();
+  uint64_t asked = 0;
+  TimePoint doubtedAt{};
+  int stage = 0; // proven, doubted, heard without an answer, answered
+  CHECK(far.run([&] {
+    if (stage == 0 && path.usable()) {
+      stage = 1;
+      asked = far.asked();
+      far.answers = false;
+      CHECK(!path.evidence().owes);
+      doubtedAt = path.heardAt();
+      path.doubt();
+      CHECK(!path.usable());
+      CHECK(path.evidence().owes);
+    } else if (stage == 1) {
+      far.sendProbe();
+      CHECK(!path.usable());
+      // It has asked again as well.
+      if (far.asked() > asked + 1 && path.heardAt() > doubtedAt) {
+        stage = 2;
+        far.answers = true;
+      }
     } else if (stage == 2 && path.usable()) {
       stage = 3;
     }
-    if (stage == 3 || loop.now() - begin > std::chrono::seconds(60)) {
-      loop.stop();
-      return;
-    }
-    loop.after(std::chrono::milliseconds(1), look);
-  };
-  loop.after(std::chrono::milliseconds(1), look);
-  loop.run();
-  CHECK_EQ(stage, 3);
+    return stage == 3;
+  }));
 }
 
 // A report that is due cannot leave while the socket is full. The loop must

@@ -216,6 +216,9 @@ uint64_t FailoverProcess::arrivedBytes(size_t cls) const {
 }
 
 void FailoverProcess::onNicNews(size_t nic, bool works) {
+  if (!works) {
+    removeOtherPath(nic); // as DatagramConnector does
+  }
   enter([this, nic, works] {
     const std::string name = world_.setup.policy.nics[nic];
     bool other = false;
@@ -287,6 +290,12 @@ void FailoverProcess::addOtherPath(std::optional<size_t> route, size_t socket) {
     }
     b.socket = socket;
     b.path = ++lastPath_;
+    b.heardAt = net_.now();
+    b.askedAt = kNever;
+    b.silent = false;
+    const FailoverConfig& config = world_.setup.config;
+    b.returns.emplace(config.holdDownMax, config.suspectAfter);
+    b.returns->onUp(net_.now());
     channel_.addPath(b.path, net_.now());
     useChanged();
   });
@@ -309,7 +318,7 @@ void FailoverProcess::useChanged() {
   failover_.setSharedMemory(shared);
   world_.result.sharedMemory += shared;
   for (size_t r = 0; r < routes(); ++r) {
-    const bool works = otherPath(r).socket.has_value();
+    const bool works = datagramsWork(r);
     failover_.setRoutePath(
         r,
         !works           ? RoutePathUse::kNone
@@ -326,7 +335,7 @@ void FailoverProcess::useChanged() {
 // As DatagramConnector does.
 void FailoverProcess::shareBursts(size_t route) {
   const OtherPath& b = otherPath(route);
-  const uint64_t upTo = b.socket ? world_.setup.besideUpTo : 0;
+  const uint64_t upTo = datagramsWork(route) ? world_.setup.besideUpTo : 0;
   if (b.socket && isBeside()) {
     channel_.setBursts(b.path, BurstRange::ofAtMost(upTo));
   }
@@ -784,9 +793,13 @@ void FailoverProcess::readFrame(
     ++x.heard;
     path = x.path;
   }
-  for (const OtherPath& b : otherPaths_) {
+  std::optional<size_t> ofRoute;
+  for (size_t r = 0; r < otherPaths_.size(); ++r) {
+    OtherPath& b = otherPaths_[r];
     if (b.socket == socket) {
       path = b.path;
+      ofRoute = r < routes() ? std::optional(r) : std::nullopt;
+      b.heardAt = net_.now();
     }
   }
   if (!path || dead_) {
@@ -811,6 +824,37 @@ void FailoverProcess::readFrame(
   if (!status.ok()) {
     world_.fail("protocol error: " + status.toString());
   }
+  if (ofRoute) {
+    datagramsHeard(*ofRoute);
+  }
+}
+
+// As DatagramPath and RoutePathConnector do.
+void FailoverProcess::datagramsHeard(size_t route) {
+  OtherPath& b = otherPath(route);
+  const TimePoint answered = channel_.answeredUpTo(b.path);
+  if (answered >= b.askedAt) {
+    b.askedAt = kNever;
+  }
+  if (b.silent && answered >= std::exchange(b.doubtedAt, kNever)) {
+    const TimePoint at = b.returns->onHeard(net_.now());
+    const PathId path = b.path;
+    net_.at(at, [this, route, path] {
+      enter([this, route, path] { datagramsCarry(route, path); });
+    });
+  }
+}
+
+void FailoverProcess::datagramsCarry(size_t route, PathId path) {
+  OtherPath& b = otherPath(route);
+  if (!b.socket || b.path != path || dead_) {
+    return;
+  }
+  world_.note(side_, "datagrams carry again, route", route);
+  b.silent = false;
+  b.returns->onUp(net_.now());
+  channel_.setSuspect(path, false);
+  useChanged();
 }
 
 void FailoverProcess::onControl(Channel&, std::span<const std::byte> payload) {
@@ -857,6 +901,57 @@ PathEvidence FailoverProcess::evidence(size_t c) const {
   return e;
 }
 
+std::optional<RoutePathFacts> FailoverProcess::routePath(size_t route) const {
+  const OtherPath& b = otherPaths_[route];
+  if (!b.socket) {
+    return {};
+  }
+  RoutePathFacts f;
+  f.silent = b.silent;
+  f.heardAt = b.heardAt;
+  f.answeredUpTo = channel_.answeredUpTo(b.path);
+  f.roundTrip = net_.roundTrip() * 5 / 4;
+  const TimePoint since = std::min(channel_.waitingSince(b.path), b.askedAt);
+  f.evidence.owes = since != kNever;
+  f.evidence.owesSince = f.evidence.owes ? since : TimePoint{};
+  f.evidence.progress =
+      static_cast<uint64_t>(f.answeredUpTo.time_since_epoch().count());
+  f.evidence.roundTrip = f.roundTrip;
+  return f;
+}
+
+void FailoverProcess::askRoutePath(size_t route) {
+  OtherPath& b = otherPath(route);
+  if (b.askedAt == kNever) {
+    b.askedAt = net_.now();
+    channel_.ping(b.path);
+    dirty_ = true;
+  }
+}
+
+void FailoverProcess::doubtRoutePath(size_t route) {
+  OtherPath& b = otherPath(route);
+  world_.note(side_, "datagrams are silent, route", route);
+  ++world_.result.silentDatagrams;
+  if (b.silent) {
+    world_.fail("datagrams are doubted twice");
+  }
+  if (world_.onlyPauses && net_.now() < peer_->pausedUntil_) {
+    world_.fail("datagrams are doubted although only the peer is slow");
+  }
+  if (!anyAnsweredLately(std::nullopt, route)) {
+    world_.fail("datagrams are doubted although nothing takes over");
+  }
+  b.silent = true;
+  b.doubtedAt = net_.now();
+  b.returns->onSilent(net_.now());
+  channel_.setSuspect(b.path, true);
+  b.askedAt = kNever; // an older question proves nothing
+  askRoutePath(route);
+  useChanged();
+  failover_.onRouteSilent(route, net_.now());
+}
+
 void FailoverProcess::ping(size_t c) {
   channel_.ping(connections_[c].path);
   dirty_ = true;
@@ -897,14 +992,12 @@ void FailoverProcess::trust(size_t c) {
 void FailoverProcess::setSuspect(size_t c, bool suspect) {
   Connection& x = connections_[c];
   world_.note(side_, suspect ? "suspect" : "answers again", c);
-  const Nanos lately =
-      std::max<Nanos>(world_.setup.config.suspectAfter / 2, 4 * kCloseLook);
   if (suspect) {
     ++world_.result.suspicions;
     if (world_.onlyPauses && net_.now() < peer_->pausedUntil_) {
       world_.fail(text(c) + " is suspect although only the peer is slow");
     }
-    if (!another(c, [&](size_t i) { return answeredLately(i, lately); })) {
+    if (!anyAnsweredLately(c, std::nullopt)) {
       world_.fail(text(c) + " is suspect although no other one takes over");
     }
     noteLoss(x, /*counts=*/false);
@@ -924,9 +1017,14 @@ void FailoverProcess::setSuspect(size_t c, bool suspect) {
 
 void FailoverProcess::reset(size_t c, const std::string& why) {
   const Nanos stall = world_.setup.config.stallTimeout;
-  const bool heardOfOthers = another(c, [&](size_t i) {
+  bool heardOfOthers = another(c, [&](size_t i) {
     return net_.now() - connections_[i].heardAt <= stall;
   });
+  for (size_t r = 0; r < routes(); ++r) {
+    const OtherPath& b = otherPaths_[r];
+    heardOfOthers =
+        heardOfOthers || (b.socket && net_.now() - b.heardAt <= stall);
+  }
   if (!heardOfOthers && !failover_.state(c).nicDown) {
     world_.fail(text(c) + " is reset although nothing else works");
   }
@@ -1016,6 +1114,26 @@ bool FailoverProcess::answeredLately(size_t c, Nanos age) const {
       net_.now() - std::max(f.answeredUpTo, x.upAt) < age + f.roundTrip * 3 / 2;
 }
 
+bool FailoverProcess::anyAnsweredLately(
+    std::optional<size_t> butConnection,
+    std::optional<size_t> butRoute) const {
+  const Nanos lately =
+      std::max<Nanos>(world_.setup.config.suspectAfter / 2, 4 * kCloseLook);
+  for (size_t i = 0; i < connections_.size(); ++i) {
+    if (i != butConnection && connected(i) && answeredLately(i, lately)) {
+      return true;
+    }
+  }
+  for (size_t r = 0; r < routes(); ++r) {
+    const auto f = r == butRoute ? std::nullopt : routePath(r);
+    if (f && !f->silent &&
+        net_.now() - f->answeredUpTo < lately + f->roundTrip * 3 / 2) {
+      return true;
+    }
+  }
+  return false;
+}
+
 // A lower bound of what FlapDamping counts.
 void FailoverProcess::noteLoss(Connection& x, bool counts) {
   if (net_.now() - x.upAt >= kQuiet) {
@@ -1035,7 +1153,7 @@ void FailoverProcess::checkRoles(const Roles& roles) {
   }
   const bool shared = otherPath(std::nullopt).socket.has_value();
   for (size_t r = 0; r < routes(); ++r) {
-    works[r] = works[r] || otherPath(r).socket;
+    works[r] = works[r] || datagramsWork(r);
   }
   const auto classesOf = [&](size_t c) -> unsigned {
     return connected(c) ? roles.connections[c] : 0u;
@@ -1072,7 +1190,7 @@ void FailoverProcess::checkRoles(const Roles& roles) {
     };
     bool carried = false;
     for (size_t r = 0; r < routes(); ++r) {
-      const bool does = otherPath(r).socket && (roles.routePaths[r] & bit) != 0;
+      const bool does = datagramsWork(r) && (roles.routePaths[r] & bit) != 0;
       carried = carried || does;
       if (does && !mayCarry(r)) {
         world_.fail("datagrams carry a class that is not theirs");
@@ -1087,7 +1205,7 @@ void FailoverProcess::checkRoles(const Roles& roles) {
             text(c) + " carries class " + std::to_string(cls) +
             " although it is in reserve, or the class keeps to another NIC");
       }
-      const bool relieved = otherPath(route).socket && !isBeside();
+      const bool relieved = datagramsWork(route) && !isBeside();
       if (does && relieved) {
         world_.fail(text(c) + " carries although datagrams do");
       }

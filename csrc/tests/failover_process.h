@@ -12,6 +12,7 @@
 #include "channel/channel.h"
 #include "channel/mailbox.h"
 #include "failover/failover.h"
+#include "failover/route_return.h"
 #include "tests/failover_simulation.h"
 #include "tests/simulated_tcp.h"
 
@@ -137,6 +138,12 @@ class FailoverProcess final : public SimulatedTcp::User,
   struct OtherPath {
     std::optional<size_t> socket;
     PathId path = 0;
+    // Of datagrams.
+    TimePoint heardAt{};
+    TimePoint askedAt = kNever; // unanswered since
+    bool silent = false; // or rests after that
+    TimePoint doubtedAt{};
+    std::optional<RouteReturn> returns;
   };
   struct Send;
   struct Receive;
@@ -183,6 +190,11 @@ class FailoverProcess final : public SimulatedTcp::User,
   }
   void shareBursts(size_t route);
   OtherPath& otherPath(std::optional<size_t> route);
+  bool datagramsWork(size_t route) const {
+    return otherPaths_[route].socket && !otherPaths_[route].silent;
+  }
+  void datagramsHeard(size_t route);
+  void datagramsCarry(size_t route, PathId path);
   std::string text(size_t c) const;
 
   // --- checks
@@ -190,6 +202,10 @@ class FailoverProcess final : public SimulatedTcp::User,
   bool anotherGood(size_t c) const;
   bool another(size_t c, const std::function<bool(size_t)>& what) const;
   bool answeredLately(size_t c, Nanos age) const;
+  // Some way other than that connection, or those datagrams.
+  bool anyAnsweredLately(
+      std::optional<size_t> butConnection,
+      std::optional<size_t> butRoute) const;
   void checkRoles(const Roles& roles);
   void noteLoss(Connection& x, bool counts);
   void messageArrived(size_t cls);
@@ -198,6 +214,9 @@ class FailoverProcess final : public SimulatedTcp::User,
   // FailoverHost
   ConnectionFacts facts(size_t c) const override;
   PathEvidence evidence(size_t c) const override;
+  std::optional<RoutePathFacts> routePath(size_t route) const override;
+  void askRoutePath(size_t route) override;
+  void doubtRoutePath(size_t route) override;
   bool busy() const override {
     return true;
   }

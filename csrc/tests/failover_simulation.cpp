@@ -180,6 +180,12 @@ void Simulation::plan() {
   healAt_ = from + between(seconds(1), seconds(5));
   // Before, both sides connect at once, and may replace what they have made.
   at(from, [this] { world_.onlyPauses = scenario_ == Scenario::kOnlyPauses; });
+  if (scenario_ == Scenario::kOneRouteWorks && below(2) == 0) {
+    for (size_t route = 0; route < routes(); ++route) {
+      at(from - milliseconds(100),
+         [this, route] { toggleOtherPath(route, true); });
+    }
+  }
   planFaults(from, healAt_, 1 + below(6));
 }
 
@@ -344,7 +350,7 @@ void Simulation::planOtherPath(TimePoint when, Nanos lasts) {
 
 void Simulation::toggleOtherPath(std::optional<size_t> route, bool use) {
   if (use) {
-    const size_t socket = net().connectInside();
+    const size_t socket = net().connectAtOnce(route.value_or(kInsideHost));
     process(0).addOtherPath(route, socket);
     process(1).addOtherPath(route, socket);
   } else {

@@ -44,6 +44,13 @@ class Bed final : public FailoverHost {
     int pings = 0;
     Way way = Way::kConnects;
   };
+  // A path beside the connections of a route.
+  struct Beside {
+    bool works = true, sends = true; // as of a Wire
+    bool silent = false; // as the host was told
+    TimePoint answeredAt{}; // before it broke
+    TimePoint owesSince = kNever;
+  };
 
   explicit Bed(size_t connections, FailoverConfig config = {})
       : config_(config), failover(config, *this), wires(connections) {
@@ -101,6 +108,15 @@ class Bed final : public FailoverHost {
     w.last = facts(c);
     w.works = false;
     w.silentSince = now;
+  }
+  void breakRoute(size_t route) {
+    for (size_t c = route; c < wires.size(); c += failover.routes()) {
+      breakWire(c);
+    }
+    Beside& b = beside[route];
+    b.works = false;
+    b.answeredAt = now;
+    b.owesSince = flows(b) ? now : kNever;
   }
   // Frames on their way arrive now, and are answered.
   void heal(size_t c) {
@@ -166,6 +182,42 @@ class Bed final : public FailoverHost {
     e.kernelOwes = !wires[c].works;
     e.roundTrip = roundTrip;
     return e;
+  }
+  std::optional<RoutePathFacts> routePath(size_t route) const override {
+    if (route >= beside.size()) {
+      return {};
+    }
+    const Beside& b = beside[route];
+    RoutePathFacts f;
+    f.silent = b.silent;
+    f.roundTrip = f.evidence.roundTrip = roundTrip;
+    const bool answers = b.works && flows(b);
+    f.heardAt = f.answeredUpTo = answers ? now : b.answeredAt;
+    f.evidence.owes = answers || b.owesSince != kNever;
+    f.evidence.owesSince = answers ? now
+        : f.evidence.owes          ? b.owesSince
+                                   : TimePoint{};
+    f.evidence.progress =
+        static_cast<uint64_t>(f.heardAt.time_since_epoch().count());
+    return f;
+  }
+  void askRoutePath(size_t route) override {
+    ++asked;
+    Beside& b = beside[route];
+    b.owesSince = std::min(b.owesSince, now);
+    at(roundTrip, [this, route] {
+      Beside& b = beside[route];
+      if (b.works) {
+        b.answeredAt = now;
+        b.owesSince = kNever;
+        b.silent = false;
+      }
+    });
+  }
+  void doubtRoutePath(size_t route) override {
+    CHECK(!beside[route].silent);
+    beside[route].silent = true;
+    askRoutePath(route);
   }
   bool busy() const override {
     return sending;
@@ -272,6 +324,7 @@ class Bed final : public FailoverHost {
   Way offRouteWay = Way::kConnects;
   Failover failover;
   std::vector<Wire> wires;
+  std::vector<Beside> beside; // by route
   std::vector<Attempt> attempts;
   std::vector<std::string> resets, told;
   Roles roles;
@@ -282,6 +335,9 @@ class Bed final : public FailoverHost {
   bool flows(size_t c) const {
     const Wire& w = wires[c];
     return sending && w.sends && !w.proving;
+  }
+  bool flows(const Beside& b) const {
+    return sending && b.sends && !b.silent;
   }
   void close(size_t c) {
     ++wires[c].generation;
@@ -739,6 +795,81 @@ TEST(failover_asks_the_connections_of_a_silent_route_first) {
   CHECK(!bed.wires[0].proving);
   bed.run(100ms);
   CHECK(bed.wires[2].suspect);
+}
+
+// Two routes with a connection each, and datagrams beside it. One of the two
+// kinds carries, the other one has nothing to do.
+Bed besideConnections(bool datagramsCarry) {
+  Bed bed(2);
+  bed.beside.resize(2);
+  for (size_t route = 0; route < 2; ++route) {
+    bed.wires[route].sends = !datagramsCarry;
+    bed.beside[route].sends = datagramsCarry;
+  }
+  return bed;
+}
+
+// The connection of the route may have failed with the datagrams: it is asked
+// in time, and has not answered when they are doubted.
+TEST(failover_doubts_silent_datagrams_as_soon_as_a_connection) {
+  Bed bed = besideConnections(/*datagramsCarry=*/true);
+  bed.up(2, twoNics());
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(500ms);
+  const TimePoint broken = bed.now;
+  bed.breakRoute(0);
+  bed.until([&] { return bed.beside[0].silent; }, 100ms);
+  CHECK(bed.now - broken >= 50ms);
+  CHECK(bed.now - broken <= 60ms);
+  CHECK(bed.wires[0].suspect);
+  bed.run(100ms);
+  CHECK(!bed.wires[1].suspect && !bed.beside[1].silent);
+}
+
+TEST(failover_doubts_idle_datagrams_beside_a_silent_connection) {
+  Bed bed = besideConnections(/*datagramsCarry=*/false);
+  bed.up(2, twoNics());
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(500ms);
+  bed.breakRoute(0);
+  bed.until([&] { return bed.wires[0].suspect; }, 60ms);
+  CHECK(bed.beside[0].silent);
+  CHECK(!bed.wires[1].suspect && !bed.beside[1].silent);
+  bed.beside[0].works = true; // it alone
+  bed.failover.onSent(bed.now);
+  bed.run(20ms);
+  CHECK(bed.wires[0].suspect);
+}
+
+TEST(failover_doubts_no_datagrams_while_nothing_takes_over) {
+  Bed bed = besideConnections(/*datagramsCarry=*/true);
+  bed.up(2, twoNics());
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(500ms);
+  bed.breakRoute(0);
+  bed.breakRoute(1);
+  bed.run(4s);
+  for (size_t route = 0; route < 2; ++route) {
+    CHECK(!bed.beside[route].silent && !bed.wires[route].suspect);
+  }
+}
+
+// The NIC works, says the connection: it is the datagrams that are filtered, or
+// some of them that are lost. Their path finds out by itself.
+TEST(failover_leaves_datagrams_alone_whose_connection_answers) {
+  Bed bed = besideConnections(/*datagramsCarry=*/true);
+  bed.wires[0].sends = true;
+  bed.up(2, twoNics());
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(500ms);
+  bed.breakRoute(0);
+  bed.heal(0);
+  bed.run(1s);
+  CHECK(!bed.beside[0].silent);
 }
 
 TEST(failover_doubts_no_silent_route_that_nothing_replaces) {

@@ -87,9 +87,9 @@ size_t SimulatedTcp::connect(int side, size_t from, size_t to) {
   return socket;
 }
 
-size_t SimulatedTcp::connectInside() {
+size_t SimulatedTcp::connectAtOnce(size_t nic) {
   Socket& s = sockets_.emplace_back();
-  s.nics = {kInsideHost, kInsideHost};
+  s.nics = {nic, nic};
   s.open = {true, true};
   s.connected = true;
   return sockets_.size() - 1;

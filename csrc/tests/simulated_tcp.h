@@ -83,8 +83,8 @@ class SimulatedTcp {
 
   // --- sockets
   size_t connect(int side, size_t from, size_t to);
-  // Both ends at once.
-  size_t connectInside();
+  // Both ends at once, between NICs of that number or inside the host.
+  size_t connectAtOnce(size_t nic);
   bool open(size_t socket, int side) const {
     return sockets_[socket].open[static_cast<size_t>(side)];
   }

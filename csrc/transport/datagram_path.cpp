@@ -339,17 +339,63 @@ void DatagramPath::sendProbe(size_t datagramBytes, TimePoint now) {
 }
 
 TimePoint DatagramPath::nextAsk() const {
-  return askedSince_ == kNever
-      ? heardAt_ + config_.keepAlive
-      : askedAt_ + std::max(kAskAgain, sender_->patience());
+  if (askedSince_ != kNever) {
+    return askedAt_ + std::max(kAskAgain, sender_->patience());
+  }
+  return doubted_ ? TimePoint{} : heardAt_ + config_.keepAlive;
 }
 
 void DatagramPath::keepAlive(TimePoint now) {
   if (sender_ && !full_ && nextAsk() <= now) {
-    askedSince_ = std::min(askedSince_, now);
-    askedAt_ = now;
-    sendProbe(kProbeBytes + kSealOverheadBytes, now);
+    sendAsk(now);
   }
+}
+
+void DatagramPath::sendAsk(TimePoint now) {
+  askedSince_ = std::min(askedSince_, now);
+  askedAt_ = now;
+  sendProbe(kProbeBytes + kSealOverheadBytes, now);
+}
+
+void DatagramPath::ask() {
+  if (!closed_ && sender_ && !full_ && askedSince_ == kNever) {
+    sendAsk(loop_.now());
+    armTimer();
+  }
+}
+
+void DatagramPath::doubt() {
+  if (closed_ || !sender_) {
+    return;
+  }
+  doubted_ = true;
+  ask();
+  checkSilence(loop_.now()); // its owner may close it
+}
+
+// An answer to an older probe may have been on its way when the network failed.
+// Whose packets a report answers is not looked up: if they were all older, the
+// path falls silent once more.
+void DatagramPath::onAnswer(TimePoint sent) {
+  answeredAt_ = loop_.now();
+  if (sent >= askedSince_) {
+    askedSince_ = kNever;
+    doubted_ = false;
+  }
+}
+
+PathEvidence DatagramPath::evidence() const {
+  PathEvidence e;
+  if (!sender_) {
+    return e;
+  }
+  const TimePoint since = std::min(sender_->waitingSince(), askedSince_);
+  e.owes = since != kNever;
+  e.owesSince = e.owes ? since : TimePoint{};
+  e.progress = static_cast<uint64_t>(answeredAt_.time_since_epoch().count());
+  e.roundTrip =
+      sender_->rate().roundTrip() + 4 * sender_->rate().roundTripVariation();
+  return e;
 }
 
 // --- receiving
@@ -391,7 +437,6 @@ void DatagramPath::onDatagram(
   }
   if (receiver_.onNumber(number, datagram.size() + kIpBytes, now)) {
     heardAt_ = loop_.now(); // not by a copy, which anybody can send again
-    askedSince_ = kNever;
     Status status = onPacket(packet, number, now);
     if (!status.ok() && failure_.ok()) {
       failure_ = status;
@@ -420,6 +465,7 @@ Status DatagramPath::onPacket(
     case PacketType::kReport: {
       PacketReport report;
       status = decodePacketReport(packet, report);
+      onAnswer(now);
       return status.ok() && sender_ ? sender_->onReport(report, now) : status;
     }
     case PacketType::kProbe:
@@ -453,6 +499,7 @@ void DatagramPath::onProbe(const PacketProbe& probe, TimePoint now) {
     return;
   }
   const TimePoint sent{Nanos(static_cast<int64_t>(probe.token))};
+  onAnswer(sent);
   for (Probe& p : probes_) {
     if (p.datagramBytes == probe.bytes && sent <= now && sent >= startedAt_) {
       p.answered = true;
@@ -586,7 +633,7 @@ void DatagramPath::checkSilence(TimePoint now) {
   }
   const TimePoint since = std::min(sender_->waitingSince(), askedSince_);
   const Nanos limit = silenceLimit();
-  const bool silent = since != kNever && now - since > limit;
+  const bool silent = since != kNever && (doubted_ || now - since > limit);
   if (silent && now - since > kSilentMax + limit) {
     failure_ = Status(
         StatusCode::kNetwork, "no datagram came back for several seconds");

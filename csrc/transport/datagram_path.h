@@ -95,6 +95,7 @@ class DatagramPath final : public RoutePath, public Handler {
   TimePoint heardAt() const override {
     return heardAt_;
   }
+  PathEvidence evidence() const override;
   void faultsChanged(bool concerned) override;
   // All that has left beyond the frames taken: parity, headers, repeats.
   uint64_t takeUnpaid() override;
@@ -109,6 +110,11 @@ class DatagramPath final : public RoutePath, public Handler {
   const PacketSender* sender() const { // null before it is proven
     return sender_.get();
   }
+  // Asks the far end for an answer.
+  void ask();
+  // It is silent until it answers, says its owner, who has seen that other ways
+  // do. Asks for that answer. The owner may be called from within.
+  void doubt();
   // These five need a path that is proven. `bytesPerS`: as other paths have
   // measured the link.
   void expectRate(double bytesPerS) {
@@ -125,6 +131,10 @@ class DatagramPath final : public RoutePath, public Handler {
   }
   Nanos minRoundTrip() const {
     return sender_->rate().minRoundTrip();
+  }
+  // When the latest answer came to anything that was sent.
+  TimePoint answeredAt() const {
+    return answeredAt_;
   }
   const PacketReceiver& receiver() const {
     return receiver_;
@@ -165,6 +175,8 @@ class DatagramPath final : public RoutePath, public Handler {
   void sendProbes(TimePoint now);
   TimePoint nextAsk() const;
   void keepAlive(TimePoint now);
+  void sendAsk(TimePoint now);
+  void onAnswer(TimePoint sent);
   void seal(
       std::span<const std::byte> packet,
       std::span<const std::byte> piece = {});
@@ -185,7 +197,9 @@ class DatagramPath final : public RoutePath, public Handler {
   uint64_t taken_ = 0; // bytes of frames, less what has left of them
   uint64_t counted_ = 0; // of what has left, at the last takeUnpaid()
   bool silent_ = false;
+  bool doubted_ = false; // silent, says the owner
   TimePoint startedAt_, heardAt_;
+  TimePoint answeredAt_{};
   TimePoint arrivedAt_{}; // of the latest datagram, as the kernel saw it
   Status failure_; // of the channel, about what has arrived
 

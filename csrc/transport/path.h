@@ -97,8 +97,8 @@ class Path {
   // Any bytes that arrive count, so it says nothing about the outgoing
   // direction.
   virtual TimePoint heardAt() const = 0;
-  // The transport's evidence of the path's health. Paths whose transport
-  // judges by itself (shared memory, datagrams) never owe anything.
+  // The transport's evidence of the path's health. Paths whose transport alone
+  // judges it (shared memory, RDMA) never owe anything.
   virtual PathEvidence evidence() const {
     return {};
   }

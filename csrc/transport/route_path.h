@@ -8,7 +8,7 @@
 namespace resilient {
 
 // A path beside the connections of a route, which are in reserve as long as it
-// works. It judges its own health, and must first show that it works.
+// works. It must first show that it works, and then judges its own health.
 class RoutePath : public Path {
  public:
   using Path::Path;
