@@ -11,10 +11,11 @@ namespace resilient {
 //
 // Ten seconds after it has last measured the shortest round trip, BBR measures
 // it again: for 200 ms it sends next to nothing. A burst that meets this takes
-// half as long again, or several times as long. A pause is as good a time, and
-// after ten seconds BBR measures with the first segment behind a pause, which
-// costs nothing. So what matters is that no burst goes on when the ten seconds
-// are over.
+// half as long again, or several times as long. A pause is as good a time: with
+// the first segment behind a pause, BBR measures without sending less. But a
+// few small frames in the pause may begin a measurement that goes on in the
+// burst. So what matters is that the ten seconds are over neither in a burst
+// nor shortly before.
 //
 // To begin anew in a pause starts the ten seconds again, but has its price: BBR
 // starts up again, and a long burst has to wait while it empties the queue that
@@ -26,13 +27,14 @@ namespace resilient {
 class BbrRestart {
  public:
   explicit BbrRestart(TimePoint now)
-      : measuredAt_(now), beganAt_(now), endedAt_(now) {}
+      : earliest_(now), latest_(now), beganAt_(now), endedAt_(now) {}
 
   // Several times in a round trip while the connection carries data, and once
   // when it no longer does. `queue`: its round trips are longer than they were.
   void observe(TimePoint now, bool carries, bool queue) {
-    if (now - measuredAt_ >= kMeasuresEvery) {
-      measuredAt_ = now;
+    if (now - earliest_ >= kMeasuresEvery) {
+      earliest_ += kMeasuresEvery;
+      latest_ = now;
       knowsRoundTrip_ = true;
     }
     knowsRoundTrip_ = knowsRoundTrip_ || !queue;
@@ -53,29 +55,30 @@ class BbrRestart {
     if (carries_ || !knowsRoundTrip_) {
       return false;
     }
-    const Nanos age = now - measuredAt_;
     if (!regular()) {
-      return age >= kOtherwiseEvery;
+      return now - earliest_ >= kOtherwiseEvery;
     }
-    return meets(endedAt_ - measuredAt_) && !meets(endedAt_ - now);
+    return meets(earliest_, latest_) && !meets(now, now);
   }
   void restarted(TimePoint now) {
-    measuredAt_ = now;
+    earliest_ = latest_ = now;
     knowsRoundTrip_ = false;
   }
 
  private:
   static constexpr Nanos kMeasuresEvery = std::chrono::seconds(10);
+  static constexpr Nanos kTakes = std::chrono::milliseconds(300); // and waits
   static constexpr Nanos kOtherwiseEvery = std::chrono::seconds(3);
   static constexpr Nanos kShortestPause = std::chrono::milliseconds(100);
   static constexpr int kPart = 4; // by which regular intervals may differ
 
-  // The next burst meets the measurement, if the last one was over at this age.
-  bool meets(Nanos age) const {
+  // The next burst meets the next measurement, if the last one was between.
+  bool meets(TimePoint earliest, TimePoint latest) const {
     const Nanos unsure = pause_ / kPart;
-    const Nanos begins = age + pause_ - unsure;
-    const Nanos ends = age + pause_ + unsure + burst_ + burst_ / kPart;
-    return begins <= kMeasuresEvery && kMeasuresEvery <= ends;
+    const TimePoint begins = endedAt_ + pause_ - unsure;
+    const TimePoint ends = endedAt_ + pause_ + unsure + burst_ + burst_ / kPart;
+    return begins <= latest + kMeasuresEvery + kTakes &&
+        earliest + kMeasuresEvery <= ends;
   }
   bool regular() const {
     return pauseBefore_ > Nanos(0) &&
@@ -83,7 +86,9 @@ class BbrRestart {
         std::min(pause_, pauseBefore_) / kPart;
   }
 
-  TimePoint measuredAt_; // the round trip, by BBR
+  // When BBR has last measured the round trip: at some time between. In a pause
+  // it does as soon as there is a frame, which is not known here.
+  TimePoint earliest_, latest_;
   bool knowsRoundTrip_ = true; // it has seen it since it began anew
   bool carries_ = false;
   TimePoint beganAt_, endedAt_; // the last burst

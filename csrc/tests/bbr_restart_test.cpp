@@ -16,54 +16,77 @@ struct Connection {
   BbrRestart restart{now};
   TimePoint measuredAt = now; // by BBR
   bool queue = true; // in each burst
+  bool frames = false; // small ones in pauses
+  TimePoint measuresUntil{};
   int restarts = 0;
-  int spoilt = 0; // bursts in which BBR has measured
+  int spoilt = 0; // bursts in which BBR measures
 
-  void look(bool carries, bool first) {
-    if (now - measuredAt >= seconds(10)) { // at once behind a pause
-      measuredAt = now;
-      spoilt += carries && !first;
+  bool measures() {
+    const bool due = now - measuredAt >= seconds(10);
+    measuredAt = due ? now : measuredAt;
+    return due;
+  }
+  void burst(Nanos lasts, Nanos pause) {
+    spoilt += now < measuresUntil;
+    measures(); // at once, behind a pause
+    TimePoint end = now + lasts;
+    for (; now < end; now += milliseconds(5)) {
+      spoilt += measures();
+      restart.observe(now, /*carries=*/true, queue);
     }
-    restart.observe(now, carries, queue);
-    if (!carries && restart.due(now)) {
+    restart.observe(now, /*carries=*/false, queue);
+    if (restart.due(now)) {
       restart.restarted(now);
       measuredAt = now;
       ++restarts;
     }
-  }
-  void burst(Nanos lasts, Nanos pause) {
-    for (const TimePoint start = now; now < start + lasts;
-         now += milliseconds(5)) {
-      look(/*carries=*/true, now == start);
+    for (end = now + pause; now < end; now += milliseconds(5)) {
+      if (frames && measures()) {
+        measuresUntil = now + milliseconds(240);
+      }
     }
-    look(/*carries=*/false, false);
-    now += pause;
   }
 };
 
 // Regular bursts of any length and with any pauses.
+Connection regularBursts(int burst, int pause, bool frames) {
+  Connection c;
+  c.queue = false;
+  c.frames = frames;
+  for (int i = 0; i < 10; ++i) {
+    c.burst(milliseconds(burst), milliseconds(pause));
+  }
+  c.spoilt = c.restarts = 0;
+  const TimePoint begin = c.now;
+  for (int i = 0; i < 100; ++i) {
+    c.burst(milliseconds(burst), milliseconds(pause));
+  }
+  CHECK_EQ(c.spoilt, 0);
+  // Not much oftener than BBR would have measured.
+  CHECK(c.restarts <= 1.7 * toSeconds(c.now - begin) / 10 + 1);
+  return c;
+}
+
 TEST(bbr_measures_in_no_burst_of_regular_ones) {
   for (const int burst : {50, 160, 600, 1200}) {
-    for (const int pause : {200, 1000, 1700, 2500, 6300, 9500, 15'000}) {
-      Connection c;
-      c.queue = false;
-      for (int i = 0; i < 10; ++i) {
-        c.burst(milliseconds(burst), milliseconds(pause));
-      }
-      c.spoilt = c.restarts = 0;
-      const TimePoint begin = c.now;
-      for (int i = 0; i < 100; ++i) {
-        c.burst(milliseconds(burst), milliseconds(pause));
-      }
-      CHECK_EQ(c.spoilt, 0);
-      // Not much oftener than BBR would have measured.
-      CHECK(c.restarts <= 1.7 * toSeconds(c.now - begin) / 10 + 1);
+    for (const int pause : {200, 300, 1000, 1700, 2500, 6300, 9500, 15'000}) {
+      Connection c = regularBursts(burst, pause, /*frames=*/false);
       // With a queue in each burst it has to measure now and then.
       c.queue = true;
       for (int i = 0; i < 100; ++i) {
         c.burst(milliseconds(burst), milliseconds(pause));
       }
-      CHECK(c.spoilt <= 12);
+      CHECK(c.spoilt <= 15);
+    }
+  }
+}
+
+// They begin the measurement, which goes on for a while. The end of a longer
+// pause is not known well enough.
+TEST(bbr_measures_in_no_burst_behind_a_pause_with_small_frames) {
+  for (const int burst : {50, 160, 600, 1200}) {
+    for (const int pause : {200, 300, 1000, 1700, 2500, 6300}) {
+      regularBursts(burst, pause, /*frames=*/true);
     }
   }
 }
