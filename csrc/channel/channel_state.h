@@ -260,10 +260,14 @@ struct Channel::PathState {
   LinkStatistics statistics;
   PathCounters counters;
 
-  // The capacity, as far as its transport makes use of it; 0 while unknown.
+  // The capacity, as far as its transport makes use of it; 0 while unknown. A
+  // new connection begins slowly, and would do so for ever if others took all
+  // that arrives sooner there: what is expected of it counts instead.
   double ownBytesPerS() const {
     const double measured = statistics.capacityBytesPerS();
-    return paceBytesPerS > 0 ? std::min(measured, paceBytesPerS) : measured;
+    return paceBytesPerS > 0 && !statistics.onlyExpected()
+        ? std::min(measured, paceBytesPerS)
+        : measured;
   }
   // Shared memory.
   bool inMemory() const {

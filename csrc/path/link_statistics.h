@@ -80,6 +80,10 @@ class LinkStatistics {
   double capacityBytesPerS() const {
     return capacity_;
   }
+  // That is by expectCapacity(), and nothing has been measured since.
+  bool onlyExpected() const {
+    return onlyExpected_;
+  }
   // In seconds.
   const RecentSamples& roundTripsS() const {
     return recent_;

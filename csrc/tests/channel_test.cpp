@@ -1375,6 +1375,28 @@ TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
   CHECK(net.take(net.a, 2).has_value());
 }
 
+// In place of a lost connection there is a new one. Its transport sends slowly
+// as yet, and would never get going if the other one took everything.
+TEST(channel_gives_chunks_to_a_new_connection_that_is_expected_to_be_fast) {
+  ChannelPair net;
+  net.up(1);
+  net.up(2);
+  Messages messages{net};
+  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
+    messages.post(400);
+    net.settle(
+        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
+  }
+  const double past = net.a.channel.pathStatistics(2).capacityBytesPerS();
+  CHECK(past > 0);
+  net.down(2);
+  net.up(3);
+  net.a.channel.setPace(3, 1);
+  net.a.channel.expectCapacity(3, past);
+  messages.post(400);
+  CHECK(net.take(net.a, 3).has_value());
+}
+
 // Chunks wait at a relay while it serves others first. The wait is no silence
 // and no part of the way, and by the end of the message it is over.
 TEST(channel_does_not_count_the_wait_at_a_relay) {
