@@ -31,7 +31,8 @@ class DatagramConnector final : public RoutePathConnector {
             link,
             connections,
             PathKind::kDatagram,
-            "datagrams") {}
+            "datagrams",
+            /*returnDoublings=*/1) {}
   ~DatagramConnector() override {
     close();
   }

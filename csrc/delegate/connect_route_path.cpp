@@ -22,7 +22,8 @@ void RoutePathConnector::learnRoutes() {
   const EngineOptions& options = link_.host().options();
   const RouteReturn returns(
       fromSeconds(options.hold_down_max_s),
-      fromSeconds(options.suspect_after_s));
+      fromSeconds(options.suspect_after_s),
+      returnDoublings_);
   while (routes_.size() < connections_.routes()) {
     routes_.emplace_back(returns);
   }

@@ -67,13 +67,18 @@ class RoutePathConnector : public Connector {
   void fillStats(PeerStats& stats) const override;
 
  protected:
-  // `name`: of the kind, for messages.
+  // `name`: of the kind, for messages. `returnDoublings`: as for RouteReturn.
   RoutePathConnector(
       Link& link,
       TcpConnector& connections,
       PathKind kind,
-      const char* name)
-      : Connector(link), connections_(connections), kind_(kind), name_(name) {}
+      const char* name,
+      int returnDoublings)
+      : Connector(link),
+        connections_(connections),
+        kind_(kind),
+        name_(name),
+        returnDoublings_(returnDoublings) {}
 
   // Whether such paths to this peer are wanted at all.
   virtual bool wanted() const = 0;
@@ -128,6 +133,7 @@ class RoutePathConnector : public Connector {
 
   const PathKind kind_;
   const std::string name_;
+  const int returnDoublings_;
   std::vector<Route> routes_;
 };
 

@@ -38,7 +38,12 @@ namespace resilient {
 class VerbsConnector final : public RoutePathConnector {
  public:
   VerbsConnector(Link& link, TcpConnector& connections)
-      : RoutePathConnector(link, connections, PathKind::kVerbs, "RDMA") {}
+      : RoutePathConnector(
+            link,
+            connections,
+            PathKind::kVerbs,
+            "RDMA",
+            /*returnDoublings=*/2) {}
   ~VerbsConnector() override {
     close();
   }

@@ -10,16 +10,19 @@ namespace resilient {
 // When a path that stands beside the connections of a route (RDMA, datagrams)
 // carries again after a failure. The connections carry meanwhile, so the first
 // return is fast, and each loss soon after a return makes the next one wait
-// four times as long: 0.15 s, 0.6 s, 2.4 s, ... A path that flaps without end
-// is therefore lost five times within 30 s, whether its device tells of each
+// longer. Datagrams wait twice as long each time, as a connection does. RDMA,
+// which cost a registration, a queue pair and the reads under way, waits four
+// times as long: 0.15 s, 0.6 s, 2.4 s, ... If it flaps without end, it is
+// therefore lost five times within 30 s, whether its device tells of each
 // outage or the path only falls silent.
 //
 // Pure. Thread: any, one at a time.
 class RouteReturn {
  public:
-  // `longest` wait; `suspectAfter`: silence that makes a path suspect.
-  RouteReturn(Nanos longest, Nanos suspectAfter)
-      : damping_(longest, /*doublings=*/2), suspectAfter_(suspectAfter) {}
+  // `longest` wait, which each loss doubles `doublings` times; `suspectAfter`:
+  // silence that makes a path suspect.
+  RouteReturn(Nanos longest, Nanos suspectAfter, int doublings)
+      : damping_(longest, doublings), suspectAfter_(suspectAfter) {}
 
   // The path carries, for the first time or after a failure.
   void onUp(TimePoint now) {

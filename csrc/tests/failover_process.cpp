@@ -294,7 +294,7 @@ void FailoverProcess::addOtherPath(std::optional<size_t> route, size_t socket) {
     b.askedAt = kNever;
     b.silent = false;
     const FailoverConfig& config = world_.setup.config;
-    b.returns.emplace(config.holdDownMax, config.suspectAfter);
+    b.returns.emplace(config.holdDownMax, config.suspectAfter, 1);
     b.returns->onUp(net_.now());
     channel_.addPath(b.path, net_.now());
     useChanged();

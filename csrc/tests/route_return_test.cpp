@@ -31,7 +31,7 @@ struct Flapping {
 
   // Losses of the path within this time, from the first outage on.
   int losses(Nanos duration) const {
-    RouteReturn route(kLongest, kSuspectAfter);
+    RouteReturn route(kLongest, kSuspectAfter, 2);
     route.onUp(kBegin - 1000s);
     int count = 0;
     TimePoint now = kBegin; // the network has just failed
@@ -66,13 +66,13 @@ struct Flapping {
 } // namespace
 
 TEST(route_return_follows_a_single_failure_at_once) {
-  RouteReturn route(kLongest, kSuspectAfter);
+  RouteReturn route(kLongest, kSuspectAfter, 2);
   route.onUp(kBegin);
   const TimePoint lost = kBegin + 100s;
   route.onClosed(lost);
   CHECK(route.notBefore() == lost + 150ms);
   // Of a path that falls silent, the time of the silence counts.
-  RouteReturn silent(kLongest, kSuspectAfter);
+  RouteReturn silent(kLongest, kSuspectAfter, 2);
   silent.onUp(kBegin);
   silent.onSilent(lost);
   CHECK(silent.onHeard(lost + 100ms) == lost + 150ms);
@@ -104,7 +104,7 @@ TEST(route_return_leaves_a_flapping_path_five_times_in_thirty_seconds) {
 }
 
 TEST(route_return_ignores_late_answers) {
-  RouteReturn route(kLongest, kSuspectAfter);
+  RouteReturn route(kLongest, kSuspectAfter, 2);
   TimePoint now = kBegin;
   route.onUp(now);
   for (int i = 0; i < 100; ++i) {
@@ -119,7 +119,7 @@ TEST(route_return_ignores_late_answers) {
 }
 
 TEST(route_return_counts_an_outage_once) {
-  RouteReturn route(kLongest, kSuspectAfter);
+  RouteReturn route(kLongest, kSuspectAfter, 2);
   route.onUp(kBegin);
   TimePoint now = kBegin + 1s; // soon after a return
   route.onSilent(now);
