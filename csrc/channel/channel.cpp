@@ -160,7 +160,12 @@ void Channel::setSuspect(PathId path, bool suspect) {
     return;
   }
   p.suspect = suspect;
-  if (suspect) {
+  if (!suspect) {
+    // What was answered late says nothing of what the path carries, and if
+    // others can do the work alone, nothing would be measured any more.
+    p.statistics.expectCapacity(p.capacityBefore);
+  } else {
+    p.capacityBefore = p.statistics.capacityBytesPerS();
     ++p.counters.timesSuspect;
     for (auto f = p.inFlight.rbegin(); f != p.inFlight.rend(); ++f) {
       takeBack(*f, /*pathIsGone=*/false);

@@ -246,6 +246,7 @@ struct Channel::PathState {
   bool onProbation = false;
   uint32_t pingsAnswered = 0; // while on probation
   bool suspect = false;
+  double capacityBefore = 0; // it was suspect
   uint8_t classes = kAllClasses;
   BurstRange bursts;
   SharedLink* link = nullptr; // null: it shares none

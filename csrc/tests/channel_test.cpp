@@ -1397,6 +1397,41 @@ TEST(channel_gives_chunks_to_a_new_connection_that_is_expected_to_be_fast) {
   CHECK(net.take(net.a, 3).has_value());
 }
 
+// The answers of an outage come late and slowly.
+TEST(channel_expects_of_a_path_what_it_carried_before_it_was_silent) {
+  ChannelPair net;
+  net.up(1);
+  net.up(2);
+  Messages messages{net};
+  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
+    messages.post(400);
+    net.settle(
+        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
+  }
+  const LinkStatistics& path = net.a.channel.pathStatistics(1);
+  const double before = path.capacityBytesPerS();
+  CHECK(before > 0);
+  messages.post(40'000);
+  std::vector<ChannelPair::Frame> late;
+  while (auto frame = net.take(net.a, 1)) {
+    late.push_back(std::move(*frame));
+  }
+  CHECK(!late.empty());
+  net.a.channel.setSuspect(1, true);
+  net.now += std::chrono::seconds(1);
+  for (size_t i = 0; i < late.size(); ++i) {
+    CHECK(net.give(net.b, 1, late[i]).ok());
+    if (i % 8 == 0) {
+      net.settle({1, 2});
+    }
+  }
+  net.settle({1, 2});
+  CHECK(path.capacityBytesPerS() < before);
+  net.a.channel.setSuspect(1, false);
+  CHECK_EQ(path.capacityBytesPerS(), before);
+  CHECK(path.onlyExpected());
+}
+
 // Chunks wait at a relay while it serves others first. The wait is no silence
 // and no part of the way, and by the end of the message it is over.
 TEST(channel_does_not_count_the_wait_at_a_relay) {
