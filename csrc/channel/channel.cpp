@@ -161,8 +161,8 @@ void Channel::setSuspect(PathId path, bool suspect) {
   }
   p.suspect = suspect;
   if (!suspect) {
-    // What was answered late says nothing of what the path carries, and if
-    // others can do the work alone, nothing would be measured any more.
+    // Late answers say nothing of what the path carries, and if others can do
+    // the work alone, nothing would be measured any more.
     p.statistics.expectCapacity(p.capacityBefore);
   } else {
     p.capacityBefore = p.statistics.capacityBytesPerS();

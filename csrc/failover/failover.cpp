@@ -710,8 +710,8 @@ void Failover::checkRoutePath(size_t route, TimePoint now) {
   }
 }
 
-// What the other ways show: whether the peer lives, and, where the route has
-// its own NIC, whether that works.
+// The other ways show whether the peer lives, and, where the route has its own
+// NIC, whether that works.
 void Failover::addOthers(size_t way, PathEvidence& evidence) const {
   const bool isRoutePath = way >= connections_.size();
   const size_t route = isRoutePath ? way - connections_.size() : routeOf(way);

@@ -345,7 +345,7 @@ class Failover {
   std::deque<Connection> connections_;
   bool sharedMemory_ = false;
   std::vector<RoutePathUse> routePaths_; // by route
-  // Of those that are judged here, one for each route.
+  // One for each route; used if the path there is judged here.
   std::vector<PathHealth> routeHealth_{PathHealth(TimePoint())};
   Refusals refusals_; // by route
   TimePoint lookAt_ = kNever;

@@ -80,7 +80,7 @@ class LinkStatistics {
   double capacityBytesPerS() const {
     return capacity_;
   }
-  // That is by expectCapacity(), and nothing has been measured since.
+  // The capacity is that of expectCapacity(): none has been measured since.
   bool onlyExpected() const {
     return onlyExpected_;
   }

@@ -374,8 +374,8 @@ void DatagramPath::doubt() {
 }
 
 // An answer to an older probe may have been on its way when the network failed.
-// Whose packets a report answers is not looked up: if they were all older, the
-// path falls silent once more.
+// A report may be of older packets, too, which is not looked up: the path then
+// falls silent once more.
 void DatagramPath::onAnswer(TimePoint sent) {
   answeredAt_ = loop_.now();
   if (sent >= askedSince_) {
