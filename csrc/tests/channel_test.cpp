@@ -1349,6 +1349,14 @@ struct Messages {
     net.b.mailbox.post(&recvs.back());
     net.a.channel.send(&sends.back(), net.now);
   }
+  // The channel learns what paths 1 and 2 carry.
+  void learnPaths() {
+    for (int i = 0; i < 20; ++i) {
+      post(400);
+      net.settle(
+          i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
+    }
+  }
 };
 
 // Acknowledgements show what the transport did, not what it does now.
@@ -1359,11 +1367,7 @@ TEST(channel_leaves_chunks_to_paths_whose_transport_sends_faster) {
     net.a.channel.setSharedLink(path, 7);
   }
   Messages messages{net};
-  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
-    messages.post(400);
-    net.settle(
-        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
-  }
+  messages.learnPaths();
   // One link, measured once.
   const double link = net.a.channel.linkBytesPerS(1);
   CHECK(link > 0);
@@ -1382,11 +1386,7 @@ TEST(channel_gives_chunks_to_a_new_connection_that_is_expected_to_be_fast) {
   net.up(1);
   net.up(2);
   Messages messages{net};
-  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
-    messages.post(400);
-    net.settle(
-        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
-  }
+  messages.learnPaths();
   const double past = net.a.channel.pathStatistics(2).capacityBytesPerS();
   CHECK(past > 0);
   net.down(2);
@@ -1403,11 +1403,7 @@ TEST(channel_expects_of_a_path_what_it_carried_before_it_was_silent) {
   net.up(1);
   net.up(2);
   Messages messages{net};
-  for (int i = 0; i < 20; ++i) { // the channel learns what its paths carry
-    messages.post(400);
-    net.settle(
-        i % 2 == 0 ? std::vector<PathId>{1, 2} : std::vector<PathId>{2, 1});
-  }
+  messages.learnPaths();
   const LinkStatistics& path = net.a.channel.pathStatistics(1);
   const double before = path.capacityBytesPerS();
   CHECK(before > 0);
