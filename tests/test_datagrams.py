@@ -323,8 +323,13 @@ def test_messages_go_on_where_datagrams_beside_connections_fall_silent(lab: Netw
         job.close()
 
 
-def test_datagrams_end_with_their_interface(lab: NetworkLab) -> None:
-    """The kernel tells of it; nobody waits until the path is silent."""
+@pytest.mark.parametrize(
+    ("end", "why"),
+    [(None, "its interface eth0 went down"), ("b", "says: its NIC eth0 went down")],
+    ids=["theirs", "the-peers"],
+)
+def test_datagrams_end_with_their_interface(lab: NetworkLab, end: str | None, why: str) -> None:
+    """The kernel, or the peer, tells of it; nobody waits until the path is silent."""
     a, b = lab.host("a"), lab.host("b")
     links = [lab.link(a, b, delay_s=0.005, rate_bytes_per_s=25e6) for _ in range(2)]
     control = lab.link(a, b, name="control")
@@ -337,9 +342,8 @@ def test_datagrams_end_with_their_interface(lab: NetworkLab) -> None:
 
     try:
         job.until(lambda row: path(row, "eth0")["state"] == "up", "datagrams")
-        links[0].down("admin")
-        row = job.until(lambda row: path(row, "eth0")["state"] == "down", "their end")
-        assert "its interface eth0 went down" in path(row, "eth0")["last_error"]
+        links[0].down("admin", end=end)
+        job.until(lambda row: why in path(row, "eth0")["last_error"], "their end")
         links[0].up()
         row = job.until(lambda row: path(row, "eth0")["state"] == "up", "datagrams again")
         assert row["wrong"] == 0

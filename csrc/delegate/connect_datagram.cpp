@@ -248,6 +248,18 @@ void DatagramConnector::onNic(const std::string& nic, bool works) {
   }
 }
 
+// The next offer goes out once a connection of the route stands again.
+void DatagramConnector::onPathsLost(const PathsLost& lost) {
+  for (const uint16_t c : lost.connections) {
+    const size_t route = connections_.failover().routeOf(c);
+    if (route < routes() && path(route) != nullptr) {
+      path(route)->close(Status(
+          StatusCode::kNetwork, link_.describe() + " says: " + lost.reason));
+      offerSoon(route);
+    }
+  }
+}
+
 // Without TLS there may be a group that only the far end has joined as yet;
 // with it, the connection may have been made anew at one end. Either way the
 // far end asks again. The job's secret is not taken where the connection has

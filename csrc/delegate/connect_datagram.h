@@ -51,6 +51,9 @@ class DatagramConnector final : public RoutePathConnector {
   // index that does not exist are ignored; an answer counts only for the offer
   // that is open.
   void onOffer(const DatagramOffer& offer);
+  // Those on the routes of the connections are lost as well: the peer has
+  // closed its ends.
+  void onPathsLost(const PathsLost& lost);
   // One of our interfaces works, or does not any more.
   void onNic(const std::string& nic, bool works);
 

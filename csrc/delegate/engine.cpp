@@ -1347,7 +1347,9 @@ void Engine::onControl(PeerLink& link, std::span<const std::byte> payload) {
         return with(decodePathsLost(payload), [&](const PathsLost& lost) {
           // Not now: the path that brought it may be among them.
           loop_.post([this, uid = link.uid(), lost] {
-            this->link(uid).connections().onPathsLost(lost);
+            PeerLink& from = this->link(uid);
+            from.connections().onPathsLost(lost);
+            from.datagrams().onPathsLost(lost);
           });
         });
       case ControlKind::kSharedOffer:
