@@ -836,7 +836,8 @@ void FailoverProcess::datagramsHeard(size_t route) {
   if (answered >= b.askedAt) {
     b.askedAt = kNever;
   }
-  if (b.silent && answered >= std::exchange(b.doubtedAt, kNever)) {
+  if (b.silent && answered >= b.doubtedAt) {
+    b.doubtedAt = kNever; // further answers change nothing
     const TimePoint at = b.returns->onHeard(net_.now());
     const PathId path = b.path;
     net_.at(at, [this, route, path] {
@@ -851,6 +852,7 @@ void FailoverProcess::datagramsCarry(size_t route, PathId path) {
     return;
   }
   world_.note(side_, "datagrams carry again, route", route);
+  ++world_.result.datagramsAgain;
   b.silent = false;
   b.returns->onUp(net_.now());
   channel_.setSuspect(path, false);

@@ -33,6 +33,7 @@ struct FailoverSimulationResult {
   uint64_t sharedMemory = 0; // times it took over
   uint64_t datagrams = 0, beside = 0; // the latter along with connections
   uint64_t silentDatagrams = 0; // doubted
+  uint64_t datagramsAgain = 0; // after that
   uint64_t healed = 0; // networks in which all came back
   uint64_t limited = 0; // messages whose delivery had a limit
   double worstPause = 0; // as a part of the limit

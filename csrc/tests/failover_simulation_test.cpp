@@ -20,15 +20,15 @@ TEST(failover_simulation_holds_its_promises) {
     }
     using R = FailoverSimulationResult;
     for (uint64_t R::* count :
-         {&R::events,           &R::messages,       &R::cuts,
-          &R::blackHoles,       &R::nicNews,        &R::nicSilences,
-          &R::pauses,           &R::firewalls,      &R::kills,
-          &R::crossings,        &R::reconnects,     &R::duplicateAttempts,
-          &R::offRoute,         &R::suspicions,     &R::tainted,
-          &R::proved,           &R::needed,         &R::longHoldDowns,
-          &R::classMoves,       &R::sharedMemory,   &R::datagrams,
-          &R::beside,           &R::healed,         &R::limited,
-          &R::standbyTakeovers, &R::silentDatagrams}) {
+         {&R::events,           &R::messages,        &R::cuts,
+          &R::blackHoles,       &R::nicNews,         &R::nicSilences,
+          &R::pauses,           &R::firewalls,       &R::kills,
+          &R::crossings,        &R::reconnects,      &R::duplicateAttempts,
+          &R::offRoute,         &R::suspicions,      &R::tainted,
+          &R::proved,           &R::needed,          &R::longHoldDowns,
+          &R::classMoves,       &R::sharedMemory,    &R::datagrams,
+          &R::beside,           &R::healed,          &R::limited,
+          &R::standbyTakeovers, &R::silentDatagrams, &R::datagramsAgain}) {
       sum.*count += r.*count;
     }
     sum.worstPause = std::max(sum.worstPause, r.worstPause);
@@ -53,9 +53,10 @@ TEST(failover_simulation_holds_its_promises) {
             << " classes off their NIC, " << sum.sharedMemory
             << " times shared memory, " << sum.datagrams << " times datagrams ("
             << sum.beside << " beside connections, " << sum.silentDatagrams
-            << " silent), " << sum.healed << " healed; longest pause "
-            << sum.worstPause << " of its limit (" << sum.limited
-            << " messages), longest healing " << sum.worstHealing << "\n";
+            << " silent, " << sum.datagramsAgain << " again), " << sum.healed
+            << " healed; longest pause " << sum.worstPause << " of its limit ("
+            << sum.limited << " messages), longest healing " << sum.worstHealing
+            << "\n";
   // A simulation in which nothing happens shows nothing.
   if (networks >= 200) {
     CHECK(sum.messages > networks * 50);
@@ -83,6 +84,7 @@ TEST(failover_simulation_holds_its_promises) {
     CHECK(sum.datagrams > networks / 50);
     CHECK(sum.beside > networks / 50);
     CHECK(sum.silentDatagrams > networks / 50);
+    CHECK(sum.datagramsAgain > networks / 50);
   }
 }
 
