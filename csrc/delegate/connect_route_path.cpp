@@ -142,8 +142,8 @@ void RoutePathConnector::onPathUse(Path& path) {
       channel.setSuspect(p.id(), true);
       link_.say(
           LogLevel::kWarning,
-          where + " was last heard " + durationText(now - p.heardAt()) +
-              " ago: connections take over");
+          where + " does not answer (last heard " +
+              durationText(now - p.heardAt()) + " ago): others take over");
       connections_.failover().onRouteSilent(p.route(), now);
     }
   } else if (isSuspect && r.rest == 0) {

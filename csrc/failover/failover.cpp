@@ -650,13 +650,13 @@ void Failover::onRouteSilent(size_t route, TimePoint now) {
   }
 }
 
-// A way is silent; `news`: it was not before. False: no other one can take
-// over, so it is the network or the peer that is silent. Then nothing is gained
-// by suspicion, and much is lost: all that is in flight would go twice, and
-// what came back would have to prove itself. True: it is to be suspect. Others
-// that have not answered lately would be the next: they must show that they
-// work before they get anything.
-bool Failover::isTakenOver(size_t way, bool news, TimePoint now) {
+// A way is silent; `news`: it was not before. True: it is to be suspect, and
+// others that have not answered lately, which would be the next, are doubted:
+// they must show that they work before they get anything. False: no other one
+// can take over (they are asked), so it is the network or the peer that is
+// silent. Then nothing is gained by suspicion, and much is lost: all that is in
+// flight would go twice, and what came back would have to prove itself.
+bool Failover::takeOver(size_t way, bool news, TimePoint now) {
   const SilenceVerdict verdict =
       judgeSilence(allWays(now), way, recentAnswer());
   if (!verdict.takenOver && !RESILIENT_PLANTED(suspectAll)) {
@@ -678,7 +678,7 @@ bool Failover::isTakenOver(size_t way, bool news, TimePoint now) {
 
 void Failover::doubt(size_t c, TimePoint now) {
   const bool news = !state(c).suspect();
-  if (isTakenOver(c, news, now)) {
+  if (takeOver(c, news, now)) {
     if (news) {
       connections_[c].damping.onLost(now);
     }
@@ -705,7 +705,7 @@ void Failover::checkRoutePath(size_t route, TimePoint now) {
   }
   if (verdict == PathVerdict::kUncertain) {
     askOthers(wayOf(route), now);
-  } else if (isTakenOver(wayOf(route), /*news=*/true, now)) {
+  } else if (takeOver(wayOf(route), /*news=*/true, now)) {
     host_.doubtRoutePath(route);
   }
 }

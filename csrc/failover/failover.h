@@ -96,8 +96,8 @@ class FailoverHost {
   virtual TimePoint relaysHeardAt() const { // TimePoint(): there are none
     return {};
   }
-  // The path beside the connections of the route, if there is one that does not
-  // judge its silence alone. It is doubted as a connection is, and ends that
+  // The path beside the connections of the route, if there is one whose silence
+  // is judged here, too. It is doubted as a connection is, and ends that
   // doubt itself once it answers.
   virtual std::optional<RoutePathFacts> routePath(size_t route) const {
     (void)route;
@@ -181,7 +181,8 @@ class Failover {
   // not made again. All are, until this is called.
   void setWanted(size_t route, size_t count);
   bool wanted(size_t connection) const;
-  // Other paths, which judge their health themselves.
+  // Whether other paths can carry, as their owners know. Those of which
+  // FailoverHost::routePath() tells are doubted here, too.
   void setSharedMemory(bool usable);
   void setRoutePath(size_t route, RoutePathUse use);
   // Its connections are in reserve.
@@ -328,7 +329,7 @@ class Failover {
   void ping(size_t c, TimePoint now);
   void taint(size_t connection, TimePoint now);
   void doubt(size_t c, TimePoint now);
-  bool isTakenOver(size_t way, bool news, TimePoint now);
+  bool takeOver(size_t way, bool news, TimePoint now);
   void askOthers(size_t way, TimePoint now);
   Nanos recentAnswer() const;
   void leaveDownNics(TimePoint now);

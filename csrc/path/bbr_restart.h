@@ -32,7 +32,7 @@ class BbrRestart {
   // Several times in a round trip while the connection carries data, and once
   // when it no longer does. `queue`: its round trips are longer than they were.
   void observe(TimePoint now, bool carries, bool queue) {
-    if (now - earliest_ >= kMeasuresEvery) {
+    while (now - earliest_ >= kMeasuresEvery) { // several in a long pause
       earliest_ += kMeasuresEvery;
       latest_ = now;
       knowsRoundTrip_ = true;
@@ -67,7 +67,8 @@ class BbrRestart {
 
  private:
   static constexpr Nanos kMeasuresEvery = std::chrono::seconds(10);
-  static constexpr Nanos kTakes = std::chrono::milliseconds(300); // and waits
+  static constexpr Nanos kTakes =
+      std::chrono::milliseconds(300); // 200, a round trip
   static constexpr Nanos kOtherwiseEvery = std::chrono::seconds(3);
   static constexpr Nanos kShortestPause = std::chrono::milliseconds(100);
   static constexpr int kPart = 4; // by which regular intervals may differ

@@ -342,6 +342,7 @@ TimePoint DatagramPath::nextAsk() const {
   if (askedSince_ != kNever) {
     return askedAt_ + std::max(kAskAgain, sender_->patience());
   }
+  // The socket may have been full when it was doubted.
   return doubted_ ? TimePoint{} : heardAt_ + config_.keepAlive;
 }
 
@@ -465,7 +466,9 @@ Status DatagramPath::onPacket(
     case PacketType::kReport: {
       PacketReport report;
       status = decodePacketReport(packet, report);
-      onAnswer(now);
+      if (status.ok()) {
+        onAnswer(now);
+      }
       return status.ok() && sender_ ? sender_->onReport(report, now) : status;
     }
     case PacketType::kProbe:
@@ -617,10 +620,11 @@ Nanos DatagramPath::silenceLimit() const {
 }
 
 // The doubt has four stages. Not proven in time: the path is closed. Silent for
-// a few patiences: it is not usable, connections take over, and it recovers if
-// the peer is heard. Silent for seconds more: it is closed, and the connector
-// tries another one. Not silent, but no large packet arrives: the MTU has
-// shrunk, and the path is closed too, since a new one probes again.
+// a few patiences, or doubted by its owner: it is not usable, connections take
+// over, and it recovers once the peer answers. Silent for seconds more: it is
+// closed, and the connector tries another one. Not silent, but no large packet
+// arrives: the MTU has shrunk, and the path is closed too, since a new one
+// probes again.
 void DatagramPath::checkSilence(TimePoint now) {
   if (!sender_) {
     if (now - startedAt_ > config_.proveWithin) {

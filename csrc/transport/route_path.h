@@ -8,7 +8,8 @@
 namespace resilient {
 
 // A path beside the connections of a route, which are in reserve as long as it
-// works. It must first show that it works, and then judges its own health.
+// works. It must first show that it works, and then judges its own health;
+// Failover may doubt one earlier, by what it knows of the others.
 class RoutePath : public Path {
  public:
   using Path::Path;
