@@ -354,6 +354,11 @@ void Channel::expectCapacity(PathId path, double bytesPerS) {
   state(path).statistics.expectCapacity(bytesPerS);
 }
 
+double Channel::capacityBytesPerS(PathId path) const {
+  const PathState& p = state(path);
+  return p.suspect ? p.capacityBefore : p.statistics.capacityBytesPerS();
+}
+
 // Paper: SHIFT §4.3.3. A path that has come back must show that it works.
 void Channel::putOnProbation(PathId path) {
   PathState& p = state(path);

@@ -120,7 +120,9 @@ void RoutePathConnector::offerSoon(size_t route) {
 // --- paths
 
 void RoutePathConnector::add(std::unique_ptr<RoutePath> path) {
-  routes_[path->route()].path = path.get();
+  Route& r = routes_[path->route()];
+  r.path = path.get();
+  link_.channel().expectCapacity(path->id(), r.pastBytesPerS);
   path->faultsChanged(link_.faultsConcern());
   link_.addPath(std::move(path));
 }
@@ -216,6 +218,10 @@ void RoutePathConnector::onPathClosed(Path& path, const Status& why) {
     r.past.verbs->queuePair = 0;
   }
   r.path = nullptr;
+  if (const double capacity = link_.channel().capacityBytesPerS(path.id());
+      capacity > 0) {
+    r.pastBytesPerS = capacity;
+  }
   link_.loop().cancel(std::exchange(r.rest, 0));
   const TimePoint now = link_.loop().now();
   if (r.upAt != TimePoint() && now - r.upAt > kWorthTrying) {

@@ -121,6 +121,7 @@ class RoutePathConnector : public Connector {
     TimerId rest = 0; // ends the rest of the path, which was silent
     RouteReturn returns;
     PathStats past; // of paths that are closed
+    double pastBytesPerS = 0; // that the last one carried
     std::string lastError; // kept when a path works again
     bool errorIsSaid = false; // since one has last worked
   };

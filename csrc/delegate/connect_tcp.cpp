@@ -504,8 +504,9 @@ void TcpConnector::onPathClosed(Path& path, const Status& why) {
   x.path = nullptr;
   Channel& channel = link_.channel();
   const LinkStatistics& statistics = channel.pathStatistics(path.id());
-  if (failover_.carried(c) && statistics.capacityBytesPerS() > 0) {
-    x.pastBytesPerS = statistics.capacityBytesPerS();
+  const double capacity = channel.capacityBytesPerS(path.id());
+  if (failover_.carried(c) && capacity > 0) {
+    x.pastBytesPerS = capacity;
   }
   x.past.add(channel.pathCounters(path.id()));
   const bool lastOfAll = link_.leaving() && failover_.live() <= 1;

@@ -50,14 +50,17 @@ bool PathSet::pump(RateLimit* limit, TimePoint now) {
 
 // How it works. Paths that take all they can come first: shared memory is the
 // fastest, and while one of them works the connections below it are in reserve.
-// The connections then take one frame each in turn, so that a message spreads
-// over all of them. Taken frames are written at the end, in as few system
-// calls as can be. True if another round may find more.
+// If one of them has taken something, the next round begins with another one:
+// a new path must get some of what the older ones could hold alone, or it would
+// never show what it carries. The connections then take one frame each in turn,
+// so that a message spreads over all of them. Taken frames are written at the
+// end, in as few system calls as can be. True if another round may find more.
 bool PathSet::round() {
   bool any = false;
   for (size_t i = 0; i < inTurnBegin_; ++i) {
-    any = takeAll(*paths_[i]) || any;
+    any = takeAll(*paths_[(nextFirst_ + i) % inTurnBegin_]) || any;
   }
+  nextFirst_ += any;
   while (takeInTurn()) {
     any = true;
   }

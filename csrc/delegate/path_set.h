@@ -57,6 +57,7 @@ class PathSet {
   // relays, which take one frame each in turn.
   std::vector<std::unique_ptr<Path>> paths_;
   size_t inTurnBegin_ = 0; // in paths_
+  size_t nextFirst_ = 0; // of the paths before that, modulo their number
   size_t nextTurn_ = 0; // of the connections
   // Arguments of the present call of pump():
   RateLimit* limit_ = nullptr;

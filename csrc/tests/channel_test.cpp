@@ -1423,6 +1423,7 @@ TEST(channel_expects_of_a_path_what_it_carried_before_it_was_silent) {
   }
   net.settle({1, 2});
   CHECK(path.capacityBytesPerS() < before);
+  CHECK_EQ(net.a.channel.capacityBytesPerS(1), before);
   net.a.channel.setSuspect(1, false);
   CHECK_EQ(path.capacityBytesPerS(), before);
   CHECK(path.onlyExpected());
