@@ -322,7 +322,8 @@ class Channel {
   // Without it, a path that joins one which can do the work alone is never
   // saturated, so its capacity cannot be measured.
   void expectCapacity(PathId path, double bytesPerS);
-  // That the path has shown, before it was suspect if it is; 0 while unknown.
+  // The capacity in bytes per second that the path has shown, of a suspect one
+  // before it was suspect; 0: unknown.
   double capacityBytesPerS(PathId path) const;
   // Something to pull for some path? (An approximation: may be true in vain.)
   bool hasFrames(PathId path) const;

@@ -180,7 +180,7 @@ void Simulation::plan() {
   healAt_ = from + between(seconds(1), seconds(5));
   // Before, both sides connect at once, and may replace what they have made.
   at(from, [this] { world_.onlyPauses = scenario_ == Scenario::kOnlyPauses; });
-  // What is promised there holds with datagrams, too.
+  // The promises of these two hold with datagrams, too.
   const bool isChecked = scenario_ == Scenario::kOneRouteWorks ||
       scenario_ == Scenario::kOnlyPauses;
   if (isChecked && below(2) == 0) {
