@@ -940,7 +940,9 @@ Status Channel::onAck(PathState& p, uint64_t count, TimePoint now) {
     InFlight f = std::move(p.inFlight.front());
     p.inFlight.pop_front();
     p.answeredUpTo = std::max(p.answeredUpTo, f.at);
-    if (f.ackNow) {
+    // The answer to a frame that another path has sent meanwhile tells how long
+    // the silence was.
+    if (f.ackNow && !f.superseded) {
       p.statistics.onRoundTrip(now - f.at, now);
       if (p.link != nullptr) {
         p.link->statistics.onRoundTrip(now - f.at, now);

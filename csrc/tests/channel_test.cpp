@@ -1416,6 +1416,9 @@ TEST(channel_expects_of_a_path_what_it_carried_before_it_was_silent) {
   net.a.channel.setSuspect(1, true);
   net.now += std::chrono::seconds(1);
   for (size_t i = 0; i < late.size(); ++i) {
+    if (i == late.size() / 2) {
+      net.now += std::chrono::seconds(2); // round trips are kept for no longer
+    }
     CHECK(net.give(net.b, 1, late[i]).ok());
     if (i % 8 == 0) {
       net.settle({1, 2});
@@ -1427,6 +1430,7 @@ TEST(channel_expects_of_a_path_what_it_carried_before_it_was_silent) {
   net.a.channel.setSuspect(1, false);
   CHECK_EQ(path.capacityBytesPerS(), before);
   CHECK(path.onlyExpected());
+  CHECK(path.minRoundTripS() < 1);
 }
 
 // Chunks wait at a relay while it serves others first. The wait is no silence
