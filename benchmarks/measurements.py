@@ -11,6 +11,7 @@ import argparse
 import ast
 import json
 import re
+import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -38,7 +39,7 @@ ABOUT = (
 # The command of a row names its output file, which is not relevant.
 JSON_ARGUMENT = re.compile(r" --json[ =]\S+")
 MISSED = "**This run missed a limit of the benchmark.**"
-LIST_MAX = 6  # a longer list of numbers is shown as its median and range
+LIST_MAX = 5  # a longer list of numbers is shown as its median and range
 
 HEAD = """\
 <!-- Written by benchmarks/measurements.py from benchmarks/results: change that. -->
@@ -96,8 +97,7 @@ def cell(value: Any) -> str:
     if isinstance(value, list):
         numbers = sorted(each for each in value if isinstance(each, int | float))
         if len(value) > LIST_MAX and len(numbers) == len(value):
-            middle = numbers[len(numbers) // 2]
-            return f"{cell(middle)} ({cell(numbers[0])} to {cell(numbers[-1])})"
+            return f"{cell(statistics.median(numbers))} ({cell(numbers[0])} to {cell(numbers[-1])})"
         return ", ".join(map(cell, value))
     return "" if value is None else str(value).replace("|", "\\|")
 
