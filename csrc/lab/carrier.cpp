@@ -102,9 +102,7 @@ class Carrier {
             return;
           }
         } else if (what == kTimer) {
-          uint64_t expirations;
-          (void)!::read(timer_.get(), &expirations, sizeof(expirations));
-          armed_ = kNever;
+          fired_ = true; // until it is set again, which also clears it
         } else if ((events[i].events & EPOLLERR) != 0) {
           // The host has removed the device. The kernel reports that until we
           // close it.
@@ -129,12 +127,14 @@ class Carrier {
         "epoll_ctl", epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event));
   }
 
-  // steady_clock is CLOCK_MONOTONIC.
+  // A timer that fires too early is left alone: to set one costs more than
+  // most of what a turn does. steady_clock is CLOCK_MONOTONIC.
   void arm() {
-    const TimePoint next = emulator_.nextEvent();
-    if (next == armed_) {
+    const TimePoint next = emulator_.wakeBy();
+    if (!fired_ && armed_ <= next) {
       return;
     }
+    fired_ = false;
     armed_ = next;
     itimerspec when{};
     if (next != kNever) {
@@ -411,6 +411,7 @@ class Carrier {
   FileDescriptor epoll_;
   FileDescriptor timer_;
   TimePoint armed_ = kNever;
+  bool fired_ = false;
   bool realTime_ = false;
   std::vector<Nic> nics_;
   std::map<size_t, std::unordered_map<Address, size_t, AddressHash>> routes_;

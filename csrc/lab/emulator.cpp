@@ -37,10 +37,29 @@ size_t Emulator::addPipe(uint64_t seed) {
 
 void Emulator::schedule(
     TimePoint time,
+    Nanos slack,
     EventKind kind,
     size_t index,
     uint64_t version) {
-  events_.push({time, nextOrder_++, kind, index, version});
+  const Event event{time, nextOrder_++, kind, index, version};
+  events_.push(event);
+  wakes_.push({time + slack, event});
+}
+
+// Nobody sees that a limiter has sent a packet until that packet arrives.
+void Emulator::scheduleDone(size_t limiter) {
+  Limiter& l = limiters_[limiter];
+  const Nanos delay = pipes_[l.queue.front().pipe].settings.delay;
+  schedule(l.firstDone, delay, EventKind::kLimiter, limiter, ++l.version);
+}
+
+void Emulator::wakeForLimiter(size_t limiter, Nanos delay) {
+  const Limiter& l = limiters_[limiter];
+  if (!l.queue.empty()) {
+    wakes_.push(
+        {l.firstDone + delay,
+         {l.firstDone, 0, EventKind::kLimiter, limiter, l.version}});
+  }
 }
 
 bool Emulator::isVoid(const Event& event) const {
@@ -62,9 +81,19 @@ TimePoint Emulator::nextEvent() {
   return events_.empty() ? kNever : events_.top().time;
 }
 
+TimePoint Emulator::wakeBy() {
+  while (
+      !wakes_.empty() &&
+      (wakes_.top().event.time <= advancedTo_ || isVoid(wakes_.top().event))) {
+    wakes_.pop();
+  }
+  return wakes_.empty() ? kNever : wakes_.top().by;
+}
+
 // Each event is handled with its own time, not with `now`. A late call changes
 // when packets are delivered, but not when later ones are due.
 void Emulator::advance(TimePoint now) {
+  advancedTo_ = now;
   while (nextEvent() <= now && !events_.empty()) {
     const Event event = events_.top();
     events_.pop();
@@ -112,7 +141,7 @@ void Emulator::setLimiter(
   l.firstDone = rateBytesPerS == 0
       ? now
       : now + timeFor(static_cast<uint64_t>(left), rateBytesPerS);
-  schedule(l.firstDone, EventKind::kLimiter, limiter, ++l.version);
+  scheduleDone(limiter);
 }
 
 void Emulator::setPipe(
@@ -132,6 +161,12 @@ void Emulator::setPipe(
   setLimiter(now, p.ownLimiter, settings.rateBytesPerS, settings.queueBytes);
   if (delayChanges && !p.line.empty()) {
     armLine(now, pipe);
+  }
+  if (delayChanges) { // what limiters are sending may arrive sooner
+    wakeForLimiter(p.ownLimiter, settings.delay);
+    for (const size_t shared : settings.sharedRates) {
+      wakeForLimiter(shared, settings.delay);
+    }
   }
 }
 
@@ -276,7 +311,7 @@ void Emulator::startFirst(TimePoint now, size_t limiter) {
   l.firstDone = l.rateBytesPerS == 0
       ? now
       : now + timeFor(l.queue.front().packet.wireBytes(), l.rateBytesPerS);
-  schedule(l.firstDone, EventKind::kLimiter, limiter, ++l.version);
+  scheduleDone(limiter);
 }
 
 void Emulator::limiterDone(TimePoint now, size_t limiter) {
@@ -367,7 +402,8 @@ void Emulator::impair(TimePoint now, Traveller traveller) {
       lateFree_.pop_back();
     }
     late_[place].emplace(Traveller{pipe, p.epoch, 0, std::move(one)});
-    schedule(now + s.delay + s.reorderDelay, EventKind::kLate, place, 0);
+    schedule(
+        now + s.delay + s.reorderDelay, Nanos(0), EventKind::kLate, place, 0);
   }
   sendKept(count);
 }
@@ -395,7 +431,12 @@ void Emulator::enterLine(TimePoint now, size_t pipe, Packet packet) {
 void Emulator::armLine(TimePoint now, size_t pipe) {
   Pipe& p = pipes_[pipe];
   const TimePoint due = p.line.front().entered + p.settings.delay;
-  schedule(std::max(now, due), EventKind::kLine, pipe, ++p.lineVersion);
+  schedule(
+      std::max(now, due),
+      p.settings.delay / kLatePart,
+      EventKind::kLine,
+      pipe,
+      ++p.lineVersion);
 }
 
 void Emulator::lineArrived(TimePoint now, size_t pipe) {

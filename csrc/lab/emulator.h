@@ -82,6 +82,10 @@ inline constexpr double kPolicerBurstBytes = 32 << 10;
 // A super-packet counts as arrived when its last byte has. It is cut to this
 // much time on the link: its first bytes must not wait too long.
 inline constexpr Nanos kPieceTimeMax = std::chrono::microseconds(500);
+// A packet may arrive late by this part of its pipe's delay. Timers then fire
+// for many packets at once; one for each packet took half of the carrier's
+// processor time, and more than the ranks of benchmarks/geo_training.py.
+inline constexpr int kLatePart = 128;
 
 // Thread: the carrier's. Time must not go backwards between calls.
 class Emulator {
@@ -129,9 +133,12 @@ class Emulator {
   void offer(TimePoint now, size_t pipe, Packet packet);
   // Does everything that is due until `now`, in the order of its time.
   void advance(TimePoint now);
-  // When to call advance() again; kNever if nothing is on its way.
+  // The time of the next event; kNever if nothing is on its way.
   // Also removes void events, so it is not const.
   TimePoint nextEvent();
+  // When to call advance() again at the latest: no packet then arrives later
+  // than kLatePart allows. What happens within limiters may wait for that.
+  TimePoint wakeBy();
 
  private:
   // A packet on its way through limiters.
@@ -183,8 +190,23 @@ class Emulator {
       return time != other.time ? time > other.time : order > other.order;
     }
   };
+  struct Wake {
+    TimePoint by;
+    Event event; // void, or over: nothing to wake for
+    bool operator>(const Wake& other) const {
+      return by > other.by;
+    }
+  };
 
-  void schedule(TimePoint time, EventKind kind, size_t index, uint64_t version);
+  // An event may be handled late by `slack`.
+  void schedule(
+      TimePoint time,
+      Nanos slack,
+      EventKind kind,
+      size_t index,
+      uint64_t version);
+  void scheduleDone(size_t limiter);
+  void wakeForLimiter(size_t limiter, Nanos delay);
   bool isVoid(const Event& event) const;
   void proceed(TimePoint now, Traveller traveller);
   std::optional<Packet> police(TimePoint now, Pipe& pipe, Packet packet);
@@ -205,6 +227,8 @@ class Emulator {
   std::deque<Limiter> limiters_;
   std::deque<Pipe> pipes_;
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;
+  std::priority_queue<Wake, std::vector<Wake>, std::greater<>> wakes_;
+  TimePoint advancedTo_{};
   std::vector<std::optional<Traveller>> late_; // reordered ones
   std::vector<size_t> lateFree_;
   uint64_t nextOrder_ = 0;

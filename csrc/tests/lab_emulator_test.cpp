@@ -110,6 +110,46 @@ TEST(lab_without_settings_packets_arrive_at_once) {
   CHECK(bench.emulator.nextEvent() == kNever);
 }
 
+TEST(lab_asks_for_a_timer_only_when_a_packet_has_to_arrive) {
+  Bench bench;
+  const size_t pipe =
+      bench.pipe({.delay = 20ms, .rateBytesPerS = 1e6, .queueBytes = 1 << 20});
+  for (uint32_t i = 0; i < 20; ++i) {
+    bench.send(pipe, 100, i); // each takes 100 us
+  }
+  size_t wakes = 0;
+  while (bench.emulator.wakeBy() != kNever) {
+    CHECK(bench.emulator.wakeBy() > bench.now);
+    bench.now = bench.emulator.wakeBy();
+    bench.emulator.advance(bench.now);
+    ++wakes;
+  }
+  CHECK_EQ(bench.arrivals.size(), 20);
+  for (size_t i = 0; i < bench.arrivals.size(); ++i) {
+    const Nanos due = 20ms + 100us * (i + 1);
+    CHECK(bench.arrivals[i].at >= due);
+    CHECK(bench.arrivals[i].at <= due + Nanos(20ms) / kLatePart);
+  }
+  CHECK(wakes <= 15); // one for the first limiter, then one per 156 us
+}
+
+TEST(lab_a_shorter_delay_is_in_time_for_what_a_limiter_sends) {
+  Bench bench;
+  PipeSettings settings{
+      .delay = 100ms, .rateBytesPerS = 1e6, .queueBytes = 1 << 20};
+  const size_t pipe = bench.pipe(settings);
+  bench.send(pipe, 1000);
+  settings.delay = 2ms;
+  bench.emulator.setPipe(bench.now, pipe, settings);
+  while (bench.emulator.wakeBy() != kNever) {
+    bench.now = bench.emulator.wakeBy();
+    bench.emulator.advance(bench.now);
+  }
+  CHECK_EQ(bench.arrivals.size(), 1);
+  CHECK(bench.arrivals[0].at >= 3ms);
+  CHECK(bench.arrivals[0].at <= 3ms + Nanos(2ms) / kLatePart);
+}
+
 TEST(lab_a_delay_is_exact_and_says_when_to_ask_again) {
   Bench bench;
   const size_t pipe = bench.pipe({.delay = 20ms});
