@@ -355,10 +355,15 @@ void TcpConnector::onAttempt(size_t c, OutgoingResult result) {
 
 // The answer for a closed link is kWrongPeer. It is signed and counts as a
 // refusal at the caller, which then gives up its link as well.
-HelloCode TcpConnector::decide(const HelloInfo& hello) {
+HelloCode TcpConnector::decide(
+    const HelloInfo& hello,
+    const CertifiedFor& certifiedFor) {
   const size_t c = hello.connectionIndex;
   if (!link_.usable() || c >= kMaxConnections) {
     return HelloCode::kWrongPeer;
+  }
+  if (!isOfPeer(certifiedFor)) {
+    return HelloCode::kCertificate;
   }
   ensure(std::max<size_t>(c + 1, hello.pathsWanted));
   return failover_.reserve(c, link_.loop().now())
@@ -366,7 +371,32 @@ HelloCode TcpConnector::decide(const HelloInfo& hello) {
       : HelloCode::kDuplicateConnection;
 }
 
+// A certificate is for the peer's host, by its name or by one of the addresses
+// that the peer has published.
+bool TcpConnector::isOfPeer(const CertifiedFor& certifiedFor) const {
+  if (!certifiedFor) {
+    return true; // the secret is all that is asked for
+  }
+  const auto& peer = link_.address();
+  return peer &&
+      (certifiedFor(peer->hostName) ||
+       std::ranges::any_of(peer->addresses, [&](const NicAddress& nic) {
+         return certifiedFor(nic.address.ip());
+       }));
+}
+
+// No group may have known the caller at the verdict: its certificate is looked
+// at again.
 void TcpConnector::onIncoming(const HelloInfo& hello, StreamSocket socket) {
+  if (socket.tls && !isOfPeer(socket.tls->certifiedFor())) {
+    link_.host().handshakes().count(TrustFault::kCertificate);
+    logMessage(
+        LogLevel::kWarning,
+        "a connection of " + link_.describe() +
+            " is closed: " + helloCodeText(HelloCode::kCertificate));
+    onIncomingLost(hello);
+    return;
+  }
   if (link_.usable() && hello.connectionIndex < connections_.size()) {
     install(
         hello.connectionIndex,

@@ -77,7 +77,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   // From the listener: may this caller have the connection? And: it has come,
   // or is lost on the way. kOk keeps the index for the caller until one of the
   // other two is called, or until the handshake timeout has passed.
-  HelloCode decide(const HelloInfo& hello);
+  HelloCode decide(const HelloInfo& hello, const CertifiedFor& certifiedFor);
   void onIncoming(const HelloInfo& hello, StreamSocket socket);
   void onIncomingLost(const HelloInfo& hello);
   // The peer has seen connections of its own go down. It must not be called
@@ -129,6 +129,7 @@ class TcpConnector final : public Connector, private FailoverHost {
   void chooseRoutes();
   void aim(size_t c, const AttemptPlan& plan, OutgoingSpec& spec);
   void onAttempt(size_t c, OutgoingResult result);
+  bool isOfPeer(const CertifiedFor& certifiedFor) const;
   void install(size_t c, StreamSocket socket, uint64_t eagerBytes, bool ours);
   void tuneNew(size_t c, int fd);
   bool byItsRoute(size_t c) const;

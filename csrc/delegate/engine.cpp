@@ -639,9 +639,10 @@ void Engine::startListening(const std::string& storeHost) {
   config.identity.eagerBudgetBytes =
       static_cast<uint64_t>(options_.eager_bytes);
   config.identity.secretOf = [this](const KeyId& id) { return secretOf(id); };
-  config.identity.decide = [this](const HelloInfo& hello) {
-    return decide(hello);
-  };
+  config.identity.decide =
+      [this](const HelloInfo& hello, const CertifiedFor& certifiedFor) {
+        return decide(hello, certifiedFor);
+      };
   config.nonce = [] {
     HelloNonce nonce;
     fillRandom(nonce.data(), nonce.size());
@@ -738,12 +739,14 @@ Engine::~Engine() {
 // member of a group, or a process that no group knows. For members the
 // connector decides, since both ends may connect at once. The number of unknown
 // ones is limited, see kMoreUnknown.
-HelloCode Engine::decide(const HelloInfo& hello) {
+HelloCode Engine::decide(
+    const HelloInfo& hello,
+    const CertifiedFor& certifiedFor) {
   if (hello.initiator == self_.uid) {
     return HelloCode::kWrongPeer;
   }
   if (PeerLink* known = knownLink(hello.initiator)) {
-    return known->connections().decide(hello);
+    return known->connections().decide(hello, certifiedFor);
   }
   int ranks = 0;
   for (const auto& [id, group] : groups_) {
@@ -783,10 +786,11 @@ void Engine::membersKnown() {
 }
 
 // A caller without a socket has not got its verdict yet. decide() reserves
-// its index in the link all the same; onCaller() finds the link later.
+// its index in the link all the same; onCaller() finds the link later. The link
+// looks at certificates itself.
 void Engine::letIn(PeerLink& link) {
   for (UnknownCallers::Caller& caller : unknown_->take(link.uid())) {
-    if (link.connections().decide(caller.hello) == HelloCode::kOk &&
+    if (link.connections().decide(caller.hello, {}) == HelloCode::kOk &&
         caller.socket) {
       link.onIncoming(caller.hello, std::move(caller.socket));
     }

@@ -322,7 +322,7 @@ class Engine final : public MailboxListener, public LinkHost {
   void scheduleTurn();
   void tellMismatches();
   void turn();
-  HelloCode decide(const HelloInfo& hello);
+  HelloCode decide(const HelloInfo& hello, const CertifiedFor& certifiedFor);
   void onCaller(const HelloInfo& hello, StreamSocket socket);
   void seek(const HelloInfo& unknown);
   bool isMembers(const SocketAddress& address);

@@ -29,6 +29,7 @@
 #include "delegate/group_impl.h"
 #include "tests/check.h"
 #include "tests/engine_ranks.h"
+#include "tests/test_authority.h"
 #include "transport/listener.h"
 
 // Several engines in one process, over real sockets, used from several
@@ -222,7 +223,9 @@ struct FakePeer {
   FakePeer() {
     config.identity.uid.fill(0xff); // so the engine is preferred
     config.identity.secretOf = [this](const KeyId&) { return secret; };
-    config.identity.decide = [](const HelloInfo&) { return HelloCode::kOk; };
+    config.identity.decide = [](const HelloInfo&, const CertifiedFor&) {
+      return HelloCode::kOk;
+    };
     config.nonce = [] {
       HelloNonce nonce;
       fillRandom(nonce.data(), nonce.size());
@@ -278,7 +281,7 @@ TEST(engineLetsThePeerConnectWhileItsOwnSynIsNotAnswered) {
   const auto verdict = [&] {
     HelloCode code{};
     engine->callInLoop(
-        [&] { code = engine->link(uid).connections().decide(hello); });
+        [&] { code = engine->link(uid).connections().decide(hello, {}); });
     return code;
   };
   CHECK(verdict() == HelloCode::kOk);
@@ -305,7 +308,7 @@ TEST(engineKeepsThePauseBetweenAttemptsAtASilentPath) {
   std::vector<TimePoint> calls;
   std::vector<StreamSocket> held;
   FakePeer peer;
-  peer.config.identity.decide = [&](const HelloInfo&) {
+  peer.config.identity.decide = [&](const HelloInfo&, const CertifiedFor&) {
     std::lock_guard lock(mutex);
     calls.push_back(std::chrono::steady_clock::now());
     return calls.size() == 1 ? HelloCode::kOk : HelloCode::kDuplicateConnection;
@@ -1072,6 +1075,90 @@ TEST(engineRefusesWhatItCannotReadAboutDatagrams) {
       errorOf([](EngineOptions& o) { o.wan = "us=sctp"; });
   CHECK_CONTAINS(error, "TORCH_RESILIENT_WAN)");
   CHECK_CONTAINS(error, "\"us=sctp\"");
+}
+
+// What an engine answers to a call in the name of `member`, whose caller has
+// the job's secret and these certificates. Keeps the connection.
+HelloCode callEngine(
+    Engine& engine,
+    const Uid& member,
+    const TlsCertificates& certificates,
+    OutgoingResult& result) {
+  EventLoop loop;
+  OutgoingSpec spec;
+  spec.candidates = {*SocketAddress::parse(
+      "127.0.0.1", engine.self().addresses.at(0).address.port())};
+  spec.hello.initiator = member;
+  spec.hello.acceptor = engine.self().uid;
+  spec.hello.initiatorRank = 1;
+  spec.nonce = [] {
+    HelloNonce nonce;
+    fillRandom(nonce.data(), nonce.size());
+    return nonce;
+  };
+  spec.secret = engine.options().secret;
+  spec.encryption = Encryption::kAlways;
+  spec.certificates = &certificates;
+  spec.hostName = hostName();
+  const auto handshake =
+      OutgoingHandshake::start(loop, std::move(spec), [&](OutgoingResult r) {
+        result = std::move(r);
+        loop.stop();
+      });
+  loop.run();
+  return result.status.ok() ? HelloCode::kOk : result.failure.verdict.value();
+}
+
+// A host that has the secret cannot call itself a rank of another host, whether
+// that rank is known when it calls or only later.
+TEST(engineRefusesAMemberWithTheCertificateOfAnotherHost) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  const test::TestAuthority authority;
+  EngineOptions options;
+  options.log_level = "error";
+  options.secret = std::string(32, 's');
+  options.encryption = "required";
+  const auto files = authority.issue(hostName());
+  options.tls_cert = files.certificate;
+  options.tls_key = files.key;
+  options.tls_ca = files.authorities;
+  const auto engine = Engine::start(options, "127.0.0.1", 0);
+  const TlsCertificates right(authority.issue("rank-1"), "rank-1", {});
+  const TlsCertificates wrong(authority.issue("rank-2"), "rank-2", {});
+  const auto introduce = [&](const Uid& uid) {
+    engine->callInLoop([&] {
+      PeerAddress address;
+      address.uid = uid;
+      address.hostName = "rank-1";
+      address.addresses = {{"", *SocketAddress::parse("192.0.2.7", 1)}};
+      engine->link(uid).setAddress(address, options.secret, 1);
+    });
+  };
+  const auto refused = [&] {
+    uint64_t count = 0;
+    engine->callInLoop(
+        [&] { count = engine->handshakes().of(TrustFault::kCertificate); });
+    return count;
+  };
+  OutgoingResult first, second;
+  introduce(Uid{1});
+  CHECK(callEngine(*engine, Uid{1}, wrong, first) == HelloCode::kCertificate);
+  CHECK_EQ(refused(), 1u);
+  CHECK(callEngine(*engine, Uid{1}, right, first) == HelloCode::kOk);
+
+  // The engine cannot tell yet who these are.
+  CHECK(callEngine(*engine, Uid{2}, wrong, first) == HelloCode::kOk);
+  CHECK(callEngine(*engine, Uid{3}, right, second) == HelloCode::kOk);
+  introduce(Uid{2});
+  introduce(Uid{3});
+  const TimePoint limit = std::chrono::steady_clock::now() + kLong;
+  CHECK(engine->waitUntil(limit, [&] {
+    return engine->link(Uid{3}).state() == PeerLink::State::kUp;
+  }));
+  CHECK_EQ(refused(), 2u);
+  Engine::release(engine, Nanos(0));
 }
 
 } // namespace

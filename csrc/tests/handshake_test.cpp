@@ -70,7 +70,9 @@ struct World {
       return std::nullopt;
     };
     config.identity.keysOf = test::keysOf("secret");
-    config.identity.decide = [this](const HelloInfo&) { return decision; };
+    config.identity.decide = [this](const HelloInfo&, const CertifiedFor&) {
+      return decision;
+    };
     config.nonce = nextNonce;
     config.onPeer = [this](HelloInfo info, StreamSocket peer, SocketAddress) {
       peers.push_back(info);
@@ -255,15 +257,17 @@ struct CertifiedWorld : World {
   TlsCertificates here{authority.issue("here"), "here", {}};
   TlsCertificates there{authority.issue("there"), "there", {}};
   HandshakeCounters counters;
+  std::string caller = "here"; // expected
   int decisions = 0;
 
   CertifiedWorld() {
     config.encryption = Encryption::kAlways;
     config.certificates = [this] { return &there; };
-    config.identity.decide = [this](const HelloInfo&) {
-      ++decisions;
-      return decision;
-    };
+    config.identity.decide =
+        [this](const HelloInfo&, const CertifiedFor& certifiedFor) {
+          ++decisions;
+          return certifiedFor(caller) ? decision : HelloCode::kCertificate;
+        };
     listen();
   }
   OutgoingSpec call(const SocketAddress& at, const std::string& hostName) {
@@ -292,6 +296,26 @@ TEST(with_certificates_the_dialled_end_must_be_the_host_that_is_meant) {
   CHECK_CONTAINS(result.status.message(), "is not for 127.0.0.1 or another");
   CHECK_EQ(world.decisions, 0);
   CHECK_EQ(world.counters.of(TrustFault::kCertificate), 1u);
+}
+
+TEST(a_caller_with_the_certificate_of_another_host_is_refused) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  CertifiedWorld world;
+  world.caller = "elsewhere";
+  HandshakeCounters listeners;
+  world.config.counters = &listeners;
+  world.listen();
+  const auto result = world.connect(world.call(world.address(), "there"));
+  CHECK(result.failure.verdict == HelloCode::kCertificate);
+  CHECK(!result.failure.refusedEverywhere);
+  const char* const why = "the caller's certificate is for another host";
+  CHECK_CONTAINS(result.status.message(), why);
+  CHECK_EQ(world.counters.of(TrustFault::kCertificate), 1u);
+  CHECK_EQ(listeners.of(TrustFault::kCertificate), 1u);
+  CHECK_EQ(world.log.lines.size(), 1u);
+  CHECK_CONTAINS(world.log.lines[0], why);
 }
 
 TEST(with_certificates_the_secret_is_needed_too) {

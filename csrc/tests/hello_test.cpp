@@ -50,7 +50,7 @@ struct World {
       }
       return std::nullopt;
     };
-    identity.decide = [this](const HelloInfo&) {
+    identity.decide = [this](const HelloInfo&, const CertifiedFor&) {
       ++decisions;
       return decision;
     };

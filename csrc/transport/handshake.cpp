@@ -65,8 +65,8 @@ Status exchangeBytes(int fd, Handshake& handshake) {
 }
 
 // TLS has ended its handshake with certificates. `names`: those that the far
-// end may have; empty: any, since the end that accepts knows the caller by its
-// secret only.
+// end may have; empty: any, since the end that accepts does not know yet who
+// calls. ServerIdentity::decide() looks then.
 void afterCertificates(
     TlsSession& tls,
     Handshake& handshake,
@@ -503,6 +503,7 @@ Status IncomingHandshake::exchange() {
     if (first == kTlsHandshake) {
       if (certificates_ != nullptr) {
         tls_ = TlsSession::server(certificates_->context(/*isClient=*/false));
+        handshake_.setCertifiedFor(tls_->certifiedFor());
       } else {
         tls_ = TlsSession::server(identity_.keysOf);
         handshake_.setInsideTls();

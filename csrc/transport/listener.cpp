@@ -431,7 +431,7 @@ void Listener::onResult(
   } else {
     ++stats_.brokenOff;
   }
-  if (!suspicious || result.authenticated) {
+  if (!suspicious || (result.authenticated && !result.fault)) {
     // Told to go elsewhere, or gone again: a matter of course when two ranks
     // call each other at the same time.
     logMessage(LogLevel::kDebug, "listener: " + result.status.message());

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "base/status.h"
+#include "wire/hello.h"
 #include "wire/tls_keys.h"
 #include "wire/trust_fault.h"
 
@@ -147,6 +148,13 @@ class TlsSession {
   // Whether the far end's certificate is for this host name or address (its
   // subjectAltName alone counts). After a handshake with certificates.
   bool isFor(const std::string& name) const;
+  // The same as a function; not set without certificates. It must not outlive
+  // the session.
+  CertifiedFor certifiedFor() const {
+    return isCertified_
+        ? [this](const std::string& name) { return isFor(name); }
+        : CertifiedFor();
+  }
   // Fails: the far end's certificate will not do.
   void refuseCertificate(const std::string& why);
   // A key that only the two ends know, for `label` and `context` (RFC 8446,

@@ -190,6 +190,8 @@ std::optional<TrustFault> faultOf(HelloCode code) {
       return TrustFault::kVersion;
     case HelloCode::kEncryption:
       return TrustFault::kPlaintext;
+    case HelloCode::kCertificate:
+      return TrustFault::kCertificate;
     case HelloCode::kOk:
     case HelloCode::kDuplicateConnection:
     case HelloCode::kWrongPeer:
@@ -502,8 +504,9 @@ void ServerHandshake::onProof() {
 void ServerHandshake::sendVerdict() {
   authenticated_ = true;
   // Only now: an answer about who lives here is for members of the job.
-  verdict_ = info_.acceptor == identity_.uid ? identity_.decide(info_)
-                                             : HelloCode::kWrongPeer;
+  verdict_ = info_.acceptor == identity_.uid
+      ? identity_.decide(info_, certifiedFor_)
+      : HelloCode::kWrongPeer;
   Writer accept(kAcceptKind, kAcceptBytes);
   accept.number(static_cast<uint16_t>(*verdict_));
   accept.number(reachedAt_.port);

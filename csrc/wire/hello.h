@@ -65,7 +65,8 @@ struct HelloEndpoint {
   X(kUnknownKey, "it does not know this job's secret")                    \
   X(kVersion, "it speaks another version of the protocol")                \
   X(kBusy, "it takes no more connections now")                            \
-  X(kEncryption, "it takes encrypted connections only")
+  X(kEncryption, "it takes encrypted connections only")                   \
+  X(kCertificate, "the caller's certificate is for another host")
 
 enum class HelloCode : uint16_t {
 #define X(name, text) name,
@@ -218,6 +219,10 @@ class ClientHandshake final : public Handshake {
   enum { kChallengeHeader, kChallenge, kAccept } stage_ = kChallengeHeader;
 };
 
+// Whether the caller's certificate is for a host of this name or address. Not
+// set: it came without one.
+using CertifiedFor = std::function<bool(const std::string& name)>;
+
 // The server's knowledge; the callbacks must outlive the handshake.
 struct ServerIdentity {
   Uid uid{};
@@ -228,7 +233,7 @@ struct ServerIdentity {
   // reservation for kOk must be released if the handshake fails after all (the
   // connection may break before the verdict is out). It is not asked for a
   // client that wanted another process: the verdict is then kWrongPeer.
-  std::function<HelloCode(const HelloInfo&)> decide;
+  std::function<HelloCode(const HelloInfo&, const CertifiedFor&)> decide;
   // The keys for TLS by the name of one of our secrets; nothing for others, and
   // for a name that was used before. Not needed without encryption.
   std::function<std::optional<TlsKeys>(std::span<const uint8_t> name)> keysOf;
@@ -252,6 +257,10 @@ class ServerHandshake final : public Handshake {
   }
   void refusePlaintext() {
     plaintextRefused_ = true;
+  }
+  // Or TLS asks it for a certificate. Called until the verdict, at most.
+  void setCertifiedFor(CertifiedFor certifiedFor) {
+    certifiedFor_ = std::move(certifiedFor);
   }
   // The client's hello. Unproven unless authenticated().
   const HelloInfo& info() const {
@@ -281,6 +290,7 @@ class ServerHandshake final : public Handshake {
   const ServerIdentity& identity_;
   HelloNonce nonce_;
   HelloEndpoint reachedAt_;
+  CertifiedFor certifiedFor_;
   HelloInfo info_;
   std::string secret_;
   bool plaintextRefused_ = false;

@@ -32,7 +32,9 @@ class HelloFeed : private FuzzInput {
       return id == keyIdOf(kSecret) ? std::optional<std::string>(kSecret)
                                     : std::nullopt;
     };
-    identity.decide = [](const HelloInfo&) { return HelloCode::kOk; };
+    identity.decide = [](const HelloInfo&, const CertifiedFor&) {
+      return HelloCode::kOk;
+    };
     HelloInfo info;
     info.initiator.fill(1);
     info.acceptor = identity.uid;
