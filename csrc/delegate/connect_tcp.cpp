@@ -758,10 +758,9 @@ void TcpConnector::onArrivals(const Arrivals& arrivals) {
         static_cast<uint64_t>(link_.loop().now().time_since_epoch().count());
     for (size_t c = 0; c < connections_.size(); ++c) {
       const TcpPath* const path = connections_[c].path;
-      const auto view = path == nullptr ? std::nullopt : path->kernelView();
-      if (view) {
+      if (path != nullptr) {
         answer.connections.push_back(
-            {static_cast<uint16_t>(c), view->bytesReceived});
+            {static_cast<uint16_t>(c), path->bytesReceived()});
       }
     }
     link_.channel().sendControl(encode(answer));

@@ -514,57 +514,69 @@ SocketAddress remoteAddress(int fd) {
   return addressOf(fd, ::getpeername);
 }
 
-// Nothing if the connection has another congestion control, whose information
-// is shorter.
-static std::optional<tcp_bbr_info> bbrInfo(int fd) {
+// Other congestion controls have less to tell, or nothing. Returns the round
+// trip that BBR has measured, too.
+static std::optional<BbrInfo> bbrInfo(int fd, Nanos& minRoundTrip) {
+  constexpr uint32_t kUnknown = UINT32_MAX;
+  // Gains are in 1/256: 2.89 while it starts up, at most 1.25 later, and 0
+  // before the first acknowledgement. While it measures the round trip, the
+  // window's gain is 1, otherwise at least 2.
+  constexpr uint32_t kStartsUp = 512, kMeasures = 256;
   tcp_cc_info control{};
   socklen_t bytes = sizeof(control);
   if (::getsockopt(fd, IPPROTO_TCP, TCP_CC_INFO, &control, &bytes) != 0 ||
       bytes < sizeof(control.bbr)) {
     return std::nullopt;
   }
-  return control.bbr;
-}
-
-// The kernel's own is of the last five minutes. If a route became longer
-// meanwhile, all of a round trip beyond it would count as a queue.
-static Nanos shortestRoundTrip(
-    const tcp_info& info,
-    const std::optional<tcp_bbr_info>& bbr) {
-  uint32_t micros = info.tcpi_min_rtt;
-  if (bbr && bbr->bbr_min_rtt != 0 && bbr->bbr_min_rtt != UINT32_MAX) {
-    micros = bbr->bbr_min_rtt;
+  const tcp_bbr_info& raw = control.bbr;
+  if (raw.bbr_min_rtt != 0 && raw.bbr_min_rtt != kUnknown) {
+    minRoundTrip = std::chrono::microseconds(raw.bbr_min_rtt);
   }
-  // All ones for "unknown".
-  return std::chrono::microseconds(micros == UINT32_MAX ? 0 : micros);
+  BbrInfo bbr;
+  bbr.startingUp = raw.bbr_pacing_gain == 0 || raw.bbr_pacing_gain > kStartsUp;
+  bbr.measuring = raw.bbr_cwnd_gain == kMeasures;
+  bbr.bytesPerS = uint64_t(raw.bbr_bw_hi) << 32 | raw.bbr_bw_lo;
+  return bbr;
 }
 
+// The kernel's shortest round trip is of the last five minutes. If a route
+// became longer meanwhile, all of a round trip beyond it would count as a
+// queue. BBR's own is therefore better.
 std::optional<TcpInfo> tcpInfo(int fd) {
+  constexpr uint32_t kUnknown = UINT32_MAX;
+  constexpr uint8_t kOpen = 0; // TCP_CA_Open of linux/tcp.h
   tcp_info raw{}; // an older kernel fills the front only, the rest stays 0
   socklen_t bytes = sizeof(raw);
-  int queued = 0, unsent = 0;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &bytes) != 0 ||
-      ::ioctl(fd, SIOCOUTQ, &queued) != 0 ||
-      ::ioctl(fd, SIOCOUTQNSD, &unsent) != 0) {
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &bytes) != 0) {
     return std::nullopt;
   }
   TcpInfo info;
   info.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
   info.roundTripVariance = std::chrono::microseconds(raw.tcpi_rttvar);
-  info.minRoundTrip = shortestRoundTrip(raw, bbrInfo(fd));
+  info.kernelMinRoundTrip = std::chrono::microseconds(
+      raw.tcpi_min_rtt == kUnknown ? 0 : raw.tcpi_min_rtt);
+  info.minRoundTrip = info.kernelMinRoundTrip;
+  info.bbr = bbrInfo(fd, info.minRoundTrip);
   info.unackedSegments = raw.tcpi_unacked;
   info.retransmits = raw.tcpi_retransmits;
   info.totalRetransmits = raw.tcpi_total_retrans;
   info.congestionWindowSegments = raw.tcpi_snd_cwnd;
+  info.segmentBytes = raw.tcpi_snd_mss;
+  info.pacingBytesPerS = raw.tcpi_pacing_rate;
   info.deliveryRateBytesPerS = raw.tcpi_delivery_rate;
   info.bytesAcked = raw.tcpi_bytes_acked;
   info.bytesReceived = raw.tcpi_bytes_received;
   info.deliveredSegments = raw.tcpi_delivered;
-  info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
-  info.notSentBytes = static_cast<uint64_t>(std::max(unsent, 0));
-  info.sinceLastReceived = std::chrono::milliseconds(raw.tcpi_last_data_recv);
+  info.notSentBytes = raw.tcpi_notsent_bytes;
+  info.recovering = raw.tcpi_ca_state != kOpen;
   info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   info.sinceLastSent = std::chrono::milliseconds(raw.tcpi_last_data_sent);
+  // Segments may be short, so their number says little about bytes.
+  int queued = 0;
+  if (!info.quiet() && ::ioctl(fd, SIOCOUTQ, &queued) != 0) {
+    return std::nullopt;
+  }
+  info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
   return info;
 }
 
@@ -599,41 +611,27 @@ Nanos minRoundTripTo(uint16_t port) {
   return min;
 }
 
-std::optional<BbrView> bbrView(int fd) {
-  char name[16] = {};
-  socklen_t bytes = sizeof(name) - 1;
-  tcp_info raw{};
-  socklen_t rawBytes = sizeof(raw);
-  const auto bbr = bbrInfo(fd);
-  if (!bbr ||
-      ::getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, name, &bytes) != 0 ||
-      std::strcmp(name, "bbr") != 0 ||
-      ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &raw, &rawBytes) != 0) {
+std::optional<BbrView> bbrView(const TcpInfo& info) {
+  if (!info.bbr) {
     return std::nullopt;
   }
   BbrView view;
-  // In 1/256: 2.89 then, at most 1.25 later; 0 before the first
-  // acknowledgement.
-  view.startingUp = bbr->bbr_pacing_gain == 0 || bbr->bbr_pacing_gain > 512;
-  view.sends = raw.tcpi_pacing_rate;
-  view.arrives = uint64_t(bbr->bbr_bw_hi) << 32 | bbr->bbr_bw_lo;
-  view.bytesAcked = raw.tcpi_bytes_acked;
-  view.deliveredSegments = raw.tcpi_delivered;
-  view.retransmits = raw.tcpi_total_retrans;
-  view.windowBytes = uint64_t{raw.tcpi_snd_cwnd} * raw.tcpi_snd_mss;
-  int queued = 0; // segments may be short, so their number says little
-  (void)::ioctl(fd, SIOCOUTQ, &queued);
-  view.inFlightBytes = static_cast<uint64_t>(
-      std::max(queued - static_cast<int>(raw.tcpi_notsent_bytes), 0));
-  view.roundTrip = std::chrono::microseconds(raw.tcpi_rtt);
-  view.minRoundTrip = shortestRoundTrip(raw, bbr);
-  view.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
-  view.sinceLastSent = std::chrono::milliseconds(raw.tcpi_last_data_sent);
-  constexpr uint8_t kOpen = 0; // TCP_CA_Open of linux/tcp.h
-  constexpr uint32_t kMeasures = 256; // otherwise 2 or more, in 1/256
-  view.mayRestart = raw.tcpi_ca_state == kOpen &&
-      bbr->bbr_cwnd_gain != kMeasures &&
-      view.minRoundTrip <= std::chrono::microseconds(raw.tcpi_min_rtt) * 5 / 4;
+  view.startingUp = info.bbr->startingUp;
+  view.sends = info.pacingBytesPerS;
+  view.arrives = info.bbr->bytesPerS;
+  view.bytesAcked = info.bytesAcked;
+  view.deliveredSegments = info.deliveredSegments;
+  view.retransmits = info.totalRetransmits;
+  view.windowBytes =
+      uint64_t{info.congestionWindowSegments} * info.segmentBytes;
+  view.inFlightBytes =
+      info.unackedBytes - std::min(info.unackedBytes, info.notSentBytes);
+  view.roundTrip = info.roundTrip;
+  view.minRoundTrip = info.minRoundTrip;
+  view.sinceLastAck = info.sinceLastAck;
+  view.sinceLastSent = info.sinceLastSent;
+  view.mayRestart = !info.recovering && !info.bbr->measuring &&
+      info.minRoundTrip <= info.kernelMinRoundTrip * 5 / 4;
   return view;
 }
 

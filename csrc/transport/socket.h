@@ -167,6 +167,13 @@ void resetOnClose(int fd);
 SocketAddress localAddress(int fd);
 SocketAddress remoteAddress(int fd);
 
+// What BBR knows of a connection.
+struct BbrInfo {
+  bool startingUp = false; // it has not found the link's rate
+  bool measuring = false; // the round trip, with a window of four segments
+  uint64_t bytesPerS = 0; // arriving: the highest of the last round trips
+};
+
 // A snapshot of the kernel's counters. Fields that this kernel does not know
 // are 0.
 struct TcpInfo {
@@ -182,15 +189,25 @@ struct TcpInfo {
   uint64_t deliveryRateBytesPerS = 0;
   uint64_t bytesAcked = 0;
   uint64_t bytesReceived = 0; // in order, whether read or not
+  uint64_t pacingBytesPerS = 0;
+  uint32_t segmentBytes = 0; // of a full one that it sends
   uint32_t deliveredSegments = 0; // selectively acknowledged ones included
   uint64_t unackedBytes = 0; // sent or not, not acknowledged (SIOCOUTQ)
-  uint64_t notSentBytes = 0; // SIOCOUTQNSD
-  Nanos sinceLastReceived{}; // data
+  uint64_t notSentBytes = 0;
   Nanos sinceLastAck{};
   Nanos sinceLastSent{}; // data
+  bool recovering = false; // from a loss, or from reordering
+  Nanos kernelMinRoundTrip{}; // of the last five minutes; 0: unknown
+  std::optional<BbrInfo> bbr; // nothing with another congestion control
+
+  // With nothing under way, and until something is sent, all of it stays the
+  // same but bytesReceived and the times since.
+  bool quiet() const {
+    return unackedSegments == 0 && notSentBytes == 0;
+  }
 };
-// Nothing if the socket is not a TCP connection (any more). It makes four
-// system calls.
+// Nothing if the socket is not a TCP connection (any more). It makes two system
+// calls, or three if something is under way.
 std::optional<TcpInfo> tcpInfo(int fd);
 
 // The shortest round trip of all TCP connections of this process to `port` of
@@ -200,7 +217,7 @@ std::optional<TcpInfo> tcpInfo(int fd);
 // or more each: for rare use.
 Nanos minRoundTripTo(uint16_t port);
 
-// The kernel's view of a connection with BBR.
+// A connection with BBR.
 struct BbrView {
   bool startingUp = false; // it has not found the link's rate
   uint64_t sends = 0; // bytes per second
@@ -218,7 +235,7 @@ struct BbrView {
   Nanos roundTrip{}, minRoundTrip{}, sinceLastAck{}, sinceLastSent{};
 };
 // Nothing if the connection has another congestion control.
-std::optional<BbrView> bbrView(int fd);
+std::optional<BbrView> bbrView(const TcpInfo& info);
 // 0: no limit.
 void limitPacing(int fd, uint64_t bytesPerS);
 // net.ipv4.tcp_slow_start_after_idle of this host; true if it cannot be read.

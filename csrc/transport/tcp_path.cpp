@@ -100,8 +100,22 @@ void TcpPath::end(const Status& why) {
   loop_.cancel(faultTimer_);
   loop_.remove(socket_.get());
   socket_.reset();
+  seen_ = {};
   owner_.onPathClosed(*this, why); // may still ask the channel about it
   channel_.removePath(id(), loop_.now());
+}
+
+const std::optional<TcpInfo>& TcpPath::kernelView() const {
+  const TimePoint now = loop_.now();
+  if (seen_.info && seen_.info->quiet() && seen_.sends == sends_) {
+    seen_.info->sinceLastAck += now - seen_.at;
+    seen_.info->sinceLastSent += now - seen_.at;
+  } else if (seen_.at != now) {
+    seen_.info = tcpInfo(socket_.get());
+    seen_.sends = sends_;
+  }
+  seen_.at = now;
+  return seen_.info;
 }
 
 // How it works. If the kernel has unacknowledged segments, only
@@ -111,7 +125,7 @@ void TcpPath::end(const Status& why) {
 // or as held on purpose while its delay runs.
 PathEvidence TcpPath::evidence() const {
   PathEvidence e;
-  const auto info = tcpInfo(socket_.get());
+  const auto& info = kernelView();
   const bool held = faults_.any() && !releases_.empty();
   e.kernelOwes = info && info->unackedSegments > 0;
   if (held) {
@@ -194,7 +208,7 @@ std::optional<BbrView> TcpPath::tune() {
   // Start-up only ends after rounds in which the kernel never ran dry. Until
   // then BBR sends nearly three times as fast as the link is, which fills its
   // queue and loses a tenth of the packets, for as long as the stream lasts.
-  std::optional<BbrView> seen = bbrView(socket_.get());
+  std::optional<BbrView> seen = bbr();
   if (seen) {
     if (!seen->startingUp) {
       beforeRestart_ = Known();
@@ -376,6 +390,7 @@ bool TcpPath::send(iovec* parts, size_t count, size_t& sent) {
       ::sendmsg(socket_.get(), &message, MSG_NOSIGNAL | MSG_DONTWAIT);
   if (n >= 0) {
     sent = static_cast<size_t>(n);
+    ++sends_;
     return true;
   }
   socketFull_ = true; // until EPOLLOUT, or nothing more is bound to it

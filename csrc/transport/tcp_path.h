@@ -64,18 +64,24 @@ class TcpPath final : public Path, public Handler {
   TimePoint heardAt() const override {
     return heardAt_;
   }
-  // It makes three system calls: do not ask for every frame.
+  // It makes system calls: do not ask for every frame.
   PathEvidence evidence() const override;
   void faultsChanged(bool concerned) override;
   void fill(PathStats& stats) const override;
 
   // The kernel's own view: of packets, not of frames that wait for others in
-  // front of them.
-  std::optional<TcpInfo> kernelView() const {
-    return tcpInfo(socket_.get());
+  // front of them. As of this turn of the loop; of an earlier one while nothing
+  // was sent and all is acknowledged. Links have dozens of connections, and are
+  // looked at every few milliseconds.
+  const std::optional<TcpInfo>& kernelView() const;
+  // As of now.
+  uint64_t bytesReceived() const {
+    const auto info = tcpInfo(socket_.get());
+    return info ? info->bytesReceived : 0;
   }
   // See transport/socket.h.
   bool setCongestionControl(const std::string& name) {
+    seen_ = {};
     return resilient::setCongestionControl(socket_.get(), name);
   }
   void setDscp(int dscp) {
@@ -89,7 +95,8 @@ class TcpPath final : public Path, public Handler {
   // `view`: what tune() has returned.
   void limitPace(uint64_t bytesPerS, const BbrView& view);
   std::optional<BbrView> bbr() const { // nothing with another control
-    return bbrView(socket_.get());
+    const auto& info = kernelView();
+    return info ? bbrView(*info) : std::nullopt;
   }
   // BBR begins anew if that is due (BbrRestart), with the window and the rate
   // that it had. Expects that nothing but questions is under way. Does nothing
@@ -194,6 +201,14 @@ class TcpPath final : public Path, public Handler {
   size_t unwrittenBytes_ = 0;
   size_t frontWritten_ = 0; // bytes of the first unwritten frame
   uint64_t writtenTotal_ = 0; // on this connection
+  uint64_t sends_ = 0; // system calls that took bytes
+  // kernelView()'s.
+  struct Seen {
+    std::optional<TcpInfo> info;
+    TimePoint at = TimePoint::min();
+    uint64_t sends = 0; // as of then
+  };
+  mutable Seen seen_;
   bool socketFull_ = false; // it would block: EPOLLOUT will come
   bool deaf_ = false; // a fault: nothing is read
   // Posted functions hold a weak reference: the path may be destroyed before
