@@ -544,28 +544,32 @@ void Failover::lookIn(Nanos delay, TimePoint now) {
 
 Nanos Failover::lookInterval() const {
   size_t ways = live() + (host_.relaysHeardAt() != TimePoint{});
-  bool owes = false;
+  Nanos interval = kIdleLook;
   for (size_t route = 0; route < routes_; ++route) {
     if (const auto facts = host_.routePath(route)) {
       ++ways;
-      owes = owes || (facts->evidence.owes && !facts->silent);
+      if (facts->evidence.owes && !facts->silent) {
+        interval = std::min(interval, routeHealth_[route].lookAfter());
+      }
     }
   }
   if (ways < 2) {
     return kIdleLook;
   }
-  if (owes) {
-    return kCloseLook;
-  }
   for (size_t c = 0; c < connections_.size(); ++c) {
     const Connection& x = connections_[c];
-    if (x.state.connected &&
-        (x.pingAt != kNever || lookAfter(x.state) == kCloseLook ||
-         host_.facts(c).waitingSince != kNever)) {
+    if (!x.state.connected) {
+      continue;
+    }
+    if (x.pingAt != kNever || lookAfter(x.state) == kCloseLook) {
       return kCloseLook;
     }
+    if (x.health.lookAfter() < interval &&
+        host_.facts(c).waitingSince != kNever) {
+      interval = x.health.lookAfter();
+    }
   }
-  return kIdleLook;
+  return interval;
 }
 
 // Each step may close connections or end the link, so the state is read again
@@ -573,7 +577,12 @@ Nanos Failover::lookInterval() const {
 void Failover::look(TimePoint now) {
   leaveDownNics(now);
   bool waiting = host_.busy();
-  for (size_t c = 0; c < connections_.size() && !ended_; ++c) {
+  // Once for all, since each connection is compared with all others.
+  facts_.resize(connections_.size());
+  for (size_t c = 0; c < connections_.size(); ++c) {
+    facts_[c] = state(c).connected ? host_.facts(c) : ConnectionFacts();
+  }
+  for (size_t c = 0; c < facts_.size() && !ended_; ++c) {
     if (state(c).connected) {
       checkHealth(c, now);
     }
@@ -717,11 +726,11 @@ void Failover::addOthers(size_t way, PathEvidence& evidence) const {
   const size_t route = isRoutePath ? way - connections_.size() : routeOf(way);
   const bool ownNic = !policy_.nics.empty();
   evidence.othersAt = host_.relaysHeardAt();
-  for (size_t i = 0; i < connections_.size(); ++i) {
+  for (size_t i = 0; i < facts_.size(); ++i) {
     if (i == way || !state(i).connected) {
       continue;
     }
-    const ConnectionFacts facts = host_.facts(i);
+    const ConnectionFacts& facts = facts_[i];
     evidence.othersAt = std::max(evidence.othersAt, facts.heardAt);
     if (ownNic && routeOf(i) == route) {
       evidence.neighboursAt = std::max(
@@ -748,7 +757,7 @@ void Failover::addOthers(size_t way, PathEvidence& evidence) const {
 PathEvidence Failover::gatherEvidence(size_t c) const {
   const Connection& x = connections_[c];
   PathEvidence evidence = host_.evidence(c);
-  const TimePoint owesSince = std::min(host_.facts(c).waitingSince, x.pingAt);
+  const TimePoint owesSince = std::min(facts_[c].waitingSince, x.pingAt);
   evidence.owes = owesSince != kNever;
   evidence.owesSince = evidence.owes ? owesSince : TimePoint{};
   addOthers(c, evidence);
@@ -763,7 +772,7 @@ PathEvidence Failover::gatherEvidence(size_t c) const {
 void Failover::checkHealth(size_t c, TimePoint now) {
   Connection& x = connections_[c];
   // Only an answer tells of our direction. The other one may be quite well.
-  const TimePoint answered = host_.facts(c).answeredUpTo;
+  const TimePoint answered = facts_[c].answeredUpTo;
   if (x.pingAt != kNever && answered >= x.pingAt) {
     x.pingAt = kNever;
   }

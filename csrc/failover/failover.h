@@ -344,6 +344,7 @@ class Failover {
   RolePolicy policy_;
   std::vector<size_t> wanted_; // by route; empty: all
   std::deque<Connection> connections_;
+  std::vector<ConnectionFacts> facts_; // of connections, at this look
   bool sharedMemory_ = false;
   std::vector<RoutePathUse> routePaths_; // by route
   // One for each route; used if the path there is judged here.

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "base/time.h"
+#include "failover/path_state.h"
 
 namespace resilient {
 
@@ -66,7 +67,7 @@ class PathHealth {
     }
     owesSince_ = std::max(owesSince_, e.owesSince);
     // Late answers also come in longer intervals.
-    const Nanos suspectAfter =
+    const Nanos suspectAfter = suspectAfter_ =
         patience_ * std::max(limits.suspectAfter, e.roundTrip);
     // The kernel beginning to owe is no sign of life, only another measure.
     const bool begins = e.kernelOwes && !kernelOwed_;
@@ -133,6 +134,12 @@ class PathHealth {
   bool wasOutage() const {
     return wasOutage_;
   }
+  // How soon to look again while it owes something: no look is later than that
+  // by more than an eighth of the silence that makes it suspect. A look makes
+  // system calls for each connection, and long links have the most.
+  Nanos lookAfter() const {
+    return std::clamp(suspectAfter_ / 8, kCloseLook, kIdleLook);
+  }
   // When something was last acknowledged on it.
   TimePoint provenAt() const {
     return provenAt_;
@@ -144,6 +151,7 @@ class PathHealth {
   static constexpr int kFalseAlarm = 3;
   static constexpr Nanos kForgetAfter = std::chrono::seconds(10);
 
+  Nanos suspectAfter_{}; // as of the last look
   uint64_t progress_ = 0;
   TimePoint progressAt_;
   TimePoint observedAt_;

@@ -1048,16 +1048,24 @@ TEST(failover_of_an_idle_job_has_no_timers) {
 }
 
 TEST(failover_looks_closely_only_where_another_one_could_take_over) {
-  for (const size_t count : {1, 2}) {
-    Bed bed(count);
+  struct Case {
+    size_t connections;
+    Nanos roundTrip;
+    uint64_t looks; // in a second
+  };
+  for (const Case& each :
+       {Case{1, 1ms, 10}, // every 100 ms
+        Case{2, 1ms, 160}, // an eighth of suspectAfter
+        Case{2, 200ms, 40}}) { // an eighth of the round trip
+    Bed bed(each.connections);
+    bed.roundTrip = each.roundTrip;
     bed.up(1);
     bed.sending = true;
     bed.failover.onSent(bed.now);
     bed.run(1s);
     const uint64_t timers = bed.timers();
     bed.run(1s);
-    const uint64_t looks = bed.timers() - timers;
-    CHECK_EQ(looks, count == 1 ? 10u : 200u); // every 100 ms, or 5 ms
+    CHECK_EQ(bed.timers() - timers, each.looks);
   }
 }
 
