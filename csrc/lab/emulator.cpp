@@ -46,7 +46,7 @@ void Emulator::schedule(
   wakes_.push({time + slack, event});
 }
 
-// Nobody sees that a limiter has sent a packet until that packet arrives.
+// The end of a limiter's work on a packet shows only when that packet arrives.
 void Emulator::scheduleDone(size_t limiter) {
   Limiter& l = limiters_[limiter];
   const Nanos delay = pipes_[l.queue.front().pipe].settings.delay;

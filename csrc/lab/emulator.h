@@ -137,7 +137,7 @@ class Emulator {
   // Also removes void events, so it is not const.
   TimePoint nextEvent();
   // When to call advance() again at the latest: no packet then arrives later
-  // than kLatePart allows. What happens within limiters may wait for that.
+  // than kLatePart allows. Limiters may wait for that.
   TimePoint wakeBy();
 
  private:

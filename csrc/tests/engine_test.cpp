@@ -1077,7 +1077,7 @@ TEST(engineRefusesWhatItCannotReadAboutDatagrams) {
   CHECK_CONTAINS(error, "\"us=sctp\"");
 }
 
-// What an engine answers to a call in the name of `member`, whose caller has
+// The answer of an engine to a call in the name of `member`, whose caller has
 // the job's secret and these certificates. Keeps the connection.
 HelloCode callEngine(
     Engine& engine,

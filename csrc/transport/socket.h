@@ -167,7 +167,7 @@ void resetOnClose(int fd);
 SocketAddress localAddress(int fd);
 SocketAddress remoteAddress(int fd);
 
-// What BBR knows of a connection.
+// The state of BBR on a connection.
 struct BbrInfo {
   bool startingUp = false; // it has not found the link's rate
   bool measuring = false; // the round trip, with a window of four segments
