@@ -110,6 +110,15 @@ void StagedPieces::insert(
   ranges.emplace(begin, end);
 }
 
+// The results on both sides have been taken, or there are none.
+bool StagedPieces::cannotGrow(const Buffer& b, size_t begin, size_t end) {
+  const auto after = b.taken.lower_bound(end);
+  const bool before =
+      after != b.taken.begin() && std::prev(after)->second == begin;
+  return (begin == 0 || before) &&
+      (end == b.bytes || (after != b.taken.end() && after->first == end));
+}
+
 void StagedPieces::resultIsFinal(const void* data, size_t bytes) {
   auto* buffer = const_cast<Buffer*>(bufferOf(data));
   if (buffer == nullptr || !buffer->result || bytes == 0) {
@@ -121,7 +130,9 @@ void StagedPieces::resultIsFinal(const void* data, size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     insert(buffer->final, offset, offset + bytes);
     const auto run = std::prev(buffer->final.upper_bound(offset));
-    if (asked_ || run->second - run->first < kMinPieceBytes) {
+    if (asked_ ||
+        (run->second - run->first < kMinPieceBytes &&
+         !cannotGrow(*buffer, run->first, run->second))) {
       return;
     }
     asked_ = true;
@@ -144,7 +155,9 @@ std::vector<BufferRange> StagedPieces::takeFinal() {
           (begin + kElementMax - 1) / kElementMax * kElementMax;
       const size_t last =
           end == b.bytes ? end : end / kElementMax * kElementMax;
-      if (last < first + kMinPieceBytes && (last != b.bytes || last <= first)) {
+      if (last <= first ||
+          (last < first + kMinPieceBytes && last != b.bytes &&
+           !cannotGrow(b, begin, end))) {
         left.emplace(begin, end);
         continue;
       }

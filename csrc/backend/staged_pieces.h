@@ -58,7 +58,8 @@ class StagedPieces final : public StagedMemory {
   void arrived(size_t buffer, size_t end);
   void failed(Status status);
   // The final results that were not taken before, in runs of kMinPieceBytes or
-  // more, or up to the end of a buffer.
+  // more, or up to the end of a buffer. A shorter run comes as well if it fills
+  // the space between runs that were taken: to wait would not make it longer.
   std::vector<BufferRange> takeFinal();
   // All that has not been taken. Nothing is left afterwards.
   std::vector<BufferRange> takeRest();
@@ -83,6 +84,7 @@ class StagedPieces final : public StagedMemory {
 
   static void
   insert(std::map<size_t, size_t>& ranges, size_t begin, size_t end);
+  static bool cannotGrow(const Buffer& b, size_t begin, size_t end);
   // Null for memory of others.
   const Buffer* bufferOf(const void* data) const;
   void tell();

@@ -65,6 +65,35 @@ TEST(staged_pieces_tell_what_can_be_read) {
   CHECK_EQ(told, 3);
 }
 
+// Chunks overtake each other on different paths: a late one must not stay
+// behind until the end because it is too short to be a piece.
+TEST(staged_pieces_take_a_short_run_that_cannot_grow) {
+  StagedPieces pieces;
+  std::vector<char> result(8 * kMiB);
+  pieces.add(result.data(), result.size(), false, true);
+  int asked = 0;
+  pieces.setTaker([&asked] { ++asked; });
+  const auto take = [&](size_t begin, size_t end) {
+    pieces.resultIsFinal(result.data() + begin, end - begin);
+    size_t bytes = 0;
+    for (const BufferRange& run : pieces.takeFinal()) {
+      bytes += run.end - run.begin;
+    }
+    return bytes;
+  };
+  CHECK_EQ(take(kMiB / 2, 2 * kMiB), 3 * kMiB / 2);
+  CHECK_EQ(take(3 * kMiB, 4 * kMiB), kMiB);
+  CHECK_EQ(asked, 2);
+  CHECK_EQ(take(0, kMiB / 2), kMiB / 2); // from the beginning
+  CHECK_EQ(asked, 3);
+  CHECK_EQ(take(2 * kMiB + 16, 2 * kMiB + 32), 0u);
+  CHECK_EQ(take(4 * kMiB, 4 * kMiB + 16), 0u); // one side may still come
+  CHECK_EQ(asked, 3);
+  pieces.resultIsFinal(result.data() + 2 * kMiB, 16);
+  CHECK_EQ(take(2 * kMiB + 32, 3 * kMiB), kMiB); // between two
+  CHECK_EQ(asked, 4);
+}
+
 // Each byte is taken once, after it was named or at the end, in any order, and
 // runs hold whole elements.
 TEST(staged_pieces_give_each_result_once) {
