@@ -22,6 +22,8 @@
 #include <utility>
 #include <vector>
 
+#include "base/log.h"
+
 // The test harness of the C++ core: a test is a function that throws when it
 // fails. Written for this project, so that the core's tests need nothing but
 // a compiler, under every sanitizer.
@@ -194,6 +196,11 @@ inline void checkContains(
 
 // Runs one test; false, having said why and how to run it again, if it failed.
 inline bool runTest(const TestCase& test, const char* program) {
+  // The log belongs to the process, and an engine's options change it: without
+  // this, a test would depend on those that ran before it.
+  setLogSink({});
+  setLogLevel(LogLevel::kWarning);
+  setLogRank(-1);
   runState().currentSeed.reset();
   std::string error;
   try {

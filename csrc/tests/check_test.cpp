@@ -3,6 +3,8 @@
 #include <string>
 #include <vector>
 
+#include "base/log.h"
+
 using namespace resilient::test;
 
 namespace {
@@ -57,4 +59,23 @@ TEST(for_seeds_leaves_the_failing_seed_noted) {
   CHECK_CONTAINS(text, "seed < 5");
   CHECK(noted == 5u);
   runState().currentSeed.reset();
+}
+
+TEST(each_test_begins_with_the_log_of_a_new_process) {
+  static std::string lines;
+  const auto run = [](void (*body)()) {
+    CHECK(runTest({"a test within a test", __FILE__, body}, ""));
+  };
+  run(+[] {
+    resilient::setLogSink([](std::string_view line) { lines += line; });
+    resilient::setLogLevel(resilient::LogLevel::kError);
+    resilient::setLogRank(3);
+  });
+  run(+[] {
+    CHECK(resilient::logEnabled(resilient::LogLevel::kWarning));
+    CHECK(!resilient::logEnabled(resilient::LogLevel::kInfo));
+    resilient::logMessage(
+        resilient::LogLevel::kWarning, "a line that a test expects to see");
+  });
+  CHECK_EQ(lines, "");
 }

@@ -332,7 +332,6 @@ TEST(gpu_way_is_logged_once_for_each_pair) {
     }
     ~Lines() {
       setLogSink({});
-      setLogLevel(LogLevel::kWarning);
     }
     Lines(const Lines&) = delete;
     Lines& operator=(const Lines&) = delete;

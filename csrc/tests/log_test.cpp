@@ -9,7 +9,7 @@ namespace resilient {
 
 namespace {
 
-// Collects lines for one test and restores the log after it.
+// Collects lines for one test.
 class Capture {
  public:
   Capture() {
@@ -17,8 +17,6 @@ class Capture {
   }
   ~Capture() {
     setLogSink({});
-    setLogLevel(LogLevel::kWarning);
-    setLogRank(-1);
   }
   Capture(const Capture&) = delete;
   Capture& operator=(const Capture&) = delete;
