@@ -16,7 +16,7 @@ Channel::Channel(
     ChannelConfig config,
     Mailbox& mailbox,
     CompletionQueue& completions,
-    StagingBudget& staging,
+    StagingMemory& staging,
     ChannelHost& host)
     : id_(id),
       config_(config),
@@ -389,7 +389,7 @@ void Channel::ping(PathId path) {
 // pull().
 TimePoint Channel::deadline() const {
   TimePoint due = grantsUrgent_ ? kNever : grantsDue_;
-  due = std::min({due, stageCheckAt_, askAgainAt_});
+  due = std::min({due, stageCheckAt_, askAgainAt_, staging_.deadline()});
   for (const auto& [id, p] : paths_) {
     if (!p.ackUrgent) {
       due = std::min(due, p.ackDue);
@@ -416,6 +416,9 @@ void Channel::onTimer(TimePoint now) {
   }
   if (stageCheckAt_ <= now) {
     stageLent(now);
+  }
+  if (staging_.deadline() <= now) {
+    staging_.onTimer(now);
   }
   if (askAgainAt_ <= now) {
     askAgainAt_ = kNever;

@@ -17,6 +17,7 @@
 
 #include "channel/in_message.h"
 #include "channel/operation.h"
+#include "channel/staging_memory.h"
 #include "path/class_scheduler.h"
 #include "path/link_statistics.h"
 #include "path/number_set.h"
@@ -30,15 +31,6 @@ namespace resilient {
 class Mailbox;
 
 using PathId = uint32_t;
-
-// The bytes that all channels of a process may hold as copies. A copied send
-// completes before its acknowledgement. One object serves all channels of a
-// process. A message that does not fit is not copied: its owner then waits for
-// the acknowledgement.
-struct StagingBudget {
-  uint64_t limit = 0;
-  uint64_t used = 0;
-};
 
 // Sizes of bursts, in bytes: above the first, up to the second. From 0 on, an
 // empty one belongs to it as well.
@@ -71,7 +63,7 @@ struct ChannelConfig {
   uint64_t ownEagerBytes = 64u << 20;
   uint64_t peerEagerBytes = 64u << 20;
   // Sends up to this size are copied at once and end in send(), if the
-  // StagingBudget allows it.
+  // StagingMemory allows it.
   uint64_t copyBytes = 64u << 10;
   // A larger send may be copied after this time: see stageLent().
   Nanos stageAfter = std::chrono::milliseconds(2);
@@ -186,7 +178,7 @@ class Channel {
       ChannelConfig config,
       Mailbox& mailbox,
       CompletionQueue& completions,
-      StagingBudget& staging,
+      StagingMemory& staging,
       ChannelHost& host);
   ~Channel();
   Channel(const Channel&) = delete;
@@ -558,7 +550,7 @@ class Channel {
   ChannelConfig config_;
   Mailbox& mailbox_;
   CompletionQueue& completions_;
-  StagingBudget& staging_;
+  StagingMemory& staging_;
   ChannelHost& host_;
   Status failure_;
 

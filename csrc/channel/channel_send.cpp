@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <utility>
 
 #include "channel/channel.h"
 #include "channel/channel_state.h"
@@ -126,14 +127,15 @@ bool Channel::beginCopy(OutMessage& m) {
   }
   const uint64_t from = firstNeeded(m);
   const uint64_t bytes = m.header.totalBytes - from;
-  if (bytes > kMaxStagedBytes || staging_.used + bytes > staging_.limit) {
+  if (bytes > kMaxStagedBytes) {
     return false;
   }
-  m.copy = std::make_unique_for_overwrite<std::byte[]>(bytes);
+  // A message that does not fit is not copied: its owner then waits for the
+  // acknowledgement.
+  m.copy = staging_.take(bytes);
   m.copyFrom = from;
   m.copiedBytes = 0;
-  staging_.used += bytes;
-  return true;
+  return bool(m.copy);
 }
 
 // True once the message sends from its copy. Frames that have not been written
@@ -143,7 +145,9 @@ bool Channel::continueCopy(OutMessage& m, uint64_t maxBytes) {
   const uint64_t bytes = std::min(rest, maxBytes);
   if (bytes != 0) {
     std::memcpy(
-        m.copy.get() + m.copiedBytes, m.at(m.copyFrom + m.copiedBytes), bytes);
+        m.copy.data.get() + m.copiedBytes,
+        m.at(m.copyFrom + m.copiedBytes),
+        bytes);
     m.copiedBytes += bytes;
   }
   if (bytes < rest) {
@@ -152,11 +156,11 @@ bool Channel::continueCopy(OutMessage& m, uint64_t maxBytes) {
   for (auto& [id, p] : paths_) {
     for (OutFrame& f : p.unwritten) {
       if (f.message == m.number() && f.payloadBytes != 0 && !f.owned) {
-        f.payload = m.copy.get() + (f.offset - m.copyFrom);
+        f.payload = m.copy.data.get() + (f.offset - m.copyFrom);
       }
     }
   }
-  m.data = m.copy.get();
+  m.data = m.copy.data.get();
   m.dataFrom = m.copyFrom;
   finishSend(m, Status());
   return true;
@@ -234,8 +238,7 @@ void Channel::detachFrames(OutMessage& m) {
 
 void Channel::release(OutMessage& m) {
   if (m.copy) {
-    staging_.used -= m.header.totalBytes - m.copyFrom;
-    m.copy.reset();
+    staging_.giveBack(std::exchange(m.copy, {}), lastNow_);
   }
   m.data = nullptr;
 }

@@ -96,7 +96,7 @@ struct Channel::OutMessage {
   uint64_t available = 0; // of its bytes, the first that may be read
   // The bytes from copyFrom on, of which copiedBytes are there. While it is
   // not whole, chunks still come from the owner's buffer.
-  std::unique_ptr<std::byte[]> copy;
+  StagingMemory::Block copy;
   uint64_t copyFrom = 0;
   uint64_t copiedBytes = 0;
   bool lent = false; // in lent_

@@ -343,7 +343,7 @@ Engine::Engine(
   relays_ = std::make_unique<RelayService>(*this);
   setLogRank(globalRank);
   faults_.begin(startedAt_);
-  staging_.limit = static_cast<uint64_t>(options_.staging_bytes);
+  staging_.setLimit(static_cast<uint64_t>(options_.staging_bytes));
   completions_.setWake([this] { scheduleTurn(); });
   fillRandom(self_.uid.data(), self_.uid.size());
   self_.hostId = hostIdentity();

@@ -164,7 +164,7 @@ class Engine final : public MailboxListener, public LinkHost {
   CompletionQueue& completions() override {
     return completions_;
   }
-  StagingBudget& staging() override {
+  StagingMemory& staging() override {
     return staging_;
   }
   FaultPlan& faults() override {
@@ -349,7 +349,7 @@ class Engine final : public MailboxListener, public LinkHost {
     FrameHeader remote;
   };
   std::vector<Mismatch> mismatches_; // not told to their groups yet
-  StagingBudget staging_;
+  StagingMemory staging_;
   Mailbox mailbox_;
   FaultPlan faults_;
   TimePoint startedAt_;

@@ -56,7 +56,7 @@ class LinkHost {
   virtual HandshakeCounters& handshakes() = 0;
   virtual Mailbox& mailbox() = 0;
   virtual CompletionQueue& completions() = 0;
-  virtual StagingBudget& staging() = 0;
+  virtual StagingMemory& staging() = 0;
   virtual FaultPlan& faults() = 0;
 
   // --- the network, by the site of the peer

@@ -64,7 +64,7 @@ struct TestProcess : ChannelHost, MailboxListener {
   explicit TestProcess(const ChannelConfig& config, uint32_t id = 1)
       : mailbox(completions, *this),
         channel(id, config, mailbox, completions, staging, *this) {
-    staging.limit = 1 << 20;
+    staging.setLimit(1 << 20);
   }
   void channelReady(Channel&) override {}
   void onControl(Channel&, std::span<const std::byte> payload) override {
@@ -86,7 +86,7 @@ struct TestProcess : ChannelHost, MailboxListener {
   }
 
   CompletionQueue completions;
-  StagingBudget staging;
+  StagingMemory staging;
   Mailbox mailbox;
   Channel channel;
   std::vector<std::string> controls;
@@ -192,7 +192,7 @@ struct ChannelPair {
       CHECK_EQ(p->channel.incomingMessages(), 0u);
       CHECK_EQ(p->channel.bufferedBytes(), 0u);
       CHECK_EQ(p->channel.chargedBytes(), 0u);
-      CHECK_EQ(p->staging.used, 0u);
+      CHECK_EQ(p->staging.used(), 0u);
       CHECK(p->channel.drained());
     }
   }

@@ -227,7 +227,7 @@ TEST(channel_small_sends_end_at_once) {
   ChannelConfig config = ChannelPair::defaults();
   config.copyBytes = 64;
   ChannelPair pair(config);
-  pair.a.staging.limit = 100;
+  pair.a.staging.setLimit(100);
   {
     TestSend small(text(60)), noRoom(text(60, 2));
     pair.a.channel.send(&small, pair.now);
@@ -235,7 +235,7 @@ TEST(channel_small_sends_end_at_once) {
     pair.a.completions.drain();
     CHECK_EQ(small.ends, 1);
     CHECK_EQ(noRoom.ends, 0);
-    CHECK_EQ(pair.a.staging.used, 60u);
+    CHECK_EQ(pair.a.staging.used(), 60u);
     small.content.assign(60, 'X'); // its owner's again
     pair.up(1);
     TestRecv r1(&pair.b.channel, 60), r2(&pair.b.channel, 60);
@@ -324,12 +324,32 @@ TEST(channel_copies_what_a_long_link_has_not_acknowledged) {
   CHECK(pair.take(pair.a, 1).has_value());
   pair.pass(ChannelPair::defaults().stageAfter);
   CHECK_EQ(send.ends, 1);
-  CHECK_EQ(pair.a.staging.used, 250u);
+  CHECK_EQ(pair.a.staging.used(), 250u);
   send.content.assign(450, 'X'); // its owner's again
   pair.up(2);
   pair.down(1); // three frames are lost
   pair.settle({2});
   CHECK_EQ(recv.content, text(450));
+  pair.checkEmpty();
+}
+
+TEST(channel_frees_the_memory_of_copies_when_no_other_needs_it) {
+  ChannelConfig config = ChannelPair::defaults();
+  config.copyBytes = 256u << 10;
+  ChannelPair pair(config);
+  pair.up(1);
+  TestSend send(text(256u << 10));
+  pair.a.channel.send(&send, pair.now);
+  TestRecv recv(&pair.b.channel, send.content.size());
+  pair.b.mailbox.post(&recv);
+  pair.settle({1});
+  CHECK_EQ(recv.content, send.content);
+  CHECK_EQ(pair.a.staging.used(), 0u);
+  CHECK_EQ(pair.a.staging.kept(), 256u << 10);
+  CHECK(pair.a.channel.deadline() != kNever);
+  pair.a.channel.onTimer(pair.a.channel.deadline());
+  CHECK_EQ(pair.a.staging.kept(), 0u);
+  CHECK(pair.a.channel.deadline() == kNever);
   pair.checkEmpty();
 }
 
@@ -346,7 +366,7 @@ TEST(channel_copies_in_pieces) {
   for (int piece = 1; piece <= 3; ++piece) {
     CHECK_EQ(send.ends, 0);
     CHECK(pair.a.channel.deadline() <= pair.now);
-    CHECK_EQ(pair.a.staging.used, piece == 1 ? 0u : 300u);
+    CHECK_EQ(pair.a.staging.used(), piece == 1 ? 0u : 300u);
     pair.a.channel.onTimer(pair.now);
     pair.a.completions.drain();
   }
@@ -371,7 +391,7 @@ TEST(channel_copies_no_collective_on_a_short_link) {
   const auto first = pair.take(pair.a, 1);
   pair.pass(std::chrono::seconds(10));
   CHECK_EQ(send.ends, 0);
-  CHECK_EQ(pair.a.staging.used, 0u);
+  CHECK_EQ(pair.a.staging.used(), 0u);
   CHECK(pair.give(pair.b, 1, *first).ok());
   pair.settle({1});
   CHECK_EQ(send.ends, 1);
@@ -391,7 +411,7 @@ TEST(channel_copies_a_small_message_once_it_is_written) {
   CHECK_EQ(frame->fields().flags & kFlagAckNow, 0);
   pair.a.completions.drain();
   CHECK_EQ(send.ends, 1);
-  CHECK_EQ(pair.a.staging.used, 90u);
+  CHECK_EQ(pair.a.staging.used(), 90u);
   send.content.assign(90, 'X'); // its owner's again
   pair.down(1); // the frame is lost
   TestRecv recv(&pair.b.channel, 90);
@@ -425,7 +445,7 @@ TEST(channel_measures_a_path_that_carries_small_messages_only) {
 
 TEST(channel_without_room_for_copies_asks_for_the_acknowledgement) {
   ChannelPair pair;
-  pair.a.staging.limit = 0;
+  pair.a.staging.setLimit(0);
   pair.up(1);
   TestSend send(text(90));
   TestRecv recv(&pair.b.channel, 90);
@@ -707,7 +727,7 @@ TEST(channel_refuses_on_the_path_of_what_it_refuses) {
         {Kind::kOverRelay, false},
         {Kind::kOverRelay, true}}) {
     ChannelPair pair;
-    pair.a.staging.limit = 0; // it ends with its acknowledgement
+    pair.a.staging.setLimit(0); // it ends with its acknowledgement
     pair.up(1);
     pair.up(2);
     if (kind == Kind::kForNoBursts) {
@@ -740,7 +760,7 @@ TEST(channel_refuses_on_the_path_of_what_it_refuses) {
 // copy of what is refused, which is faster.
 TEST(channel_refuses_what_is_sent_again_once_more) {
   ChannelPair pair;
-  pair.a.staging.limit = 0;
+  pair.a.staging.setLimit(0);
   for (const PathId path : {1, 2, 3}) {
     pair.up(path);
   }

@@ -99,7 +99,7 @@ FailoverProcess::FailoverProcess(FailoverWorld& world, int side)
       failover_(failoverConfig(world.setup, side), *this),
       otherPaths_(world.setup.nics + 1),
       streams_(kTrafficClassCount) {
-  staging_.limit = 1 << 20;
+  staging_.setLimit(1 << 20);
   net_.setUser(side, this);
 }
 

@@ -254,7 +254,7 @@ class FailoverProcess final : public SimulatedTcp::User,
   const int side_;
   FailoverProcess* peer_ = nullptr;
   CompletionQueue completions_;
-  StagingBudget staging_;
+  StagingMemory staging_;
   Mailbox mailbox_;
   Channel channel_;
   Failover failover_;

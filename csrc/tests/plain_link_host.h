@@ -42,7 +42,7 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
   CompletionQueue& completions() override {
     return completions_;
   }
-  StagingBudget& staging() override {
+  StagingMemory& staging() override {
     return staging_;
   }
   FaultPlan& faults() override {
@@ -133,7 +133,7 @@ class PlainLinkHost : public LinkHost, public MailboxListener {
   EventLoop loop_;
   PeerAddress self_;
   CompletionQueue completions_;
-  StagingBudget staging_;
+  StagingMemory staging_;
   Mailbox mailbox_{completions_, *this};
   std::vector<std::shared_ptr<void>> graveyard_;
   PathId lastPath_ = 1000;

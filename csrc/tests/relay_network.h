@@ -55,7 +55,7 @@ class SimulatedRank final : public PlainLinkHost {
     return *service_;
   }
   void setStagingBytes(uint64_t bytes) {
-    staging_.limit = bytes;
+    staging_.setLimit(bytes);
   }
   bool drained();
   // A relay that has said that it is busy gets no chunks while a connection

@@ -16,7 +16,7 @@ void SimulatedNetwork::addProcess(
     uint64_t stagingBytes) {
   auto p = std::make_unique<Process>(listener_);
   p->config = config;
-  p->staging.limit = stagingBytes;
+  p->staging.setLimit(stagingBytes);
   processes_.push_back(std::move(p));
 }
 

@@ -87,7 +87,7 @@ class SimulatedNetwork : private ChannelHost {
   CompletionQueue& completions(size_t process) {
     return processes_[process]->completions;
   }
-  const StagingBudget& staging(size_t process) const {
+  const StagingMemory& staging(size_t process) const {
     return processes_[process]->staging;
   }
   // The process whose channel this is, and whom the channel leads to.
@@ -148,7 +148,7 @@ class SimulatedNetwork : private ChannelHost {
         : mailbox(completions, listener) {}
     ChannelConfig config;
     CompletionQueue completions;
-    StagingBudget staging;
+    StagingMemory staging;
     Mailbox mailbox;
     std::vector<std::unique_ptr<Channel>> channels; // by peer; own: null
   };

@@ -166,7 +166,7 @@ void Simulation::checkEnd() {
     }
   }
   for (size_t a = 0; a < processes_; ++a) {
-    if (net_.staging(a).used != 0) {
+    if (net_.staging(a).used() != 0) {
       fail("staging memory was not given back");
     }
     for (size_t b = 0; b < processes_; ++b) {

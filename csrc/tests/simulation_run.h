@@ -313,7 +313,7 @@ class Simulation final : public SimulatedNetwork::Listener {
   }
   void onSettled() override {
     for (size_t a = 0; a < processes_; ++a) {
-      if (net_.staging(a).used > net_.staging(a).limit) {
+      if (net_.staging(a).used() > net_.staging(a).limit()) {
         fail("the staging budget was exceeded");
       }
       for (size_t b = 0; b < processes_; ++b) {

@@ -26,7 +26,7 @@ class FrameFeed : private FuzzInput {
       : FuzzInput("frame feed", input),
         config_(makeConfig()),
         process_(config_) {
-    process_.staging.limit = 300;
+    process_.staging.setLimit(300);
   }
 
   void run() {
@@ -327,7 +327,7 @@ class FrameFeed : private FuzzInput {
     require(
         channel().incomingMessages() <= 2 * kMaxOffers + 200,
         "too many records");
-    require(process_.staging.used <= 300, "the staging budget is exceeded");
+    require(process_.staging.used() <= 300, "the staging budget is exceeded");
     for (const auto& s : sends_) {
       require(s->ends <= 1, "a send ended twice");
     }
@@ -353,7 +353,7 @@ class FrameFeed : private FuzzInput {
     for (auto& s : sends_) {
       require(s->ends == 1, "a send never ended");
     }
-    require(process_.staging.used == 0, "staging memory is lost");
+    require(process_.staging.used() == 0, "staging memory is lost");
   }
 
   const ChannelConfig config_;

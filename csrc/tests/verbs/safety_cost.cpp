@@ -81,7 +81,7 @@ class Process final : public test::TestProcess, public PathOwner {
  public:
   Process(EventLoop& loop, uint32_t id)
       : TestProcess(config(), id), loop_(loop) {
-    staging.limit = kStagingBytes;
+    staging.setLimit(kStagingBytes);
     completions.setWake([this] { pumpSoon(); });
   }
 

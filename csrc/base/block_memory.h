@@ -1,0 +1,27 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+
+namespace resilient {
+
+struct FreeBlock {
+  void operator()(std::byte* data) const {
+    std::free(data);
+  }
+};
+using BlockMemory = std::unique_ptr<std::byte[], FreeBlock>;
+
+// Uninitialized. From 2 MiB on it consists of huge pages, if `bytes` is a
+// multiple of 2 MiB and the system has them: the first write to each page costs
+// a page fault. Throws std::bad_alloc.
+BlockMemory allocateBlock(uint64_t bytes);
+
+// For memory that is kept without a user: under AddressSanitizer, an access is
+// as wrong as to freed memory.
+void forbidAccess(std::byte* data, uint64_t bytes);
+void allowAccess(std::byte* data, uint64_t bytes);
+
+} // namespace resilient

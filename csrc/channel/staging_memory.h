@@ -1,0 +1,80 @@
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+
+#include "base/block_memory.h"
+#include "base/time.h"
+
+namespace resilient {
+
+// The memory of a process for copies that let a send complete before its
+// acknowledgement. One object serves all channels of a process.
+//
+// New memory costs a page fault for each page that is written, which takes
+// longer than the copy. So large blocks are kept for the copies of the next
+// minute, and consist of huge pages if the system has them.
+//
+// Thread: loop thread.
+class StagingMemory {
+ public:
+  struct Block {
+    BlockMemory data;
+    uint64_t bytes = 0;
+    explicit operator bool() const {
+      return data != nullptr;
+    }
+  };
+
+  // Blocks of fewer bytes are not kept: malloc() does that.
+  static constexpr uint64_t kKeptBytes = 128u << 10;
+  static constexpr Nanos kKeptFor = std::chrono::minutes(1);
+
+  explicit StagingMemory(uint64_t limit = 0) : limit_(limit) {}
+
+  // Of all copies together. Kept blocks fit into it, too.
+  void setLimit(uint64_t bytes);
+  uint64_t limit() const {
+    return limit_;
+  }
+
+  // Uninitialized. An empty block if the limit does not allow it.
+  Block take(uint64_t bytes);
+  // Every block comes back. Its bytes must not be read any more.
+  void giveBack(Block block, TimePoint now);
+
+  uint64_t used() const { // by copies
+    return used_;
+  }
+  uint64_t kept() const { // by blocks without a copy
+    return kept_;
+  }
+  // When onTimer() may free a block; kNever: there is none.
+  TimePoint deadline() const {
+    return due_;
+  }
+  void onTimer(TimePoint now);
+
+ private:
+  // By the power of two that its size is rounded up to. Pages behind the copy
+  // are never touched, and take no memory.
+  static constexpr size_t kSizes = 64;
+  struct Kept {
+    BlockMemory data;
+    TimePoint since;
+  };
+  static size_t sizeOf(uint64_t bytes) {
+    return static_cast<size_t>(std::bit_width(bytes - 1));
+  }
+  void freeOldest(size_t size);
+  void makeRoom(uint64_t bytes);
+
+  uint64_t limit_ = 0, used_ = 0, kept_ = 0;
+  std::array<std::deque<Kept>, kSizes> free_; // oldest first
+  TimePoint due_ = kNever; // of the oldest, or earlier
+};
+
+} // namespace resilient
