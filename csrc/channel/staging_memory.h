@@ -35,7 +35,7 @@ class StagingMemory {
 
   explicit StagingMemory(uint64_t limit = 0) : limit_(limit) {}
 
-  // Of all copies together. Kept blocks fit into it, too.
+  // The limit covers all copies together. Kept blocks fit into it, too.
   void setLimit(uint64_t bytes);
   uint64_t limit() const {
     return limit_;
