@@ -60,7 +60,8 @@ class StagingMemory {
 
  private:
   // By the power of two that its size is rounded up to. Pages behind the copy
-  // are never touched, and take no memory.
+  // take no memory in a new block. In one that a larger copy has used they do,
+  // and the limit does not count them: it counts the bytes of copies.
   static constexpr size_t kSizes = 64;
   struct Kept {
     BlockMemory data;
