@@ -24,15 +24,19 @@ constexpr uint64_t kHugePageBytes = 2u << 20; // of x86 and of most ARM kernels
 } // namespace
 
 BlockMemory allocateBlock(uint64_t bytes) {
-  const bool huge = bytes >= kHugePageBytes && bytes % kHugePageBytes == 0;
-  void* const data =
-      huge ? std::aligned_alloc(kHugePageBytes, bytes) : std::malloc(bytes);
+  const uint64_t huge = bytes - bytes % kHugePageBytes;
+  void* data = nullptr;
+  if (huge == 0) {
+    data = std::malloc(bytes);
+  } else if (::posix_memalign(&data, kHugePageBytes, bytes) != 0) {
+    data = nullptr;
+  }
   if (data == nullptr) {
     throw std::bad_alloc();
   }
-  if (huge) {
+  if (huge != 0) {
     // It is a wish: without huge pages the memory serves as well.
-    (void)::madvise(data, bytes, MADV_HUGEPAGE);
+    (void)::madvise(data, huge, MADV_HUGEPAGE);
   }
   return BlockMemory(static_cast<std::byte*>(data));
 }

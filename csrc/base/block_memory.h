@@ -14,9 +14,8 @@ struct FreeBlock {
 };
 using BlockMemory = std::unique_ptr<std::byte[], FreeBlock>;
 
-// Uninitialized. From 2 MiB on it consists of huge pages, if `bytes` is a
-// multiple of 2 MiB and the system has them: the first write to each page costs
-// a page fault. Throws std::bad_alloc.
+// Uninitialized. Each whole 2 MiB of it is a huge page, if the system has them:
+// the first write to each page costs a page fault. Throws std::bad_alloc.
 BlockMemory allocateBlock(uint64_t bytes);
 
 // For memory that is kept without a user: under AddressSanitizer, an access is

@@ -1,6 +1,7 @@
 #include "channel/staging_memory.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 namespace resilient {
@@ -10,51 +11,69 @@ void StagingMemory::setLimit(uint64_t bytes) {
   makeRoom(0);
 }
 
+// Sizes are (4 + step) << shift for the steps 0 to 3.
+size_t StagingMemory::sizeIndex(uint64_t bytes) {
+  const size_t shift = static_cast<size_t>(std::bit_width(bytes - 1)) - 3;
+  const uint64_t quarters = ((bytes - 1) >> shift) + 1; // 5 to 8
+  return 4 * shift + static_cast<size_t>(quarters - 4);
+}
+
+uint64_t StagingMemory::sizeAt(size_t index) {
+  return (4 + uint64_t{index % 4}) << (index / 4);
+}
+
+bool StagingMemory::isKept(uint64_t bytes) {
+  return bytes >= kKeptBytes && sizeAt(sizeIndex(bytes)) == bytes;
+}
+
 StagingMemory::Block StagingMemory::take(uint64_t bytes) {
   if (bytes > limit_ || used_ > limit_ - bytes) {
     return {};
   }
   Block block;
   block.bytes = bytes;
-  const bool keeps = bytes >= kKeptBytes;
-  const size_t size = keeps ? sizeOf(bytes) : 0;
-  if (keeps && !free_[size].empty()) {
-    // The last one: its bytes are the likeliest to be in a cache.
-    block.data = std::move(free_[size].back().data);
-    free_[size].pop_back();
-    kept_ -= uint64_t{1} << size;
-    allowAccess(block.data.get(), uint64_t{1} << size);
-  } else {
-    makeRoom(bytes);
-    block.data = allocateBlock(keeps ? uint64_t{1} << size : bytes);
+  if (bytes >= kKeptBytes) {
+    // What does not fit when it is rounded up may still fit as it is.
+    const uint64_t rounded = sizeAt(sizeIndex(bytes));
+    block.bytes = rounded <= limit_ - used_ ? rounded : bytes;
   }
-  used_ += bytes;
+  auto* const kept =
+      isKept(block.bytes) ? &free_[sizeIndex(block.bytes)] : nullptr;
+  if (kept != nullptr && !kept->empty()) {
+    // The last one: its bytes are the likeliest to be in a cache.
+    block.data = std::move(kept->back().data);
+    kept->pop_back();
+    kept_ -= block.bytes;
+    allowAccess(block.data.get(), block.bytes);
+  } else {
+    makeRoom(block.bytes);
+    block.data = allocateBlock(block.bytes);
+  }
+  used_ += block.bytes;
   return block;
 }
 
 void StagingMemory::giveBack(Block block, TimePoint now) {
   used_ -= block.bytes;
-  if (block.bytes < kKeptBytes) {
+  if (!isKept(block.bytes)) {
     return;
   }
-  const size_t size = sizeOf(block.bytes);
-  const uint64_t bytes = uint64_t{1} << size;
-  makeRoom(bytes);
-  if (used_ + kept_ + bytes > limit_) {
+  makeRoom(block.bytes);
+  if (used_ + kept_ + block.bytes > limit_) {
     return;
   }
-  forbidAccess(block.data.get(), bytes);
-  kept_ += bytes;
-  free_[size].push_back({std::move(block.data), now});
+  forbidAccess(block.data.get(), block.bytes);
+  kept_ += block.bytes;
+  free_[sizeIndex(block.bytes)].push_back({std::move(block.data), now});
   due_ = std::min(due_, now + kKeptFor);
 }
 
 void StagingMemory::onTimer(TimePoint now) {
   due_ = kNever;
-  for (size_t size = 0; size < kSizes; ++size) {
-    auto& blocks = free_[size];
+  for (size_t index = 0; index < kSizes; ++index) {
+    auto& blocks = free_[index];
     while (!blocks.empty() && blocks.front().since + kKeptFor <= now) {
-      freeOldest(size);
+      freeOldest(index);
     }
     if (!blocks.empty()) {
       due_ = std::min(due_, blocks.front().since + kKeptFor);
@@ -62,17 +81,17 @@ void StagingMemory::onTimer(TimePoint now) {
   }
 }
 
-void StagingMemory::freeOldest(size_t size) {
-  allowAccess(free_[size].front().data.get(), uint64_t{1} << size);
-  free_[size].pop_front();
-  kept_ -= uint64_t{1} << size;
+void StagingMemory::freeOldest(size_t index) {
+  allowAccess(free_[index].front().data.get(), sizeAt(index));
+  free_[index].pop_front();
+  kept_ -= sizeAt(index);
 }
 
 // Large blocks go first.
 void StagingMemory::makeRoom(uint64_t bytes) {
-  for (size_t size = kSizes; size-- > 0;) {
-    while (used_ + kept_ + bytes > limit_ && !free_[size].empty()) {
-      freeOldest(size);
+  for (size_t index = kSizes; index-- > 0;) {
+    while (used_ + kept_ + bytes > limit_ && !free_[index].empty()) {
+      freeOldest(index);
     }
   }
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <array>
-#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -23,7 +22,7 @@ class StagingMemory {
  public:
   struct Block {
     BlockMemory data;
-    uint64_t bytes = 0;
+    uint64_t bytes = 0; // of the memory: at least those of the copy
     explicit operator bool() const {
       return data != nullptr;
     }
@@ -35,13 +34,13 @@ class StagingMemory {
 
   explicit StagingMemory(uint64_t limit = 0) : limit_(limit) {}
 
-  // The limit covers all copies together. Kept blocks fit into it, too.
+  // The limit covers the blocks of all copies and the kept ones together.
   void setLimit(uint64_t bytes);
   uint64_t limit() const {
     return limit_;
   }
 
-  // Uninitialized. An empty block if the limit does not allow it.
+  // Uninitialized. An empty block if the limit has no room for `bytes`.
   Block take(uint64_t bytes);
   // Every block comes back. Its bytes must not be read any more.
   void giveBack(Block block, TimePoint now);
@@ -59,18 +58,17 @@ class StagingMemory {
   void onTimer(TimePoint now);
 
  private:
-  // By the power of two that its size is rounded up to. Pages behind the copy
-  // take no memory in a new block. In one that a larger copy has used they do,
-  // and the limit does not count them: it counts the bytes of copies.
-  static constexpr size_t kSizes = 64;
+  // Kept blocks have one of a few sizes, so that copies of similar sizes use
+  // the same: four steps between a power of two and the next.
+  static constexpr size_t kSizes = 4 * 64;
   struct Kept {
     BlockMemory data;
     TimePoint since;
   };
-  static size_t sizeOf(uint64_t bytes) {
-    return static_cast<size_t>(std::bit_width(bytes - 1));
-  }
-  void freeOldest(size_t size);
+  static size_t sizeIndex(uint64_t bytes); // of the smallest that holds `bytes`
+  static uint64_t sizeAt(size_t index);
+  static bool isKept(uint64_t bytes);
+  void freeOldest(size_t index);
   void makeRoom(uint64_t bytes);
 
   uint64_t limit_ = 0, used_ = 0, kept_ = 0;
