@@ -931,11 +931,14 @@ std::optional<std::string> Engine::secretOf(const KeyId& id) {
   return std::nullopt;
 }
 
-std::optional<TlsKeys> Engine::keysOf(std::span<const uint8_t> name) {
+std::optional<NamedKeys> Engine::keysOf(std::span<const uint8_t> name) {
   std::lock_guard lock(secretsMutex_);
   for (const Secret& secret : secrets_) {
     if (isTlsNameOf(secret.keys, name)) {
-      return usedNames_.use(name) ? std::optional(secret.keys) : std::nullopt;
+      if (!usedNames_.use(name)) {
+        return std::nullopt;
+      }
+      return NamedKeys{secret.keys, usedNames_.knowsAll()};
     }
   }
   return std::nullopt;

@@ -119,7 +119,7 @@ class Engine final : public MailboxListener, public LinkHost {
   std::optional<std::string> secretOf(const KeyId& id) override; // any thread
   // The keys for TLS by the name of one of these secrets, once for each name;
   // any thread.
-  std::optional<TlsKeys> keysOf(std::span<const uint8_t> name);
+  std::optional<NamedKeys> keysOf(std::span<const uint8_t> name);
   // Those of the options, the present one first; empty if the store has the
   // secret. Any thread.
   const std::vector<std::string>& ownSecrets() const {

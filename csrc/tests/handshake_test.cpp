@@ -87,6 +87,9 @@ struct World {
         CHECK_EQ(::write(peer.get(), "after", 5), 5);
       }
       connections.push_back(std::move(peer));
+      if (awaitsPeer) {
+        loop.stop();
+      }
     };
     config.onPeerLost = [](HelloInfo) {};
     hello.initiator.fill(0x11);
@@ -114,7 +117,10 @@ struct World {
     return s;
   }
 
+  // Until both ends are done. With encryption the caller is first.
   OutgoingResult connect(OutgoingSpec s);
+  bool awaitsPeer = false;
+  bool bothEnds = true; // else until the caller is
 };
 
 // A loop runs only once: each test starts its scenario, calls this, and ends
@@ -136,7 +142,10 @@ OutgoingResult World::connect(OutgoingSpec s) {
       OutgoingHandshake::start(loop, std::move(s), [&](OutgoingResult r) {
         ++calls;
         result = std::move(r);
-        loop.stop();
+        awaitsPeer = result.status.ok() && bothEnds && peers.empty();
+        if (!awaitsPeer) {
+          loop.stop();
+        }
       });
   CHECK_EQ(calls, 0);
   runUntilStopped(loop);
@@ -249,6 +258,69 @@ TEST(a_peer_connects_over_either_family) {
   }
 }
 
+// The first end that has something to read, or is closed.
+int readable(const FileDescriptor (&fds)[2]) {
+  pollfd polled[2] = {{fds[0].get(), POLLIN, 0}, {fds[1].get(), POLLIN, 0}};
+  (void)::poll(polled, 2, -1);
+  return polled[0].revents != 0 ? 0 : 1;
+}
+
+// Passes on what a caller says until it is answered, and every answer.
+void passFirstFlight(const FileDescriptor& listening, const SocketAddress& to) {
+  const FileDescriptor fds[2] = {
+      FileDescriptor(::accept(listening.get(), nullptr, nullptr)),
+      rawConnection(to)};
+  bool answered = false;
+  for (;;) {
+    const int i = readable(fds);
+    char buffer[4096];
+    const ssize_t n = ::recv(fds[i].get(), buffer, sizeof(buffer), 0);
+    if (n <= 0) {
+      return;
+    }
+    answered |= i == 1;
+    if (i == 1 || !answered) {
+      (void)!::send(
+          fds[1 - i].get(), buffer, static_cast<size_t>(n), MSG_NOSIGNAL);
+    }
+  }
+}
+
+// With that of TCP, the caller waits for two round trips. The end that accepts
+// takes nobody for a peer who has not answered.
+TEST(with_encryption_a_caller_waits_for_one_answer) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  World world;
+  world.config.encryption = Encryption::kAlways;
+  world.listen();
+  SocketAddress at;
+  const FileDescriptor listening = silentServer(at);
+  world.bothEnds = false;
+  std::thread between([&] { passFirstFlight(listening, world.address()); });
+  OutgoingResult result = world.connect(world.spec({at}));
+  result.socket = {}; // ends what stands between
+  between.join();
+  CHECK(result.status.ok());
+  CHECK(result.accept.signer == world.config.identity.uid);
+  CHECK(world.peers.empty());
+}
+
+// Early data is refused, and said again.
+TEST(a_caller_whose_name_may_be_old_connects_all_the_same) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  World world;
+  world.config.encryption = Encryption::kAlways;
+  world.config.identity.keysOf = test::keysOf("secret", /*isFirstUse=*/false);
+  world.listen();
+  const OutgoingResult result = world.connect(world.spec({world.address()}));
+  CHECK(result.status.ok());
+  CHECK_EQ(world.peers.size(), 1);
+}
+
 // --- certificates
 
 // A job with certificates: the listener has that of "there".
@@ -352,13 +424,6 @@ TEST(a_caller_without_a_certificate_is_refused) {
   CHECK(server->failed());
   CHECK(server->fault() == TrustFault::kCertificate);
   CHECK(!server->namedSecret());
-}
-
-// The first end that has something to read, -1 if one is closed.
-int readable(const FileDescriptor (&fds)[2]) {
-  pollfd polled[2] = {{fds[0].get(), POLLIN, 0}, {fds[1].get(), POLLIN, 0}};
-  (void)::poll(polled, 2, -1);
-  return polled[0].revents != 0 ? 0 : 1;
 }
 
 // Ends TLS on both sides with a certificate of its own and copies what is

@@ -33,10 +33,14 @@ inline bool tlsAvailable() {
   return false;
 }
 
-inline TlsSession::FindKeys keysOf(const std::string& secret) {
-  return [keys = TlsKeys::of(secret)](
-             std::span<const uint8_t> name) -> std::optional<TlsKeys> {
-    return isTlsNameOf(keys, name) ? std::optional(keys) : std::nullopt;
+using TlsBytes = std::vector<std::byte>;
+
+inline TlsSession::FindKeys keysOf(
+    const std::string& secret,
+    bool isFirstUse = true) {
+  return [named = NamedKeys{TlsKeys::of(secret), isFirstUse}](
+             std::span<const uint8_t> name) {
+    return isTlsNameOf(named.keys, name) ? std::optional(named) : std::nullopt;
   };
 }
 
@@ -46,7 +50,14 @@ inline TlsNonce freshTlsNonce() {
   return nonce;
 }
 
-using TlsBytes = std::vector<std::byte>;
+// A client whose first flight takes these bytes along.
+inline std::unique_ptr<TlsSession> earlyClient(
+    const std::string& secret,
+    const TlsBytes& early) {
+  const auto* const p = reinterpret_cast<const uint8_t*>(early.data());
+  return TlsSession::client(
+      TlsKeys::of(secret), freshTlsNonce(), {p, early.size()});
+}
 
 inline TlsBytes tlsBytes(std::string_view text) {
   const auto* const p = reinterpret_cast<const std::byte*>(text.data());

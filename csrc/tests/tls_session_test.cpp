@@ -125,7 +125,8 @@ TEST(tls_a_name_without_its_key_does_not_pass) {
   }
   TlsPair pair;
   pair.server = TlsSession::server([](std::span<const uint8_t>) {
-    return std::optional(TlsKeys::of("the secret of another job"));
+    return std::optional(
+        NamedKeys{TlsKeys::of("the secret of another job"), true});
   });
   pair.exchange();
   CHECK(pair.server->namedSecret());
@@ -182,6 +183,7 @@ TEST(tls_a_capture_shows_neither_content_nor_secret) {
     return;
   }
   TlsPair pair;
+  pair.client = earlyClient(kSecret, tlsBytes("payload payload"));
   TlsBytes wire;
   const auto record = [&](bool, TlsBytes& bytes) {
     wire.insert(wire.end(), bytes.begin(), bytes.end());
@@ -194,7 +196,7 @@ TEST(tls_a_capture_shows_neither_content_nor_secret) {
     pair.exchange(SIZE_MAX, record);
   }
   CHECK(pair.atClient == what);
-  CHECK(pair.atServer == what);
+  CHECK_EQ(pair.atServer.size(), what.size() + 15); // the early data
   CHECK(!holds(wire, "zzzzzzzzzzzzzzzz"));
   CHECK(!holds(wire, "payload payload"));
   const TlsKeys keys = TlsKeys::of(kSecret);
@@ -308,6 +310,117 @@ TEST(tls_a_changed_handshake_does_not_open) {
   }
   CHECK(tries > 1000);
   CHECK(opened <= 12);
+}
+
+// What the client says first is at the server before the server has answered,
+// and the server's answer comes with its part of the handshake.
+TEST(tls_early_data_saves_a_round_trip) {
+  if (!tlsAvailable()) {
+    return;
+  }
+  for (const size_t piece : {size_t(1), size_t(100), SIZE_MAX}) {
+    const TlsBytes hello = content(96), answer = content(168);
+    const TlsBytes more = content(50);
+    const auto client = earlyClient(kSecret, hello);
+    const auto server = TlsSession::server(keysOf(kSecret));
+    TlsBytes atServer, atClient;
+    const auto pass = [&](TlsSession& to, const TlsBytes& flight) {
+      for (size_t at = 0; at < flight.size(); at += piece) {
+        const size_t n = std::min(piece, flight.size() - at);
+        deliver(
+            to,
+            std::span(flight).subspan(at, n),
+            &to == server.get() ? atServer : atClient);
+      }
+    };
+    CHECK(client->handshaking());
+    pass(*server, takeOutput(*client));
+    CHECK(server->isEarly());
+    CHECK(atServer == hello);
+    TlsBytes flight = takeOutput(*server);
+    const TlsBytes early = sealed(*server, answer);
+    flight.insert(flight.end(), early.begin(), early.end());
+    pass(*client, flight);
+    CHECK(atClient == answer);
+    CHECK_EQ(client->takenEarly(), hello.size());
+    CHECK_EQ(client->takenEarly(), 0u);
+    // The client's part of the handshake, with data behind it.
+    flight = takeOutput(*client);
+    const TlsBytes data = sealed(*client, more);
+    flight.insert(flight.end(), data.begin(), data.end());
+    atServer.clear();
+    pass(*server, flight);
+    CHECK(!server->handshaking() && !server->failed() && !server->isEarly());
+    CHECK(atServer == more);
+    CHECK(server->exportKey("label", "") == client->exportKey("label", ""));
+  }
+}
+
+// It could be a recording if a name may have been used before.
+TEST(tls_early_data_needs_a_new_name) {
+  if (!tlsAvailable()) {
+    return;
+  }
+  TlsPair pair;
+  pair.client = earlyClient(kSecret, tlsBytes("early"));
+  pair.server = TlsSession::server(keysOf(kSecret, /*isFirstUse=*/false));
+  pair.exchange();
+  CHECK(pair.open());
+  CHECK(pair.atServer.empty());
+  CHECK_EQ(pair.client->takenEarly(), 0u);
+  pair.send(true, tlsBytes("again"));
+  CHECK(pair.atServer == tlsBytes("again"));
+}
+
+// A server without instructions for AES chooses ChaCha20, and early data was
+// sealed with AES.
+TEST(tls_early_data_needs_the_first_choice_of_suites) {
+  if (!tlsAvailable()) {
+    return;
+  }
+  const std::string aes = "TLS_AES_128_GCM_SHA256";
+  const std::string chaCha = "TLS_CHACHA20_POLY1305_SHA256";
+  const bool aesIsFirst = openPair().client->cipher() == aes;
+  TlsPair pair;
+  pair.client = earlyClient(kSecret, tlsBytes("early"));
+  pair.server->setSuites((aesIsFirst ? chaCha : aes).c_str());
+  pair.exchange();
+  CHECK(pair.open());
+  CHECK(pair.client->cipher() == (aesIsFirst ? chaCha : aes));
+  CHECK(pair.atServer.empty());
+  CHECK_EQ(pair.client->takenEarly(), 0u);
+  pair.send(true, tlsBytes("again"));
+  CHECK(pair.atServer == tlsBytes("again"));
+}
+
+TEST(tls_notices_changed_early_data) {
+  if (!tlsAvailable()) {
+    return;
+  }
+  const TlsBytes early = content(96);
+  const size_t record = early.size() + TlsSession::kRecordOverheadBytes;
+  for (size_t bit = 0; bit < 8 * record; ++bit) {
+    TlsPair pair;
+    pair.client = earlyClient(kSecret, early);
+    TlsBytes flight = takeOutput(*pair.client);
+    const size_t at = flight.size() - record + bit / 8;
+    flight[at] ^= static_cast<std::byte>(1 << bit % 8);
+    deliver(*pair.server, flight, pair.atServer);
+    CHECK(pair.atServer.empty());
+    pair.exchange();
+    CHECK(!pair.open());
+  }
+}
+
+TEST(tls_takes_little_early_data) {
+  if (!tlsAvailable()) {
+    return;
+  }
+  TlsPair pair;
+  pair.client = earlyClient(kSecret, content(TlsSession::kEarlyBytes));
+  pair.exchange();
+  CHECK_EQ(pair.atServer.size(), TlsSession::kEarlyBytes);
+  CHECK(pair.open());
 }
 
 // Both flights of a client, sent again to the same server: the server's part is

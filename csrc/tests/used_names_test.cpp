@@ -21,7 +21,9 @@ TEST(used_names_know_the_last_ones) {
   }
   CHECK(!used.use(name(0)));
   CHECK(!used.use(name(UsedNames::kMax - 1)));
+  CHECK(used.knowsAll());
   CHECK(used.use(name(UsedNames::kMax)));
+  CHECK(!used.knowsAll());
   CHECK(!used.use(name(1)));
   CHECK(used.use(name(0))); // forgotten by now
 }

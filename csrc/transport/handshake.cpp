@@ -109,18 +109,24 @@ Status exchangeBytes(
     if (tls.ended()) {
       return closedByOther();
     }
-    if (!tls.handshaking()) {
+    if (!tls.handshaking() || tls.isEarly()) {
       if (tls.isCertified() && !handshake.isBound()) {
         afterCertificates(tls, handshake, names);
         continue;
       }
-      if (std::vector<uint8_t>& out = handshake.output(); !out.empty()) {
+      std::vector<uint8_t>& out = handshake.output();
+      const auto drop = [&](size_t bytes) {
+        out.erase(out.begin(), out.begin() + static_cast<ptrdiff_t>(bytes));
+      };
+      drop(tls.takenEarly());
+      if (!out.empty()) {
         const iovec part{out.data(), out.size()};
-        const size_t n = tls.seal({&part, 1});
-        out.erase(out.begin(), out.begin() + static_cast<ptrdiff_t>(n));
+        drop(tls.seal({&part, 1}));
         continue;
       }
-      if (handshake.state() != Handshake::State::kRunning) {
+      // The client may still have to show that it has the server's part.
+      if (handshake.state() != Handshake::State::kRunning &&
+          !tls.handshaking()) {
         return Status();
       }
       std::byte buffer[128];
@@ -309,14 +315,17 @@ void OutgoingHandshake::onEvents(uint32_t events) {
     }
     HelloInfo hello = spec_.hello;
     hello.nonce = spec_.nonce();
-    if (mustEncrypt(spec_.encryption, fd_.get())) {
-      tls_ = spec_.certificates != nullptr
-          ? TlsSession::client(spec_.certificates->context(/*isClient=*/true))
-          : TlsSession::client(TlsKeys::of(spec_.secret), freshNonce());
-    }
+    const bool encrypts = mustEncrypt(spec_.encryption, fd_.get());
     // A certificate proves no secret.
+    const bool byCertificate = encrypts && spec_.certificates != nullptr;
     handshake_.emplace(
-        hello, spec_.secret, /*insideTls=*/tls_ && !tls_->isCertified());
+        hello, spec_.secret, /*insideTls=*/encrypts && !byCertificate);
+    if (byCertificate) {
+      tls_ = TlsSession::client(spec_.certificates->context(/*isClient=*/true));
+    } else if (encrypts) {
+      tls_ = TlsSession::client(
+          TlsKeys::of(spec_.secret), freshNonce(), handshake_->output());
+    }
   }
   pump();
 }
@@ -473,7 +482,7 @@ IncomingHandshake::~IncomingHandshake() {
 bool IncomingHandshake::advance() {
   Status status = exchange();
   if (status.ok() &&
-      (unsent(handshake_, tls_.get()) ||
+      (unsent(handshake_, tls_.get()) || (tls_ && tls_->handshaking()) ||
        handshake_.state() == Handshake::State::kRunning)) {
     if (const uint32_t events = eventsFor(handshake_, tls_.get());
         events != watched_) {

@@ -81,6 +81,12 @@ const Libssl& libssl() {
   return loaded;
 }
 
+const unsigned char* preferredSuite() {
+  static constexpr unsigned char kAes[] = {0x13, 0x01};
+  static constexpr unsigned char kChaCha[] = {0x13, 0x03};
+  return hasAes() ? kAes : kChaCha;
+}
+
 void* newTlsContext(bool isClient) {
   const Libssl& l = libssl();
   void* const context =

@@ -38,6 +38,9 @@ namespace resilient {
   X(void,                                                                    \
     SSL_CTX_set_psk_find_session_callback,                                   \
     (void*, int (*)(void*, const unsigned char*, size_t, void**)))           \
+  X(void,                                                                    \
+    SSL_CTX_set_client_hello_cb,                                             \
+    (void*, int (*)(void*, int*, void*), void*))                             \
   X(void*, SSL_new, (void*))                                                 \
   X(void, SSL_free, (void*))                                                 \
   X(int, SSL_set_ex_data, (void*, int, void*))                               \
@@ -46,6 +49,10 @@ namespace resilient {
   X(void, SSL_set_connect_state, (void*))                                    \
   X(void, SSL_set_accept_state, (void*))                                     \
   X(int, SSL_do_handshake, (void*))                                          \
+  X(int, SSL_write_early_data, (void*, const void*, size_t, size_t*))        \
+  X(int, SSL_read_early_data, (void*, void*, size_t, size_t*))               \
+  X(int, SSL_get_early_data_status, (const void*))                           \
+  X(int, SSL_set_max_early_data, (void*, uint32_t))                          \
   X(int, SSL_read_ex, (void*, void*, size_t, size_t*))                       \
   X(int, SSL_write_ex, (void*, const void*, size_t, size_t*))                \
   X(int, SSL_has_pending, (const void*))                                     \
@@ -67,6 +74,9 @@ namespace resilient {
      size_t,                                                                 \
      int))                                                                   \
   X(const void*, SSL_get_current_cipher, (const void*))                      \
+  X(const void*, SSL_get_pending_cipher, (const void*))                      \
+  X(size_t, SSL_client_hello_get0_ciphers, (void*, const unsigned char**))   \
+  X(int, SSL_set_ciphersuites, (void*, const char*))                         \
   X(const char*, SSL_CIPHER_get_name, (const void*))                         \
   X(const void*, SSL_CIPHER_find, (void*, const unsigned char*))             \
   X(void*, SSL_SESSION_new, ())                                              \
@@ -74,6 +84,7 @@ namespace resilient {
   X(int, SSL_SESSION_set1_master_key, (void*, const unsigned char*, size_t)) \
   X(int, SSL_SESSION_set_cipher, (void*, const void*))                       \
   X(int, SSL_SESSION_set_protocol_version, (void*, int))                     \
+  X(int, SSL_SESSION_set_max_early_data, (void*, uint32_t))                  \
   X(void*, BIO_meth_new, (int, const char*))                                 \
   X(int, BIO_meth_set_write, (void*, int (*)(void*, const char*, int)))      \
   X(int, BIO_meth_set_read, (void*, int (*)(void*, char*, int)))             \
@@ -106,6 +117,10 @@ struct Libssl {
 
 // The first call loads it, for the process.
 const Libssl& libssl();
+
+// The suite that a client of this host wants most, by its number on the wire.
+// All are for SHA-256.
+const unsigned char* preferredSuite();
 
 // The settings that all sessions share: TLS 1.3 alone, X25519, no tickets. Null
 // if this library has them not.

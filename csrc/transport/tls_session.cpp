@@ -37,8 +37,8 @@ constexpr bool isAboutTime(long verifyResult) {
   return verifyResult >= 9 && verifyResult <= 12;
 }
 
-// The number of the suite on the wire. All are for SHA-256, as is the key.
-constexpr unsigned char kAes128Gcm[2] = {0x13, 0x01};
+// The results of SSL_read_early_data(), and one of SSL_get_early_data_status().
+constexpr int kEarlyDataRead = 1, kEarlyDataEnd = 2, kEarlyDataAccepted = 2;
 
 // The first byte of every record is one of these: change of cipher, alert,
 // handshake, data.
@@ -64,15 +64,16 @@ struct TlsSession::Callbacks {
   }
 
   // Puts the key into the form of a session, which is how OpenSSL takes
-  // external keys. Its suite only tells the hash that the key is for.
-  static void* sessionOf(void* ssl, const TlsKeys& keys) {
+  // external keys. Its suite seals early data, and tells the hash that the key
+  // is for.
+  static void* sessionOf(const void* suite, const TlsKeys& keys) {
     void* const session = libssl().SSL_SESSION_new();
     if (session == nullptr ||
         libssl().SSL_SESSION_set1_master_key(
             session, keys.key.data(), keys.key.size()) != 1 ||
-        libssl().SSL_SESSION_set_cipher(
-            session, libssl().SSL_CIPHER_find(ssl, kAes128Gcm)) != 1 ||
-        libssl().SSL_SESSION_set_protocol_version(session, kTls13) != 1) {
+        libssl().SSL_SESSION_set_cipher(session, suite) != 1 ||
+        libssl().SSL_SESSION_set_protocol_version(session, kTls13) != 1 ||
+        libssl().SSL_SESSION_set_max_early_data(session, kEarlyBytes) != 1) {
       libssl().SSL_SESSION_free(session);
       return nullptr;
     }
@@ -86,10 +87,21 @@ struct TlsSession::Callbacks {
       size_t* nameBytes,
       void** session) {
     const TlsSession& self = ofSsl(ssl);
-    *session = sessionOf(ssl, self.keys_);
+    *session =
+        sessionOf(libssl().SSL_CIPHER_find(ssl, preferredSuite()), self.keys_);
     *name = self.name_.data();
     *nameBytes = self.name_.size();
     return *session != nullptr ? 1 : 0;
+  }
+
+  // Before it chooses a suite.
+  static int readHello(void* ssl, int*, void*) {
+    constexpr int kGoOn = 1;
+    const unsigned char* suites = nullptr;
+    if (libssl().SSL_client_hello_get0_ciphers(ssl, &suites) >= 2) {
+      ofSsl(ssl).firstSuite_ = libssl().SSL_CIPHER_find(ssl, suites);
+    }
+    return kGoOn;
   }
 
   // An unknown name is no error here: OpenSSL then has no way to go on, since
@@ -101,13 +113,18 @@ struct TlsSession::Callbacks {
       void** session) {
     TlsSession& self = ofSsl(ssl);
     *session = nullptr;
-    const auto keys = self.find_({name, nameBytes});
-    if (!keys) {
+    const auto found = self.find_({name, nameBytes});
+    if (!found) {
       self.unknownSecret_ = true;
       return 1;
     }
     self.named_ = true;
-    *session = sessionOf(ssl, *keys);
+    // Early data is sealed with the client's first choice.
+    const void* const suite = libssl().SSL_get_pending_cipher(ssl);
+    if (found->isFirstUse && suite == self.firstSuite_) {
+      (void)libssl().SSL_set_max_early_data(ssl, kEarlyBytes);
+    }
+    *session = sessionOf(suite, found->keys);
     return *session != nullptr ? 1 : 0;
   }
 
@@ -155,6 +172,7 @@ struct TlsSession::Callbacks {
       l.SSL_CTX_set_verify(context, kVerifyPeer, nullptr);
       l.SSL_CTX_set_psk_use_session_callback(context, useKey);
     } else {
+      l.SSL_CTX_set_client_hello_cb(context, readHello, nullptr);
       l.SSL_CTX_set_psk_find_session_callback(context, findKey);
     }
     return context;
@@ -228,10 +246,16 @@ TlsSession::~TlsSession() {
 
 std::unique_ptr<TlsSession> TlsSession::client(
     const TlsKeys& keys,
-    const TlsNonce& nonce) {
+    const TlsNonce& nonce,
+    std::span<const uint8_t> early) {
   std::unique_ptr<TlsSession> made(new TlsSession(/*isClient=*/true, nullptr));
   made->keys_ = keys;
   made->name_ = tlsNameOf(keys, nonce);
+  if (!early.empty() && !made->failed()) {
+    // All of it or nothing; without it the handshake goes on as usual.
+    (void)libssl().SSL_write_early_data(
+        made->ssl_, early.data(), early.size(), &made->sentEarly_);
+  }
   made->proceed();
   return made;
 }
@@ -239,6 +263,7 @@ std::unique_ptr<TlsSession> TlsSession::client(
 std::unique_ptr<TlsSession> TlsSession::server(FindKeys find) {
   std::unique_ptr<TlsSession> made(new TlsSession(/*isClient=*/false, nullptr));
   made->find_ = std::move(find);
+  made->mayBeEarly_ = true;
   return made;
 }
 
@@ -396,6 +421,9 @@ void TlsSession::proceed() {
   if (!handshaking()) {
     return;
   }
+  if (mayBeEarly_ && !readEarly()) {
+    return;
+  }
   libssl().ERR_clear_error();
   const int result = libssl().SSL_do_handshake(ssl_);
   if (result != 1) {
@@ -418,7 +446,40 @@ void TlsSession::proceed() {
   state_ = State::kOpen;
 }
 
+// False: its end has not come yet, or it failed.
+bool TlsSession::readEarly() {
+  for (;;) {
+    libssl().ERR_clear_error();
+    std::byte piece[kEarlyBytes];
+    size_t bytes = 0;
+    const int result =
+        libssl().SSL_read_early_data(ssl_, piece, sizeof(piece), &bytes);
+    if (result != kEarlyDataRead && result != kEarlyDataEnd) {
+      failBy(result);
+      return false;
+    }
+    early_.insert(early_.end(), piece, piece + bytes);
+    anyEarly_ |= bytes != 0;
+    if (result == kEarlyDataEnd) {
+      mayBeEarly_ = false;
+      return true;
+    }
+  }
+}
+
+size_t TlsSession::takenEarly() {
+  const size_t sent = std::exchange(sentEarly_, 0);
+  return libssl().SSL_get_early_data_status(ssl_) == kEarlyDataAccepted ? sent
+                                                                        : 0;
+}
+
 size_t TlsSession::open(std::byte* to, size_t bytes) {
+  if (!early_.empty() && !failed()) {
+    const size_t take = std::min(bytes, early_.size());
+    std::copy_n(early_.begin(), take, to);
+    early_.erase(early_.begin(), early_.begin() + static_cast<ptrdiff_t>(take));
+    return take;
+  }
   if (state_ != State::kOpen || bytes == 0) {
     return 0;
   }
@@ -441,7 +502,7 @@ size_t TlsSession::open(std::byte* to, size_t bytes) {
 }
 
 size_t TlsSession::seal(std::span<const iovec> parts) {
-  if (state_ != State::kOpen || !output().empty()) {
+  if ((state_ != State::kOpen && !isEarly()) || !output().empty()) {
     return 0;
   }
   out_.reserve(kBatchRecords * (kRecordBytes + kRecordOverheadBytes));
@@ -491,12 +552,18 @@ void TlsSession::record(const std::byte* data, size_t bytes) {
     }
   }
   size_t written = 0;
-  const int result = libssl().SSL_write_ex(ssl_, data, bytes, &written);
+  const int result = handshaking()
+      ? libssl().SSL_write_early_data(ssl_, data, bytes, &written)
+      : libssl().SSL_write_ex(ssl_, data, bytes, &written);
   if (result != 1) {
     failBy(result);
     return;
   }
   records_.push_back({sentTotal_ + output().size(), bytes});
+}
+
+void TlsSession::setSuites(const char* names) {
+  (void)libssl().SSL_set_ciphersuites(ssl_, names);
 }
 
 void TlsSession::requestKeyUpdate() {

@@ -28,17 +28,23 @@ namespace resilient {
 // pre-shared key with a fresh X25519 exchange (psk_dhe_ke): a recording cannot
 // be decrypted, not even by those who learn the secret later. Or both prove by
 // certificates which hosts they are (TlsCertificates), with the same exchange;
-// then the handshake inside proves the secret. There are no session tickets,
-// early data or older versions of TLS.
+// then the handshake inside proves the secret. There are no session tickets and
+// no older versions of TLS.
+//
+// With a secret, the first bytes of a client can go with its first flight
+// (early data, RFC 8446, 2.3), and the server's answer with its own: a round
+// trip less. TLS warns that early data may be a recording, and that it has no
+// forward secrecy. The server takes it with a key's name that was never used
+// before; and it should tell little.
 //
 // The protocol is that of OpenSSL's libssl, looked for at run time as in
 // packet_seal.h: only encrypted connections need it.
 //
 // How to use it. Read from the socket into input() and say so with received().
-// Then, while handshaking(), call proceed(); afterwards take what open()
-// returns, until it returns 0. After each of these calls send output(), and
-// tell sent(). end() tells that the socket has no more bytes. Once failed(),
-// output() may still hold the alert that tells the far end.
+// Then, while handshaking(), call proceed(); afterwards, and while isEarly(),
+// take what open() returns, until it returns 0. After each call send output(),
+// and tell sent(). end() tells that the socket has no more bytes. Once
+// failed(), output() may still hold the alert that tells the far end.
 //
 // Thread: one at a time.
 class TlsSession {
@@ -61,12 +67,17 @@ class TlsSession {
 
   // The keys of the secret that a client has named, or null: it is not known.
   using FindKeys =
-      std::function<std::optional<TlsKeys>(std::span<const uint8_t> name)>;
+      std::function<std::optional<NamedKeys>(std::span<const uint8_t> name)>;
+
+  // The most early data.
+  static constexpr size_t kEarlyBytes = 256;
 
   // Both must be available(). The nonce must not repeat, see wire/tls_keys.h.
+  // `early` goes with the first flight, see takenEarly().
   static std::unique_ptr<TlsSession> client(
       const TlsKeys& keys,
-      const TlsNonce& nonce);
+      const TlsNonce& nonce,
+      std::span<const uint8_t> early = {});
   // `find` must outlive the handshake.
   static std::unique_ptr<TlsSession> server(FindKeys find);
   // With certificates: those of TlsCertificates::context().
@@ -98,6 +109,14 @@ class TlsSession {
     return state_ == State::kHandshake;
   }
   void proceed();
+  // Of a server during the handshake: early data has come. The client has
+  // proved its secret with it, but not yet that it receives the answers.
+  bool isEarly() const {
+    return handshaking() && anyEarly_;
+  }
+  // Of a client after the handshake, once: the early data that the server has
+  // taken. The rest must be sent again.
+  size_t takenEarly();
   // The client has named a secret that is known, which proves nothing yet, or
   // has proved a certificate.
   bool namedSecret() const {
@@ -111,7 +130,7 @@ class TlsSession {
     return unknownSecret_;
   }
 
-  // --- the side of the application, after the handshake
+  // --- the side of the application, after the handshake or while isEarly()
   // The next bytes, at most `bytes`; 0: none until more are received, or the
   // far end has ended the stream, or it failed.
   size_t open(std::byte* to, size_t bytes);
@@ -165,8 +184,10 @@ class TlsSession {
   // "TLS_AES_128_GCM_SHA256"
   std::string cipher() const;
 
-  // For tests: another number than kRecordsPerKey; and a new key with the next
-  // record, which asks the far end for one, too.
+  // For tests: the suites of a server in its order, before any input; another
+  // number than kRecordsPerKey; and a new key with the next record, which asks
+  // the far end for one, too.
+  void setSuites(const char* names);
   void setRecordsPerKey(uint64_t records) {
     recordsPerKey_ = records;
   }
@@ -184,6 +205,7 @@ class TlsSession {
   static constexpr size_t kOutputBytesMax = 128u << 10;
 
   TlsSession(bool isClient, void* certificates);
+  bool readEarly();
   void fail(StatusCode code, std::string why);
   void failBy(int result);
   void record(const std::byte* data, size_t bytes);
@@ -202,7 +224,13 @@ class TlsSession {
   // Of a client.
   TlsKeys keys_;
   TlsName name_{};
-  FindKeys find_; // of a server
+  size_t sentEarly_ = 0;
+  // Of a server.
+  FindKeys find_;
+  const void* firstSuite_ = nullptr; // that the client wants most
+  bool mayBeEarly_ = false; // more early data may come
+  bool anyEarly_ = false;
+  std::vector<std::byte> early_; // not opened yet
 
   std::unique_ptr<std::byte[]> in_;
   size_t inCapacity_ = 0; // of it: small until the handshake is over

@@ -33,13 +33,19 @@ class UsedNames {
     if (order_.size() > kMax) {
       known_.erase(order_.front());
       order_.pop_front();
+      forgotten_ = true;
     }
     return true;
+  }
+  // None was forgotten.
+  bool knowsAll() const {
+    return !forgotten_;
   }
 
  private:
   std::unordered_set<uint64_t> known_;
   std::deque<uint64_t> order_;
+  bool forgotten_ = false;
 };
 
 } // namespace resilient

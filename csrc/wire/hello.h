@@ -236,7 +236,7 @@ struct ServerIdentity {
   std::function<HelloCode(const HelloInfo&, const CertifiedFor&)> decide;
   // The keys for TLS by the name of one of our secrets; nothing for others, and
   // for a name that was used before. Not needed without encryption.
-  std::function<std::optional<TlsKeys>(std::span<const uint8_t> name)> keysOf;
+  std::function<std::optional<NamedKeys>(std::span<const uint8_t> name)> keysOf;
 };
 
 // The side that was called. Bytes that are no hello get no answer at all. It

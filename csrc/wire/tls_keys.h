@@ -31,6 +31,14 @@ inline constexpr size_t kTlsNameBytes = 32;
 using TlsNonce = std::array<uint8_t, kTlsNonceBytes>;
 using TlsName = std::array<uint8_t, kTlsNameBytes>;
 
+// The keys that a name stands for.
+struct NamedKeys {
+  TlsKeys keys;
+  // No connection has used this name before, beyond doubt. Then what comes with
+  // it cannot be a recording.
+  bool isFirstUse = false;
+};
+
 TlsName tlsNameOf(const TlsKeys& keys, const TlsNonce& nonce);
 // It costs one HMAC, and proves nothing: a name can be recorded and repeated.
 bool isTlsNameOf(const TlsKeys& keys, std::span<const uint8_t> name);

@@ -33,7 +33,9 @@ class TlsFeed : private FuzzInput {
     ends_[0].session = TlsSession::client(keys, TlsNonce{});
     ends_[1].session =
         TlsSession::server([keys](std::span<const uint8_t> name) {
-          return isTlsNameOf(keys, name) ? std::optional(keys) : std::nullopt;
+          return isTlsNameOf(keys, name)
+              ? std::optional(NamedKeys{keys, /*isFirstUse=*/true})
+              : std::nullopt;
         });
     if (mode < 2) {
       raw(ends_[mode]);
