@@ -607,10 +607,12 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
       std::min({since(r.bursts, last_.bursts), s.lost, kMaxBursts});
   counters_.lost = r.lost;
   // Drops of a full link are no reason for parity. A report does not say when
-  // exactly the others were lost.
-  if (!rate_.queueing()) {
+  // exactly the others were lost, and that of a drop may come when the queue is
+  // gone.
+  const bool queued = rate_.isQueued(s.roundTrip);
+  if (!rate_.queueing() && now >= queuedUntil_) {
     // The queue may have come since, by others, while this path was idle.
-    if (!rate_.isQueued(s.roundTrip)) {
+    if (!queued) {
       counters_.unqueued += s.packets + s.lost;
       counters_.unqueuedLost += s.lost;
       counters_.unqueuedBursts += bursts;
@@ -619,6 +621,9 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
       loss_.onPackets(s.packets / bursts, (s.lost + bursts - 1 - i) / bursts);
     }
     loss_.onPackets(bursts == 0 ? s.packets : s.packets % bursts, 0);
+  }
+  if (queued) {
+    queuedUntil_ = now + rate_.minRoundTrip() / 2;
   }
   // A link that stands still now and then has queues and losses without being
   // full. A burst loses all packets if it loses one.

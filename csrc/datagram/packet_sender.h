@@ -234,6 +234,7 @@ class PacketSender {
   TimePoint sentAt_{}; // the last packet
   // The first after a rest, until a report tells of it; 0: none.
   uint64_t firstAfterRest_ = 0;
+  TimePoint queuedUntil_{}; // reports tell of a queue
   // The first one after a rest behind which nothing waited, until a report
   // tells of it; 0: none.
   uint64_t lastOfBurst_ = 0;

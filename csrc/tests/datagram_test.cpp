@@ -640,6 +640,31 @@ TEST(datagram_reports_count_to_no_burst) {
   CHECK(learns(true) < 1.1 * learns(false));
 }
 
+// What the first bursts drop, as they find out the rate, is no reason for
+// parity. Both ends send: reports of drops come behind the queue of the other
+// direction, all at once, the last of them as soon as there was none.
+TEST(datagram_drops_of_a_queue_ask_for_no_parity) {
+  test::forSeeds(20, [](uint64_t seed) {
+    DatagramLink link;
+    link.bytesPerS = 12.5e6;
+    link.queueBytes = (200u << 10) + 20'000 * seed;
+    DatagramPair pair(seed, RecoverySchemes{}, link, link);
+    const RandomObject object(128u << 10);
+    ObjectToSend what = object.toSend();
+    for (int burst = 0; burst < 4; ++burst) {
+      for (int i = 0; i < 8; ++i) {
+        pair.send(0, what);
+        pair.send(1, what);
+      }
+      CHECK(pair.runUntilIdle(seconds(10)));
+      rest(pair);
+    }
+    const SenderCounters& counters = pair.sender(0).counters();
+    CHECK(counters.lost > 100);
+    CHECK_EQ(counters.unqueuedLost, 0u);
+  });
+}
+
 // A path that rests for long, as during an evaluation, is as fast afterwards:
 // no clock that wraps and no old measurement slows it.
 TEST(datagram_path_is_fast_after_a_rest) {
