@@ -124,8 +124,8 @@ double RateControl::gain() const {
   return 1;
 }
 
-double RateControl::bytesPerS() const {
-  double rate = gain() * capacityBytesPerS();
+double RateControl::limited(double gain) const {
+  double rate = gain * capacityBytesPerS();
   if (ceiling_ > 0) {
     rate = std::min(rate, ceiling_);
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 
@@ -65,7 +66,14 @@ class RateControl {
   bool known() const {
     return state_ != State::kStartup || fullRounds_ >= kRoundsToKnow;
   }
-  double bytesPerS() const; // to send at
+  double bytesPerS() const { // to send at
+    return limited(gain());
+  }
+  // At which a burst would be sent, whatever the present round is for: one that
+  // drains a queue is over soon.
+  double burstBytesPerS() const {
+    return limited(std::max(gain(), 1.0));
+  }
   uint64_t windowBytes() const; // in flight, at most
   bool congested() const {
     return congestedRounds_ > 0;
@@ -105,6 +113,7 @@ class RateControl {
   void grow(TimePoint now);
   Nanos queueMark() const;
   double gain() const;
+  double limited(double gain) const; // of the capacity, in bytes per second
   double measuredBytesPerS() const;
   bool roundShowsLink() const; // its rate was that of the link, not the sender
 

@@ -308,7 +308,7 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   const SenderCounters& datagrams = path.sender()->counters();
   e.datagrams.roundTripS = toSeconds(path.minRoundTrip());
   if (path.rateIsKnown()) {
-    e.datagrams.bytesPerS = path.bytesPerS();
+    e.datagrams.bytesPerS = path.burstBytesPerS();
     e.datagramBytesPerS = path.capacityBytesPerS();
   }
   e.packets = datagrams.unqueued;

@@ -356,6 +356,23 @@ TEST(rate_control_keeps_to_the_limit_from_outside) {
   }
 }
 
+// Whoever chooses between datagrams and connections by the rate of the moment
+// would change over in each round that drains, amid a burst.
+TEST(rate_control_tells_the_rate_of_a_burst_whatever_the_round) {
+  Stream s(1, linkOf(25e6, milliseconds(20)), RecoveryKind::kSelectiveRepeat);
+  s.run(seconds(2));
+  int draining = 0;
+  for (int i = 0; i < 200; ++i) {
+    s.run(milliseconds(10));
+    const RateControl& rate = s.rate();
+    draining += rate.bytesPerS() < 0.8 * rate.capacityBytesPerS();
+    CHECK(rate.burstBytesPerS() >= rate.capacityBytesPerS());
+    CHECK(rate.burstBytesPerS() >= rate.bytesPerS());
+  }
+  CHECK(draining > 5);
+  CHECK(RateControl(milliseconds(20), 50e6, 3e6).burstBytesPerS() <= 3e6);
+}
+
 // Nothing but messages of 128 or 256 KiB, which soon leave in less than half a
 // round trip. The rest between them is no part of what is measured, however
 // short it is.

@@ -123,8 +123,8 @@ class DatagramPath final : public RoutePath, public Handler {
   bool rateIsKnown() const {
     return sender_->rate().known();
   }
-  double bytesPerS() const { // at which it sends
-    return sender_->rate().bytesPerS();
+  double burstBytesPerS() const { // at which it would send one
+    return sender_->rate().burstBytesPerS();
   }
   double capacityBytesPerS() const {
     return sender_->rate().capacityBytesPerS();
