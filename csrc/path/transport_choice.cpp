@@ -147,8 +147,9 @@ bool TransportChoice::isLate() const {
 // before it is known whether they lose as many.
 bool TransportChoice::avoids(std::string& news, TimePoint now) {
   using Verdict = LossComparison::Verdict;
-  // Parity makes up for less than this at a low price.
-  constexpr double kMany = 0.05;
+  // Parity makes up for less than this at a low price, or at a bearable one as
+  // long as the connections may lose as many.
+  constexpr double kMany = 0.05, kTooMany = 0.1;
   if (avoidedSince_ != TimePoint{}) {
     // The connections have turned out to be as late: that is the network.
     const bool inVain = avoidedAsLate_ && streamLateness_.known() && !isLate();
@@ -174,7 +175,8 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
     return true;
   }
   const double rate = datagramLossRate();
-  if (rate < kMany || losses_.verdict() == Verdict::kShared) {
+  if (rate < kMany || losses_.verdict() == Verdict::kShared ||
+      (rate < kTooMany && losses_.verdict() == Verdict::kUnknown)) {
     return false;
   }
   if (losses_.verdict() == Verdict::kDatagramsAlone) {

@@ -241,6 +241,25 @@ TEST(transport_choice_takes_an_outage_for_no_policer) {
   }
 }
 
+// Before it is known whether connections lose as many, a loss that parity can
+// bear leaves bursts to datagrams: a connection would take three times as long.
+TEST(transport_choice_keeps_datagrams_that_parity_makes_up_for) {
+  for (const uint64_t perMille : {70, 150}) {
+    RouteEvidence e;
+    e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
+    e.stream.firstBytes = 16e3;
+    e.streamBytesPerS = e.datagramBytesPerS = e.datagrams.bytesPerS = 125e6;
+    e.packets = 1000;
+    e.packetsLost = e.lossBursts = perMille;
+    TransportChoice choice;
+    const TimePoint now(std::chrono::hours(1));
+    CHECK_EQ(choice.choose(e, now).upTo > 0, perMille < 100);
+    e.segments += 1000; // none is lost: UDP is policed
+    (void)choice.choose(e, now);
+    CHECK_EQ(choice.choose(e, now).upTo, 0u);
+  }
+}
+
 // A route of 40 ms with cold connections, on which a burst of 64 KiB is sent
 // each 300 ms. One that goes by the predictions takes 43 ms as datagrams, and
 // 120 over connections.
