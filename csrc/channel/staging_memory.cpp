@@ -33,7 +33,7 @@ StagingMemory::Block StagingMemory::take(uint64_t bytes) {
   Block block;
   block.bytes = bytes;
   if (bytes >= kKeptBytes) {
-    // What does not fit when it is rounded up may still fit as it is.
+    // A copy that does not fit when it is rounded up may fit as it is.
     const uint64_t rounded = sizeAt(sizeIndex(bytes));
     block.bytes = rounded <= limit_ - used_ ? rounded : bytes;
   }

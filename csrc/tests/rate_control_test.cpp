@@ -356,8 +356,8 @@ TEST(rate_control_keeps_to_the_limit_from_outside) {
   }
 }
 
-// Whoever chooses between datagrams and connections by the rate of the moment
-// would change over in each round that drains, amid a burst.
+// The choice between datagrams and connections goes by this. By the rate of the
+// moment it would change amid a burst, in each round that drains.
 TEST(rate_control_tells_the_rate_of_a_burst_whatever_the_round) {
   Stream s(1, linkOf(25e6, milliseconds(20)), RecoveryKind::kSelectiveRepeat);
   s.run(seconds(2));

@@ -221,13 +221,19 @@ TEST(transport_choice_takes_one_gap_for_one_loss) {
   CHECK(lossy.choose(e, now).upTo > 4u << 20);
 }
 
+// Whose connections would have to get going.
+RouteEvidence coldRoute() {
+  RouteEvidence e;
+  e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
+  e.stream.firstBytes = 16e3;
+  e.streamBytesPerS = e.datagramBytesPerS = e.datagrams.bytesPerS = 125e6;
+  return e;
+}
+
 // UDP was blocked for a moment. A policer drops again and again.
 TEST(transport_choice_takes_an_outage_for_no_policer) {
   for (const uint64_t bursts : {2, 40}) {
-    RouteEvidence e;
-    e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
-    e.stream.firstBytes = 16e3;
-    e.streamBytesPerS = e.datagramBytesPerS = e.datagrams.bytesPerS = 125e6;
+    RouteEvidence e = coldRoute();
     TransportChoice choice;
     const TimePoint now(std::chrono::hours(1));
     CHECK(choice.choose(e, now).upTo > 0);
@@ -245,10 +251,7 @@ TEST(transport_choice_takes_an_outage_for_no_policer) {
 // bear leaves bursts to datagrams: a connection would take three times as long.
 TEST(transport_choice_keeps_datagrams_that_parity_makes_up_for) {
   for (const uint64_t perMille : {70, 150}) {
-    RouteEvidence e;
-    e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
-    e.stream.firstBytes = 16e3;
-    e.streamBytesPerS = e.datagramBytesPerS = e.datagrams.bytesPerS = 125e6;
+    RouteEvidence e = coldRoute();
     e.packets = 1000;
     e.packetsLost = e.lossBursts = perMille;
     TransportChoice choice;

@@ -109,13 +109,13 @@ class TlsSession {
     return state_ == State::kHandshake;
   }
   void proceed();
-  // Of a server during the handshake: early data has come. The client has
+  // A server has got early data, and the handshake is not over. The client has
   // proved its secret with it, but not yet that it receives the answers.
   bool isEarly() const {
     return handshaking() && anyEarly_;
   }
-  // Of a client after the handshake, once: the early data that the server has
-  // taken. The rest must be sent again.
+  // How much of a client's early data the server has taken: all or nothing, and
+  // nothing on a second call. The rest must be sent again. After the handshake.
   size_t takenEarly();
   // The client has named a secret that is known, which proves nothing yet, or
   // has proved a certificate.
