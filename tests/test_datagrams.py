@@ -219,7 +219,7 @@ def test_the_cap_of_a_site_counts_all_that_datagrams_send(lab: NetworkLab) -> No
 def test_the_cap_of_a_site_holds_for_both_kinds_of_paths_together(lab: NetworkLab) -> None:
     """Connections carry until it is known that they lose as much; nothing counts twice."""
     a, b = lab.host("a"), lab.host("b")
-    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=50e6, drop=0.08)
+    lab.link(a, b, delay_s=0.01, rate_bytes_per_s=50e6, drop=0.15)
     control = lab.link(a, b, name="control")
     cap = 2e6
     settings = {"job": "exchange", "count": 80, "pause_s": 0.0}
@@ -236,7 +236,7 @@ def test_the_cap_of_a_site_holds_for_both_kinds_of_paths_together(lab: NetworkLa
         by_datagrams = datagrams(result)["datagrams"]["bytes"]
         by_connections = sum(path["bytes_sent"] for path in connections(result))
         assert result["wrong"] == 0
-        assert min(by_datagrams, by_connections) > 2 * 131072
+        assert min(by_datagrams, by_connections) >= 131072
         assert 0.6 * cap * took_s < by_datagrams + by_connections < 1.1 * cap * took_s
 
 
