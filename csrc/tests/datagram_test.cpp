@@ -640,10 +640,10 @@ TEST(datagram_reports_count_to_no_burst) {
   CHECK(learns(true) < 1.1 * learns(false));
 }
 
-// The first bursts find out the rate, and drop some packets in doing so. That
-// is no reason for parity. Both ends send: reports of drops come behind the
-// queue of the other direction, all at once, the last of them as soon as there
-// was none.
+// The first bursts find out the rate, and drop some packets in doing so. These
+// drops are no reason for parity. Both ends send: reports of drops come behind
+// the queue of the other direction, all at once, the last of them as soon as
+// there was none.
 TEST(datagram_drops_of_a_queue_ask_for_no_parity) {
   test::forSeeds(20, [](uint64_t seed) {
     DatagramLink link;

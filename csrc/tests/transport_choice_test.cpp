@@ -221,7 +221,7 @@ TEST(transport_choice_takes_one_gap_for_one_loss) {
   CHECK(lossy.choose(e, now).upTo > 4u << 20);
 }
 
-// Whose connections would have to get going.
+// A route whose connections would have to get going.
 RouteEvidence coldRoute() {
   RouteEvidence e;
   e.stream.roundTripS = e.datagrams.roundTripS = 0.04;
