@@ -52,6 +52,8 @@ constexpr double kSegmentBytes = 1448;
 // A round has lost more than usual by this many standard deviations. There are
 // a thousand rounds in a minute, and a cut takes seconds to grow back.
 constexpr double kUnusual = 4;
+// Fewer say little about losses, unless most of them are lost.
+constexpr uint64_t kPacketsForLoss = 300;
 // The longer there has been a queue, the less is what was lost before it a
 // measure: half of it counts after so long, which is enough for a new route to
 // be believed.
@@ -61,6 +63,16 @@ constexpr Nanos kUsualFor = std::chrono::seconds(20);
 constexpr int kRoundsPerCut = 3;
 // Parity stays low for a while after it.
 constexpr int kCongestedFor = 8;
+
+// More losses are not chance. They come at random, in rows of about
+// `variance / mean`: where few are expected, their distribution is far from
+// normal, and its skew counts (Cornish and Fisher, 1938). One loss of the last
+// few packets of a burst says nothing.
+double mostUsual(double mean, double variance) {
+  const double row = mean > 0 ? std::max(variance / mean, 1.0) : 1;
+  return mean + kUnusual * std::sqrt(variance) +
+      row * (kUnusual * kUnusual - 1) / 6;
+}
 
 double rateOf(const DeliverySample& s) {
   return std::min(
@@ -287,6 +299,27 @@ void RateControl::grow(TimePoint now) {
   }
 }
 
+// Whether more was lost than is usual: in this round, or in the last ones with
+// a queue if a round has few packets.
+bool RateControl::isUnusual(bool queue, TimePoint now) {
+  if (!queue) {
+    losses_ = Losses();
+    noQueueAt_ = now;
+  }
+  losses_.packets += roundPackets_;
+  losses_.lost += roundLost_;
+  losses_.usual += roundUsual_;
+  losses_.variance += roundVariance_;
+  const double still =
+      std::exp2(-toSeconds(now - noQueueAt_) / toSeconds(kUsualFor));
+  const bool unusual = static_cast<double>(losses_.lost) >
+      mostUsual(still * losses_.usual, still * losses_.variance);
+  if (unusual || losses_.packets >= kPacketsForLoss) {
+    losses_ = Losses();
+  }
+  return unusual;
+}
+
 // Congestion takes two signs: even the shortest round trip of the round had a
 // queue in it, and more was lost than is usual. Each of them alone is common on
 // a good link. The usual loss counts less the longer there has been a queue,
@@ -298,13 +331,7 @@ void RateControl::onRoundEnd(TimePoint now) {
   fullRounds_ +=
       roundPackets_ >= kPacketsForRate && fullRounds_ < kRoundsToKnow;
   ++roundsSinceCut_;
-  if (!queue) {
-    noQueueAt_ = now;
-  }
-  const double still =
-      std::exp2(-toSeconds(now - noQueueAt_) / toSeconds(kUsualFor));
-  const bool unusual = static_cast<double>(roundLost_) >
-      still * roundUsual_ + kUnusual * std::sqrt(still * roundVariance_);
+  const bool unusual = isUnusual(queue, now);
   if (queue && unusual) {
     if (roundsSinceCut_ >= kRoundsPerCut) {
       cut(now);

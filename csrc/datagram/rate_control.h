@@ -101,6 +101,10 @@ class RateControl {
 
  private:
   enum class State { kStartup, kDrain, kSteady };
+  struct Losses {
+    uint64_t packets = 0, lost = 0;
+    double usual = 0, variance = 0; // of those lost
+  };
   static constexpr size_t kRounds = 10; // that a measured rate counts
   // The rate may grow by kStartupGain in each: a hundredfold.
   static constexpr int kRoundsToKnow = 4;
@@ -108,6 +112,7 @@ class RateControl {
   void onRoundTrip(Nanos sample, TimePoint now);
   void onMin(Nanos sample, TimePoint now);
   void onRoundEnd(TimePoint now);
+  bool isUnusual(bool queue, TimePoint now);
   void cut(TimePoint now);
   void cutFrom(double bytesPerS, TimePoint now);
   void grow(TimePoint now);
@@ -149,6 +154,7 @@ class RateControl {
   int fullRounds_ = 0; // with enough packets to show a rate
   size_t phase_ = 0; // of the steady state's cycle
   TimePoint noQueueAt_{}; // the last round without
+  Losses losses_; // since then, of few packets
   double ceiling_ = 0; // after congestion; 0: none
   TimePoint cutAt_{};
   double maxSegments_ = 0, cutSegments_ = 0; // in flight, before and after it

@@ -237,7 +237,7 @@ struct Fed {
     s.usuallyLost = s.usualVariance = usuallyLost;
     s.roundTrip = s.interval = roundTrip;
     s.bytes = static_cast<uint64_t>(bytesPerS * toSeconds(roundTrip));
-    s.packets = 100;
+    s.packets = packets;
     s.lost = lost;
     now += roundTrip;
     rate.onSample(s, now);
@@ -250,6 +250,7 @@ struct Fed {
   RateControl rate;
   TimePoint now{seconds(7)};
   double usuallyLost = 0;
+  uint64_t packets = 100;
 };
 
 TEST(rate_control_congestion_is_loss_with_a_queue) {
@@ -289,6 +290,32 @@ TEST(rate_control_congestion_is_more_loss_than_usual) {
   }
   for (int i = 0; i < 3; ++i) {
     f.round(milliseconds(40), 20);
+  }
+  CHECK(f.rate.congested());
+}
+
+// The last packets of a burst are a round of their own, behind the queue that
+// the burst has made. One of these is lost now and then.
+TEST(rate_control_takes_single_losses_at_the_ends_of_bursts_for_chance) {
+  Fed f;
+  for (int i = 0; i < 100; ++i) {
+    f.packets = 4000;
+    f.usuallyLost = 4;
+    f.now += milliseconds(30);
+    f.round(milliseconds(20), 4);
+    f.packets = 30;
+    f.usuallyLost = 0.03;
+    f.round(milliseconds(40), 1);
+    CHECK(!f.rate.congested());
+  }
+}
+
+TEST(rate_control_congestion_may_take_rounds_of_few_packets_to_show) {
+  Fed f;
+  f.packets = 10;
+  f.usuallyLost = 0.01;
+  for (int i = 0; i < 10; ++i) {
+    f.round(milliseconds(40), i % 2 == 0 ? 1 : 0);
   }
   CHECK(f.rate.congested());
 }
