@@ -656,9 +656,15 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
     s.brief = s.interval < rate_.minRoundTrip() / 2;
     s.stretched = sentKnown && micros / 2 > sentMicros;
     s.bytes = carried(r, usual.rate);
+    uint64_t sent = carried(r, /*usualLoss=*/1);
     if (baseIsRest_) {
       // Our reports of the time of rest have arrived as well.
-      s.bytes = std::min(s.bytes, counters_.bytes - bytesBeforeRest_);
+      const uint64_t most = counters_.bytes - bytesBeforeRest_;
+      s.bytes = std::min(s.bytes, most);
+      sent = std::min(sent, most);
+    }
+    if (sentKnown && sentMicros > 0) {
+      s.sentBytesPerS = static_cast<double>(sent) / (1e-6 * sentMicros);
     }
     s.limitedBySender = now < limitedUntil_;
     beginAt(r, now);

@@ -16,6 +16,8 @@ constexpr int kStartupRounds = 3;
 constexpr double kDrainGain = 0.5;
 // Fewer say little about the rate at which they arrive.
 constexpr uint64_t kPacketsForRate = 16;
+// Packets that leave at this part of the pace are a burst, or a part of one.
+constexpr double kAtPace = 0.7;
 // One round asks for more, the next gives back what queued, six rest.
 constexpr std::array<double, 8> kGains{1.25, 0.75, 1, 1, 1, 1, 1, 1};
 
@@ -223,6 +225,10 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
   const bool limited =
       s.limitedBySender || probesUntil_ != kNever || now < thinUntil_;
   roundFull_ = roundFull_ && !limited;
+  if (s.interval > Nanos(0) && s.sentBytesPerS >= kAtPace * bytesPerS()) {
+    roundAtPace_ = true;
+    roundSlower_ = roundSlower_ || rateOf(s) < s.sentBytesPerS / 2;
+  }
   if (s.interval > Nanos(0) && s.brief) {
     // Short bursts have to raise the rate, too. A rate above that of the link
     // makes a queue.
@@ -328,8 +334,10 @@ void RateControl::onRoundEnd(TimePoint now) {
   const Nanos mark = queueMark();
   const bool queue = roundMin_ != Nanos::max() && roundMin_ > mark;
   congestedRounds_ -= congestedRounds_ > 0;
-  fullRounds_ +=
-      roundPackets_ >= kPacketsForRate && fullRounds_ < kRoundsToKnow;
+  if (roundAtPace_ && roundPackets_ >= kPacketsForRate) {
+    pacedRounds_ = roundSlower_ ? kRoundsToKnow
+                                : std::min(pacedRounds_ + 1, kRoundsToKnow);
+  }
   ++roundsSinceCut_;
   const bool unusual = isUnusual(queue, now);
   if (queue && unusual) {
@@ -381,7 +389,7 @@ void RateControl::onRoundEnd(TimePoint now) {
   roundFull_ = true;
   roundPackets_ = roundLost_ = 0;
   roundUsual_ = roundVariance_ = roundRate_ = 0;
-  roundStretched_ = false;
+  roundStretched_ = roundAtPace_ = roundSlower_ = false;
   roundMin_ = Nanos::max();
   roundMax_ = Nanos(0);
   roundQueued_ = false;

@@ -16,6 +16,7 @@ struct DeliverySample {
       interval{}; // in which they have arrived, or were sent if that is longer
   bool brief = false; // the interval is short: a burst
   bool stretched = false; // arrived over twice the time of sending, or more
+  double sentBytesPerS = 0; // how fast they left; 0: unknown
   uint64_t packets = 0; // delivered
   uint64_t lost = 0; // packets
   // The sender had nothing to send some of the time: the rate says how much
@@ -63,8 +64,9 @@ class RateControl {
   // itself, it begins there.
   void expect(double bytesPerS);
   // Enough has arrived to tell the capacity, also if that was little at a time.
+  // Reports and small messages, which leave slowly, never tell alone.
   bool known() const {
-    return state_ != State::kStartup || fullRounds_ >= kRoundsToKnow;
+    return state_ != State::kStartup || pacedRounds_ >= kRoundsToKnow;
   }
   double bytesPerS() const { // to send at
     return limited(gain());
@@ -136,6 +138,7 @@ class RateControl {
   double roundUsual_ = 0, roundVariance_ = 0;
   double roundRate_ = 0; // the best measurement
   bool roundStretched_ = false; // by some measurement
+  bool roundAtPace_ = false, roundSlower_ = false; // the same
   Nanos roundMin_ = Nanos::max(), roundMax_{};
   int queuedInRow_ = 0; // the last round trips had a queue in them
   bool roundQueued_ = false; // two in a row: no process that has paused
@@ -151,7 +154,7 @@ class RateControl {
 
   double startupRate_ = 0;
   int startupRounds_ = 0; // without growth
-  int fullRounds_ = 0; // with enough packets to show a rate
+  int pacedRounds_ = 0; // in which packets left at the pace
   size_t phase_ = 0; // of the steady state's cycle
   TimePoint noQueueAt_{}; // the last round without
   Losses losses_; // since then, of few packets

@@ -239,6 +239,8 @@ struct Fed {
     s.bytes = static_cast<uint64_t>(bytesPerS * toSeconds(roundTrip));
     s.packets = packets;
     s.lost = lost;
+    s.sentBytesPerS = sentBytesPerS;
+    s.limitedBySender = limitedBySender;
     now += roundTrip;
     rate.onSample(s, now);
   }
@@ -251,6 +253,8 @@ struct Fed {
   TimePoint now{seconds(7)};
   double usuallyLost = 0;
   uint64_t packets = 100;
+  double sentBytesPerS = 0;
+  bool limitedBySender = false;
 };
 
 TEST(rate_control_congestion_is_loss_with_a_queue) {
@@ -367,6 +371,25 @@ TEST(rate_control_forgets_no_rate_while_less_is_in_flight) {
   }
   f.round(milliseconds(23), 0, rate / 8); // sent before
   CHECK(f.rate.capacityBytesPerS() > 0.9 * rate);
+}
+
+// Reports and small messages are many packets, too.
+TEST(rate_control_knows_the_rate_by_what_has_left_at_its_pace) {
+  for (const bool slower : {false, true}) {
+    Fed f(2e6);
+    f.limitedBySender = true;
+    f.sentBytesPerS = 1e6;
+    for (int i = 0; i < 100; ++i) {
+      f.round(milliseconds(20), 0, 1e6);
+      CHECK(!f.rate.known());
+    }
+    int rounds = 0;
+    for (; !f.rate.known(); ++rounds) {
+      f.sentBytesPerS = f.rate.bytesPerS();
+      f.round(milliseconds(20), 0, f.sentBytesPerS / (slower ? 3 : 1));
+    }
+    CHECK_EQ(rounds, slower ? 1 : 4);
+  }
 }
 
 TEST(rate_control_keeps_to_the_limit_from_outside) {
