@@ -93,16 +93,19 @@ class RoutePacing {
       begin(at, bytes); // other connections, or a new burst
       silent_ = over;
       idle_ = false;
-    } else if (silent_ && at > at_) {
-      begin(at, bytes); // it began somewhere between the last two answers
-      silent_ = false;
-    } else if (elapsed >= window) {
-      const double rate =
-          static_cast<double>(bytes - from_) / toSeconds(elapsed);
-      if (s.now < repairUntil_) {
-        measured_ = std::max(measured_, std::min(rate, double(s.rate)));
-      } else {
+    } else if (silent_ ? at > at_ : elapsed >= window) {
+      double rate = static_cast<double>(bytes - from_) / toSeconds(elapsed);
+      const bool repairs = s.now < repairUntil_;
+      if (repairs) {
+        rate = std::min(rate, static_cast<double>(s.rate));
+      }
+      // A burst that began between the last two answers was faster than this.
+      // While it is short, its data is ahead of all further questions.
+      const bool atLeast = std::exchange(silent_, false);
+      if (!repairs && !atLeast) {
         measure(rate);
+      } else if (elapsed >= window) {
+        measured_ = std::max(measured_, rate);
       }
       begin(at, bytes);
     }

@@ -371,6 +371,28 @@ TEST(route_pacing_ignores_a_few_drops) {
   }
 }
 
+// All questions after the first wait behind the burst itself.
+TEST(route_pacing_measures_a_burst_between_two_answers) {
+  RoutePacing pacing;
+  RoutePacing::Sample s;
+  s.now = TimePoint(std::chrono::seconds(100));
+  s.minRoundTrip = s.roundTrip = milliseconds(40);
+  s.inFlight = 100;
+  const auto answered = [&](Nanos after, uint64_t bytes) {
+    s.now += after;
+    s.arrivedAt = s.now - milliseconds(20);
+    s.arrived += bytes;
+    return pacing.observe(s);
+  };
+  for (int i = 0; i < 20; ++i) {
+    CHECK_EQ(answered(milliseconds(10), 100), 0u);
+  }
+  s.inFlight = 5 << 20;
+  s.roundTrip = milliseconds(60);
+  const auto limit = static_cast<double>(answered(milliseconds(40), 4'000'000));
+  CHECK(std::abs(limit / (1.25 * 100e6) - 1) < 0.01);
+}
+
 // They go on whatever the pace is.
 TEST(route_pacing_does_not_stop_for_many_drops) {
   RoutePacing pacing;
