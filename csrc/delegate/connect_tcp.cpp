@@ -779,6 +779,12 @@ void TcpConnector::onArrivals(const Arrivals& arrivals) {
       x.told = bytes;
     }
   }
+  // Answers wait behind the data of the other direction and come in a clump:
+  // each of them is looked at, not the last alone.
+  tunePaths();
+  if (tuneAt_ != kNever) {
+    wakeAt(tuneAt_);
+  }
 }
 
 // Whether more connections carry more, route by route. With a fixed number of
