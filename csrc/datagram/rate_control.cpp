@@ -54,7 +54,7 @@ constexpr double kSegmentBytes = 1448;
 // A round has lost more than usual by this many standard deviations. There are
 // a thousand rounds in a minute, and a cut takes seconds to grow back.
 constexpr double kUnusual = 4;
-// Fewer say little about losses, unless most of them are lost.
+// Fewer say little about losses, unless several of them are lost.
 constexpr uint64_t kPacketsForLoss = 300;
 // The longer there has been a queue, the less is what was lost before it a
 // measure: half of it counts after so long, which is enough for a new route to
@@ -66,7 +66,7 @@ constexpr int kRoundsPerCut = 3;
 // Parity stays low for a while after it.
 constexpr int kCongestedFor = 8;
 
-// More losses are not chance. They come at random, in rows of about
+// More losses than this are not chance. They come at random, in rows of about
 // `variance / mean`: where few are expected, their distribution is far from
 // normal, and its skew counts (Cornish and Fisher, 1938). One loss of the last
 // few packets of a burst says nothing.
@@ -226,7 +226,7 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
       s.limitedBySender || probesUntil_ != kNever || now < thinUntil_;
   roundFull_ = roundFull_ && !limited;
   if (s.interval > Nanos(0) && s.sentBytesPerS >= kAtPace * bytesPerS()) {
-    roundAtPace_ = true;
+    roundAtPace_ = true; // so half of that says that the link is slower
     roundSlower_ = roundSlower_ || rateOf(s) < s.sentBytesPerS / 2;
   }
   if (s.interval > Nanos(0) && s.brief) {
@@ -306,7 +306,8 @@ void RateControl::grow(TimePoint now) {
 }
 
 // Whether more was lost than is usual: in this round, or in the last ones with
-// a queue if a round has few packets.
+// a queue if a round has few packets. The usual loss counts less the longer
+// there has been a queue, since it was measured before that.
 bool RateControl::isUnusual(bool queue, TimePoint now) {
   if (!queue) {
     losses_ = Losses();
@@ -328,8 +329,7 @@ bool RateControl::isUnusual(bool queue, TimePoint now) {
 
 // Congestion takes two signs: even the shortest round trip of the round had a
 // queue in it, and more was lost than is usual. Each of them alone is common on
-// a good link. The usual loss counts less the longer there has been a queue,
-// since it was measured before that.
+// a good link.
 void RateControl::onRoundEnd(TimePoint now) {
   const Nanos mark = queueMark();
   const bool queue = roundMin_ != Nanos::max() && roundMin_ > mark;

@@ -138,7 +138,8 @@ class RateControl {
   double roundUsual_ = 0, roundVariance_ = 0;
   double roundRate_ = 0; // the best measurement
   bool roundStretched_ = false; // by some measurement
-  bool roundAtPace_ = false, roundSlower_ = false; // the same
+  bool roundAtPace_ = false; // packets left at the pace
+  bool roundSlower_ = false; // and arrived more slowly
   Nanos roundMin_ = Nanos::max(), roundMax_{};
   int queuedInRow_ = 0; // the last round trips had a queue in them
   bool roundQueued_ = false; // two in a row: no process that has paused
