@@ -219,9 +219,10 @@ void RateControl::onSample(const DeliverySample& s, TimePoint now) {
     onRoundTrip(s.roundTrip, now);
   }
   roundPackets_ += s.packets;
-  roundLost_ += s.lost;
-  roundUsual_ += s.usuallyLost;
-  roundVariance_ += s.usualVariance;
+  losses_.packets += s.packets;
+  losses_.lost += s.lost;
+  losses_.usual += s.usuallyLost;
+  losses_.variance += s.usualVariance;
   const bool limited =
       s.limitedBySender || probesUntil_ != kNever || now < thinUntil_;
   roundFull_ = roundFull_ && !limited;
@@ -305,23 +306,18 @@ void RateControl::grow(TimePoint now) {
   }
 }
 
-// Whether more was lost than is usual: in this round, or in the last ones with
+// True: more was lost than is usual, in this round, or in the last ones with
 // a queue if a round has few packets. The usual loss counts less the longer
 // there has been a queue, since it was measured before that.
-bool RateControl::isUnusual(bool queue, TimePoint now) {
+bool RateControl::judgeLosses(bool queue, TimePoint now) {
   if (!queue) {
-    losses_ = Losses();
     noQueueAt_ = now;
   }
-  losses_.packets += roundPackets_;
-  losses_.lost += roundLost_;
-  losses_.usual += roundUsual_;
-  losses_.variance += roundVariance_;
   const double still =
       std::exp2(-toSeconds(now - noQueueAt_) / toSeconds(kUsualFor));
   const bool unusual = static_cast<double>(losses_.lost) >
       mostUsual(still * losses_.usual, still * losses_.variance);
-  if (unusual || losses_.packets >= kPacketsForLoss) {
+  if (!queue || unusual || losses_.packets >= kPacketsForLoss) {
     losses_ = Losses();
   }
   return unusual;
@@ -339,7 +335,7 @@ void RateControl::onRoundEnd(TimePoint now) {
                                 : std::min(pacedRounds_ + 1, kRoundsToKnow);
   }
   ++roundsSinceCut_;
-  const bool unusual = isUnusual(queue, now);
+  const bool unusual = judgeLosses(queue, now);
   if (queue && unusual) {
     if (roundsSinceCut_ >= kRoundsPerCut) {
       cut(now);
@@ -387,8 +383,8 @@ void RateControl::onRoundEnd(TimePoint now) {
   }
   roundStart_ = now;
   roundFull_ = true;
-  roundPackets_ = roundLost_ = 0;
-  roundUsual_ = roundVariance_ = roundRate_ = 0;
+  roundPackets_ = 0;
+  roundRate_ = 0;
   roundStretched_ = roundAtPace_ = roundSlower_ = false;
   roundMin_ = Nanos::max();
   roundMax_ = Nanos(0);

@@ -114,7 +114,7 @@ class RateControl {
   void onRoundTrip(Nanos sample, TimePoint now);
   void onMin(Nanos sample, TimePoint now);
   void onRoundEnd(TimePoint now);
-  bool isUnusual(bool queue, TimePoint now);
+  bool judgeLosses(bool queue, TimePoint now);
   void cut(TimePoint now);
   void cutFrom(double bytesPerS, TimePoint now);
   void grow(TimePoint now);
@@ -134,8 +134,7 @@ class RateControl {
 
   // of this round
   bool roundFull_ = true; // the sender always had something
-  uint64_t roundPackets_ = 0, roundLost_ = 0;
-  double roundUsual_ = 0, roundVariance_ = 0;
+  uint64_t roundPackets_ = 0;
   double roundRate_ = 0; // the best measurement
   bool roundStretched_ = false; // by some measurement
   bool roundAtPace_ = false; // packets left at the pace
@@ -158,7 +157,7 @@ class RateControl {
   int pacedRounds_ = 0; // in which packets left at the pace
   size_t phase_ = 0; // of the steady state's cycle
   TimePoint noQueueAt_{}; // the last round without
-  Losses losses_; // since then, of few packets
+  Losses losses_; // of this round, and of those since then with few packets
   double ceiling_ = 0; // after congestion; 0: none
   TimePoint cutAt_{};
   double maxSegments_ = 0, cutSegments_ = 0; // in flight, before and after it
