@@ -32,7 +32,7 @@ TEST(hello_feed_random_programs) {
         b = static_cast<uint8_t>(b / 16 * 16 + b % 8);
       }
     }
-    program[0] = static_cast<uint8_t>(2 + seed % 2);
+    program[0] = static_cast<uint8_t>(2 + seed % 3);
     HelloFeed feed(program);
     feed.run();
     done += feed.done();

@@ -244,6 +244,7 @@ void Handshake::bindTo(std::span<const std::byte> channel) {
   const auto* const bytes = reinterpret_cast<const uint8_t*>(channel.data());
   transcript_.insert(transcript_.begin(), bytes, bytes + channel.size());
   isBound_ = true;
+  onBound();
 }
 
 ClientHandshake::ClientHandshake(
@@ -266,6 +267,17 @@ ClientHandshake::ClientHandshake(
   hello.bytes(info_.nonce);
   append(transcript_, hello.out());
   append(output_, hello.out());
+}
+
+void ClientHandshake::onBound() {
+  prove();
+}
+
+void ClientHandshake::prove() {
+  Writer proof(kProofKind, kProofBytes);
+  sign(proof, secret_, kClientLabel, transcript_);
+  append(transcript_, proof.out());
+  append(output_, proof.out());
 }
 
 void ClientHandshake::onInput() {
@@ -302,8 +314,8 @@ void ClientHandshake::onInput() {
 
 // The order matters. A refusal is looked at first, since it has no proof. Then
 // the server must prove that it knows the secret. Only then the client writes
-// its own proof (which TLS has given before), and only then `eagerBudgetBytes`
-// counts.
+// its own proof (unless it has given one before, here or in TLS), and only then
+// `eagerBudgetBytes` counts.
 void ClientHandshake::onChallenge() {
   Reader in(input_);
   auto code = helloCodeOf(in.number<uint16_t>());
@@ -336,11 +348,8 @@ void ClientHandshake::onChallenge() {
   }
   accepted_.eagerBudgetBytes = in.number<uint64_t>();
   append(transcript_, input_);
-  if (!insideTls_) {
-    Writer proof(kProofKind, kProofBytes);
-    sign(proof, secret_, kClientLabel, transcript_);
-    append(transcript_, proof.out());
-    append(output_, proof.out());
+  if (!insideTls_ && !isBound()) {
+    prove();
   }
   stage_ = kAccept;
   expect(kAcceptBytes);
@@ -474,7 +483,9 @@ void ServerHandshake::onHello() {
   }
   secret_ = std::move(*secret);
   append(transcript_, input_);
-  sendChallenge(HelloCode::kOk);
+  if (!isBound()) {
+    sendChallenge(HelloCode::kOk);
+  }
   if (insideTls_) {
     sendVerdict();
     return;
@@ -484,8 +495,9 @@ void ServerHandshake::onHello() {
 }
 
 // The transcript grows in the order of the messages, equally on both sides:
-// HELLO, CHALLENGE, and PROOF if there is one. decide() has side effects (a
-// reservation), so a client without the secret must not reach it.
+// HELLO, CHALLENGE, and PROOF if there is one; in a channel HELLO, PROOF,
+// CHALLENGE. decide() has side effects (a reservation), so a client without the
+// secret must not reach it.
 void ServerHandshake::onProof() {
   auto error = headerError(input_, kProofKind, kProofBytes);
   if (!error.empty() || versionOf(input_) != kWireVersion ||
@@ -497,6 +509,9 @@ void ServerHandshake::onProof() {
     return;
   }
   append(transcript_, input_);
+  if (isBound()) {
+    sendChallenge(HelloCode::kOk);
+  }
   sendVerdict();
 }
 

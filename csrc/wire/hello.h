@@ -29,9 +29,10 @@ namespace resilient {
 // Both proofs cover all bytes said before, so nothing said can be changed or
 // replayed. The rest of the connection is not protected: the handshake keeps
 // out processes without the secret, it does not encrypt. Inside TLS, which has
-// proved both ends before, there is no PROOF, and ACCEPT follows CHALLENGE. By
-// default the secret lies in torch's store, where every process that can
-// connect to the store reads it.
+// proved both ends before, there is no PROOF, and ACCEPT follows CHALLENGE. In
+// a channel of its own (bindTo) PROOF follows HELLO, and both answers come
+// together. By default the secret lies in torch's store, where every process
+// that can connect to the store reads it.
 
 // Raise it when any byte of the wire changes, here or in a frame.
 inline constexpr uint16_t kWireVersion = 1;
@@ -147,9 +148,10 @@ class Handshake {
   std::vector<uint8_t>& output() {
     return output_;
   }
-  // All proofs hold for one channel only: `channel` is known to its two ends
-  // alone. Both sides call it before the first byte is received, or neither
-  // does. Else whoever stands between two channels could pass on the messages.
+  // All proofs hold for one channel only: `channel` is fresh, and known to its
+  // two ends alone. Both sides call it before the first byte is received, or
+  // neither does. Else whoever stands between two channels could pass on the
+  // messages. The client's proof needs no challenge then.
   void bindTo(std::span<const std::byte> channel);
   bool isBound() const {
     return isBound_;
@@ -163,6 +165,7 @@ class Handshake {
   // asking for more (expect) or ending (finish, fail). It must do one of these,
   // or the handshake never ends.
   virtual void onInput() = 0;
+  virtual void onBound() {}
   // Waits until input_ holds `total` bytes.
   void extend(size_t total) {
     expected_ = total;
@@ -196,8 +199,8 @@ class Handshake {
 };
 
 // The side that connected. Its HELLO is in output() from the start. It proves
-// itself only to a server that has proved itself before, so a stranger gets the
-// HELLO and no proof.
+// itself only to a server that has proved itself before, or that is at the end
+// of a channel, so a stranger gets the HELLO and no proof.
 class ClientHandshake final : public Handshake {
  public:
   // info.keyId is filled in from the secret.
@@ -210,6 +213,8 @@ class ClientHandshake final : public Handshake {
 
  private:
   void onInput() override;
+  void onBound() override;
+  void prove();
   void onChallenge();
   void onAccept();
 
@@ -239,9 +244,10 @@ struct ServerIdentity {
   std::function<std::optional<NamedKeys>(std::span<const uint8_t> name)> keysOf;
 };
 
-// The side that was called. Bytes that are no hello get no answer at all. It
-// answers with a proof of its own before the client has proved anything, but
-// over a nonce of that client, so a recorded answer is of no use.
+// The side that was called. Bytes that are no hello get no answer at all.
+// Outside of a channel it answers with a proof of its own before the client has
+// proved anything, but over a nonce of that client, so a recorded answer is of
+// no use.
 class ServerHandshake final : public Handshake {
  public:
   // `identity` must outlive the handshake. `reachedAt` is the local end of the

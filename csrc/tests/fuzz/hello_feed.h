@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstring>
 #include <optional>
 #include <span>
@@ -15,16 +16,17 @@ namespace resilient::test {
 // bytes. Nothing may crash or grow without bound, and an end that says that it
 // has met the other one has heard every byte as it was said.
 //
-// First byte, modulo 4: 0 or 1: the rest comes to a server or client that has
+// First byte, modulo 5: 0 or 1: the rest comes to a server or client that has
 // said nothing yet, as it is. Else a program of steps: deliver a part, change,
-// drop, repeat, insert; 3 is inside TLS, where no proof follows.
+// drop, repeat, insert; 3 is inside TLS, where no proof follows, and 4 in a
+// channel.
 class HelloFeed : private FuzzInput {
  public:
   explicit HelloFeed(std::span<const uint8_t> input)
       : FuzzInput("hello feed", input) {}
 
   void run() {
-    const uint8_t mode = byte() % 4;
+    const uint8_t mode = byte() % 5;
     ServerIdentity identity;
     identity.uid.fill(2);
     identity.eagerBudgetBytes = 1u << 20;
@@ -46,6 +48,11 @@ class HelloFeed : private FuzzInput {
     if (mode == 3) {
       server.setInsideTls();
     }
+    if (mode == 4) {
+      const std::array<std::byte, 32> channel{};
+      client.bindTo(channel);
+      server.bindTo(channel);
+    }
     ends_ = {{{client, {}}, {server, {}}}};
     if (mode < 2) {
       End& end = ends_[1 - mode];
@@ -64,14 +71,14 @@ class HelloFeed : private FuzzInput {
       deliver(ends_[1], SIZE_MAX);
     }
     // Inside TLS the records answer for the bytes.
-    if (client.state() == Handshake::State::kDone && mode == 2) {
+    if (client.state() == Handshake::State::kDone && mode != 3) {
       require(server.authenticated(), "the client is done before the server");
       require(client.accepted().signer == identity.uid, "another signer");
       require(
           client.accepted().eagerBudgetBytes == identity.eagerBudgetBytes,
           "the verdict has been changed");
     }
-    if (server.authenticated() && mode == 2) {
+    if (server.authenticated() && mode != 3) {
       info.keyId = keyIdOf(kSecret);
       require(server.info() == info, "the hello has been changed");
     }
