@@ -7,8 +7,10 @@ import json
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from common import Row, add_common_arguments, median, show_rows
@@ -21,6 +23,7 @@ host a stranger calls the rank's port all the time, in every second window of so
   nothing   connects and says nothing
   hello     says a whole hello that names the job's secret, and proves nothing
   tls       says a recorded beginning of a member's encrypted handshake
+  certified the same, in a job with certificates (ECDSA, P-256)
 
   steps/s   in quiet windows and under flood, the median of all windows
   ratio     flooded / quiet; the limit is 0.95
@@ -35,10 +38,12 @@ something. Every average is checked.
 Exit status 1 if a limit is missed or a step is wrong.
 """
 
+ATTACK = ROOT / "tests" / "flood_attack.py"
 PORT = 29511
 SECRET = "the secret of the job that is flooded"
 FLOODS = [(1500, "none"), (1500, "tls"), (10_000, "none"), (10_000, "whole")]
-NAMES = {"none": "nothing", "whole": "hello", "tls": "tls"}
+CERTIFIED_FLOODS = [(1500, "certified")]
+NAMES = {"none": "nothing", "whole": "hello", "tls": "tls", "certified": "certified"}
 SOURCES = 5000
 ELEMENTS = 1 << 19
 WINDOW_S = 4.0
@@ -87,44 +92,66 @@ def window(job: Any) -> Row:
 def measure(windows: int, seed: int) -> Iterator[Row]:
     """One row for each flood."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from handshake_client import client_hello, key_id_of
+    from authority import Authority
 
-    words = {"key": key_id_of(SECRET.encode()).hex(), "tls": client_hello(SECRET.encode()).hex()}
     link = {"delay_s": 0.05, "rate_bytes_per_s": 25e6}
     environment = {
         "TORCH_RESILIENT_LISTEN_PORT": str(PORT),
         "TORCH_RESILIENT_SECRET": SECRET,
         "TORCH_RESILIENT_INTERFACE": "eth0",
     }
-    with two_hosts([link], seed=seed) as (_, hosts, (data,), control):
-        job = start_job(__file__, hosts, control, {}, environment=environment)
-        with job:
-            window(job)
-            for rate, kind in FLOODS:
-                quiet: list[Row] = []
-                flooded: list[Row] = []
-                calls: list[float] = []
-                for _ in range(windows):
-                    time.sleep(SETTLE_S)
-                    quiet.append(window(job))
-                    attacks = []
-                    for host in hosts:
-                        call = [ROOT / "tests" / "flood_attack.py", data.address(host), PORT, rate]
-                        call += [kind, SOURCES, *words.values()]
-                        attacks.append(
-                            host.popen(
-                                ["nice", "-n", "19", sys.executable, *map(str, call)],
-                                stdout=subprocess.PIPE,
-                                text=True,
-                            )
-                        )
-                    time.sleep(SETTLE_S)
-                    flooded.append(window(job))
-                    for attack in attacks:
-                        attack.kill()
-                        last = json.loads(attack.communicate()[0].splitlines()[-1])
-                        calls.append(last["calls"] / last["second"])
-                yield summary(rate, kind, seed, quiet, flooded, calls)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        two_hosts([link], seed=seed) as (_, hosts, (data,), control),
+    ):
+        authority = Authority(Path(folder) / "authority")
+        certificates = authority.issue("host", names="DNS:a,DNS:b")
+        for added, floods in (({}, FLOODS), (certificates, CERTIFIED_FLOODS)):
+            job = start_job(__file__, hosts, control, {}, environment={**environment, **added})
+            with job:
+                window(job)
+                for rate, kind in floods:
+                    calls = [
+                        [data.address(host), PORT, rate, *attack_words(kind)] for host in hosts
+                    ]
+                    yield summary(rate, kind, seed, *flooded_windows(job, hosts, calls, windows))
+
+
+def attack_words(kind: str) -> list[object]:
+    """The last arguments of a stranger of this kind."""
+    from handshake_client import certified_hello, client_hello, key_id_of
+
+    secret = SECRET.encode()
+    hello = certified_hello(secret) if kind == "certified" else client_hello(secret)
+    words = "tls" if kind == "certified" else kind
+    return [words, SOURCES, key_id_of(secret).hex(), hello.hex()]
+
+
+def flooded_windows(
+    job: Any, hosts: Sequence[Any], calls: Sequence[Sequence[object]], windows: int
+) -> tuple[list[Row], list[Row], list[float]]:
+    """Windows without and with strangers, in turns, and the calls of these a second."""
+    quiet: list[Row] = []
+    flooded: list[Row] = []
+    made: list[float] = []
+    for _ in range(windows):
+        time.sleep(SETTLE_S)
+        quiet.append(window(job))
+        attacks = [
+            host.popen(
+                ["nice", "-n", "19", sys.executable, *map(str, [ATTACK, *call])],
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host, call in zip(hosts, calls, strict=True)
+        ]
+        time.sleep(SETTLE_S)
+        flooded.append(window(job))
+        for attack in attacks:
+            attack.kill()
+            last = json.loads(attack.communicate()[0].splitlines()[-1])
+            made.append(last["calls"] / last["second"])
+    return quiet, flooded, made
 
 
 def summary(
@@ -163,7 +190,7 @@ def summary(
 def describe_row(row: Row) -> str:
     """One line for people."""
     return (
-        f"{row['rate_per_s']:>6} calls/s, {row['flood']:<7}: {row['quiet_steps_per_s']:.2f} "
+        f"{row['rate_per_s']:>6} calls/s, {row['flood']:<9}: {row['quiet_steps_per_s']:.2f} "
         f"steps/s quiet, {row['flooded_steps_per_s']:.2f} flooded, ratio {row['ratio']:.3f} (A/A "
         f"{row['same_ratio']:.3f}); {row['calls_per_s']:.0f} calls/s, "
         f"{row['cpu_us_per_call']:.0f} us/call; wrong {row['wrong']}: "

@@ -54,28 +54,28 @@ def _label(secret: bytes, label: bytes, context: bytes) -> bytes:
     )
 
 
-def client_hello(secret: bytes) -> bytes:
-    """The first message of an encrypted connection: a record with a ClientHello that is right in
-    every respect, as a listener on the network could have recorded it."""
-    version = struct.pack("<H", VERSION)
+def _tls_key(secret: bytes, label: bytes) -> bytes:
     base = _mac(b"torch_resilient tls", secret)
-    key = _expand(base, b"pre-shared key" + version)
-    naming = _expand(base, b"pre-shared key name" + version)
+    return _expand(base, label + struct.pack("<H", VERSION))
+
+
+def tls_name(secret: bytes) -> bytes:
+    """A fresh name of a secret, by which a caller tells which one it has."""
     nonce = os.urandom(16)
-    name = nonce + _mac(naming, nonce)[:16]
+    return nonce + _mac(_tls_key(secret, b"pre-shared key name"), nonce)[:16]
 
-    def extension(kind: int, content: bytes) -> bytes:
-        return struct.pack(">HH", kind, len(content)) + content
 
-    identity = struct.pack(">H", len(name)) + name + struct.pack(">I", 0)
-    binders = 2 + 1 + 32  # their length, that of the one, and itself
+def _extension(kind: int, content: bytes) -> bytes:
+    return struct.pack(">HH", kind, len(content)) + content
+
+
+def _hello_with(extensions: bytes, more: int = 0) -> bytes:
+    """A ClientHello whose extensions end with so many further bytes."""
     extensions = (
-        extension(43, b"\2\3\4")  # TLS 1.3
-        + extension(10, b"\0\2\0\x1d")  # X25519
-        + extension(51, struct.pack(">HHH", 36, 0x1D, 32) + os.urandom(32))
-        + extension(45, b"\1\1")  # psk_dhe_ke
-        + struct.pack(">HHH", 41, 2 + len(identity) + binders, len(identity))
-        + identity
+        _extension(43, b"\2\3\4")  # TLS 1.3
+        + _extension(10, b"\0\2\0\x1d")  # X25519
+        + _extension(51, struct.pack(">HHH", 36, 0x1D, 32) + os.urandom(32))
+        + extensions
     )
     body = (
         b"\3\3"
@@ -83,16 +83,42 @@ def client_hello(secret: bytes) -> bytes:
         + b"\0"
         + struct.pack(">HH", 2, 0x1301)
         + b"\1\0"
-        + struct.pack(">H", len(extensions) + binders)
+        + struct.pack(">H", len(extensions) + more)
         + extensions
     )
-    length = len(body) + binders
-    message = b"\1" + length.to_bytes(3, "big") + body
-    early = _mac(bytes(32), key)
+    return b"\1" + (len(body) + more).to_bytes(3, "big") + body
+
+
+def _record(message: bytes) -> bytes:
+    return b"\x16\3\1" + struct.pack(">H", len(message)) + message
+
+
+def client_hello(secret: bytes) -> bytes:
+    """The first message of an encrypted connection: a record with a ClientHello that is right in
+    every respect, as a listener on the network could have recorded it."""
+    name = tls_name(secret)
+    identity = struct.pack(">H", len(name)) + name + struct.pack(">I", 0)
+    binders = 2 + 1 + 32  # their length, that of the one, and itself
+    message = _hello_with(
+        _extension(45, b"\1\1")  # psk_dhe_ke
+        + struct.pack(">HHH", 41, 2 + len(identity) + binders, len(identity))
+        + identity,
+        binders,
+    )
+    early = _mac(bytes(32), _tls_key(secret, b"pre-shared key"))
     binder_key = _label(early, b"ext binder", hashlib.sha256().digest())
     binder = _mac(_label(binder_key, b"finished", b""), hashlib.sha256(message).digest())
-    message += struct.pack(">HB", 33, 32) + binder
-    return b"\x16\3\1" + struct.pack(">H", len(message)) + message
+    return _record(message + struct.pack(">HB", 33, 32) + binder)
+
+
+def certified_hello(secret: bytes) -> bytes:
+    """The same in a job with certificates."""
+    return _record(
+        _hello_with(
+            _extension(13, b"\0\4\4\3\x08\4")  # ECDSA and RSA, with SHA-256
+            + _extension(16, b"\0\x21\x20" + tls_name(secret))
+        )
+    )
 
 
 def read(s: socket.socket, count: int) -> bytes:

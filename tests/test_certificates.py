@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import ssl
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from handshake_client import CHALLENGE_BYTES, hello, key_id_of
+from authority import HERE, Authority, openssl, variables_of
+from handshake_client import CHALLENGE_BYTES, hello, key_id_of, tls_name
 from harness import make_store, on_gloo, run_ranks, wait_until
 from test_encryption import encrypted, encrypted_paths, errors_of, reduce_through_cuts, train
 from test_security import listening_ports
@@ -30,74 +30,6 @@ pytestmark = [
         reason="certificates are made by openssl's command line",
     ),
 ]
-
-# The database of an authority, which `openssl ca` needs to revoke.
-CONFIG = """\
-[ca]
-default_ca = here
-[here]
-database = {folder}/index.txt
-certificate = {folder}/ca.pem
-private_key = {folder}/ca.key
-default_md = sha256
-default_crl_days = 30
-"""
-# Others connect to an address of this host, whatever it is here.
-HERE = f"DNS:{socket.gethostname()}"
-NEW_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
-
-
-def openssl(*words: object) -> None:
-    done = subprocess.run(["openssl", *map(str, words)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
-class Authority:
-    """Issues certificates; its files are in a folder of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self.folder = folder
-        self.certificate = folder / "ca.pem"
-        (folder / "index.txt").touch()
-        (folder / "ca.cnf").write_text(CONFIG.format(folder=folder))
-        openssl("req", "-x509", *NEW_KEY, "-days", 30, "-subj", f"/CN={folder.name}",
-                "-keyout", folder / "ca.key", "-out", self.certificate)  # fmt: skip
-
-    def issue(self, host: str, *, names: str = HERE, days: int = 30) -> dict[str, str]:
-        """The variables of a rank with a certificate for these names."""
-        key, request, certificate = (self.folder / f"{host}.{end}" for end in ("key", "csr", "pem"))
-        extensions = self.folder / f"{host}.ext"
-        extensions.write_text(f"subjectAltName = {names}\n")
-        openssl("req", *NEW_KEY, "-subj", f"/CN={host}", "-keyout", key, "-out", request)
-        openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey",
-                self.folder / "ca.key", "-CAcreateserial", "-days", days, "-extfile", extensions,
-                "-out", certificate)  # fmt: skip
-        key.chmod(0o600)
-        return variables_of(certificate, key, self.certificate)
-
-    def revoke(self, variables: Mapping[str, str], to: Path) -> None:
-        """Writes the authority with a list on which that certificate is."""
-        config = ("ca", "-config", self.folder / "ca.cnf")
-        openssl(*config, "-revoke", variables["TORCH_RESILIENT_TLS_CERT"])
-        self.with_list(to)
-
-    def with_list(self, to: Path) -> None:
-        """Writes the authority with its list."""
-        revoked = self.folder / "crl.pem"
-        openssl("ca", "-config", self.folder / "ca.cnf", "-gencrl", "-out", revoked)
-        # In one step: a rank may look at any time.
-        new = to.with_suffix(".new")
-        new.write_text(self.certificate.read_text() + revoked.read_text())
-        new.rename(to)
-
-
-def variables_of(certificate: object, key: object, authorities: object) -> dict[str, str]:
-    return {
-        "TORCH_RESILIENT_TLS_CERT": str(certificate),
-        "TORCH_RESILIENT_TLS_KEY": str(key),
-        "TORCH_RESILIENT_TLS_CA": str(authorities),
-    }
 
 
 @pytest.fixture
@@ -216,8 +148,9 @@ def test_a_host_of_another_authority_is_refused(
     assert any("certificate" in error for error in errors), errors
 
 
-def knock(rank: int, caller: dict[str, str]) -> TrustStats:
-    """Rank 0's port is called with a certificate, and without the job's secret."""
+def knock(rank: int, caller: dict[str, str], protocols: bytes) -> TrustStats:
+    """Rank 0's port is called with a certificate and this offer of protocols (ALPN), and without a
+    proof of the job's secret."""
     dist.all_reduce(torch.ones(10))
     answer = b""
     if rank == 0:
@@ -227,6 +160,9 @@ def knock(rank: int, caller: dict[str, str]) -> TrustStats:
         context.load_cert_chain(
             caller["TORCH_RESILIENT_TLS_CERT"], caller["TORCH_RESILIENT_TLS_KEY"]
         )
+        # The public method takes text alone.
+        if protocols:
+            context._set_alpn_protocols(protocols)  # type: ignore[attr-defined]
         (port,) = listening_ports(os.getpid())
         with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
             try:
@@ -249,13 +185,17 @@ def test_a_certificate_without_the_secret_gets_nowhere(
     secret_file: str, authority: Authority, tmp_path: Path
 ) -> None:
     variables = {**encrypted(secret_file), **authority.issue("host")}
+    secret = Path(secret_file).read_bytes().strip()
+    named = b"\x20" + tls_name(secret)
     stranger = authority.issue("stranger")
-    trust = run_ranks(knock, stranger, env=variables)[0]
-    assert trust.faults.wrong_secret == 1
+    # Also without a name, with one that is no secret's, and with more than one.
+    for protocols in (named, b"", b"\x20" + os.urandom(32), b"\x02h2" + named):
+        trust = run_ranks(knock, stranger, protocols, env=variables)[0]
+        assert trust.faults.wrong_secret == 1
     # Nor does one of another authority, and that is another reason.
     foreign = Authority(tmp_path / "foreign").issue("stranger")
     foreign["TORCH_RESILIENT_TLS_CA"] = str(authority.certificate)
-    trust = run_ranks(knock, foreign, env=variables)[0]
+    trust = run_ranks(knock, foreign, b"\x20" + tls_name(secret), env=variables)[0]
     assert trust.faults.certificate == 1
 
 

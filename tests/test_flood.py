@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from authority import Authority
 from conftest import ROOT
-from handshake_client import client_hello, key_id_of
+from handshake_client import certified_hello, client_hello, key_id_of
 
 from torch_resilient.testing import LabJob, NetworkLab
 
@@ -36,9 +37,12 @@ HEALED_MAX_S = 2.0
         (10_000, "whole", 5000),
         (1500, "tls", 1),  # the recorded beginning of a member's handshake, again and again
         (1500, "tls", 5000),
+        (1500, "certified", 5000),  # the same in a job with certificates
     ],
 )
-def test_a_cut_heals_under_a_flood(lab: NetworkLab, rate: int, words: str, sources: int) -> None:
+def test_a_cut_heals_under_a_flood(
+    lab: NetworkLab, rate: int, words: str, sources: int, tmp_path: Path
+) -> None:
     """The strangers are next door to each rank, and the ranks 100 ms apart."""
     hosts = a, b = lab.host("a"), lab.host("b")
     link = lab.link(a, b, delay_s=0.05)
@@ -49,6 +53,10 @@ def test_a_cut_heals_under_a_flood(lab: NetworkLab, rate: int, words: str, sourc
         "TORCH_RESILIENT_LISTEN_PORT": str(PORT),
         "TORCH_RESILIENT_SECRET": SECRET,
     }
+    beginning = client_hello
+    if words == "certified":
+        environment |= Authority(tmp_path / "authority").issue("host", names="DNS:a,DNS:b")
+        words, beginning = "tls", certified_hello
     settings = {"job": "stream", "count": ENDLESS, "pause_s": 0.01}
     command = [sys.executable, str(PROGRAM), json.dumps(settings)]
     with LabJob(command, hosts, control, environment=environment) as job:
@@ -62,7 +70,7 @@ def test_a_cut_heals_under_a_flood(lab: NetworkLab, rate: int, words: str, sourc
         attacks = []
         for host in hosts:
             call = [ATTACK, link.address(host), PORT, rate, words, sources]
-            call += [key_id_of(SECRET.encode()).hex(), client_hello(SECRET.encode()).hex()]
+            call += [key_id_of(SECRET.encode()).hex(), beginning(SECRET.encode()).hex()]
             attacks.append(
                 host.popen([sys.executable, *map(str, call)], stdout=subprocess.PIPE, text=True)
             )

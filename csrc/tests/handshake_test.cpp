@@ -21,6 +21,7 @@
 #include "tests/tls_pair.h"
 #include "transport/libssl.h"
 #include "transport/listener.h"
+#include "transport/used_names.h"
 
 namespace resilient {
 namespace {
@@ -429,9 +430,11 @@ TEST(a_caller_without_a_certificate_is_refused) {
   }
   const test::TestAuthority authority;
   const TlsCertificates there(authority.issue("there"), "there", {});
-  void* const none = newTlsContext(/*isClient=*/true);
-  const auto client = TlsSession::client(none);
-  const auto server = TlsSession::server(there.context(/*isClient=*/false));
+  void* const none = TlsSession::newContext(/*isClient=*/true);
+  const auto keys = TlsKeys::of("secret");
+  const auto client = TlsSession::client(none, keys, test::freshTlsNonce());
+  const auto server = TlsSession::server(
+      there.context(/*isClient=*/false), test::keysOf("secret"));
   for (int i = 0; i < 3; ++i) {
     for (auto* const from : {client.get(), server.get()}) {
       test::TlsBytes opened;
@@ -444,7 +447,43 @@ TEST(a_caller_without_a_certificate_is_refused) {
   libssl().SSL_CTX_free(none);
   CHECK(server->failed());
   CHECK(server->fault() == TrustFault::kCertificate);
-  CHECK(!server->namedSecret());
+}
+
+// A signature costs as much as hundreds of HMACs, and strangers may call all
+// the time.
+TEST(with_certificates_a_caller_that_names_no_secret_costs_no_signature) {
+  if (!test::tlsAvailable()) {
+    return;
+  }
+  const test::TestAuthority authority;
+  const TlsCertificates here(authority.issue("here"), "here", {});
+  const auto flightOf = [&](const std::string& secret, bool isFirst) {
+    const auto client = TlsSession::client(
+        here.context(/*isClient=*/true),
+        TlsKeys::of(secret),
+        test::freshTlsNonce());
+    UsedNames used;
+    const auto find = [&](std::span<const uint8_t> name) {
+      const bool isNew = used.use(name);
+      return isNew ? test::keysOf("secret")(name) : std::nullopt;
+    };
+    const test::TlsBytes hello = test::takeOutput(*client);
+    std::unique_ptr<TlsSession> server;
+    for (int i = 0; i < (isFirst ? 1 : 2); ++i) {
+      server = TlsSession::server(here.context(/*isClient=*/false), find);
+      test::TlsBytes opened;
+      test::deliver(*server, hello, opened);
+    }
+    const test::TlsBytes flight = test::takeOutput(*server);
+    test::TlsBytes opened;
+    test::deliver(*client, flight, opened);
+    CHECK_EQ(client->unknownSecret(), server->unknownSecret());
+    CHECK_EQ(server->namedSecret(), !server->unknownSecret());
+    return flight.size();
+  };
+  CHECK(flightOf("secret", true) > 500);
+  CHECK(flightOf("another", true) < 10); // an alert
+  CHECK(flightOf("secret", false) < 10); // a recording
 }
 
 // Ends TLS on both sides with a certificate of its own and copies what is
@@ -456,9 +495,14 @@ void standBetween(
   const FileDescriptor fds[2] = {
       FileDescriptor(::accept(listening.get(), nullptr, nullptr)),
       rawConnection(to)};
+  // In truth he would use the caller's name of the secret.
   const std::unique_ptr<TlsSession> sessions[2] = {
-      TlsSession::server(own.context(/*isClient=*/false)),
-      TlsSession::client(own.context(/*isClient=*/true))};
+      TlsSession::server(
+          own.context(/*isClient=*/false), test::keysOf("secret")),
+      TlsSession::client(
+          own.context(/*isClient=*/true),
+          TlsKeys::of("secret"),
+          test::freshTlsNonce())};
   std::vector<std::byte> held[2]; // for the other side
   const auto flush = [&](int i) {
     const test::TlsBytes out = test::takeOutput(*sessions[i]);

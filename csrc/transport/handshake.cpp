@@ -321,7 +321,10 @@ void OutgoingHandshake::onEvents(uint32_t events) {
     handshake_.emplace(
         hello, spec_.secret, /*insideTls=*/encrypts && !byCertificate);
     if (byCertificate) {
-      tls_ = TlsSession::client(spec_.certificates->context(/*isClient=*/true));
+      tls_ = TlsSession::client(
+          spec_.certificates->context(/*isClient=*/true),
+          TlsKeys::of(spec_.secret),
+          freshNonce());
     } else if (encrypts) {
       tls_ = TlsSession::client(
           TlsKeys::of(spec_.secret), freshNonce(), handshake_->output());
@@ -511,7 +514,8 @@ Status IncomingHandshake::exchange() {
     }
     if (first == kTlsHandshake) {
       if (certificates_ != nullptr) {
-        tls_ = TlsSession::server(certificates_->context(/*isClient=*/false));
+        tls_ = TlsSession::server(
+            certificates_->context(/*isClient=*/false), identity_.keysOf);
         handshake_.setCertifiedFor(tls_->certifiedFor());
       } else {
         tls_ = TlsSession::server(identity_.keysOf);

@@ -41,6 +41,10 @@ namespace resilient {
   X(void,                                                                    \
     SSL_CTX_set_client_hello_cb,                                             \
     (void*, int (*)(void*, int*, void*), void*))                             \
+  X(int,                                                                     \
+    SSL_client_hello_get0_ext,                                               \
+    (void*, unsigned, const unsigned char**, size_t*))                       \
+  X(int, SSL_set_alpn_protos, (void*, const unsigned char*, unsigned))       \
   X(void*, SSL_new, (void*))                                                 \
   X(void, SSL_free, (void*))                                                 \
   X(int, SSL_set_ex_data, (void*, int, void*))                               \

@@ -178,7 +178,7 @@ Status TlsCertificates::read(std::unique_ptr<Contexts>& contexts) const {
   l.ERR_clear_error();
   for (const bool isClient : {true, false}) {
     void*& context = isClient ? made->client : made->server;
-    context = newTlsContext(isClient);
+    context = TlsSession::newContext(isClient);
     if (context == nullptr) {
       return Status(StatusCode::kInternal, "OpenSSL has no memory");
     }
@@ -218,8 +218,9 @@ Status TlsCertificates::check(
     const Contexts& contexts,
     const std::string& hostName,
     const std::vector<std::string>& addresses) const {
-  const auto client = TlsSession::client(contexts.client);
-  const auto server = TlsSession::server(contexts.server);
+  const auto client = TlsSession::client(contexts.client, {}, {});
+  const auto server = TlsSession::server(
+      contexts.server, [](std::span<const uint8_t>) { return NamedKeys(); });
   for (int i = 0; i < 3; ++i) {
     deliver(*client, *server);
     deliver(*server, *client);

@@ -25,6 +25,11 @@ constexpr int kKeyUpdateNotRequested = 0, kKeyUpdateRequested = 1;
 constexpr unsigned long kReasonMask = 0xfff;
 constexpr unsigned long kReasonNoCertificate = 199; // the far end showed none
 constexpr unsigned long kReasonAlertHandshakeFailure = 1000 + 40;
+constexpr int kAlertUnknownName = 115; // unknown_psk_identity
+constexpr unsigned long kReasonAlertUnknownName = 1000 + kAlertUnknownName;
+constexpr unsigned kProtocols = 16; // the extension of RFC 7301
+// In front of the one name in it: the bytes of all, and those of this one.
+constexpr uint8_t kProtocolsHead[] = {0, 1 + kTlsNameBytes, kTlsNameBytes};
 // The alerts about a certificate (RFC 8446, 6.2): bad_certificate to
 // certificate_unknown, unknown_ca and certificate_required.
 constexpr bool isCertificateAlert(unsigned long reason) {
@@ -94,14 +99,34 @@ struct TlsSession::Callbacks {
     return *session != nullptr ? 1 : 0;
   }
 
-  // Before it chooses a suite.
-  static int readHello(void* ssl, int*, void*) {
-    constexpr int kGoOn = 1;
+  // Before it chooses a suite, or computes anything.
+  static int readHello(void* ssl, int* alert, void*) {
+    constexpr int kFail = 0, kGoOn = 1;
+    TlsSession& self = ofSsl(ssl);
     const unsigned char* suites = nullptr;
     if (libssl().SSL_client_hello_get0_ciphers(ssl, &suites) >= 2) {
-      ofSsl(ssl).firstSuite_ = libssl().SSL_CIPHER_find(ssl, suites);
+      self.firstSuite_ = libssl().SSL_CIPHER_find(ssl, suites);
     }
-    return kGoOn;
+    if (self.isCertified_) {
+      self.named_ = self.find_(protocolOf(ssl)).has_value();
+      self.unknownSecret_ = !self.named_;
+    }
+    *alert = kAlertUnknownName;
+    return self.unknownSecret_ ? kFail : kGoOn;
+  }
+
+  // With certificates, the name of the secret takes the place of a protocol's
+  // (ALPN). Empty: there is none, or another number of them.
+  static std::span<const uint8_t> protocolOf(void* ssl) {
+    const unsigned char* list = nullptr;
+    size_t bytes = 0;
+    constexpr size_t kHead = sizeof(kProtocolsHead);
+    const bool isOne = libssl().SSL_client_hello_get0_ext(
+                           ssl, kProtocols, &list, &bytes) == 1 &&
+        bytes == kHead + kTlsNameBytes &&
+        std::equal(list, list + kHead, kProtocolsHead);
+    return isOne ? std::span(list + kHead, kTlsNameBytes)
+                 : std::span<const uint8_t>();
   }
 
   // An unknown name is no error here: OpenSSL then has no way to go on, since
@@ -164,7 +189,7 @@ struct TlsSession::Callbacks {
   // whether the key was used.
   static void* makeContext(bool isClient) {
     const Libssl& l = libssl();
-    void* const context = newTlsContext(isClient);
+    void* const context = newContext(isClient);
     if (context == nullptr) {
       return nullptr;
     }
@@ -172,7 +197,6 @@ struct TlsSession::Callbacks {
       l.SSL_CTX_set_verify(context, kVerifyPeer, nullptr);
       l.SSL_CTX_set_psk_use_session_callback(context, useKey);
     } else {
-      l.SSL_CTX_set_client_hello_cb(context, readHello, nullptr);
       l.SSL_CTX_set_psk_find_session_callback(context, findKey);
     }
     return context;
@@ -214,6 +238,15 @@ bool TlsSession::available(std::string& why) {
     why = library() + " has no TLS 1.3 with X25519";
   }
   return why.empty();
+}
+
+void* TlsSession::newContext(bool isClient) {
+  void* const context = newTlsContext(isClient);
+  if (context != nullptr && !isClient) {
+    libssl().SSL_CTX_set_client_hello_cb(
+        context, Callbacks::readHello, nullptr);
+  }
+  return context;
 }
 
 std::string TlsSession::library() {
@@ -267,16 +300,32 @@ std::unique_ptr<TlsSession> TlsSession::server(FindKeys find) {
   return made;
 }
 
-std::unique_ptr<TlsSession> TlsSession::client(void* certificates) {
+std::unique_ptr<TlsSession> TlsSession::client(
+    void* certificates,
+    const TlsKeys& keys,
+    const TlsNonce& nonce) {
   std::unique_ptr<TlsSession> made(
       new TlsSession(/*isClient=*/true, certificates));
+  if (!made->failed()) {
+    // Without the bytes of all, which OpenSSL adds.
+    std::array<uint8_t, 1 + kTlsNameBytes> name{kTlsNameBytes};
+    std::ranges::copy(tlsNameOf(keys, nonce), name.begin() + 1);
+    if (libssl().SSL_set_alpn_protos(made->ssl_, name.data(), name.size()) !=
+        0) {
+      made->fail(StatusCode::kInternal, "OpenSSL has no memory");
+    }
+  }
   made->proceed();
   return made;
 }
 
-std::unique_ptr<TlsSession> TlsSession::server(void* certificates) {
-  return std::unique_ptr<TlsSession>(
+std::unique_ptr<TlsSession> TlsSession::server(
+    void* certificates,
+    FindKeys find) {
+  std::unique_ptr<TlsSession> made(
       new TlsSession(/*isClient=*/false, certificates));
+  made->find_ = std::move(find);
+  return made;
 }
 
 void TlsSession::fail(StatusCode code, std::string why) {
@@ -298,9 +347,10 @@ void TlsSession::failBy(int result) {
   }
   const unsigned long first = error == kErrorSsl ? libssl().ERR_get_error() : 0;
   libssl().ERR_clear_error(); // others in this thread use OpenSSL, too
-  if (handshaking() && !isCertified_ &&
-      (unknownSecret_ ||
-       (isClient_ && (first & kReasonMask) == kReasonAlertHandshakeFailure))) {
+  const unsigned long alert =
+      isCertified_ ? kReasonAlertUnknownName : kReasonAlertHandshakeFailure;
+  if (handshaking() &&
+      (unknownSecret_ || (isClient_ && (first & kReasonMask) == alert))) {
     unknownSecret_ = true;
     fail(
         StatusCode::kProtocol,

@@ -28,8 +28,8 @@ namespace resilient {
 // pre-shared key with a fresh X25519 exchange (psk_dhe_ke): a recording cannot
 // be decrypted, not even by those who learn the secret later. Or both prove by
 // certificates which hosts they are (TlsCertificates), with the same exchange;
-// then the handshake inside proves the secret. There are no session tickets and
-// no older versions of TLS.
+// then the client names the secret, and the handshake inside proves it. There
+// are no session tickets and no older versions of TLS.
 //
 // With a secret, the first bytes of a client can go with its first flight
 // (early data, RFC 8446, 2.3), and the server's answer with its own: a round
@@ -66,6 +66,7 @@ class TlsSession {
   static std::string library();
 
   // The keys of the secret that a client has named, or null: it is not known.
+  // A server asks before it computes anything for a client.
   using FindKeys =
       std::function<std::optional<NamedKeys>(std::span<const uint8_t> name)>;
 
@@ -80,9 +81,13 @@ class TlsSession {
       std::span<const uint8_t> early = {});
   // `find` must outlive the handshake.
   static std::unique_ptr<TlsSession> server(FindKeys find);
-  // With certificates: those of TlsCertificates::context().
-  static std::unique_ptr<TlsSession> client(void* certificates);
-  static std::unique_ptr<TlsSession> server(void* certificates);
+  // With certificates: those of TlsCertificates::context(), which is a
+  // newContext() with certificates in it. The keys serve as a name only.
+  static std::unique_ptr<TlsSession>
+  client(void* certificates, const TlsKeys& keys, const TlsNonce& nonce);
+  static std::unique_ptr<TlsSession> server(void* certificates, FindKeys find);
+  // Null if this library cannot make one.
+  static void* newContext(bool isClient);
   ~TlsSession();
   TlsSession(const TlsSession&) = delete;
   TlsSession& operator=(const TlsSession&) = delete;
@@ -117,10 +122,9 @@ class TlsSession {
   // How much of a client's early data the server has taken: all or nothing, and
   // nothing on a second call. The rest must be sent again. After the handshake.
   size_t takenEarly();
-  // The client has named a secret that is known, which proves nothing yet, or
-  // has proved a certificate.
+  // The client has named a secret that is known, which proves nothing yet.
   bool namedSecret() const {
-    return named_ || (isCertified_ && opened_);
+    return named_;
   }
   bool isCertified() const {
     return isCertified_;
