@@ -52,6 +52,9 @@ constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
 constexpr Nanos kEndAgain = std::chrono::microseconds(250);
 constexpr int kEndDoublings = 16;
 constexpr double kMaxEndsInARow = 8;
+// The clocks of two hosts drift apart by a tenth of a millisecond in a second
+// at the worst.
+constexpr Nanos kTransitFor = std::chrono::seconds(5);
 // In one report: as many as PacketNumbers can tell apart.
 constexpr uint64_t kMaxBursts = 1u << 14;
 constexpr Nanos kPatienceMin = std::chrono::milliseconds(10);
@@ -563,18 +566,29 @@ uint64_t PacketSender::carried(const PacketReport& r, double usualLoss) const {
       std::min(kMost, bytes * (arrived + usual) / arrived));
 }
 
+// Two times kTransitFor are remembered.
+void PacketSender::LeastTransit::onPacket(uint32_t micros, TimePoint now) {
+  if (since_ == kNever) {
+    now_ = before_ = micros;
+    since_ = now;
+  } else if (now - since_ > kTransitFor) {
+    before_ = std::exchange(now_, micros);
+    since_ = now;
+  } else if (isLess(micros, now_)) {
+    now_ = micros;
+  }
+}
+
 // The rate counts from the first packet of the burst. It would have arrived
-// after the least time that a packet takes, as far as is known by the clocks of
-// both ends.
-void PacketSender::beginAfterRest(const PacketReport& r) {
+// after the least time that a packet takes. That of the report before is not
+// enough: it may have waited behind packets of others, and the rate would seem
+// higher by that.
+void PacketSender::beginAfterRest() {
   firstAfterRest_ = 0;
   baseIsRest_ = true;
-  const uint32_t least = r.receivedMicros - r.echoMicros;
-  const uint32_t before = last_.receivedMicros - last_.echoMicros;
-  const bool longer = static_cast<int32_t>(least - before) > 0;
   base_ = last_;
   base_.echoMicros = microsOf(restEndedAt_);
-  base_.receivedMicros = base_.echoMicros + (longer ? before : least);
+  base_.receivedMicros = base_.echoMicros + leastTransit_.micros();
   baseAt_ = restEndedAt_;
 }
 
@@ -591,6 +605,7 @@ void PacketSender::beginAt(const PacketReport& r, TimePoint now) {
 void PacketSender::measure(const PacketReport& r, TimePoint now) {
   DeliverySample s;
   if (r.echoMicros != last_.echoMicros) {
+    leastTransit_.onPacket(r.receivedMicros - r.echoMicros, now);
     const uint32_t micros = microsOf(now) - r.echoMicros - r.heldMicros;
     // A peer with a strange clock must not make it negative.
     if (micros < 60'000'000) {
@@ -633,7 +648,7 @@ void PacketSender::measure(const PacketReport& r, TimePoint now) {
   // The first report of all has none before it that it could be compared with.
   if (firstAfterRest_ != 0 && r.largest >= firstAfterRest_ &&
       last_.number != 0) {
-    beginAfterRest(r);
+    beginAfterRest();
   }
   const uint32_t micros = r.receivedMicros - base_.receivedMicros;
   // A clump was sent over a longer time than it took to arrive.

@@ -199,7 +199,7 @@ class PacketSender {
   void want(Object& o, uint16_t index, uint64_t largest);
   void finish(std::map<uint64_t, Object>::iterator at);
   void beginAt(const PacketReport& r, TimePoint now);
-  void beginAfterRest(const PacketReport& r);
+  void beginAfterRest();
   uint64_t carried(const PacketReport& r, double usualLoss) const;
   void measure(const PacketReport& report, TimePoint now);
 
@@ -241,6 +241,24 @@ class PacketSender {
   TimePoint restEndedAt_{};
   uint64_t bytesBeforeRest_ = 0; // sent before its end
 
+  // The least time that a packet has taken lately, in microseconds between the
+  // clocks of the two ends: their difference is unknown, and changes slowly.
+  class LeastTransit {
+   public:
+    void onPacket(uint32_t micros, TimePoint now);
+    uint32_t micros() const {
+      return isLess(now_, before_) ? now_ : before_;
+    }
+
+   private:
+    static bool isLess(uint32_t a, uint32_t b) {
+      return static_cast<int32_t>(a - b) < 0;
+    }
+    TimePoint since_ = kNever; // now_ counts
+    uint32_t now_ = 0, before_ = 0;
+  };
+
+  LeastTransit leastTransit_;
   PacketReport last_, base_; // the latest, and the one that rates count from
   TimePoint baseAt_{};
   bool baseIsRest_ = false; // base_ stands for the end of a rest

@@ -579,6 +579,30 @@ TEST(datagram_retransmissions_follow_the_rate_of_the_link) {
   }
 }
 
+// The last packet before a rest has waited behind those of others. The burst
+// after it shows the rate of the link all the same.
+TEST(datagram_queue_before_a_rest_makes_no_link_faster) {
+  DatagramLink link;
+  link.oneWay = milliseconds(5);
+  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  const RandomObject object(512u << 10), small(1000);
+  double most = 0;
+  for (int burst = 0; burst < 20; ++burst) {
+    for (int i = 0; i < 8; ++i) {
+      pair.send(0, object.toSend());
+    }
+    CHECK(pair.runUntilIdle(seconds(10)));
+    most = std::max(most, pair.sender(0).rate().capacityBytesPerS());
+    rest(pair);
+    pair.link(0).oneWay = milliseconds(burst % 2 == 0 ? 13 : 5);
+    pair.send(0, small.toSend());
+    CHECK(pair.runUntilIdle(seconds(10)));
+    pair.link(0).oneWay = milliseconds(5);
+    rest(pair);
+  }
+  CHECK(most < 1.08 * link.bytesPerS);
+}
+
 // Nothing but small bursts with rests between them: each shows that the link
 // carries as much as it was given.
 TEST(datagram_path_learns_from_small_bursts) {
