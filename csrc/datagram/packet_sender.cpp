@@ -29,9 +29,10 @@ constexpr uint32_t kMeasureMicros = 3000;
 constexpr uint32_t kBurstMicros = 1000;
 // And over no more: there was a rest in between.
 constexpr Nanos kMeasureMax = std::chrono::seconds(10);
-// Larger blocks recover more at the same overhead, up to the limit of the
-// codes, but cost more to decode. LoWAR's size.
+// LoWAR's size of a block. Larger ones need less parity, as long as the code
+// has room for it, and cost more to encode and decode.
 constexpr size_t kBlockSymbols = 100;
+constexpr size_t kLargeBlockSymbols = 200;
 // The chance that a block is not repaired. A message of 4 MiB has some thirty
 // blocks: its 99th percentile is then that without loss, and there is a margin
 // for a loss that is worse than measured.
@@ -71,6 +72,22 @@ uint32_t microsOf(TimePoint t) {
           .count());
 }
 
+size_t blocksOf(size_t coded, size_t max) {
+  return (coded + max - 1) / max;
+}
+
+// The data symbols of a block, at most `max` of `coded` ones.
+int dataOf(size_t coded, size_t max) {
+  const size_t blocks = blocksOf(coded, max);
+  return static_cast<int>((coded + blocks - 1) / blocks);
+}
+
+// The parity of all blocks.
+size_t parityOf(const BlockShape& shape, size_t coded) {
+  return static_cast<size_t>(shape.parity) *
+      blocksOf(coded, static_cast<size_t>(shape.data));
+}
+
 bool isActivation(TrafficClass c) {
   return c == TrafficClass::kActivation ||
       c == TrafficClass::kActivationGradient;
@@ -108,10 +125,9 @@ bool PacketSender::mayMissEnough(const Object& o, TrafficClass cls) {
 // important part of a gradient is coded, nothing of that part may be missing.
 BlockShape
 PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
-  const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
   const RecoveryScheme& scheme = schemes_[static_cast<size_t>(cls)];
   BlockShape shape;
-  shape.data = static_cast<int>((coded + blocks - 1) / blocks);
+  shape.data = dataOf(coded, kBlockSymbols);
   switch (scheme.kind) {
     case RecoveryKind::kSelectiveRepeat:
       return shape;
@@ -126,15 +142,32 @@ PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
   if (cls == TrafficClass::kBulk && o.header.mayMiss == 0) {
     return shape; // no operation waits for it
   }
+  shape = semanticShape(o, coded, shape.data, cls);
+  if (scheme.code == ParityKind::kReedSolomon) {
+    const BlockShape large =
+        semanticShape(o, coded, dataOf(coded, kLargeBlockSymbols), cls);
+    const bool hasRoom = large.data + large.parity < kMaxBlockSymbols;
+    if (hasRoom && parityOf(large, coded) < parityOf(shape, coded)) {
+      return large;
+    }
+  }
+  return shape;
+}
+
+BlockShape PacketSender::semanticShape(
+    const Object& o,
+    size_t coded,
+    int dataSymbols,
+    TrafficClass cls) {
   if (o.header.permuted) {
     const uint16_t mayMiss = coded == o.header.must ? 0 : o.header.mayMiss;
-    return chosenShape(o, coded, shape.data, cls, mayMiss);
+    return chosenShape(o, coded, dataSymbols, cls, mayMiss);
   }
   // A block that is not repaired lacks more symbols than it has parity: less
   // parity pays only where this many may be missing.
-  const BlockShape whole = chosenShape(o, coded, shape.data, cls, 0);
+  const BlockShape whole = chosenShape(o, coded, dataSymbols, cls, 0);
   return o.header.mayMiss > whole.parity
-      ? chosenShape(o, coded, shape.data, cls, o.header.mayMiss)
+      ? chosenShape(o, coded, dataSymbols, cls, o.header.mayMiss)
       : whole;
 }
 
@@ -145,7 +178,7 @@ BlockShape PacketSender::chosenShape(
     int dataSymbols,
     TrafficClass cls,
     uint16_t mayMiss) {
-  const size_t blocks = (coded + kBlockSymbols - 1) / kBlockSymbols;
+  const size_t blocks = blocksOf(coded, static_cast<size_t>(dataSymbols));
   const RecoveryScheme& scheme = schemes_[static_cast<size_t>(cls)];
   const bool important = o.header.permuted && coded == o.header.must;
   RedundancyLimits limits;

@@ -176,6 +176,11 @@ class PacketSender {
 
   bool mayMissEnough(const Object& o, TrafficClass cls);
   BlockShape shapeFor(const Object& o, size_t coded, TrafficClass cls);
+  BlockShape semanticShape(
+      const Object& o,
+      size_t coded,
+      int dataSymbols,
+      TrafficClass cls);
   BlockShape chosenShape(
       const Object& o,
       size_t coded,
