@@ -510,9 +510,7 @@ void GroupImpl::onAddressText(int rank, const std::string& text) {
   Member& m = members_[static_cast<size_t>(rank)];
   m.asking = false;
   if (const auto why = Membership::refusal(text)) {
-    failWhole(Status(
-        StatusCode::kInvalidArgument,
-        "rank " + std::to_string(rank) + " could not join: " + *why));
+    failWhole(Membership::couldNotJoin(rank, *why));
     return;
   }
   PeerAddress address;

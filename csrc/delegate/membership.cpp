@@ -178,6 +178,12 @@ void Membership::startGeneration(const PeerAddress& self) {
   generation_ = count;
 }
 
+Status Membership::couldNotJoin(int rank, const std::string& why) {
+  return Status(
+      StatusCode::kInvalidArgument,
+      "rank " + std::to_string(rank) + " could not join: " + why);
+}
+
 std::string Membership::refusalOf(const Status& status) {
   return kRefused + status.message();
 }
@@ -212,9 +218,11 @@ std::string Membership::writeList() {
   } catch (const StatusError& error) { // not authentic
     refuse(error.status());
   }
-  size_t r = 0;
-  for (const std::string& text : texts) {
-    const Status status = PeerAddress::parse(text, members[r++]);
+  for (size_t r = 0; r < texts.size(); ++r) {
+    if (const auto why = refusal(texts[r])) {
+      refuse(couldNotJoin(static_cast<int>(r), *why));
+    }
+    const Status status = PeerAddress::parse(texts[r], members[r]);
     if (!status.ok()) {
       refuse(status);
     }

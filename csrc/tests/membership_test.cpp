@@ -159,5 +159,28 @@ TEST(group_with_two_ranks_in_one_process_is_refused_by_the_last_to_join) {
   CHECK_EQ(Membership::refusal(text).value_or(""), error);
 }
 
+// Whoever writes to the store may have put it there.
+TEST(refusal_in_place_of_an_address_is_passed_on_to_all) {
+  const auto store = std::make_shared<CountingStore>();
+  Membership first(store, "", 0, 2), second(store, "", 1, 2);
+  const PeerAddress self = addressOf(0, 1, 10);
+  first.agree(self, EngineOptions());
+  CHECK_EQ(first.publish(self.toString()), "");
+  store->set(
+      first.addressKey(0),
+      Membership::refusalOf(Status(StatusCode::kInvalidArgument, "a reason")));
+  second.agree(self, EngineOptions());
+  std::string error;
+  try {
+    second.publish(self.toString());
+  } catch (const StatusError& e) {
+    error = e.what();
+  }
+  CHECK_EQ(error, "rank 0 could not join: a reason");
+  std::string text;
+  CHECK(store->tryGet(first.listKey(), text));
+  CHECK_EQ(Membership::refusal(text).value_or(""), error);
+}
+
 } // namespace
 } // namespace resilient
