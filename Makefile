@@ -9,6 +9,7 @@ TORCH ?= $(shell $(PYTHON3) $(THIRD_PARTY) default torch)
 JOBS ?= 2
 ARGS ?=
 CASES ?= 100000
+HOSTILE ?= 1000
 FUZZ_SECONDS ?= 60
 
 VENV := .venv
@@ -168,10 +169,12 @@ planted: planted-built ## simulations, and mistakes on purpose, each of which th
 %-built:
 	$(MAKE) -C csrc -j$(JOBS) VARIANT=$* all $(if $(filter asan tsan,$*),staging-tests)
 
-nightly: ## CASES=100000 random networks for each simulation
+nightly: ## CASES=100000 random networks for each simulation, and HOSTILE=1000 hostile members
 	$(MAKE) -C csrc -j$(JOBS) all
 	RESILIENT_SIM_SCHEDULES=$(CASES) RESILIENT_TEST_CASES=$(CASES) \
 	  $(MAKE) -C csrc test ARGS="$(or $(ARGS),simulation)"
+	$(MAKE) -C csrc -j$(JOBS) VARIANT=asan all
+	RESILIENT_TEST_CASES=$(HOSTILE) $(MAKE) -C csrc VARIANT=asan test ARGS=AHostileMember
 
 fuzz: ## each fuzzer for FUZZ_SECONDS=60; needs clang
 	$(MAKE) -C csrc VARIANT=fuzz CXX=clang++ -j$(JOBS) fuzzers
