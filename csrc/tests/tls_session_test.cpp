@@ -1,6 +1,7 @@
 #include "transport/tls_session.h"
 
 #include <dlfcn.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <set>
@@ -503,6 +504,38 @@ TEST(tls_counts_what_has_left_by_whole_records) {
   CHECK_EQ(pair.client->sent(1), TlsSession::kRecordBytes);
   CHECK_EQ(pair.client->sent(2 * whole), 2 * TlsSession::kRecordBytes);
   CHECK(pair.client->output().empty());
+}
+
+// Hundreds of connections may stand at a time, and few of them have something
+// to send.
+TEST(tls_an_idle_session_takes_little_memory) {
+  if (!tlsAvailable()) {
+    return;
+  }
+  const auto used = [] {
+    const auto all = ::mallinfo2();
+    return all.uordblks + all.hblkhd;
+  };
+  std::vector<std::unique_ptr<TlsPair>> pairs;
+  const TlsBytes data(1u << 20);
+  const auto add = [&] {
+    pairs.push_back(std::make_unique<TlsPair>());
+    TlsPair& pair = *pairs.back();
+    pair.exchange();
+    pair.send(true, data);
+    pair.send(false, data);
+    pair.atClient = TlsBytes();
+    pair.atServer = TlsBytes();
+  };
+  add(); // and what all have in common
+  constexpr size_t kPairs = 20;
+  pairs.reserve(1 + kPairs);
+  const size_t before = used();
+  for (size_t i = 0; i < kPairs; ++i) {
+    add();
+  }
+  // Sanitizers have an allocator of their own, which does not tell.
+  CHECK(used() - before < kPairs * 2 * (80u << 10));
 }
 
 TEST(tls_says_that_the_far_end_answers_in_plaintext) {

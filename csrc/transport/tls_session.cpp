@@ -49,6 +49,13 @@ constexpr int kEarlyDataRead = 1, kEarlyDataEnd = 2, kEarlyDataAccepted = 2;
 // handshake, data.
 constexpr uint8_t kFirstRecordType = 20, kLastRecordType = 23;
 
+// Memory for output that is not in use. Sessions that have nothing to send keep
+// none, and the next one to seal in this thread takes it.
+std::vector<std::byte>& spareOutput() {
+  thread_local std::vector<std::byte> bytes;
+  return bytes;
+}
+
 // Where small parts of a record are put together.
 std::byte* gathered() {
   thread_local std::unique_ptr<std::byte[]> bytes =
@@ -458,6 +465,7 @@ size_t TlsSession::sent(size_t bytes) {
   if (outSent_ == out_.size()) {
     out_.clear();
     outSent_ = 0;
+    spareOutput() = std::exchange(out_, {});
   }
   size_t plaintext = 0;
   while (!records_.empty() && records_.front().end <= sentTotal_) {
@@ -554,6 +562,9 @@ size_t TlsSession::open(std::byte* to, size_t bytes) {
 size_t TlsSession::seal(std::span<const iovec> parts) {
   if ((state_ != State::kOpen && !isEarly()) || !output().empty()) {
     return 0;
+  }
+  if (out_.capacity() < spareOutput().capacity()) {
+    out_ = std::exchange(spareOutput(), {});
   }
   out_.reserve(kBatchRecords * (kRecordBytes + kRecordOverheadBytes));
   size_t taken = 0, filled = 0, sealed = 0;
