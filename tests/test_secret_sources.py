@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def example(language: str) -> str:
 def systemd(folder: Path) -> str:
     """A credential: in a folder of its own, for its owner to read."""
     text = example("ini")
-    name, _, source = re.findall(r"^LoadCredential=(.*?)(:)(.*)$", text, re.MULTILINE)[0]
+    ((name, source),) = re.findall(r"^LoadCredential=(.*?):(.*)$", text, re.MULTILINE)
     assert Path(source).name == name
     (variable,) = re.findall(r"^Environment=TORCH_RESILIENT_SECRET_FILE=(.*)$", text, re.MULTILINE)
     credentials = folder / "credentials"
@@ -90,8 +91,7 @@ def slurm(folder: Path) -> str:
 
 
 @pytest.mark.parametrize("platform", [systemd, kubernetes, slurm])
-def test_a_secret_of_the_platform_encrypts(platform: object, tmp_path: Path) -> None:
-    assert callable(platform)
+def test_a_secret_of_the_platform_encrypts(platform: Callable[[Path], str], tmp_path: Path) -> None:
     torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
     assert torchrun is not None
     program = tmp_path / "program.py"

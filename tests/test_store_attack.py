@@ -1,4 +1,4 @@
-"""Who can write to torch's store, and has not the job's secret, gets nowhere."""
+"""An attacker who can write to torch's store, and has not the job's secret, gets nowhere."""
 
 from __future__ import annotations
 
@@ -55,12 +55,16 @@ def in_a_process_of_its_own(rank: int, number: int) -> str:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        os.close(reading)
-        with os.fdopen(writing, "w") as outcome:
-            outcome.write(join(rank, number))
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        os._exit(0)
+        status = 1
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as outcome:
+                outcome.write(join(rank, number))
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+            status = 0
+        finally:
+            os._exit(status)
     os.close(writing)
     with os.fdopen(reading) as outcome:
         said = outcome.read()
@@ -73,14 +77,15 @@ def rewrite(record: bytes, port: int) -> bytes:
     return re.sub(rb":\d{4,5}\b", b":%d" % port, record)
 
 
-def attack(control: dist.Store) -> tuple[int, int]:
+def attack(control: dist.Store) -> tuple[int, int, int]:
     """Rewrites the addresses of ranks until the job is over.
 
-    Returns how many records it has changed, and how many connections it got by that.
+    Returns how many records it has changed, in how many of these it has put an address of its own,
+    and how many connections it got by that.
     """
     store = dist.TCPStore("127.0.0.1", store_port(), is_master=False)
     changed: set[str] = set()
-    calls, last = 0, b"nonsense"
+    redirected, calls, last = 0, 0, b"nonsense"
     with socket.create_server(("127.0.0.1", 0), backlog=2 * TRIES) as server:
         server.settimeout(0)
         port = server.getsockname()[1]
@@ -91,15 +96,17 @@ def attack(control: dist.Store) -> tuple[int, int]:
                     record = store.get(key)
                     # An address of its own, or the record of another rank.
                     own = rewrite(record, port)
-                    store.set(key, own if own != record and len(changed) % 3 else last)
+                    redirects = own != record and len(changed) % 3 != 0
+                    store.set(key, own if redirects else last)
+                    redirected += redirects
                     last = record
             with contextlib.suppress(BlockingIOError):
                 server.accept()[0].close()
                 calls += 1
-    return len(changed), calls
+    return len(changed), redirected, calls
 
 
-def play(rank: int) -> list[str] | tuple[int, int]:
+def play(rank: int) -> list[str] | tuple[int, int, int]:
     control = make_store("control")
     if rank == 2:
         return attack(control)
@@ -118,7 +125,7 @@ def test_no_start_of_fifty_is_redirected(tmp_path: Path) -> None:
     """Each one gives right results, or fails by the record."""
     secret = tmp_path / "job.secret"
     write_secret(secret)
-    first, second, (changed, calls) = run_ranks(
+    first, second, (changed, redirected, calls) = run_ranks(
         play,
         world_size=3,
         store="tcp",
@@ -137,4 +144,5 @@ def test_no_start_of_fifty_is_redirected(tmp_path: Path) -> None:
             refused += 1
     assert calls == 0
     assert changed >= TRIES
+    assert redirected >= TRIES / 2
     assert refused >= TRIES / 5  # the attacker was in time

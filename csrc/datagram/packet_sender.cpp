@@ -33,7 +33,7 @@ constexpr Nanos kMeasureMax = std::chrono::seconds(10);
 // has room for it, and cost more to encode and decode.
 constexpr size_t kBlockSymbols = 100;
 constexpr size_t kLargeBlockSymbols = 200;
-// The chance that a block is not repaired. A message of 4 MiB has some thirty
+// The chance that a block is not repaired. A message of 4 MiB has up to thirty
 // blocks: its 99th percentile is then that without loss, and there is a margin
 // for a loss that is worse than measured.
 constexpr double kRepairTarget = 1e-4;
@@ -53,8 +53,8 @@ constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
 constexpr Nanos kEndAgain = std::chrono::microseconds(250);
 constexpr int kEndDoublings = 16;
 constexpr double kMaxEndsInARow = 8;
-// The clocks of two hosts drift apart by a tenth of a millisecond in a second
-// at the worst.
+// The least time that a packet takes is that of the last one or two of these.
+// The clocks of two hosts drift apart by 0.1 ms in a second at the worst.
 constexpr Nanos kTransitFor = std::chrono::seconds(5);
 // In one report: as many as PacketNumbers can tell apart.
 constexpr uint64_t kMaxBursts = 1u << 14;
@@ -146,6 +146,7 @@ PacketSender::shapeFor(const Object& o, size_t coded, TrafficClass cls) {
   if (scheme.code == ParityKind::kReedSolomon) {
     const BlockShape large =
         semanticShape(o, coded, dataOf(coded, kLargeBlockSymbols), cls);
+    // Else the code has cut the parity short.
     const bool hasRoom = large.data + large.parity < kMaxBlockSymbols;
     if (hasRoom && parityOf(large, coded) < parityOf(shape, coded)) {
       return large;
@@ -599,7 +600,6 @@ uint64_t PacketSender::carried(const PacketReport& r, double usualLoss) const {
       std::min(kMost, bytes * (arrived + usual) / arrived));
 }
 
-// Two times kTransitFor are remembered.
 void PacketSender::LeastTransit::onPacket(uint32_t micros, TimePoint now) {
   if (since_ == kNever) {
     now_ = before_ = micros;
@@ -613,9 +613,9 @@ void PacketSender::LeastTransit::onPacket(uint32_t micros, TimePoint now) {
 }
 
 // The rate counts from the first packet of the burst. It would have arrived
-// after the least time that a packet takes. That of the report before is not
-// enough: it may have waited behind packets of others, and the rate would seem
-// higher by that.
+// after the least time that a packet takes. The last packet before the rest
+// does not tell it: it may have waited behind those of others, and the rate
+// would seem higher by that.
 void PacketSender::beginAfterRest() {
   firstAfterRest_ = 0;
   baseIsRest_ = true;

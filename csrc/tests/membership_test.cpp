@@ -139,6 +139,15 @@ TEST(rank_that_was_replaced_finds_the_generation_of_the_others) {
   }
 }
 
+std::string publishError(Membership& member, const PeerAddress& address) {
+  try {
+    member.publish(address.toString());
+  } catch (const StatusError& error) {
+    return error.what();
+  }
+  return "";
+}
+
 TEST(group_with_two_ranks_in_one_process_is_refused_by_the_last_to_join) {
   const auto store = std::make_shared<CountingStore>();
   const PeerAddress self = addressOf(0, 1, 10);
@@ -147,19 +156,14 @@ TEST(group_with_two_ranks_in_one_process_is_refused_by_the_last_to_join) {
   CHECK_EQ(first.publish(self.toString()), "");
   Membership second(store, "", 1, 2);
   second.agree(self, EngineOptions());
-  std::string error;
-  try {
-    second.publish(self.toString());
-  } catch (const StatusError& e) {
-    error = e.what();
-  }
+  const std::string error = publishError(second, self);
   CHECK_CONTAINS(error, "ranks 0 and 1 are in one process");
   std::string text;
   CHECK(store->tryGet(first.listKey(), text));
   CHECK_EQ(Membership::refusal(text).value_or(""), error);
 }
 
-// Whoever writes to the store may have put it there.
+// Somebody who writes to the store may have put it there.
 TEST(refusal_in_place_of_an_address_is_passed_on_to_all) {
   const auto store = std::make_shared<CountingStore>();
   Membership first(store, "", 0, 2), second(store, "", 1, 2);
@@ -170,12 +174,7 @@ TEST(refusal_in_place_of_an_address_is_passed_on_to_all) {
       first.addressKey(0),
       Membership::refusalOf(Status(StatusCode::kInvalidArgument, "a reason")));
   second.agree(self, EngineOptions());
-  std::string error;
-  try {
-    second.publish(self.toString());
-  } catch (const StatusError& e) {
-    error = e.what();
-  }
+  const std::string error = publishError(second, self);
   CHECK_EQ(error, "rank 0 could not join: a reason");
   std::string text;
   CHECK(store->tryGet(first.listKey(), text));

@@ -15,7 +15,7 @@ namespace resilient {
 // certificates the job accepts, as TLS sessions use them instead of a
 // pre-shared key. The handshake inside (wire/hello.h) still proves the job's
 // secret: a certificate tells which host speaks, the secret that it is of the
-// job. Nobody gets a signature who has not named the secret before.
+// job. A rank signs only for callers that have named the secret.
 //
 // The files may be replaced while the job runs, as those who issue certificates
 // for a day do, or to add a revocation list: refresh() reads them again. Files

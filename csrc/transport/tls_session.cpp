@@ -465,7 +465,10 @@ size_t TlsSession::sent(size_t bytes) {
   if (outSent_ == out_.size()) {
     out_.clear();
     outSent_ = 0;
-    spareOutput() = std::exchange(out_, {});
+    if (spareOutput().capacity() < out_.capacity()) {
+      spareOutput().swap(out_);
+    }
+    out_ = std::vector<std::byte>();
   }
   size_t plaintext = 0;
   while (!records_.empty() && records_.front().end <= sentTotal_) {

@@ -165,7 +165,7 @@ class Handshake {
   // asking for more (expect) or ending (finish, fail). It must do one of these,
   // or the handshake never ends.
   virtual void onInput() = 0;
-  virtual void onBound() {}
+  virtual void onBound() {} // by bindTo()
   // Waits until input_ holds `total` bytes.
   void extend(size_t total) {
     expected_ = total;
