@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -92,8 +91,7 @@ def slurm(folder: Path) -> str:
 
 @pytest.mark.parametrize("platform", [systemd, kubernetes, slurm])
 def test_a_secret_of_the_platform_encrypts(platform: Callable[[Path], str], tmp_path: Path) -> None:
-    torchrun = shutil.which("torchrun", path=str(Path(sys.executable).parent))
-    assert torchrun is not None
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     environment = {
@@ -101,7 +99,7 @@ def test_a_secret_of_the_platform_encrypts(platform: Callable[[Path], str], tmp_
         "TORCH_RESILIENT_SECRET_FILE": platform(tmp_path),
         "TORCH_RESILIENT_ENCRYPTION": "required",
     }
-    command = [torchrun, "--standalone", "--nproc-per-node=2", str(program)]
+    command = [*torchrun, "--standalone", "--nproc-per-node=2", str(program)]
     done = subprocess.run(
         command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=250
     )
