@@ -361,10 +361,14 @@ void RateControl::onRoundEnd(TimePoint now) {
       ++startupRounds_;
     }
     // A sender that has little to send fills the link in bursts only: the end
-    // of a burst queues, though its beginning did not.
+    // of a burst queues, though its beginning did not. A few small messages
+    // make no queue.
     const bool burstQueued = !growth && roundMax_ > mark;
+    const bool filled = roundFull_ || roundAtPace_ || roundShowsLink();
+    const bool ours = filled || filledBefore_;
+    filledBefore_ = filled;
     if (startupRounds_ >= kStartupRounds ||
-        (roundQueued_ && (queue || burstQueued))) {
+        (roundQueued_ && ours && (queue || burstQueued))) {
       state_ = State::kDrain;
       if (!roundShowsLink()) { // the queue may be that of others
         double& latest = rates_[round_ % kRounds];

@@ -155,6 +155,8 @@ class RateControl {
   double startupRate_ = 0;
   int startupRounds_ = 0; // without growth
   int pacedRounds_ = 0; // in which packets left at the pace
+  // In the round before, packets left at the pace, or faster than they arrived.
+  bool filledBefore_ = false;
   size_t phase_ = 0; // of the steady state's cycle
   TimePoint noQueueAt_{}; // the last round without
   Losses losses_; // of this round, and of those since then with few packets

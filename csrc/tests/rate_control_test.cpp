@@ -392,6 +392,22 @@ TEST(rate_control_knows_the_rate_by_what_has_left_at_its_pace) {
   }
 }
 
+// Small messages while a process pauses, or behind the queue of others: their
+// round trips tell nothing of the link's rate, before a burst and after one.
+TEST(rate_control_looks_for_the_rate_where_small_messages_are_late) {
+  Fed f(1e6);
+  f.limitedBySender = true;
+  for (int burst = 0; burst < 3; ++burst) {
+    f.sentBytesPerS = 0.5e6;
+    for (const int ms : {20, 20, 20, 28, 28, 28, 20, 20, 20}) {
+      f.round(milliseconds(ms), 0, 0.5e6);
+    }
+    f.sentBytesPerS = f.rate.bytesPerS();
+    f.round(milliseconds(20), 0, f.sentBytesPerS);
+    CHECK(f.rate.bytesPerS() > 2 * f.sentBytesPerS);
+  }
+}
+
 TEST(rate_control_keeps_to_the_limit_from_outside) {
   RateControl rate(milliseconds(20), 50e6, 3e6);
   CHECK(rate.bytesPerS() <= 3e6);
