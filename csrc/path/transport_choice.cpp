@@ -49,6 +49,7 @@ TransportChoice::Choice TransportChoice::choose(
     idleView_ = v;
   }
   Choice choice;
+  upTo_ = 0;
   if (avoids(choice.news, now)) {
     return choice;
   }
@@ -65,6 +66,7 @@ TransportChoice::Choice TransportChoice::choose(
         (lossy ? percentText(v.stream.lossRate) + " of the packets are lost"
                : "connections begin slowly after a pause");
   }
+  upTo_ = choice.upTo;
   return choice;
 }
 
@@ -119,7 +121,7 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
           toSeconds(burst.took),
           streamAnswerS(v.stream, v.linkBytesPerS, bytes));
     }
-  } else {
+  } else if (upTo_ > 0) { // else a few chunks, which fit into any limit
     datagramBytes_ = bytes;
     datagramLateness_.observe(
         toSeconds(burst.took),

@@ -260,6 +260,7 @@ class TransportChoice {
   Lateness streamLateness_, datagramLateness_;
   uint64_t streamBursts_ = 0, datagramBursts_ = 0; // the last that were seen
   double datagramBytes_ = 0; // of the last that counted
+  uint64_t upTo_ = 0; // the last choice
   // Since when the connections carry all.
   TimePoint avoidedSince_{};
   Nanos avoidedFor_{0};

@@ -379,6 +379,17 @@ TEST(transport_choice_returns_to_datagrams_if_all_are_late) {
   }
 }
 
+// What few chunks datagrams carry meanwhile fits into the limit of a policer.
+TEST(transport_choice_stays_with_connections_while_few_datagrams_are_in_time) {
+  Bursts bursts;
+  while (bursts.burst(true, 4).upTo > 0) {
+  }
+  for (int i = 0; i < 20; ++i) {
+    CHECK_EQ(bursts.burst(i % 2 == 0, i % 2 == 0 ? 1 : 0.3, 16384).upTo, 0u);
+    CHECK_EQ(bursts.burst(false, 0.3).upTo, 0u);
+  }
+}
+
 TEST(transport_choice_judges_no_burst_that_had_to_wait) {
   Bursts beside, limited, small, unknown;
   limited.e.limited = true;
