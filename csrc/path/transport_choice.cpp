@@ -8,6 +8,10 @@ namespace {
 
 // With this share of lost segments, every other message of 4 MiB waits for one.
 constexpr double kLossy = 2e-4;
+// Fewer gaps are no habit of a network.
+constexpr double kSeveral = 4;
+// Of the packets of a burst of 64 KiB, a third.
+constexpr double kMany = 16;
 
 // "512 KiB", of a power of two.
 std::string sizeText(uint64_t bytes) {
@@ -73,7 +77,6 @@ TransportChoice::Choice TransportChoice::choose(
 // Many are lost if UDP is blocked for a moment, but only once: that says
 // nothing about the next ones.
 double TransportChoice::datagramLossRate() const {
-  constexpr double kSeveral = 4; // gaps
   return datagramBurstsLost_.lost() < kSeveral ? 0 : datagramLoss_.rate();
 }
 
@@ -120,6 +123,7 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
       streamLateness_.observe(
           toSeconds(burst.took),
           streamAnswerS(v.stream, v.linkBytesPerS, bytes));
+      streamsTried_ = streamsTried_ || streamLateness_.known();
     }
   } else if (upTo_ > 0) { // else a few chunks, which fit into any limit
     datagramBytes_ = bytes;
@@ -131,10 +135,17 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
 
 // Datagrams arrive later than predicted, and than they probably would over the
 // connections. As long as these are only predicted, it takes more to say so.
+// Where late datagrams are also lost, connections that have carried nothing yet
+// are tried once, whatever is predicted of them: they begin more slowly than
+// they go on.
 bool TransportChoice::isLate() const {
   constexpr double kLate = 1.5, kHardlyLate = 1.2, kBetter = 1.25;
   if (!idleView_ || !datagramLateness_.known()) {
     return false;
+  }
+  if (!streamsTried_ && datagramBurstsLost_.lost() >= kSeveral &&
+      datagramLoss_.lost() >= kMany) {
+    return datagramLateness_.factor() > kLate;
   }
   const View& v = *idleView_;
   return datagramLateness_.factor() >
@@ -151,7 +162,7 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
   using Verdict = LossComparison::Verdict;
   // Parity makes up for less than this at a low price, or at a bearable one as
   // long as the connections may lose as many.
-  constexpr double kMany = 0.05, kTooMany = 0.1;
+  constexpr double kMuch = 0.05, kTooMuch = 0.1;
   if (avoidedSince_ != TimePoint{}) {
     // The connections have turned out to be as late: that is the network.
     const bool inVain = avoidedAsLate_ && streamLateness_.known() && !isLate();
@@ -177,8 +188,8 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
     return true;
   }
   const double rate = datagramLossRate();
-  if (rate < kMany || losses_.verdict() == Verdict::kShared ||
-      (rate < kTooMany && losses_.verdict() == Verdict::kUnknown)) {
+  if (rate < kMuch || losses_.verdict() == Verdict::kShared ||
+      (rate < kTooMuch && losses_.verdict() == Verdict::kUnknown)) {
     return false;
   }
   if (losses_.verdict() == Verdict::kDatagramsAlone) {

@@ -261,6 +261,7 @@ class TransportChoice {
   uint64_t streamBursts_ = 0, datagramBursts_ = 0; // the last that were seen
   double datagramBytes_ = 0; // of the last that counted
   uint64_t upTo_ = 0; // the last choice
+  bool streamsTried_ = false; // connections have carried such bursts
   // Since when the connections carry all.
   TimePoint avoidedSince_{};
   Nanos avoidedFor_{0};

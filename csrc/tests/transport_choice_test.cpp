@@ -390,6 +390,26 @@ TEST(transport_choice_stays_with_connections_while_few_datagrams_are_in_time) {
   }
 }
 
+// By the predictions, cold connections are slower even than late datagrams.
+TEST(transport_choice_tries_connections_once_where_late_datagrams_are_lost) {
+  for (const double times : {0.4, 1.0}) { // of what is predicted of them
+    Bursts bursts;
+    const auto late = [&] {
+      bursts.e.packets += 50;
+      bursts.e.packetsLost += 24;
+      bursts.e.lossBursts += 8;
+      return bursts.burst(true, 2).upTo;
+    };
+    CHECK(late() > 0);
+    CHECK_EQ(late(), 0u);
+    CHECK_EQ(bursts.burst(false, times).upTo, 0u);
+    CHECK_EQ(bursts.burst(false, times).upTo > 0, times == 1);
+    for (int i = 0; i < 20 && times == 1; ++i) {
+      CHECK(bursts.burst(true, 2).upTo > 0);
+    }
+  }
+}
+
 TEST(transport_choice_judges_no_burst_that_had_to_wait) {
   Bursts beside, limited, small, unknown;
   limited.e.limited = true;
