@@ -10,7 +10,7 @@ namespace {
 constexpr double kLossy = 2e-4;
 // Fewer gaps are no habit of a network.
 constexpr double kSeveral = 4;
-// Of the packets of a burst of 64 KiB, a third.
+// A third of the packets of a burst of 64 KiB.
 constexpr double kMany = 16;
 
 // "512 KiB", of a power of two.
@@ -135,9 +135,8 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
 
 // Datagrams arrive later than predicted, and than they probably would over the
 // connections. As long as these are only predicted, it takes more to say so.
-// Where late datagrams are also lost, connections that have carried nothing yet
-// are tried once, whatever is predicted of them: they begin more slowly than
-// they go on.
+// Connections that have carried nothing yet are tried once where late datagrams
+// are also lost, whatever is predicted: they begin more slowly than they go on.
 bool TransportChoice::isLate() const {
   constexpr double kLate = 1.5, kHardlyLate = 1.2, kBetter = 1.25;
   if (!idleView_ || !datagramLateness_.known()) {

@@ -379,7 +379,7 @@ TEST(transport_choice_returns_to_datagrams_if_all_are_late) {
   }
 }
 
-// What few chunks datagrams carry meanwhile fits into the limit of a policer.
+// A policer lets the few chunks pass that still go as datagrams.
 TEST(transport_choice_stays_with_connections_while_few_datagrams_are_in_time) {
   Bursts bursts;
   while (bursts.burst(true, 4).upTo > 0) {
