@@ -303,7 +303,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rate-mbit", type=float, nargs="+", default=[RATE_MBIT])
     parser.add_argument("--loss", type=float, nargs="+", default=[0.0], help="share of packets")
     parser.add_argument("--idle-s", type=float, nargs="+", default=[1.0])
-    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N")
+    parser.add_argument("--ranks-per-host", type=int, default=1, metavar="N", help="(default 1)")
     parser.add_argument("--root", action="store_true", help="keep the right to set up networks")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -312,6 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.quick:
         options.rounds, options.sizes = 3, "64K,1M,16M"
+    if options.ranks_per_host < 1:
+        parser.error(f"--ranks-per-host: expected at least 1, got {options.ranks_per_host}")
     names = options.contenders.split(",")
     if options.network != ["clean"] and not {"auto", "wan_tcp"} <= set(names):
         parser.error("networks other than clean compare --contenders auto,wan_tcp")

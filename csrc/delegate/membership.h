@@ -67,7 +67,7 @@ class Membership {
   static std::optional<std::string> refusal(const std::string& text);
   // And the text for it.
   static std::string refusalOf(const Status& status);
-  // What the other ranks tell of it.
+  // The status that the other ranks end with.
   static Status couldNotJoin(int rank, const std::string& why);
 
  private:
