@@ -272,7 +272,7 @@ def test_the_list_of_inward_interfaces_is_that_of_the_backend() -> None:
 
 
 def test_the_windows_asked_for_are_those_of_the_backend() -> None:
-    count = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
+    count = (ROOT / "csrc" / "path" / "path_count.h").read_text(encoding="utf-8")
     (assumed,) = re.findall(r"double assumedBytesPerS = 5e9 / (\d+);", count)
     assert 5e9 / int(assumed) == doctor_checks._ASSUMED_BYTES_PER_S
     roles = (ROOT / "csrc" / "delegate" / "connect_tcp.cpp").read_text(encoding="utf-8")
@@ -281,7 +281,7 @@ def test_the_windows_asked_for_are_those_of_the_backend() -> None:
 
 
 def test_the_limit_of_connections_is_that_of_the_backend() -> None:
-    source = (ROOT / "csrc" / "path" / "connection_count.h").read_text(encoding="utf-8")
+    source = (ROOT / "csrc" / "path" / "path_count.h").read_text(encoding="utf-8")
     assert re.findall(r"int max = (\d+);", source) == [str(doctor_checks.CONNECTIONS_MAX)]
 
 

@@ -201,7 +201,7 @@ void TcpConnector::chooseRoutes() {
   if (!theirs.empty() && !theirs.front().address.isLoopback()) {
     routes_ = pairNics(ourNics_, theirs, link_.preferredInitiator());
   }
-  ConnectionCount::Config config;
+  PathCount::Config config;
   if (options.wan_connections > 0) {
     config.min = config.max = static_cast<int>(options.wan_connections);
   } else {
@@ -500,7 +500,7 @@ void TcpConnector::tuneNew(size_t c, int fd) {
   }
   if (view && options.wan_connections == 0 &&
       options.socket_buffer_bytes == 0) {
-    ConnectionCount& count = tuning_.count(route);
+    PathCount& count = tuning_.count(route);
     const uint64_t window =
         std::min(kMaxWindowBytes, count.neededWindowBytes(view->roundTrip));
     if (window > host.bufferLimits().windowBytes()) {

@@ -34,7 +34,7 @@ namespace resilient {
 // maximum.
 //
 // Rejected: only one connection for each pair of NICs. With small windows or
-// random drops it does not fill a long link (path/connection_count.h).
+// random drops it does not fill a long link (path/path_count.h).
 class TcpConnector final : public Connector, private FailoverHost {
  public:
   explicit TcpConnector(Link& link);

@@ -8,10 +8,10 @@
 namespace resilient {
 
 void RouteTuning::begin(
-    const ConnectionCount::Config& config,
+    const PathCount::Config& config,
     std::vector<std::string> keys) {
   keys_ = std::move(keys);
-  counts_.assign(std::max<size_t>(keys_.size(), 1), ConnectionCount(config));
+  counts_.assign(std::max<size_t>(keys_.size(), 1), PathCount(config));
   found_.assign(counts_.size(), 0);
   for (size_t route = 0; route < keys_.size(); ++route) {
     counts_[route].beginWith(foundRoute(keys_[route]).connections);
@@ -20,7 +20,7 @@ void RouteTuning::begin(
 
 int RouteTuning::maxConnections() const {
   int max = 0;
-  for (const ConnectionCount& count : counts_) {
+  for (const PathCount& count : counts_) {
     max = std::max(max, count.count());
   }
   return max;
@@ -35,12 +35,12 @@ bool RouteTuning::observe(
     const View& seen,
     bool busy,
     TimePoint now) {
-  ConnectionCount& count = counts_[route];
+  PathCount& count = counts_[route];
   const int before = count.count();
   if (seen.minRoundTrip > Nanos(0)) {
     count.onRoundTrip(seen.minRoundTrip);
   }
-  ConnectionCount::View view;
+  PathCount::View view;
   view.ackedBytes = seen.ackedBytes;
   view.busy = busy;
   view.queueing = 2 * seen.queueing > seen.sending;

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "path/connection_count.h"
+#include "path/path_count.h"
 
 namespace resilient {
 
@@ -25,13 +25,11 @@ class RouteTuning {
   // `keys` name the routes for the memory; without them, there is one route of
   // which nothing is remembered. Call it once, before anything else. Afterwards
   // route indices are below max(1, keys).
-  void begin(
-      const ConnectionCount::Config& config,
-      std::vector<std::string> keys);
+  void begin(const PathCount::Config& config, std::vector<std::string> keys);
   const std::string& key(size_t route) const {
     return keys_[route];
   }
-  ConnectionCount& count(size_t route) {
+  PathCount& count(size_t route) {
     return counts_[route];
   }
   int maxConnections() const; // of any route
@@ -48,7 +46,7 @@ class RouteTuning {
   void setLossy(size_t route);
 
  private:
-  std::vector<ConnectionCount> counts_; // by route
+  std::vector<PathCount> counts_; // by route
   std::vector<std::string> keys_;
   std::vector<int> found_; // of the counts, as remembered
   bool backlogged_ = false; // at the last look

@@ -1,6 +1,6 @@
 #include "failover/health.h"
 
-#include "path/connection_count.h"
+#include "path/path_count.h"
 #include "tests/check.h"
 
 namespace resilient::test {
@@ -279,7 +279,7 @@ int found(
     double linkBytesPerS,
     double eachBytesPerS,
     Nanos roundTrip,
-    ConnectionCount& count,
+    PathCount& count,
     Nanos duration = seconds(5)) {
   count.onRoundTrip(roundTrip);
   TimePoint now{seconds(100)};
@@ -287,7 +287,7 @@ int found(
   for (const TimePoint end = now + duration; now < end;
        now += milliseconds(10)) {
     acked += 0.01 * std::min(linkBytesPerS, eachBytesPerS * count.count());
-    ConnectionCount::View view;
+    PathCount::View view;
     view.ackedBytes = static_cast<uint64_t>(acked);
     view.busy = true;
     view.queueing = eachBytesPerS * count.count() > linkBytesPerS;
@@ -296,38 +296,73 @@ int found(
   return count.count();
 }
 
-TEST(connection_count_one_is_enough_where_it_fills_the_link) {
-  ConnectionCount count({});
+TEST(path_count_one_is_enough_where_it_fills_the_link) {
+  PathCount count({});
   CHECK_EQ(found(125e6, 125e6, milliseconds(1), count), 1);
 }
 
-TEST(connection_count_grows_with_the_round_trip) {
+TEST(path_count_grows_with_the_round_trip) {
   // ATLAS Table 1: 4 MiB of window over 80 ms are 52 MB/s.
-  ConnectionCount count({});
+  PathCount count({});
   count.onRoundTrip(milliseconds(80));
   CHECK_EQ(count.count(), 12); // at once, for 5 Gbit/s
   CHECK_EQ(found(625e6, 52e6, milliseconds(80), count), 12); // 624 MB/s
-  ConnectionCount more({});
+  PathCount more({});
   CHECK_EQ(found(1250e6, 52e6, milliseconds(80), more), 16);
-  ConnectionCount less({});
+  PathCount less({});
   const int n = found(300e6, 52e6, milliseconds(80), less);
   CHECK(n >= 6 && n <= 8); // 5.8 fill it
 }
 
-TEST(connection_count_drops_what_does_not_help) {
-  ConnectionCount count({});
+TEST(path_count_drops_what_does_not_help) {
+  PathCount count({});
   count.onRoundTrip(milliseconds(40));
   CHECK_EQ(count.count(), 6);
   CHECK_EQ(found(12e6, 12e6, milliseconds(40), count, seconds(8)), 1);
 }
 
-TEST(connection_count_learns_nothing_from_an_idle_link) {
-  ConnectionCount count({});
+TEST(path_count_uses_none_of_those_that_add_nothing) {
+  for (const bool help : {false, true}) {
+    PathCount count({.min = 0, .max = 3, .mayCost = 1.05});
+    count.beginWith(3);
+    TimePoint now{seconds(100)};
+    double acked = 0;
+    for (int i = 0; i < 800; ++i) {
+      now += milliseconds(10);
+      acked += 0.01 * 10e6 * (help ? 1 + count.count() : 1);
+      PathCount::View view;
+      view.ackedBytes = static_cast<uint64_t>(acked);
+      view.busy = true;
+      count.observe(view, now);
+    }
+    CHECK_EQ(count.count(), help ? 3 : 0);
+  }
+}
+
+// What waited in a queue arrives with what is sent, and looks like a rate.
+TEST(path_count_takes_no_moment_of_luck_for_the_rate) {
+  PathCount count({.min = 0, .max = 3, .mayCost = 1.05});
+  count.beginWith(3);
+  TimePoint now{seconds(100)};
+  double acked = 0;
+  for (int i = 0; i < 800; ++i) {
+    now += milliseconds(10);
+    acked += 0.01 * (i < 35 ? 14e6 : 10e6);
+    PathCount::View view;
+    view.ackedBytes = static_cast<uint64_t>(acked);
+    view.busy = true;
+    count.observe(view, now);
+  }
+  CHECK_EQ(count.count(), 0);
+}
+
+TEST(path_count_learns_nothing_from_an_idle_link) {
+  PathCount count({});
   count.onRoundTrip(milliseconds(40));
   TimePoint now{seconds(100)};
   for (int i = 0; i < 2000; ++i) {
     now += milliseconds(10);
-    ConnectionCount::View view;
+    PathCount::View view;
     view.ackedBytes = static_cast<uint64_t>(i);
     view.busy = i % 20 != 0;
     CHECK(!count.observe(view, now));
@@ -337,8 +372,8 @@ TEST(connection_count_learns_nothing_from_an_idle_link) {
 
 // A lone connection doubles what it carries in every round trip: another one
 // beside it would seem to have done that.
-TEST(connection_count_waits_until_connections_are_up_to_speed) {
-  ConnectionCount count({.windowBytes = 64u << 20});
+TEST(path_count_waits_until_connections_are_up_to_speed) {
+  PathCount count({.windowBytes = 64u << 20});
   const Nanos roundTrip = milliseconds(80);
   const double link = 250e6;
   count.onRoundTrip(roundTrip);
@@ -349,7 +384,7 @@ TEST(connection_count_waits_until_connections_are_up_to_speed) {
     now += milliseconds(20);
     rate = std::min(rate * 1.19, link); // doubles in 80 ms
     acked += 0.02 * rate;
-    ConnectionCount::View view;
+    PathCount::View view;
     view.ackedBytes = static_cast<uint64_t>(acked);
     view.busy = true;
     count.observe(view, now);
@@ -359,9 +394,9 @@ TEST(connection_count_waits_until_connections_are_up_to_speed) {
 }
 
 // While one is looking for the link's rate, it fills the link's queue.
-TEST(connection_count_does_not_judge_by_a_start_up) {
+TEST(path_count_does_not_judge_by_a_start_up) {
   for (const bool forEver : {false, true}) {
-    ConnectionCount count({});
+    PathCount count({});
     count.onRoundTrip(milliseconds(40));
     const int before = count.count();
     TimePoint now{seconds(100)};
@@ -369,7 +404,7 @@ TEST(connection_count_does_not_judge_by_a_start_up) {
     int startUpTrials = 0;
     for (int i = 0; i < 800; ++i) {
       now += milliseconds(10);
-      ConnectionCount::View view;
+      PathCount::View view;
       view.startingUp = forEver || i < 70;
       acked += 0.01 * (view.startingUp ? 80e6 : 12e6 * count.count());
       view.ackedBytes = static_cast<uint64_t>(acked);
@@ -382,27 +417,27 @@ TEST(connection_count_does_not_judge_by_a_start_up) {
   }
 }
 
-TEST(connection_count_begins_with_what_was_found) {
-  ConnectionCount first({});
+TEST(path_count_begins_with_what_was_found) {
+  PathCount first({});
   CHECK_EQ(first.found(), 0);
   CHECK_EQ(found(125e6, 52e6, milliseconds(80), first, seconds(8)), 3);
-  ConnectionCount next({});
+  PathCount next({});
   next.beginWith(first.found());
   CHECK_EQ(next.count(), 3);
   next.onRoundTrip(milliseconds(80)); // instead of the 12 of the assumed link
   CHECK_EQ(next.count(), 3);
 }
 
-TEST(connection_count_follows_the_window_that_connections_have) {
-  ConnectionCount count({});
+TEST(path_count_follows_the_window_that_connections_have) {
+  PathCount count({});
   CHECK_EQ(count.neededWindowBytes(milliseconds(80)), 50'000'000u);
   count.setWindowBytes(64u << 20);
   count.onRoundTrip(milliseconds(80));
   CHECK_EQ(count.count(), 1);
 }
 
-TEST(connection_count_keeps_to_a_number_that_is_given) {
-  ConnectionCount count({.min = 3, .max = 3});
+TEST(path_count_keeps_to_a_number_that_is_given) {
+  PathCount count({.min = 3, .max = 3});
   CHECK_EQ(found(625e6, 52e6, milliseconds(80), count), 3);
 }
 

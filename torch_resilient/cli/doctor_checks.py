@@ -49,10 +49,10 @@ _OTHER_FILES = 200
 # Descriptors for a rank on this host: its connection and shared memory.
 _LOCAL_FILES = 4
 # Maximum between two NICs with wan_connections=auto; equals the one in
-# csrc/path/connection_count.h.
+# csrc/path/path_count.h.
 CONNECTIONS_MAX = 16
 # The goodput for which a long connection gets buffers, if the limits allow it; as in
-# csrc/path/connection_count.h and csrc/delegate/connect_tcp.cpp.
+# csrc/path/path_count.h and csrc/delegate/connect_tcp.cpp.
 _ASSUMED_BYTES_PER_S = 5e9 / 8
 _WINDOW_MAX_BYTES = 64 << 20
 # Windows of the usual size never limit a connection with a shorter round trip.

@@ -3,27 +3,30 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <utility>
 
 #include "base/time.h"
 
 namespace resilient {
 
-// Finds how many connections between two NICs carry the most: opens more while
-// the goodput grows, and puts those in reserve that do not help. One is enough
-// where a window covers the round trip; on a long link with small windows, or
-// with random loss, each adds its share.
-// Paper: ATLAS §4.1, which takes a fixed number.
+// Finds how many paths of one kind carry the most: uses more while the goodput
+// grows, and puts those in reserve that do not help. These are connections
+// between two NICs, or relays of one peer. One connection is enough where its
+// window covers the round trip; on a long link with small windows, or with
+// random loss, each adds its share. A relay adds its uplink, unless that is
+// ours as well. Paper: ATLAS §4.1, which takes a fixed number.
 //
 // How it works. kBase waits until the goodput has stopped growing by itself and
 // a trial is due. A trial doubles the count while each step gains (kUp), or
 // takes a quarter away while hardly anything is lost (kDown), and returns to
 // the best count; fewer are tried only if the link queues or more did not help.
+// If fewer carried less, the base is measured once more (kAgain).
 // Then it rests, each time twice as long (up to kLongestPause). The goodput is
 // only measured while there is always more to send. After a change of the
-// count, a window begins only when new connections have had time to speed up.
+// count, a window begins only when new paths have had time to speed up.
 //
 // Pure: no clock, no thread.
-class ConnectionCount {
+class PathCount {
  public:
   struct Config {
     int min = 1;
@@ -33,9 +36,13 @@ class ConnectionCount {
     // The assumed capacity before anything is measured. ATLAS §3 finds
     // about 5 Gbit/s for each node between data centres.
     double assumedBytesPerS = 5e9 / 8;
+    // Fewer may carry this much less: what a path must add to be worth it.
+    double mayCost = 1.02;
+    // The goodput is that of so much time, or of four round trips.
+    Nanos leastWindow = std::chrono::milliseconds(200);
   };
 
-  explicit ConnectionCount(const Config& config)
+  explicit PathCount(const Config& config)
       : config_(config), count_(config.min) {}
 
   // Begins with what was found before; call it first. 0: nothing was.
@@ -76,14 +83,14 @@ class ConnectionCount {
   }
 
   struct View {
-    // Over all connections between the two NICs since their beginning.
+    // Since the beginning, over all paths that the count may help or hinder.
     uint64_t ackedBytes = 0;
     // All the time since the last view there was more to send.
     bool busy = false;
-    // Packets wait in front of the link, so it is full, and more connections
-    // could only take from each other.
+    // Packets wait in front of the link, so it is full, and more paths could
+    // only take from each other.
     bool queueing = false;
-    // A connection still looks for the link's rate.
+    // A path still looks for the link's rate.
     bool startingUp = false;
   };
   // Called every now and then. Returns whether count() has changed.
@@ -98,7 +105,7 @@ class ConnectionCount {
       return false;
     }
     if (now < windowAt_) {
-      windowBytes_ = seen.ackedBytes; // new connections speed up
+      windowBytes_ = seen.ackedBytes; // new paths speed up
       return false;
     }
     if (now - windowAt_ < windowTime()) {
@@ -118,13 +125,14 @@ class ConnectionCount {
   }
 
  private:
-  enum class Step { kBase, kUp, kDown };
+  // kAgain: fewer carried less; do as many as before still carry more?
+  enum class Step { kBase, kUp, kDown, kAgain };
 
   Nanos settleTime() const {
     return std::max<Nanos>(std::chrono::milliseconds(100), 5 * roundTrip_);
   }
   Nanos windowTime() const {
-    return std::max<Nanos>(std::chrono::milliseconds(200), 4 * roundTrip_);
+    return std::max(config_.leastWindow, 4 * roundTrip_);
   }
   void restart(uint64_t ackedBytes, TimePoint now, Nanos settle) {
     windowBytes_ = ackedBytes;
@@ -138,7 +146,7 @@ class ConnectionCount {
         if (const double before = lastRate_;
             now >= nextTrial_ && !speedsUp(rate)) {
           base_ = std::max(rate, before); // a moment's dip is no base
-          roseOnce_ = false;
+          roseOnce_ = again_ = false;
           if (queueing) {
             tryFewer(now);
           } else {
@@ -161,17 +169,26 @@ class ConnectionCount {
         }
         return;
       case Step::kDown:
-        if (rate * kLoss >= base_) {
+        if (rate * config_.mayCost >= base_) {
           tryFewer(now);
         } else {
           count_ = kept_;
+          fewer_ = rate;
+          step_ = Step::kAgain;
+        }
+        return;
+      case Step::kAgain:
+        if (fewer_ * config_.mayCost >= rate && !std::exchange(again_, true)) {
+          base_ = rate; // it was a moment's luck
+          tryFewer(now);
+        } else {
           rest(now);
         }
         return;
     }
   }
-  // Whether the connections that there are still carry more from one look to
-  // the next, by themselves: what is tried meanwhile would seem to be the
+  // Whether the paths that there are still carry more from one look to the
+  // next, by themselves: what is tried meanwhile would seem to be the
   // cause.
   bool speedsUp(double rate) {
     const bool faster = lastRate_ <= 0 || rate > kGain * lastRate_;
@@ -184,7 +201,7 @@ class ConnectionCount {
       return;
     }
     kept_ = count_;
-    count_ = std::min(count_ * 2, config_.max);
+    count_ = std::min(std::max(count_ * 2, 1), config_.max);
     step_ = Step::kUp;
   }
   void upIsNoUse(TimePoint now) {
@@ -212,10 +229,9 @@ class ConnectionCount {
     pause_ = std::min<Nanos>(pause_ * 2, kLongestPause);
   }
 
-  // More connections must earn this much more; fewer may cost this little.
+  // More paths must earn this much more.
   static constexpr double kGain = 1.08;
-  static constexpr double kLoss = 1.02;
-  // Some connections never find a rate: small buffers limit them.
+  // Some paths never find a rate: small buffers limit them.
   static constexpr int kMaxStartUpWindows = 4;
   static constexpr Nanos kFirstPause = std::chrono::seconds(10);
   static constexpr Nanos kLongestPause = std::chrono::seconds(300);
@@ -228,8 +244,10 @@ class ConnectionCount {
   double base_ = 0; // the rate to beat, or to keep
   int kept_ = 1; // the count that had it
   double lastRate_ = 0; // at the look before, if there is to be a trial
+  double fewer_ = 0; // the rate of fewer than kept_
   int startUpWindows_ = 0; // in a row
   bool roseOnce_ = false; // more was better, in this trial
+  bool again_ = false; // the base was measured again, in this trial
   Nanos pause_ = kFirstPause;
   TimePoint nextTrial_{};
   TimePoint windowAt_{}; // begins then
