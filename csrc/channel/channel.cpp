@@ -209,6 +209,15 @@ bool Channel::backlogged() const {
       ready_.begin(), ready_.end(), [](const auto& q) { return !q.empty(); });
 }
 
+bool Channel::backloggedByOurs() const {
+  for (size_t queue = 0; queue < kQueueCount; ++queue) {
+    if (!isForOthers(queue) && waiting(queue) != nullptr) {
+      return true;
+    }
+  }
+  return false;
+}
+
 bool Channel::takesChunks(PathId path) const {
   const PathState& p = state(path);
   return p.classes != 0 && !p.suspect && !p.onProbation;

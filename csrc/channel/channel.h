@@ -408,8 +408,10 @@ class Channel {
   // The last burst of its shared link; of the path, if it has none.
   const LinkStatistics::Burst& lastBurst(PathId path) const;
   uint64_t inFlightBytes(PathId path) const;
-  // There is more to send than the paths have taken.
+  // There is more to send than the paths have taken; of our own, not of what we
+  // relay.
   bool backlogged() const;
+  bool backloggedByOurs() const;
   // The most urgent message that waits; nothing if none does. `self`: our rank.
   std::optional<Urgency> mostUrgent(int32_t self) const;
   // The path is to take chunks, as far as is known; some path that goes over no

@@ -2,18 +2,25 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <utility>
 
 #include "base/planted_bugs.h"
 #include "delegate/peer_link.h"
+#include "path/uplink.h"
 
 namespace resilient {
 namespace {
 
 // The peer is first sought directly.
 constexpr Nanos kDirectFirst = std::chrono::seconds(1);
-// Between two looks for a relay.
+// Between two attempts to find a relay.
 constexpr Nanos kLookEvery = std::chrono::seconds(1);
+// Between two looks at the goodput, while there is always more to send.
+constexpr Nanos kMeasureEvery = std::chrono::milliseconds(50);
+constexpr Nanos kMeasureFor = std::chrono::seconds(1);
+// A relay costs processor time on another host: it must add this much.
+constexpr double kWorth = 1.05;
 constexpr int kMaxDoublings = 6;
 // A path that has worked for less counts as a failure.
 constexpr Nanos kWorthTrying = std::chrono::seconds(10);
@@ -26,6 +33,7 @@ constexpr uint64_t kFlowShare = 8;
 
 RelayConnector::~RelayConnector() {
   link_.loop().cancel(timer_);
+  link_.loop().cancel(lookTimer_);
 }
 
 // --- opening
@@ -310,11 +318,89 @@ TimePoint RelayConnector::heardAt() const {
 // Our own neighbours share the load; those of the peer, whose frames come by
 // our NIC anyway, and all of them if nothing else works.
 uint8_t RelayConnector::classes(const Path& path, const Roles& roles) const {
-  const auto& p = static_cast<const RelayPath&>(path);
-  if (!p.usable()) {
+  const auto flow = std::ranges::find(flows_, &path, &Flow::path);
+  if (!flow->path->usable()) {
     return 0;
   }
-  return shares() && p.opener() && !p.busy() ? kAllClasses : roles.relays;
+  return mayShare(*flow) && flow->helps ? kAllClasses : roles.relays;
+}
+
+// --- how many share the load
+
+bool RelayConnector::mayShare(const Flow& flow) const {
+  return shares() && flow.path->opener() && flow.path->usable() &&
+      !flow.path->busy();
+}
+
+// What was found for other relays is void.
+void RelayConnector::beginCount() {
+  const auto most = static_cast<int>(std::ranges::count_if(
+      flows_, [this](const Flow& flow) { return mayShare(flow); }));
+  if (std::exchange(mayShare_, most) != most) {
+    count_ = PathCount(
+        {.min = 0, .max = most, .mayCost = kWorth, .leastWindow = kMeasureFor});
+    count_.beginWith(most);
+    applyCount();
+  }
+}
+
+// Those that carry the most come first.
+void RelayConnector::applyCount() {
+  std::vector<Flow*> all;
+  for (Flow& flow : flows_) {
+    flow.helps = true;
+    if (mayShare(flow)) {
+      all.push_back(&flow);
+    }
+  }
+  const Channel& channel = link_.channel();
+  std::ranges::sort(all, std::greater(), [&](const Flow* flow) {
+    return channel.capacityBytesPerS(flow->path->id());
+  });
+  for (size_t i = static_cast<size_t>(count_.count()); i < all.size(); ++i) {
+    all[i]->helps = false;
+  }
+}
+
+void RelayConnector::onSent() {
+  if (lookTimer_ == 0 && mayShare_ > 0 && link_.usable() &&
+      link_.channel().backloggedByOurs()) {
+    lookTimer_ = link_.loop().after(kMeasureEvery, [this] {
+      lookTimer_ = 0;
+      look();
+    });
+  }
+}
+
+// Nothing is tried under a declared limit, nor where our own paths do not work:
+// then all relays are needed.
+void RelayConnector::look() {
+  const Channel& channel = link_.channel();
+  const bool declared =
+      link_.uplink() != nullptr && link_.uplink()->bytesPerS() > 0;
+  const bool backlogged =
+      !declared && channel.takesChunksDirectly() && channel.backloggedByOurs();
+  double roundTripS = 0;
+  for (const Flow& flow : flows_) {
+    if (mayShare(flow)) {
+      const LinkStatistics& path = channel.pathStatistics(flow.path->id());
+      roundTripS = std::max(roundTripS, path.minRoundTripS());
+    }
+  }
+  count_.onRoundTrip(fromSeconds(roundTripS));
+  PathCount::View seen;
+  seen.ackedBytes = channel.counters().bytesSent;
+  seen.busy = std::exchange(backlogged_, backlogged) && backlogged;
+  const int before = count_.count();
+  if (count_.observe(seen, link_.loop().now())) {
+    applyCount();
+    logMessage(
+        LogLevel::kDebug,
+        std::to_string(count_.count()) + " relays instead of " +
+            std::to_string(before) + " to " + link_.describe());
+    link_.useChanged();
+  }
+  onSent();
 }
 
 void RelayConnector::onPathUse(Path& path) {
@@ -338,6 +424,7 @@ void RelayConnector::onPathUse(Path& path) {
             ": other ways take over");
   }
   link_.channel().setSuspect(p.id(), p.silent());
+  beginCount();
   if (p.busy()) {
     lookAgain(std::chrono::milliseconds(1)); // for one that is not
   }
@@ -365,10 +452,12 @@ void RelayConnector::onPathClosed(Path& path, const Status& why) {
   relay.lastError = why.message();
   settle(*flow);
   flows_.erase(flow);
+  beginCount();
 }
 
 void RelayConnector::close() {
   link_.loop().cancel(std::exchange(timer_, 0));
+  link_.loop().cancel(std::exchange(lookTimer_, 0));
 }
 
 // --- for people

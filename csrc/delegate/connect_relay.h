@@ -9,6 +9,7 @@
 
 #include "delegate/connector.h"
 #include "failover/takeover.h"
+#include "path/path_count.h"
 #include "transport/relay_path.h"
 
 namespace resilient {
@@ -20,7 +21,8 @@ namespace resilient {
 // One is open as soon as the link is up, so that it can take over at once when
 // no connection works. Until then it carries nothing. If the link has not come
 // up after a while, it is brought up by relays alone. With relay=auto there are
-// more, and they share the load all the time.
+// more, and they share the load while that raises the goodput. With a limit
+// declared, each relay's share is known, and all of them do.
 //
 // A relay that fails is tried again after growing pauses; another one takes its
 // place meanwhile.
@@ -38,6 +40,8 @@ class RelayConnector final : public Connector {
   TimePoint heardAt() const;
   // The peer is needed now: what it takes to reach it without a connection.
   void onNeeded();
+  // Something has been handed to the paths.
+  void onSent();
   // The path of that flow, if there is one: for tests.
   const RelayPath* pathOf(const RelayFlow& flow) const;
   // "2 relays: rank 1 (host node7) up, rank 2 (host node8): no answer"; empty
@@ -75,6 +79,7 @@ class RelayConnector final : public Connector {
     Uid relay{};
     TimePoint upAt{};
     bool seeksRelay = false; // holds interest in the link to it
+    bool helps = true; // as far as is known: takes its share
   };
 
   bool wanted() const;
@@ -82,6 +87,10 @@ class RelayConnector final : public Connector {
   bool shares() const;
   size_t count() const;
   size_t opened() const;
+  bool mayShare(const Flow& flow) const;
+  void beginCount();
+  void applyCount();
+  void look();
   bool open(const Uid& relay);
   void add(
       const Uid& relay,
@@ -97,6 +106,12 @@ class RelayConnector final : public Connector {
   std::vector<Flow> flows_;
   std::map<Uid, Relay> relays_;
   TimerId timer_ = 0;
+
+  // How many of those that may share the load do so.
+  PathCount count_{{.min = 0, .max = 0}};
+  int mayShare_ = 0;
+  bool backlogged_ = false; // at the last look
+  TimerId lookTimer_ = 0;
 };
 
 } // namespace resilient

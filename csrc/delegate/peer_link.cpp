@@ -390,6 +390,7 @@ void PeerLink::pump() {
   }
   armChannelTimer();
   tcp_.onSent();
+  relays_.onSent();
   if (limit != nullptr) {
     limit->endTurn(channel_.id()); // if it could not use it
     host_.waitForTurn(address_->site);

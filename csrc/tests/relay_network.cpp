@@ -230,6 +230,7 @@ SimulatedRank& RelayNetwork::add(
     std::optional<double> declared) {
   uplinkBytesPerS_.push_back(uplinkBytesPerS);
   uplinkFree_.emplace_back();
+  uplinkOf_.push_back(ranks_.size());
   wakeAt_.push_back(kNever);
   ranks_.push_back(
       std::make_unique<SimulatedRank>(
@@ -464,9 +465,11 @@ bool RelayNetwork::write(Connection& c, size_t side, RateLimit* limit) {
   }
   const size_t from = c.ranks[side], to = c.ranks[1 - side];
   const bool far = crossesSites(from, to);
-  TimePoint& free = far ? uplinkFree_[from] : d.linkFree;
-  const uint64_t rate =
-      far ? std::min(uplinkBytesPerS_[from], c.way.bytesPerS) : c.way.bytesPerS;
+  const size_t uplink = uplinkOf_[from];
+  TimePoint& free = far ? uplinkFree_[uplink] : d.linkFree;
+  const uint64_t rate = far
+      ? std::min(uplinkBytesPerS_[uplink], c.way.bytesPerS)
+      : c.way.bytesPerS;
   free = std::max(free, now_) +
       Nanos(static_cast<int64_t>(frame.bytes.size() * 1'000'000'000 / rate));
   d.lastArrival =

@@ -123,6 +123,10 @@ class RelayNetwork {
       const std::string& site,
       uint64_t uplinkBytesPerS,
       std::optional<double> declared);
+  // Both send to the other site over the uplink of the first one.
+  void shareUplink(size_t r, size_t with) {
+    uplinkOf_[with] = r;
+  }
   void join();
   SimulatedRank& rank(size_t r) {
     return *ranks_[r];
@@ -261,6 +265,7 @@ class RelayNetwork {
   std::vector<std::unique_ptr<SimulatedRank>> ranks_;
   std::vector<uint64_t> uplinkBytesPerS_; // by rank: to the other site
   std::vector<TimePoint> uplinkFree_;
+  std::vector<size_t> uplinkOf_; // by rank
   std::vector<TimePoint> wakeAt_; // by rank
   std::deque<Connection> connections_;
   bool ending_ = false;

@@ -1,7 +1,9 @@
 #include "tests/relay_simulation.h"
 
+#include <functional>
 #include <iostream>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "base/log.h"
@@ -174,6 +176,141 @@ TEST(relay_path_waits_for_its_first_answer) {
     });
   }
   run(std::chrono::milliseconds(1), [] { return false; });
+}
+
+// Three hosts send over one uplink, or over three. Bytes per second from the
+// first of them in the last second of fifteen, and the relays that share its
+// load.
+struct Streamed {
+  double bytesPerS = 0;
+  int relays = 0;
+};
+
+Streamed streamOverRelays(bool oneUplink, uint64_t seed) {
+  constexpr uint64_t kUplinkBytesPerS = 10'000'000, kBytes = 1u << 20;
+  constexpr size_t kAtOnce = 16; // messages
+  struct Send final : SendOp {
+    void finished(const Status& status) override {
+      ok = status.ok();
+      over = true;
+    }
+    bool ok = false, over = true;
+  };
+  struct Recv final : RecvOp {
+    void finished(const Status& status) override {
+      ok = status.ok();
+      over = true;
+    }
+    bool ok = false, over = true;
+  };
+  std::vector<std::byte> out(kBytes);
+  std::vector<Send> sends(kAtOnce);
+  std::vector<Recv> recvs(kAtOnce);
+  std::vector<std::vector<std::byte>> in(kAtOnce, out);
+  EngineOptions options;
+  options.relay = "auto";
+  options.wan_connections = 1; // nothing is tuned: there are no connections
+  RelayNetwork network(seed);
+  network.afterTurn = [](size_t) {};
+  for (const char* site : {"near", "near", "near", "far"}) {
+    network.add(options, site, kUplinkBytesPerS, std::nullopt);
+  }
+  RelayNetwork::Way way;
+  way.latency = std::chrono::milliseconds(10);
+  way.jitter = std::chrono::milliseconds(1);
+  way.windowBytes = 512u << 10;
+  for (const size_t r : {0, 1, 2}) {
+    network.connect(r, 3, way);
+    if (oneUplink) {
+      network.shareUplink(0, r);
+    }
+  }
+  way.latency = way.jitter = std::chrono::microseconds(50);
+  network.connect(0, 1, way);
+  network.connect(0, 2, way);
+  network.join();
+  bool stop = false;
+  std::function<void()> post = [&] {
+    Channel& from = network.rank(3).link(0).channel();
+    for (size_t i = 0; i < kAtOnce && !stop; ++i) {
+      if (std::exchange(recvs[i].over, false)) {
+        recvs[i].key = MessageKey{1, 0, i};
+        recvs[i].ordered = true;
+        recvs[i].source = &from;
+        recvs[i].data = in[i].data();
+        recvs[i].bytes = kBytes;
+        network.rank(3).mailbox().post(&recvs[i]);
+      }
+    }
+  };
+  std::function<void()> send = [&] {
+    Channel& to = network.rank(0).link(3).channel();
+    for (size_t i = 0; i < kAtOnce && !stop; ++i) {
+      if (std::exchange(sends[i].over, false)) {
+        sends[i].key = MessageKey{1, 0, i};
+        sends[i].pointToPoint = true;
+        sends[i].data = out.data();
+        sends[i].bytes = kBytes;
+        to.send(&sends[i], network.rank(0).loop().now());
+      }
+    }
+  };
+  for (const size_t r : {0, 3}) {
+    network.in(r, [&network, r] { network.rank(r).link(3 - r).addInterest(); });
+  }
+  std::function<void()> again = [&] {
+    network.in(3, post);
+    network.in(0, send);
+    if (!stop) {
+      network.at(network.now() + std::chrono::milliseconds(2), again);
+    }
+  };
+  const auto runFor = [&](Nanos duration) {
+    const TimePoint end = network.now() + duration;
+    while (network.now() < end && network.step()) {
+    }
+  };
+  PeerLink& link = network.rank(0).link(3);
+  network.at(network.now() + std::chrono::seconds(1), again); // links are up
+  runFor(std::chrono::seconds(15));
+  const uint64_t before = link.channel().counters().bytesSent;
+  runFor(std::chrono::seconds(1));
+  Streamed streamed;
+  streamed.bytesPerS =
+      static_cast<double>(link.channel().counters().bytesSent - before);
+  PeerStats stats;
+  link.relays().fillStats(stats);
+  for (const PathStats& path : stats.paths) {
+    streamed.relays += path.state == "up";
+  }
+  stop = true;
+  runFor(std::chrono::seconds(10));
+  for (size_t i = 0; i < kAtOnce; ++i) {
+    CHECK(sends[i].ok && sends[i].over);
+  }
+  for (const size_t r : {0, 3}) {
+    network.in(
+        r, [&network, r] { network.rank(r).link(3 - r).dropInterest(); });
+  }
+  runFor(std::chrono::milliseconds(1));
+  CHECK_EQ(network.error(), "");
+  return streamed;
+}
+
+TEST(relays_are_used_while_they_raise_the_goodput) {
+  simulateSeeds(5, [](uint64_t seed) {
+    for (const bool oneUplink : {false, true}) {
+      const int uplinks = oneUplink ? 1 : 3;
+      const Streamed s = streamOverRelays(oneUplink, seed);
+      if (s.relays != uplinks - 1 || s.bytesPerS < 0.9 * uplinks * 10e6) {
+        throw Failure(
+            std::to_string(s.relays) + " relays and " +
+            std::to_string(s.bytesPerS) + " bytes per second over " +
+            std::to_string(uplinks) + " uplinks, seed " + std::to_string(seed) +
+            replayLine(seed, "relays_are_used_while"));
+      }
+    }
+  });
 }
 
 TEST(relay_simulation_is_decided_by_its_seed) {
