@@ -315,17 +315,28 @@ TimePoint RelayConnector::heardAt() const {
   return at;
 }
 
-// Our own neighbours share the load; those of the peer, whose frames come by
-// our NIC anyway, and all of them if nothing else works.
+// Our own neighbours share the load, and all of them carry if no path of ours
+// works. Those of the peer come last: what goes over them leaves by our own
+// NIC, which may be why nothing else works.
 uint8_t RelayConnector::classes(const Path& path, const Roles& roles) const {
   const auto flow = std::ranges::find(flows_, &path, &Flow::path);
   if (!flow->path->usable()) {
+    return 0;
+  }
+  if (!flow->path->opener() && ownUsable()) {
     return 0;
   }
   return mayShare(*flow) && flow->helps ? kAllClasses : roles.relays;
 }
 
 // --- how many share the load
+
+// Some path over a neighbour of ours works, as far as it is known.
+bool RelayConnector::ownUsable() const {
+  return std::ranges::any_of(flows_, [](const Flow& flow) {
+    return flow.path->opener() && flow.path->usable();
+  });
+}
 
 bool RelayConnector::mayShare(const Flow& flow) const {
   return shares() && flow.path->opener() && flow.path->usable() &&

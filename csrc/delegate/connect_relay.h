@@ -87,6 +87,7 @@ class RelayConnector final : public Connector {
   bool shares() const;
   size_t count() const;
   size_t opened() const;
+  bool ownUsable() const;
   bool mayShare(const Flow& flow) const;
   void beginCount();
   void applyCount();

@@ -313,6 +313,104 @@ TEST(relays_are_used_while_they_raise_the_goodput) {
   });
 }
 
+// A host whose uplink is dead reaches the neighbours of the peer no more than
+// the peer itself.
+TEST(relays_of_our_own_site_stand_in_for_a_dead_uplink) {
+  constexpr size_t kCount = 60, kBytes = 64u << 10, kBefore = 20;
+  constexpr Nanos kEvery = std::chrono::milliseconds(20);
+  struct Send final : SendOp {
+    void finished(const Status&) override {}
+  };
+  struct Recv final : RecvOp {
+    void finished(const Status& status) override {
+      at = status.ok() ? network->now() : TimePoint();
+    }
+    RelayNetwork* network = nullptr;
+    TimePoint at{};
+  };
+  std::vector<std::byte> out(kBytes), in(kBytes);
+  simulateSeeds(5, [&](uint64_t seed) {
+    std::vector<Send> sends(kCount);
+    std::vector<Recv> recvs(kCount);
+    EngineOptions options;
+    options.relay = "auto";
+    options.wan_connections = 1; // nothing is tuned: there are no connections
+    RelayNetwork network(seed);
+    network.afterTurn = [](size_t) {};
+    for (const char* site : {"near", "near", "far", "far"}) {
+      network.add(options, site, 10'000'000, std::nullopt);
+    }
+    RelayNetwork::Way way;
+    way.latency = std::chrono::milliseconds(20);
+    std::vector<RelayNetwork::WayRef> uplink;
+    for (const size_t far : {2, 3}) {
+      uplink.push_back(network.connect(0, far, way));
+      network.connect(1, far, way);
+    }
+    way.latency = std::chrono::microseconds(50);
+    network.connect(0, 1, way);
+    network.connect(2, 3, way);
+    network.join();
+    for (const size_t r : {0, 1, 2, 3}) {
+      network.in(r, [&network, r] {
+        network.rank(r).link((r + 2) % 4).addInterest();
+      });
+    }
+    const TimePoint begin = network.now() + std::chrono::seconds(2);
+    for (size_t i = 0; i < kCount; ++i) {
+      network.at(begin + static_cast<int64_t>(i) * kEvery, [&, i] {
+        network.in(2, [&, i] {
+          Recv& recv = recvs[i];
+          recv.network = &network;
+          recv.key = MessageKey{1, 0, i};
+          recv.ordered = true;
+          recv.source = &network.rank(2).link(0).channel();
+          recv.data = in.data();
+          recv.bytes = kBytes;
+          network.rank(2).mailbox().post(&recv);
+        });
+        network.in(0, [&, i] {
+          Send& send = sends[i];
+          send.key = MessageKey{1, 0, i};
+          send.pointToPoint = true;
+          send.data = out.data();
+          send.bytes = kBytes;
+          Channel& to = network.rank(0).link(2).channel();
+          to.send(&send, network.rank(0).loop().now());
+        });
+        for (const auto ref : uplink) {
+          if (i == kBefore) {
+            network.silence(ref, begin + std::chrono::minutes(1));
+          }
+        }
+      });
+    }
+    const TimePoint end = begin + std::chrono::seconds(5);
+    while (network.now() < end && network.step()) {
+    }
+    Nanos longest{};
+    for (size_t i = 1; i < kCount; ++i) {
+      CHECK(recvs[i].at != TimePoint());
+      longest = std::max(longest, recvs[i].at - recvs[i - 1].at);
+    }
+    if (longest > std::chrono::milliseconds(300)) {
+      throw Failure(
+          "a pause of " + std::to_string(toSeconds(longest)) + " s" +
+          replayLine(seed, "relays_of_our_own_site"));
+    }
+    network.heal();
+    for (const size_t r : {0, 1, 2, 3}) {
+      network.in(r, [&network, r] {
+        network.rank(r).link((r + 2) % 4).dropInterest();
+      });
+    }
+    for (const TimePoint over = network.now() + std::chrono::seconds(1);
+         network.now() < over && network.step();) {
+    }
+    CHECK_EQ(network.error(), "");
+  });
+}
+
 TEST(relay_simulation_is_decided_by_its_seed) {
   for (uint64_t seed = 1; seed <= 20; ++seed) {
     CHECK_EQ(simulateRelays(seed).traceHash, simulateRelays(seed).traceHash);
