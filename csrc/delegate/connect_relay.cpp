@@ -19,6 +19,8 @@ constexpr Nanos kLookEvery = std::chrono::seconds(1);
 // Between two looks at the goodput, while there is always more to send.
 constexpr Nanos kMeasureEvery = std::chrono::milliseconds(50);
 constexpr Nanos kMeasureFor = std::chrono::seconds(1);
+// A trial may take the best way from a stream for a second or two.
+constexpr Nanos kFirstTrial = std::chrono::seconds(10);
 // A relay costs processor time on another host: it must add this much.
 constexpr double kWorth = 1.05;
 constexpr int kMaxDoublings = 6;
@@ -351,6 +353,7 @@ void RelayConnector::beginCount() {
     count_ = PathCount(
         {.min = 0, .max = most, .mayCost = kWorth, .leastWindow = kMeasureFor});
     count_.beginWith(most);
+    count_.restUntil(link_.loop().now() + kFirstTrial);
     applyCount();
   }
 }

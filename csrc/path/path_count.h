@@ -52,6 +52,10 @@ class PathCount {
       count_ = std::clamp(count, config_.min, config_.max);
     }
   }
+  // No trial before that time.
+  void restUntil(TimePoint when) {
+    nextTrial_ = when;
+  }
   // The window of a connection turned out to be this.
   void setWindowBytes(uint64_t bytes) {
     config_.windowBytes = bytes;

@@ -179,7 +179,7 @@ TEST(relay_path_waits_for_its_first_answer) {
 }
 
 // Three hosts send over one uplink, or over three. Bytes per second from the
-// first of them in the last second of fifteen, and the relays that share its
+// first of them in the last second of 40, and the relays that share its
 // load.
 struct Streamed {
   double bytesPerS = 0;
@@ -272,7 +272,7 @@ Streamed streamOverRelays(bool oneUplink, uint64_t seed) {
   };
   PeerLink& link = network.rank(0).link(3);
   network.at(network.now() + std::chrono::seconds(1), again); // links are up
-  runFor(std::chrono::seconds(15));
+  runFor(std::chrono::seconds(40));
   const uint64_t before = link.channel().counters().bytesSent;
   runFor(std::chrono::seconds(1));
   Streamed streamed;
