@@ -18,6 +18,8 @@ constexpr Nanos kDirectFirst = std::chrono::seconds(1);
 constexpr Nanos kLookEvery = std::chrono::seconds(1);
 // Between two looks at the goodput, while there is always more to send.
 constexpr Nanos kMeasureEvery = std::chrono::milliseconds(50);
+// Bytes that wait at relays move when their number changes, and must not count
+// for much.
 constexpr Nanos kMeasureFor = std::chrono::seconds(1);
 // A trial may take the best way from a stream for a second or two.
 constexpr Nanos kFirstTrial = std::chrono::seconds(10);
@@ -345,7 +347,7 @@ bool RelayConnector::mayShare(const Flow& flow) const {
       !flow.path->busy();
 }
 
-// What was found for other relays is void.
+// A count that was found for other relays is void.
 void RelayConnector::beginCount() {
   const auto most = static_cast<int>(std::ranges::count_if(
       flows_, [this](const Flow& flow) { return mayShare(flow); }));

@@ -339,7 +339,7 @@ TEST(path_count_uses_none_of_those_that_add_nothing) {
   }
 }
 
-// What waited in a queue arrives with what is sent, and looks like a rate.
+// A queue that drains arrives with what is sent, and looks like a rate.
 TEST(path_count_takes_no_moment_of_luck_for_the_rate) {
   PathCount count({.min = 0, .max = 3, .mayCost = 1.05});
   count.beginWith(3);

@@ -14,6 +14,25 @@
 namespace resilient::test {
 namespace {
 
+struct Send final : SendOp {
+  void finished(const Status& status) override {
+    ok = status.ok();
+    over = true;
+  }
+  bool ok = false, over = true;
+};
+
+struct Recv final : RecvOp {
+  void finished(const Status& status) override {
+    ok = status.ok();
+    over = true;
+    at = ok && network != nullptr ? network->now() : TimePoint();
+  }
+  RelayNetwork* network = nullptr; // whose clock is read
+  bool ok = false, over = true;
+  TimePoint at{};
+};
+
 void print(const RelaySimulationResult& sum, uint64_t networks) {
   std::cout << "relay simulation: " << networks << " networks, " << sum.events
             << " events, " << sum.messages << " messages (" << sum.excused
@@ -108,18 +127,8 @@ TEST(relay_path_waits_for_its_first_answer) {
     silent += line.find("nothing comes back") != line.npos;
   });
   constexpr uint64_t kBytesPerS = 10'000'000, kBytes = 4u << 20;
-  struct Send final : SendOp {
-    void finished(const Status& status) override {
-      ok = status.ok();
-    }
-    bool ok = false;
-  } send;
-  struct Recv final : RecvOp {
-    void finished(const Status& status) override {
-      ok = status.ok();
-    }
-    bool ok = false;
-  } recv;
+  Send send;
+  Recv recv;
   std::vector<std::byte> out(kBytes), in(kBytes);
   EngineOptions options;
   options.relay = "auto";
@@ -189,20 +198,6 @@ struct Streamed {
 Streamed streamOverRelays(bool oneUplink, uint64_t seed) {
   constexpr uint64_t kUplinkBytesPerS = 10'000'000, kBytes = 1u << 20;
   constexpr size_t kAtOnce = 16; // messages
-  struct Send final : SendOp {
-    void finished(const Status& status) override {
-      ok = status.ok();
-      over = true;
-    }
-    bool ok = false, over = true;
-  };
-  struct Recv final : RecvOp {
-    void finished(const Status& status) override {
-      ok = status.ok();
-      over = true;
-    }
-    bool ok = false, over = true;
-  };
   std::vector<std::byte> out(kBytes);
   std::vector<Send> sends(kAtOnce);
   std::vector<Recv> recvs(kAtOnce);
@@ -318,16 +313,6 @@ TEST(relays_are_used_while_they_raise_the_goodput) {
 TEST(relays_of_our_own_site_stand_in_for_a_dead_uplink) {
   constexpr size_t kCount = 60, kBytes = 64u << 10, kBefore = 20;
   constexpr Nanos kEvery = std::chrono::milliseconds(20);
-  struct Send final : SendOp {
-    void finished(const Status&) override {}
-  };
-  struct Recv final : RecvOp {
-    void finished(const Status& status) override {
-      at = status.ok() ? network->now() : TimePoint();
-    }
-    RelayNetwork* network = nullptr;
-    TimePoint at{};
-  };
   std::vector<std::byte> out(kBytes), in(kBytes);
   simulateSeeds(5, [&](uint64_t seed) {
     std::vector<Send> sends(kCount);
