@@ -104,6 +104,7 @@ struct OutFrame {
   uint64_t message = 0; // 0: control
   uint64_t offset = 0; // of the payload in its message
   uint64_t order = 0; // of the message in its stream
+  uint64_t burstBytes = 0; // of the message: see BurstRange; 0: control
   bool reliable = false; // the receiver acknowledges it
   bool ackNow = false; // the sender waits for that
   // For paths that lose packets: what the payload is, and what of it may be

@@ -859,6 +859,7 @@ const OutFrame* Channel::pullChunk(PathState& p, TimePoint now) {
   f.message = m->number();
   f.offset = h.offset;
   f.order = h.order;
+  f.burstBytes = m->burstBytes;
   f.payloadBytes = h.payloadBytes;
   f.trafficClass = h.trafficClass;
   f.dtype = h.signature.dtype;

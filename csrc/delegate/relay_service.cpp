@@ -223,6 +223,7 @@ void RelayService::passOn(
   forward.neverCopied = true;
   forward.key.group = kRelayGroup;
   forward.key.order = held.order;
+  forward.burstBytes = header.burstBytes;
   forward.sourceRank = from.globalRank();
   forward.trafficClass = held.cls;
   ++counters_.messages;

@@ -144,8 +144,10 @@ RelayNote noteOf(
 std::vector<std::byte> messageOf(
     const RelayFlow& flow,
     bool fromOpener = true,
-    RelayHop hop = RelayHop::kToRelay) {
+    RelayHop hop = RelayHop::kToRelay,
+    uint64_t burstBytes = 0) {
   RelayHeader header;
+  header.burstBytes = burstBytes;
   header.hop = hop;
   header.fromOpener = fromOpener;
   header.flow = flow;
@@ -203,6 +205,27 @@ TEST(relay_service_passes_on_what_belongs_to_a_flow) {
   note = host.nextNote(2);
   CHECK(note && note->what == What::kClose);
   CHECK_EQ(host.service->counters().flows, 0u);
+}
+
+// Little of a burst waits at the relay: too little to tell how large it is.
+TEST(relay_service_sends_a_burst_as_its_sender_would) {
+  RelayHost host;
+  openFlow(host);
+  Channel& channel = host.peer(2).channel();
+  constexpr PathId kSmall = 2, kLarge = 99;
+  channel.addPath(kLarge, host.loop().now());
+  channel.setBursts(kSmall, BurstRange::ofAtMost(1u << 20));
+  channel.setBursts(kLarge, {1u << 20, UINT64_MAX});
+  const auto give = [&](uint64_t burstBytes) {
+    CHECK(host.give(
+        1, messageOf(flow(1, 2), true, RelayHop::kToRelay, burstBytes)));
+  };
+  give(1u << 20);
+  CHECK(channel.pull(kLarge, host.loop().now()) == nullptr);
+  CHECK(host.next(kSmall).has_value());
+  give(16u << 20);
+  CHECK(channel.pull(kLarge, host.loop().now()) != nullptr);
+  channel.popWritten(kLarge);
 }
 
 // Its sender gives it more when something has left, not when it has come.

@@ -42,9 +42,10 @@ TEST(relay_header_survives_the_wire) {
   header.flow = flowOf(0x11, 0x22, 0x0807060504030201);
   header.number = 0x0a09;
   header.delivered = 0x0c0b;
+  header.burstBytes = 0x0d << 10;
   const auto bytes = encoded(header, kFrameHeaderBytes + 3);
   const std::string expected =
-      std::string("\x02\0\0\0\0\0\0\0\x01\x02\x03\x04\x05\x06\x07\x08", 16) +
+      std::string("\x02\0\0\0\x0d\0\0\0\x01\x02\x03\x04\x05\x06\x07\x08", 16) +
       std::string("\x09\x0a\0\0\0\0\0\0\x0b\x0c\0\0\0\0\0\0", 16) +
       std::string(16, '\x11') + std::string(16, '\x22');
   CHECK(std::memcmp(bytes.data(), expected.data(), expected.size()) == 0);
@@ -55,7 +56,24 @@ TEST(relay_header_survives_the_wire) {
   CHECK(back.flow == header.flow);
   CHECK_EQ(back.number, header.number);
   CHECK_EQ(back.delivered, header.delivered);
+  CHECK_EQ(back.burstBytes, header.burstBytes);
   CHECK_EQ(frame.size(), kFrameHeaderBytes + 3);
+}
+
+TEST(relay_header_rounds_bursts_up) {
+  const std::pair<uint64_t, uint64_t> bursts[] = {
+      {0, 0},
+      {1, 1024},
+      {1025, 2048},
+      {UINT64_MAX, uint64_t{UINT32_MAX} << 10}};
+  for (const auto& [sent, told] : bursts) {
+    RelayHeader header, back;
+    header.flow = flowOf(1, 2, 3);
+    header.burstBytes = sent;
+    std::span<const std::byte> frame;
+    CHECK(decodeRelay(encoded(header, kFrameHeaderBytes), back, frame).ok());
+    CHECK_EQ(back.burstBytes, told);
+  }
 }
 
 TEST(relay_header_claims_are_checked) {
@@ -70,7 +88,7 @@ TEST(relay_header_claims_are_checked) {
   }
   // (byte, value): hop, direction, reserved bytes.
   const std::pair<size_t, int> bad[] = {
-      {0, 0}, {0, 3}, {0, 255}, {1, 2}, {2, 1}, {7, 128}};
+      {0, 0}, {0, 3}, {0, 255}, {1, 2}, {2, 1}, {3, 128}};
   for (const auto& [at, value] : bad) {
     auto bytes = good;
     bytes[at] = static_cast<std::byte>(value);
@@ -197,6 +215,12 @@ class ToRelay final : public TestProcess {
     RelayHeader relay;
     std::span<const std::byte> frame;
     CHECK(decodeRelay(content, relay, frame).ok());
+    FrameHeader within;
+    if (decodeFrame(frame.first<kFrameHeaderBytes>(), within)
+            .ok() && // not sealed
+        within.type == FrameType::kData) {
+      CHECK(relay.burstBytes >= within.totalBytes);
+    }
     RelayNote note; // what the relay would have told when it left there
     note.what = RelayNote::What::kPassed;
     note.hop = RelayHop::kFromRelay;

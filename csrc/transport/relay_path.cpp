@@ -135,6 +135,7 @@ size_t RelayPath::takeFrame(bool chunks) {
   header.fromOpener = config_.opener;
   header.flow = config_.flow;
   header.delivered = arrived_;
+  header.burstBytes = f->burstBytes;
   if (f->reliable) {
     header.number = ++lastNumber_;
     underWayBytes_ += frameBytes;
@@ -169,6 +170,7 @@ size_t RelayPath::takeFrame(bool chunks) {
   part.neverCopied = true;
   part.key.group = kRelayGroup;
   part.key.order = f->order;
+  part.burstBytes = f->burstBytes;
   part.sourceRank = config_.ownRank;
   part.trafficClass = f->trafficClass;
   channel_.popWritten(id()); // it has been copied

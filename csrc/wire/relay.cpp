@@ -1,5 +1,6 @@
 #include "wire/relay.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -11,12 +12,15 @@ namespace {
 // Offsets. Numbers are little-endian, as in frame.cpp.
 constexpr size_t kHopAt = 0;
 constexpr size_t kFromOpenerAt = 1;
-constexpr size_t kReservedAt = 2; // 6 bytes of 0
+constexpr size_t kReservedAt = 2; // 2 bytes of 0
+constexpr size_t kBurstAt = 4; // 4 bytes
 constexpr size_t kFlowAt = 8;
 constexpr size_t kNumberAt = 16;
 constexpr size_t kDeliveredAt = 24;
 constexpr size_t kOpenerAt = 32;
 constexpr size_t kOtherAt = 48;
+
+constexpr uint64_t kBurstUnit = 1u << 10;
 
 Status malformed(const char* what, uint64_t value) {
   return Status(
@@ -33,6 +37,10 @@ void encodeRelay(
   std::memset(out.data(), 0, out.size());
   out[kHopAt] = static_cast<std::byte>(header.hop);
   out[kFromOpenerAt] = static_cast<std::byte>(header.fromOpener);
+  const uint32_t burst = static_cast<uint32_t>(std::min<uint64_t>(
+      header.burstBytes / kBurstUnit + (header.burstBytes % kBurstUnit != 0),
+      UINT32_MAX));
+  std::memcpy(&out[kBurstAt], &burst, sizeof(burst));
   const RelayFlow& flow = header.flow;
   std::memcpy(&out[kFlowAt], &flow.number, sizeof(flow.number));
   std::memcpy(&out[kNumberAt], &header.number, sizeof(header.number));
@@ -59,11 +67,14 @@ Status decodeRelay(
     return malformed("direction", byteAt(kFromOpenerAt));
   }
   header.fromOpener = byteAt(kFromOpenerAt) == 1;
-  for (size_t at = kReservedAt; at < kFlowAt; ++at) {
+  for (size_t at = kReservedAt; at < kBurstAt; ++at) {
     if (byteAt(at) != 0) {
       return malformed("reserved byte", byteAt(at));
     }
   }
+  uint32_t burst = 0;
+  std::memcpy(&burst, &message[kBurstAt], sizeof(burst));
+  header.burstBytes = burst * kBurstUnit;
   RelayFlow& flow = header.flow;
   std::memcpy(&flow.number, &message[kFlowAt], sizeof(flow.number));
   std::memcpy(&header.number, &message[kNumberAt], sizeof(header.number));
