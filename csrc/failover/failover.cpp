@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <utility>
 
 #include "base/planted_bugs.h"
 
@@ -561,11 +562,11 @@ Nanos Failover::lookInterval() const {
     if (!x.state.connected) {
       continue;
     }
-    if (x.pingAt != kNever || lookAfter(x.state) == kCloseLook) {
+    if (lookAfter(x.state) == kCloseLook) {
       return kCloseLook;
     }
     if (x.health.lookAfter() < interval &&
-        host_.facts(c).waitingSince != kNever) {
+        (x.pingAt != kNever || host_.facts(c).waitingSince != kNever)) {
       interval = x.health.lookAfter();
     }
   }
@@ -779,6 +780,11 @@ void Failover::checkHealth(size_t c, TimePoint now) {
   if (x.taintedAt != kNever &&
       (answered >= x.taintedAt || RESILIENT_PLANTED(forgetTaint))) {
     x.taintedAt = kNever;
+  }
+  if (answered > std::exchange(x.answeredUpTo, answered) &&
+      x.state.doubt == Doubt::kNone && x.health.answered(now)) {
+    onGood(c, now);
+    return;
   }
   const PathEvidence evidence = gatherEvidence(c);
   const PathHealth::Limits limits{config_.suspectAfter, config_.stallTimeout};

@@ -279,6 +279,7 @@ class Failover {
     PathHealth health;
     FlapDamping damping; // of all connections of this number
     TimePoint upAt{};
+    TimePoint answeredUpTo{}; // at the last look
     TimePoint suspectAt{}; // last became
     TimePoint pingAt = kNever; // unanswered ping since
     TimePoint pingedAt{}; // last

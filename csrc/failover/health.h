@@ -46,10 +46,11 @@ enum class PathVerdict : uint8_t {
 // costs a connection, so it comes late.
 // Paper: SHIFT §4.4 leaves silent failures to other tools; this finds them.
 //
-// Call observe() at each look, even if nothing has happened: a look at which
-// nothing is owed restarts the silence. Its order matters. Signs of life come
-// first, since they end a doubt and show whether it was an outage. The verdict
-// then begins with the longest silence, which no answer on a neighbour excuses.
+// Call observe() at each look, even if nothing has happened, or answered(): a
+// look at which nothing is owed restarts the silence. Its order matters. Signs
+// of life come first, since they end a doubt and show whether it was an outage.
+// The verdict then begins with the longest silence, which no answer on a
+// neighbour excuses.
 class PathHealth {
  public:
   struct Limits {
@@ -90,10 +91,7 @@ class PathHealth {
     }
     observedAt_ = now;
     kernelOwed_ = e.kernelOwes;
-    if (patience_ > 1 && now - calmAt_ >= kForgetAfter) {
-      patience_ /= 2;
-      calmAt_ = now;
-    }
+    becomeCalm(now);
     if (e.progress != progress_ || !e.owes || e.heldOnPurpose) {
       progress_ = e.progress;
       progressAt_ = now;
@@ -130,13 +128,27 @@ class PathHealth {
     return PathVerdict::kSuspect;
   }
 
+  // In place of observe(), where something has been answered since the last
+  // look: that shows that the path works, and no evidence need be gathered.
+  // False before the first observe(), and if there was a doubt, which only that
+  // can end. The next silence may count from one look later than its last sign
+  // of life.
+  bool answered(TimePoint now) {
+    if (doubted_ || suspectAfter_ == Nanos(0)) {
+      return false;
+    }
+    provenAt_ = progressAt_ = observedAt_ = now;
+    becomeCalm(now);
+    return true;
+  }
+
   // The silence that the last sign of life ended was no false alarm.
   bool wasOutage() const {
     return wasOutage_;
   }
-  // How soon to look again while it owes something: no look is later than that
-  // by more than an eighth of the silence that makes it suspect. A look makes
-  // system calls for each connection, and long links have the most.
+  // How soon to look again while it owes something: an eighth of the silence
+  // that makes it suspect. A look may make system calls for each connection,
+  // and long links have the most.
   Nanos lookAfter() const {
     return std::clamp(suspectAfter_ / 8, kCloseLook, kIdleLook);
   }
@@ -150,6 +162,13 @@ class PathHealth {
   // Silence that ends before so many times the limit was no outage.
   static constexpr int kFalseAlarm = 3;
   static constexpr Nanos kForgetAfter = std::chrono::seconds(10);
+
+  void becomeCalm(TimePoint now) {
+    if (patience_ > 1 && now - calmAt_ >= kForgetAfter) {
+      patience_ /= 2;
+      calmAt_ = now;
+    }
+  }
 
   Nanos suspectAfter_{}; // as of the last look
   uint64_t progress_ = 0;

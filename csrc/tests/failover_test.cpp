@@ -176,6 +176,7 @@ class Bed final : public FailoverHost {
     return f;
   }
   PathEvidence evidence(size_t c) const override {
+    ++evidenceAsked;
     PathEvidence e;
     e.progress =
         static_cast<uint64_t>(facts(c).heardAt.time_since_epoch().count());
@@ -330,6 +331,7 @@ class Bed final : public FailoverHost {
   Roles roles;
   int gone = 0;
   uint64_t asked = 0; // calls that ask something of the host
+  mutable uint64_t evidenceAsked = 0;
 
  private:
   bool flows(size_t c) const {
@@ -1067,6 +1069,38 @@ TEST(failover_looks_closely_only_where_another_one_could_take_over) {
     bed.run(1s);
     CHECK_EQ(bed.timers() - timers, each.looks);
   }
+}
+
+// It would make system calls.
+TEST(failover_gathers_no_evidence_of_connections_that_answer) {
+  Bed bed(2);
+  bed.up(1);
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(100ms);
+  const uint64_t asked = bed.evidenceAsked;
+  bed.run(1s);
+  CHECK_EQ(bed.evidenceAsked, asked);
+  bed.breakWire(0);
+  bed.run(70ms);
+  CHECK(bed.evidenceAsked > asked);
+  CHECK(bed.wires[0].suspect);
+}
+
+// An unanswered ping does not make looks more frequent than its answer needs.
+TEST(failover_looks_at_pings_as_seldom_as_the_round_trip_lets_it) {
+  Bed bed(2);
+  bed.roundTrip = 400ms;
+  bed.up(1);
+  bed.sending = true;
+  bed.failover.onSent(bed.now);
+  bed.run(1s);
+  bed.breakWire(0);
+  bed.breakWire(1);
+  bed.run(500ms); // each is asked, because the other one is silent
+  const uint64_t timers = bed.timers();
+  bed.run(200ms);
+  CHECK(bed.timers() - timers <= 5);
 }
 
 // Random faults. Two runs of one seed: in one of them onTimer() is also called

@@ -49,6 +49,19 @@ TEST(health_asks_the_others_after_half_the_time) {
   CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
 }
 
+TEST(health_takes_an_answer_for_evidence_unless_it_is_in_doubt) {
+  Watched w;
+  CHECK(!w.health.answered(w.now)); // the round trip is not known
+  w.evidence.owes = w.evidence.kernelOwes = true;
+  w.evidence.progress = 7;
+  CHECK(w.after(milliseconds(1)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(40)) == PathVerdict::kUncertain);
+  CHECK(w.health.answered(w.now));
+  CHECK(w.after(milliseconds(20)) == PathVerdict::kGood);
+  CHECK(w.after(milliseconds(31)) == PathVerdict::kSuspect);
+  CHECK(!w.health.answered(w.now));
+}
+
 // A process that pauses just after it was heard elsewhere is slow on all paths:
 // only signs of life after a path began to owe show that it alone is silent.
 TEST(health_compares_others_with_the_time_since_when_a_path_owes) {
