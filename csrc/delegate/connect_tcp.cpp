@@ -27,8 +27,11 @@ constexpr uint64_t kMaxWindowBytes = 64u << 20;
 // Each connection gets at least this of the pace of its route, in bytes per
 // second: one that has carried little so far may be needed.
 constexpr uint64_t kLeastPace = 1'000'000;
-// While the kernel paces what is under way.
-constexpr Nanos kTuneEvery = std::chrono::milliseconds(5);
+// While the kernel paces what is under way, tunePaths() is called so many times
+// in a round trip, within bounds. A look makes system calls for each
+// connection.
+constexpr int kTunesInRoundTrip = 16;
+constexpr Nanos kTuneAtLeastEvery = std::chrono::milliseconds(50);
 // The time that other traffic and kernel timers add to a round trip.
 constexpr Nanos kShortQueue = std::chrono::milliseconds(2);
 
@@ -638,7 +641,8 @@ void TcpConnector::wakeAt(TimePoint when) {
 
 void TcpConnector::onTimer() {
   const bool looked = failover_.onTimer(link_.loop().now());
-  if (looked || tuneAt_ <= link_.loop().now()) {
+  const TimePoint now = link_.loop().now();
+  if (tuneAt_ <= now || (looked && now >= tunedAt_ + tuneEvery_)) {
     tunePaths();
   }
   if (looked) {
@@ -657,7 +661,7 @@ void TcpConnector::onSent() {
   const TimePoint now = link_.loop().now();
   failover_.onSent(now);
   if (paces_ && tuneAt_ == kNever) {
-    tuneAt_ = now + kTuneEvery;
+    tuneAt_ = now + tuneEvery_;
     wakeAt(tuneAt_);
   }
 }
@@ -670,11 +674,13 @@ void TcpConnector::tunePaths() {
   // Beyond two round trips, for delayed acknowledgements (40 ms).
   constexpr Nanos kDelayedAck = std::chrono::milliseconds(50);
   pacing_.resize(routes());
+  tunedAt_ = link_.loop().now();
   if (link_.channel().carriesMessages()) {
     carriedAt_ = link_.loop().now();
   }
   paces_ = false;
   tuneAt_ = kNever;
+  std::optional<Nanos> shortest; // round trip of those that may be paced
   for (size_t r = 0; r < routes(); ++r) {
     RoutePacing::Sample sample;
     sample.now = link_.loop().now();
@@ -714,8 +720,12 @@ void TcpConnector::tunePaths() {
         askForArrivals(sample.minRoundTrip);
       }
       if (silent < 2 * sample.minRoundTrip + kDelayedAck) { // else it is dead
-        tuneAt_ = sample.now + kTuneEvery;
+        tuneAt_ = sample.now; // and later, as soon as that is known
       }
+    }
+    if (far) {
+      shortest =
+          std::min(shortest.value_or(sample.minRoundTrip), sample.minRoundTrip);
     }
     paces_ = paces_ || far;
     const bool mayRestart = far && link_.host().mayChangeCongestionControl();
@@ -729,6 +739,13 @@ void TcpConnector::tunePaths() {
         path->restartBbr(view);
       }
     }
+  }
+  tuneEvery_ = std::clamp(
+      shortest.value_or(Nanos(0)) / kTunesInRoundTrip,
+      kTuneEvery,
+      kTuneAtLeastEvery);
+  if (tuneAt_ != kNever) {
+    tuneAt_ += tuneEvery_;
   }
 }
 
@@ -792,8 +809,14 @@ void TcpConnector::onArrivals(const Arrivals& arrivals) {
 // busySince() is called at every look, so it covers the time since the last
 // one.
 void TcpConnector::tuneRoutes() {
+  constexpr Nanos kEvery = std::chrono::milliseconds(20);
   const TimePoint now = link_.loop().now();
-  const bool busy = tuning_.busySince(link_.channel().backlogged());
+  wasBusy_ = tuning_.busySince(link_.channel().backlogged()) && wasBusy_;
+  if (now - routesTunedAt_ < kEvery) {
+    return;
+  }
+  routesTunedAt_ = now;
+  const bool busy = std::exchange(wasBusy_, true);
   if (link_.host().options().wan_connections > 0 &&
       !link_.host().mayChangeCongestionControl()) {
     return;

@@ -185,6 +185,8 @@ class TcpConnector final : public Connector, private FailoverHost {
   std::vector<NicAddress> ourNics_; // those that this peer may see
   std::vector<Route> routes_; // empty: the system chooses the way
   RouteTuning tuning_;
+  TimePoint routesTunedAt_{};
+  bool wasBusy_ = true; // at all looks since then
   std::vector<RoutePacing> pacing_; // by route
   TimePoint arrivedAt_{}; // of Connection::arrived, by the peer's clock
   TimePoint askedAt_{}; // for it
@@ -192,6 +194,9 @@ class TcpConnector final : public Connector, private FailoverHost {
   TimePoint carriedAt_{}; // a look found that we had messages on the way
   bool paces_ = true; // BBR, on a long way; not known before the first look
   TimePoint tuneAt_ = kNever; // tunePaths(), while it paces what is under way
+  TimePoint tunedAt_{}; // last
+  static constexpr Nanos kTuneEvery = std::chrono::milliseconds(5); // or later
+  Nanos tuneEvery_ = kTuneEvery; // as the last one has found
   // Set for failover_.deadline() and tuneAt_, or earlier.
   TimerId timer_ = 0;
   TimePoint timerAt_ = kNever;

@@ -546,8 +546,7 @@ TEST(a_connection_carries_its_options_and_tells_its_state) {
   while (::write(client.get(), block.data(), block.size()) > 0) {
   }
   info = tcpInfo(client.get());
-  CHECK(info->unackedBytes > 0);
-  CHECK(info->notSentBytes <= info->unackedBytes);
+  CHECK(info->notSentBytes > 0);
 
   // A reset drops what is queued; the far end sees it as such.
   resetOnClose(client.get());

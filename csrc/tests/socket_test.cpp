@@ -100,6 +100,7 @@ TEST(socket_knows_when_bbr_starts_up) {
     const auto view = bbrOf(c.first.get());
     CHECK(view && view->startingUp);
     CHECK(view->sends > 0);
+    CHECK_EQ(view->inFlightBytes, 0u);
     // The kernel keeps to the limit.
     limitPacing(c.first.get(), 1'000'000);
     CHECK_EQ(::send(c.first.get(), "x", 1, 0), 1);
@@ -113,6 +114,27 @@ TEST(socket_knows_when_bbr_starts_up) {
     CHECK(bbrOf(c.first.get())->startingUp);
   }
   CHECK(!bbrOf(-1));
+}
+
+TEST(socket_tells_what_bbr_has_in_flight) {
+  Connection c;
+  if (!mayUseCongestionControl("bbr")) {
+    return;
+  }
+  CHECK(setCongestionControl(c.first.get(), "bbr"));
+  // Nobody reads, so the window of the far end closes.
+  const std::string block(1 << 16, 'x');
+  ssize_t sent = 0, n = 0;
+  while ((n = ::send(c.first.get(), block.data(), block.size(), MSG_DONTWAIT)) >
+         0) {
+    sent += n;
+  }
+  const auto info = tcpInfo(c.first.get());
+  CHECK(info && info->bbr && info->notSentBytes > 0);
+  CHECK(
+      info->bytesAcked + info->bbr->inFlightBytes + info->notSentBytes <=
+      static_cast<uint64_t>(sent) + 1); // + SYN
+  CHECK(!tcpInfo(c.first.get(), /*askForBbr=*/false)->bbr);
 }
 
 } // namespace

@@ -514,9 +514,9 @@ SocketAddress remoteAddress(int fd) {
   return addressOf(fd, ::getpeername);
 }
 
-// Other congestion controls have less to tell, or nothing. Returns the round
-// trip that BBR has measured, too.
-static std::optional<BbrInfo> bbrInfo(int fd, Nanos& minRoundTrip) {
+// Other congestion controls have less to tell, or nothing. Adds the round trip
+// that BBR has measured to `info`.
+static std::optional<BbrInfo> bbrInfo(int fd, TcpInfo& info) {
   constexpr uint32_t kUnknown = UINT32_MAX;
   // Gains are in 1/256: 2.89 while it starts up, at most 1.25 later, and 0
   // before the first acknowledgement. While it measures the round trip, the
@@ -530,19 +530,26 @@ static std::optional<BbrInfo> bbrInfo(int fd, Nanos& minRoundTrip) {
   }
   const tcp_bbr_info& raw = control.bbr;
   if (raw.bbr_min_rtt != 0 && raw.bbr_min_rtt != kUnknown) {
-    minRoundTrip = std::chrono::microseconds(raw.bbr_min_rtt);
+    info.minRoundTrip = std::chrono::microseconds(raw.bbr_min_rtt);
   }
   BbrInfo bbr;
   bbr.startingUp = raw.bbr_pacing_gain == 0 || raw.bbr_pacing_gain > kStartsUp;
   bbr.measuring = raw.bbr_cwnd_gain == kMeasures;
   bbr.bytesPerS = uint64_t(raw.bbr_bw_hi) << 32 | raw.bbr_bw_lo;
+  // Segments may be short, so their number says little about bytes.
+  int queued = 0; // sent or not, and not acknowledged
+  if (!info.quiet() && ::ioctl(fd, SIOCOUTQ, &queued) != 0) {
+    return std::nullopt;
+  }
+  const auto unacked = static_cast<uint64_t>(std::max(queued, 0));
+  bbr.inFlightBytes = unacked - std::min(unacked, info.notSentBytes);
   return bbr;
 }
 
 // The kernel's shortest round trip is of the last five minutes. If a route
 // became longer meanwhile, all of a round trip beyond it would count as a
 // queue. BBR's own is therefore better.
-std::optional<TcpInfo> tcpInfo(int fd) {
+std::optional<TcpInfo> tcpInfo(int fd, bool askForBbr) {
   constexpr uint32_t kUnknown = UINT32_MAX;
   constexpr uint8_t kOpen = 0; // TCP_CA_Open of linux/tcp.h
   tcp_info raw{}; // an older kernel fills the front only, the rest stays 0
@@ -556,7 +563,6 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.kernelMinRoundTrip = std::chrono::microseconds(
       raw.tcpi_min_rtt == kUnknown ? 0 : raw.tcpi_min_rtt);
   info.minRoundTrip = info.kernelMinRoundTrip;
-  info.bbr = bbrInfo(fd, info.minRoundTrip);
   info.unackedSegments = raw.tcpi_unacked;
   info.retransmits = raw.tcpi_retransmits;
   info.totalRetransmits = raw.tcpi_total_retrans;
@@ -571,12 +577,9 @@ std::optional<TcpInfo> tcpInfo(int fd) {
   info.recovering = raw.tcpi_ca_state != kOpen;
   info.sinceLastAck = std::chrono::milliseconds(raw.tcpi_last_ack_recv);
   info.sinceLastSent = std::chrono::milliseconds(raw.tcpi_last_data_sent);
-  // Segments may be short, so their number says little about bytes.
-  int queued = 0;
-  if (!info.quiet() && ::ioctl(fd, SIOCOUTQ, &queued) != 0) {
-    return std::nullopt;
+  if (askForBbr) {
+    info.bbr = bbrInfo(fd, info);
   }
-  info.unackedBytes = static_cast<uint64_t>(std::max(queued, 0));
   return info;
 }
 
@@ -624,8 +627,7 @@ std::optional<BbrView> bbrView(const TcpInfo& info) {
   view.retransmits = info.totalRetransmits;
   view.windowBytes =
       uint64_t{info.congestionWindowSegments} * info.segmentBytes;
-  view.inFlightBytes =
-      info.unackedBytes - std::min(info.unackedBytes, info.notSentBytes);
+  view.inFlightBytes = info.bbr->inFlightBytes;
   view.roundTrip = info.roundTrip;
   view.minRoundTrip = info.minRoundTrip;
   view.sinceLastAck = info.sinceLastAck;

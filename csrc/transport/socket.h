@@ -172,6 +172,7 @@ struct BbrInfo {
   bool startingUp = false; // it has not found the link's rate
   bool measuring = false; // the round trip, with a window of four segments
   uint64_t bytesPerS = 0; // arriving: the highest of the last round trips
+  uint64_t inFlightBytes = 0; // sent, not acknowledged
 };
 
 // A snapshot of the kernel's counters. Fields that this kernel does not know
@@ -192,7 +193,6 @@ struct TcpInfo {
   uint64_t pacingBytesPerS = 0;
   uint32_t segmentBytes = 0; // of a full one that it sends
   uint32_t deliveredSegments = 0; // selectively acknowledged ones included
-  uint64_t unackedBytes = 0; // sent or not, not acknowledged (SIOCOUTQ)
   uint64_t notSentBytes = 0;
   Nanos sinceLastAck{};
   Nanos sinceLastSent{}; // data
@@ -206,9 +206,9 @@ struct TcpInfo {
     return unackedSegments == 0 && notSentBytes == 0;
   }
 };
-// Nothing if the socket is not a TCP connection (any more). It makes two system
-// calls, or three if something is under way.
-std::optional<TcpInfo> tcpInfo(int fd);
+// Nothing if the socket is not a TCP connection (any more). It makes a system
+// call; another one to ask for BBR, and a third if BBR has something under way.
+std::optional<TcpInfo> tcpInfo(int fd, bool askForBbr = true);
 
 // The shortest round trip of all TCP connections of this process to `port` of
 // another process, as the kernel has measured it: a busy process at either end

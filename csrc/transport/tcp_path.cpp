@@ -111,7 +111,8 @@ const std::optional<TcpInfo>& TcpPath::kernelView() const {
     seen_.info->sinceLastAck += now - seen_.at;
     seen_.info->sinceLastSent += now - seen_.at;
   } else if (seen_.at != now) {
-    seen_.info = tcpInfo(socket_.get());
+    const bool mayBeBbr = !seen_.info || seen_.info->bbr;
+    seen_.info = tcpInfo(socket_.get(), mayBeBbr);
     seen_.sends = sends_;
   }
   seen_.at = now;

@@ -76,7 +76,7 @@ class TcpPath final : public Path, public Handler {
   const std::optional<TcpInfo>& kernelView() const;
   // As of now.
   uint64_t bytesReceived() const {
-    const auto info = tcpInfo(socket_.get());
+    const auto info = tcpInfo(socket_.get(), /*askForBbr=*/false);
     return info ? info->bytesReceived : 0;
   }
   // See transport/socket.h.
@@ -95,6 +95,9 @@ class TcpPath final : public Path, public Handler {
   // `view`: what tune() has returned.
   void limitPace(uint64_t bytesPerS, const BbrView& view);
   std::optional<BbrView> bbr() const { // nothing with another control
+    if (seen_.info && !seen_.info->bbr) {
+      return {}; // only we change it
+    }
     const auto& info = kernelView();
     return info ? bbrView(*info) : std::nullopt;
   }
