@@ -807,7 +807,8 @@ void TcpConnector::onArrivals(const Arrivals& arrivals) {
 // Whether more connections carry more, route by route. With a fixed number of
 // connections, observe() changes nothing, but viewOf() still watches for drops.
 // busySince() is called at every look, so it covers the time since the last
-// one.
+// one. The rest makes system calls, and needs several looks in the 200 ms that
+// PathCount and CongestionChoice measure at least, not one every 5 ms.
 void TcpConnector::tuneRoutes() {
   constexpr Nanos kEvery = std::chrono::milliseconds(20);
   const TimePoint now = link_.loop().now();

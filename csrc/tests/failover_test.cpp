@@ -1071,7 +1071,7 @@ TEST(failover_looks_closely_only_where_another_one_could_take_over) {
   }
 }
 
-// It would make system calls.
+// Evidence costs system calls.
 TEST(failover_gathers_no_evidence_of_connections_that_answer) {
   Bed bed(2);
   bed.up(1);

@@ -122,7 +122,8 @@ TEST(socket_tells_what_bbr_has_in_flight) {
     return;
   }
   CHECK(setCongestionControl(c.first.get(), "bbr"));
-  // Nobody reads, so the window of the far end closes.
+  // The far end does not read, so its window closes, and much is not sent. That
+  // is not in flight.
   const std::string block(1 << 16, 'x');
   ssize_t sent = 0, n = 0;
   while ((n = ::send(c.first.get(), block.data(), block.size(), MSG_DONTWAIT)) >

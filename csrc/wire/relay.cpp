@@ -20,7 +20,7 @@ constexpr size_t kDeliveredAt = 24;
 constexpr size_t kOpenerAt = 32;
 constexpr size_t kOtherAt = 48;
 
-constexpr uint64_t kBurstUnit = 1u << 10;
+constexpr uint64_t kBurstUnit = 1u << 10; // bytes
 
 Status malformed(const char* what, uint64_t value) {
   return Status(

@@ -56,9 +56,9 @@ struct RelayHeader {
   // The reliable frames of the other direction that have arrived, up to the
   // first that has not.
   uint64_t delivered = 0;
-  // Of the frame's message, at its sender (OutFrame::burstBytes): the relay
-  // sees only the part of a burst that waits there. On the wire it is rounded
-  // up to KiB, up to 4 TiB.
+  // OutFrame::burstBytes of the frame at its sender. A relay sees only the part
+  // of a burst that waits there. The wire has it in KiB, rounded up, at most
+  // 4 TiB.
   uint64_t burstBytes = 0;
 
   const Uid& source() const {
