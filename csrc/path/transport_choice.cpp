@@ -169,7 +169,8 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
       return true;
     }
     avoidedSince_ = TimePoint{};
-    datagramLoss_ = datagramBurstsLost_ = RecentLoss();
+    datagramLoss_.forget();
+    datagramBurstsLost_.forget();
     losses_.forget();
     if (!inVain) {
       datagramLateness_ = Lateness();

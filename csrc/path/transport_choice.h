@@ -137,6 +137,10 @@ class RecentLoss {
     packets_ = packets;
     lost_ = lost;
   }
+  // What was lost so far says nothing. The totals go on.
+  void forget() {
+    seen_ = seenLost_ = 0;
+  }
   // Of the packets that count, less with time.
   double lost() const {
     return seenLost_;

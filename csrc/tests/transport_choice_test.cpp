@@ -263,6 +263,24 @@ TEST(transport_choice_keeps_datagrams_that_parity_makes_up_for) {
   }
 }
 
+// What was lost before that says nothing: the provider may police no longer.
+TEST(transport_choice_tries_datagrams_anew_that_were_policed) {
+  RouteEvidence e = coldRoute();
+  TransportChoice choice;
+  TimePoint now(std::chrono::hours(1));
+  e.packets = 1000;
+  e.packetsLost = e.lossBursts = 400;
+  (void)choice.choose(e, now);
+  e.segments += 1000; // none is lost
+  CHECK_CONTAINS(choice.choose(e, now).news, "for the next 60 s");
+  CHECK_EQ(choice.choose(e, now += std::chrono::seconds(59)).upTo, 0u);
+  now += std::chrono::seconds(1);
+  for (int i = 0; i < 100; ++i) {
+    CHECK(choice.choose(e, now += std::chrono::milliseconds(5)).upTo > 0);
+    e.packets += 50;
+  }
+}
+
 // A route of 40 ms with cold connections, on which a burst of 64 KiB is sent
 // each 300 ms. One that goes by the predictions takes 43 ms as datagrams, and
 // 120 over connections.
