@@ -45,8 +45,16 @@ TransportChoice::Choice TransportChoice::choose(
   // A host that is too busy to read loses hundreds at once: for a connection,
   // that is one loss.
   datagramBurstsLost_.observe(e.packets, e.lossBursts, /*queueing=*/false);
-  losses_.observe(
+  datagramLosses_.observe(
       datagramLossRate(), e.lossBurstPackets, e.segments, e.segmentsLost);
+  // They were too fast for a queue that was gone when their losses were seen.
+  // While all goes as datagrams, they would not send enough to show it.
+  streamLosses_.observe(
+      streamLoss_.rate(), e.lossBurstPackets, e.packets, e.packetsLost);
+  if (streamLosses_.verdict() == LossComparison::Verdict::kOneAlone) {
+    streamLoss_.forget();
+    streamLosses_.forget();
+  }
   observeBursts(e);
   const View v = view(e);
   if (e.streamIdle && e.datagramsIdle) {
@@ -84,7 +92,7 @@ TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
   View v;
   v.stream = e.stream;
   v.stream.lossRate = streamLoss_.rate();
-  if (losses_.verdict() != LossComparison::Verdict::kDatagramsAlone) {
+  if (datagramLosses_.verdict() != LossComparison::Verdict::kOneAlone) {
     v.stream.lossRate = std::max(v.stream.lossRate, datagramBurstsLost_.rate());
   }
   if (v.stream.lossRate >= kLossy && e.streamBytesPerS > 0) {
@@ -171,7 +179,7 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
     avoidedSince_ = TimePoint{};
     datagramLoss_.forget();
     datagramBurstsLost_.forget();
-    losses_.forget();
+    datagramLosses_.forget();
     if (!inVain) {
       datagramLateness_ = Lateness();
     }
@@ -188,11 +196,11 @@ bool TransportChoice::avoids(std::string& news, TimePoint now) {
     return true;
   }
   const double rate = datagramLossRate();
-  if (rate < kMuch || losses_.verdict() == Verdict::kShared ||
-      (rate < kTooMuch && losses_.verdict() == Verdict::kUnknown)) {
+  if (rate < kMuch || datagramLosses_.verdict() == Verdict::kShared ||
+      (rate < kTooMuch && datagramLosses_.verdict() == Verdict::kUnknown)) {
     return false;
   }
-  if (losses_.verdict() == Verdict::kDatagramsAlone) {
+  if (datagramLosses_.verdict() == Verdict::kOneAlone) {
     avoid(
         /*late=*/false,
         percentText(rate) +

@@ -160,31 +160,31 @@ class RecentLoss {
   double seen_ = 0, seenLost_ = 0; // a packet counts less with time
 };
 
-// Whether the connections of a route lose what its datagrams lose. If they do
-// not, a provider polices UDP or treats it worse, and what datagrams lose
-// says nothing about connections.
+// Whether the packets of one kind, datagrams or those of connections, are lost
+// as often as those of the other kind on the same route. If they are not, the
+// link is not to blame: a provider polices UDP or treats it worse, or
+// connections were too fast for a queue.
 class LossComparison {
  public:
-  enum class Verdict { kUnknown, kShared, kDatagramsAlone };
+  enum class Verdict { kUnknown, kShared, kOneAlone };
 
-  // `rate`, `burstPackets`: of the datagrams. `segments`, `lost`: of the
-  // connections, totals. Losses in a row count as few.
+  // `rate`, `burstPackets`: of the one kind. `packets`, `lost`: of the other,
+  // totals. Losses in a row count as few.
   void
-  observe(double rate, double burstPackets, uint64_t segments, uint64_t lost) {
+  observe(double rate, double burstPackets, uint64_t packets, uint64_t lost) {
     // The verdict comes after so many expected losses, and so many bursts of
     // them: an eighth or less then occurs on few lossy links
     // (loss_comparison_tells_policed_datagrams_from_a_lossy_link).
     constexpr double kEnough = 12, kEnoughBursts = 4, kBurstMost = 20;
-    if (segments >= segments_ && lost >= lost_) { // else of other connections
-      expected_ += rate * static_cast<double>(segments - segments_);
+    if (packets >= packets_ && lost >= lost_) { // else of other paths
+      expected_ += rate * static_cast<double>(packets - packets_);
       found_ += static_cast<double>(lost - lost_);
     }
-    segments_ = segments;
+    packets_ = packets;
     lost_ = lost;
     if (expected_ >=
         kEnough + kEnoughBursts * std::clamp(burstPackets, 0.0, kBurstMost)) {
-      verdict_ =
-          found_ * 8 < expected_ ? Verdict::kDatagramsAlone : Verdict::kShared;
+      verdict_ = found_ * 8 < expected_ ? Verdict::kOneAlone : Verdict::kShared;
       expected_ = found_ = 0;
     }
   }
@@ -197,8 +197,8 @@ class LossComparison {
   }
 
  private:
-  uint64_t segments_ = 0, lost_ = 0;
-  double expected_ = 0, found_ = 0; // losses of segments since the verdict
+  uint64_t packets_ = 0, lost_ = 0;
+  double expected_ = 0, found_ = 0; // losses of the other since the verdict
   Verdict verdict_ = Verdict::kUnknown;
 };
 
@@ -232,7 +232,8 @@ struct RouteEvidence {
 // may police UDP or treat it worse: datagrams have losses that connections do
 // not have (LossComparison), or arrive later than their rate and their losses
 // explain (Lateness). Then the connections carry everything for a time that
-// doubles, and datagrams are tried anew.
+// doubles, and datagrams are tried anew. The other way round, losses that only
+// connections have are forgotten.
 class TransportChoice {
  public:
   struct Choice {
@@ -257,7 +258,7 @@ class TransportChoice {
   avoid(bool late, const std::string& why, std::string& news, TimePoint now);
 
   RecentLoss streamLoss_, datagramLoss_, datagramBurstsLost_;
-  LossComparison losses_;
+  LossComparison datagramLosses_, streamLosses_; // of the one named
   // The forecast when the route was idle last, and how much later than that its
   // bursts came.
   std::optional<View> idleView_;

@@ -164,7 +164,7 @@ TEST(loss_comparison_tells_policed_datagrams_from_a_lossy_link) {
   policed.observe(0.4, 1, 0, 0);
   CHECK(policed.verdict() == Verdict::kUnknown);
   policed.observe(0.4, 1, 100, 1);
-  CHECK(policed.verdict() == Verdict::kDatagramsAlone);
+  CHECK(policed.verdict() == Verdict::kOneAlone);
   policed.forget();
   CHECK(policed.verdict() == Verdict::kUnknown);
   policed.observe(0.4, 1, 10, 0); // other connections
@@ -183,7 +183,7 @@ TEST(loss_comparison_tells_policed_datagrams_from_a_lossy_link) {
       inBurst = prng.chance(inBurst ? 1 - 1 / burst : begins);
       lost += inBurst ? 1 : 0;
       lossy.observe(rate, burst, i, lost);
-      wrong += lossy.verdict() == Verdict::kDatagramsAlone ? 1 : 0;
+      wrong += lossy.verdict() == Verdict::kOneAlone ? 1 : 0;
     }
     undecided += lossy.verdict() == Verdict::kUnknown ? 1 : 0;
   });
@@ -260,6 +260,32 @@ TEST(transport_choice_keeps_datagrams_that_parity_makes_up_for) {
     e.segments += 1000; // none is lost: UDP is policed
     (void)choice.choose(e, now);
     CHECK_EQ(choice.choose(e, now).upTo, 0u);
+  }
+}
+
+// Connections began too fast, and lost what the queue could not hold. The link
+// loses nothing, as datagrams show; or as much as they do.
+TEST(transport_choice_forgets_what_only_connections_have_lost) {
+  for (const double rate : {0.0, 0.1}) {
+    RouteEvidence e;
+    e.stream.roundTripS = e.datagrams.roundTripS = 0.01;
+    e.stream.firstBytes = 3e6;
+    e.streamBytesPerS = 125e6;
+    e.datagramBytesPerS = e.datagrams.bytesPerS = 250e6;
+    e.segments = 12'000;
+    e.segmentsLost = 1'700;
+    TransportChoice choice;
+    TimePoint now(std::chrono::hours(1));
+    CHECK_EQ(choice.choose(e, now).upTo, UINT64_MAX);
+    uint64_t upTo = 0;
+    for (int i = 0; i < 200; ++i) { // 1.4 MB, and heartbeats
+      e.packets += 5;
+      e.packetsLost = e.lossBursts =
+          static_cast<uint64_t>(rate * static_cast<double>(e.packets));
+      e.segments += i % 10 == 0;
+      upTo = choice.choose(e, now += std::chrono::milliseconds(5)).upTo;
+    }
+    CHECK_EQ(upTo > 4 * kMiB, rate > 0);
   }
 }
 
