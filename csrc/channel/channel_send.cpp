@@ -51,8 +51,16 @@ void Channel::send(SendOp* op, TimePoint now) {
   h.totalBytes = op->bytes;
   unacknowledgedBytes_ += op->bytes;
   m.burstBytes = std::max(unacknowledgedBytes_, op->burstBytes);
-  // Chunks grow with messages too large for the header's limit of chunks.
   h.chunkBytes = chunkBytesFor(op->bytes, m.burstBytes);
+  // A message that is hardly larger is one chunk, such as the chunk of another
+  // channel with its headers, at a relay: a second chunk costs as much as the
+  // first, whatever its size, and may be on a slower path.
+  if (op->bytes <= h.chunkBytes + h.chunkBytes / 4) {
+    h.chunkBytes = std::min(
+        std::max(h.chunkBytes, static_cast<uint32_t>(op->bytes)),
+        kMaxChunkBytes);
+  }
+  // Chunks grow with messages too large for the header's limit of chunks.
   while (h.totalBytes / h.chunkBytes >= kMaxChunksPerMessage) {
     h.chunkBytes *= 2;
   }

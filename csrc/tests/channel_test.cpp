@@ -560,6 +560,36 @@ TEST(channel_cuts_messages_by_what_a_path_is_known_to_carry) {
   }
 }
 
+// A chunk of another channel, with its headers: what is left over would be a
+// second chunk of a few bytes.
+TEST(channel_cuts_no_message_that_is_hardly_larger_than_a_chunk) {
+  for (const auto& [bytes, chunks] :
+       {std::pair((64u << 10) + 144, 1), std::pair(96u << 10, 2)}) {
+    ChannelConfig config = ChannelPair::defaults();
+    config.chunkBytes = 512u << 10;
+    ChannelPair pair(config);
+    pair.up(1);
+    pair.a.channel.setCapacity(1, 5e6); // chunks of 64 KiB
+    TestSend send(text(bytes));
+    TestRecv recv(&pair.b.channel, send.bytes);
+    pair.b.mailbox.post(&recv);
+    pair.a.channel.send(&send, pair.now);
+    int frames = 0;
+    for (int round = 0; round < 100 && recv.ends == 0; ++round) {
+      while (const auto header = pair.move(pair.a, 1)) {
+        frames += header->payloadBytes > 0;
+      }
+      while (pair.move(pair.b, 1)) {
+      }
+      pair.b.completions.drain();
+    }
+    CHECK_EQ(frames, chunks);
+    CHECK_EQ(recv.content, send.content);
+    pair.settle({1});
+    pair.checkEmpty();
+  }
+}
+
 TEST(channel_probes_a_path_that_came_back) {
   ChannelPair pair;
   pair.up(1);
