@@ -48,9 +48,11 @@ constexpr double kMissTarget = 5e-3;
 constexpr double kMinMaxRatio = 2;
 // A shape chosen for a size holds this long; it is not chosen for each object.
 constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
-// Time between the first two descriptions of the end; then it doubles each
-// time, and a burst of losses takes only a few of them.
-constexpr Nanos kEndAgain = std::chrono::microseconds(250);
+// Time between the first two descriptions of the end, as a part of the round
+// trip that an answer takes; then it doubles each time, and a burst of losses
+// takes only a few of them. The receiver answers each.
+constexpr int kEndsPerRoundTrip = 64;
+constexpr Nanos kEndAgainMin = std::chrono::microseconds(250);
 constexpr int kEndDoublings = 16;
 constexpr double kMaxEndsInARow = 8;
 // The least time that a packet takes is that of the last one or two of these.
@@ -450,7 +452,9 @@ void PacketSender::planEnds(TimePoint now) {
     endAt_ = now;
   } else if (all) {
     const int doublings = std::min(endsSent_ - 1, kEndDoublings);
-    endAt_ = now + std::min(kEndAgain * (1 << doublings), kPatienceMax);
+    const Nanos again =
+        std::max(kEndAgainMin, rate_.roundTrip() / kEndsPerRoundTrip);
+    endAt_ = now + std::min(again * (1 << doublings), kPatienceMax);
   } else {
     endAt_ = now + patience();
   }

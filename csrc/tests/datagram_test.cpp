@@ -675,6 +675,28 @@ TEST(datagram_reports_count_to_no_burst) {
   CHECK(learns(true) < 1.1 * learns(false));
 }
 
+// On a long way, as at a relay: an answer takes so long that each message would
+// be followed by more descriptions of its end than it has packets.
+TEST(datagram_stream_of_small_messages_has_few_ends) {
+  DatagramLink link;
+  link.oneWay = milliseconds(320);
+  DatagramPair pair(1, RecoverySchemes{}, link, link, link.bytesPerS);
+  const RandomObject object(4u << 10);
+  constexpr int kCount = 100;
+  const TimePoint begun = pair.now();
+  for (int i = 0; i < kCount; ++i) {
+    pair.at(
+        begun + milliseconds(4 * i), [&] { pair.send(0, object.toSend()); });
+  }
+  CHECK(pair.run(
+      [&] { return pair.received(1).size() == size_t{kCount}; }, seconds(60)));
+  CHECK(pair.runUntilIdle(seconds(60)));
+  const SenderCounters& sent = pair.sender(0).counters();
+  const uint64_t ends = sent.packets - sent.dataSymbols - sent.repairSymbols;
+  CHECK(ends >= kCount);
+  CHECK(ends < 2 * kCount);
+}
+
 // The first bursts find out the rate, and drop some packets in doing so. These
 // drops are no reason for parity. Both ends send: reports of drops come behind
 // the queue of the other direction, all at once, the last of them as soon as
