@@ -72,6 +72,25 @@ def test_cap_on_a_site_holds_for_all_connections_to_it(
     assert free > 3 * CAP_BYTES_PER_S
 
 
+@pytest.mark.parametrize("limit", ["4M", ""])
+def test_a_link_with_a_limit_has_the_connections_that_carry_it(lab: NetworkLab, limit: str) -> None:
+    hosts = [lab.host("a"), lab.host("b")]
+    link = lab.link(*hosts, delay_s=0.04, rate_bytes_per_s=12.5e6)
+    control = lab.link(*hosts, name="control")
+    environment = {**OVER_TCP, "TORCH_RESILIENT_SOCKET_BUFFER_BYTES": "1M"}
+    if limit:
+        environment["TORCH_RESILIENT_WAN_RATE_LIMIT"] = limit
+    settings = {"job": "exchange", "count": ENDLESS, "pause_s": 0.02}
+    job = Job(hosts, control, settings, environment, ("east", "west"))
+    try:
+        job.until(lambda row: row.get("number", -1) >= 10, "round 10")
+        command = ["ss", "-Htn", "state", "established", "dst", link.address(hosts[1])]
+        shown = hosts[0].run(command, capture_output=True, text=True, check=True).stdout
+        assert (len(shown.splitlines()) == 1) == bool(limit), shown
+    finally:
+        job.close()
+
+
 def test_loss_without_a_queue_changes_the_congestion_control(lab: NetworkLab) -> None:
     require_bbr()
     sysctl = {"net.ipv4.tcp_congestion_control": "reno"}

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "base/random.h"
+#include "path/uplink.h"
 
 namespace resilient {
 namespace {
@@ -211,6 +212,13 @@ void TcpConnector::chooseRoutes() {
     config.windowBytes = options.socket_buffer_bytes > 0
         ? static_cast<uint64_t>(options.socket_buffer_bytes)
         : link_.host().bufferLimits().windowBytes();
+    // More connections than carry what the limit lets pass only take turns:
+    // each finds its rate anew in every burst, and messages wait for the last.
+    if (Uplink* const uplink = link_.uplink();
+        uplink != nullptr && uplink->limit() != nullptr) {
+      config.assumedBytesPerS =
+          std::min(config.assumedBytesPerS, uplink->bytesPerS());
+    }
   }
   std::vector<std::string> keys;
   for (size_t r = 0; r < routes_.size(); ++r) {
