@@ -530,6 +530,20 @@ TEST(channel_makes_progress_over_short_lived_paths) {
   pair.checkEmpty();
 }
 
+// Over path 1.
+int chunksUntilReceived(ChannelPair& pair, const TestRecv& recv) {
+  int frames = 0;
+  for (int round = 0; round < 100 && recv.ends == 0; ++round) {
+    while (const auto header = pair.move(pair.a, 1)) {
+      frames += header->payloadBytes > 0;
+    }
+    while (pair.move(pair.b, 1)) {
+    }
+    pair.b.completions.drain();
+  }
+  return frames;
+}
+
 // What goes over a path now and then shows little of it; its transport may know
 // better.
 TEST(channel_cuts_messages_by_what_a_path_is_known_to_carry) {
@@ -544,16 +558,7 @@ TEST(channel_cuts_messages_by_what_a_path_is_known_to_carry) {
     TestRecv recv(&pair.b.channel, send.bytes);
     pair.b.mailbox.post(&recv);
     pair.a.channel.send(&send, pair.now);
-    int frames = 0;
-    for (int round = 0; round < 100 && recv.ends == 0; ++round) {
-      while (const auto header = pair.move(pair.a, 1)) {
-        frames += header->payloadBytes > 0;
-      }
-      while (pair.move(pair.b, 1)) {
-      }
-      pair.b.completions.drain();
-    }
-    CHECK_EQ(frames, chunks);
+    CHECK_EQ(chunksUntilReceived(pair, recv), chunks);
     CHECK_EQ(recv.content, send.content);
     pair.settle({1});
     pair.checkEmpty();
@@ -574,16 +579,7 @@ TEST(channel_cuts_no_message_that_is_hardly_larger_than_a_chunk) {
     TestRecv recv(&pair.b.channel, send.bytes);
     pair.b.mailbox.post(&recv);
     pair.a.channel.send(&send, pair.now);
-    int frames = 0;
-    for (int round = 0; round < 100 && recv.ends == 0; ++round) {
-      while (const auto header = pair.move(pair.a, 1)) {
-        frames += header->payloadBytes > 0;
-      }
-      while (pair.move(pair.b, 1)) {
-      }
-      pair.b.completions.drain();
-    }
-    CHECK_EQ(frames, chunks);
+    CHECK_EQ(chunksUntilReceived(pair, recv), chunks);
     CHECK_EQ(recv.content, send.content);
     pair.settle({1});
     pair.checkEmpty();
