@@ -196,8 +196,8 @@ class Channel {
     config_.firstChunkBytes = bytes;
   }
   // The owner sets the pace of all paths together (pull without chunks). Chunks
-  // are no larger than this and leave in order: no path skips ahead to later
-  // messages.
+  // are no larger than this, or a quarter more where that is the whole message,
+  // and leave in order: no path skips ahead to later messages.
   // `bytesPerS`: the cap.
   void setPaced(uint32_t chunkBytes, double bytesPerS) {
     pacedChunkBytes_ = chunkBytes;

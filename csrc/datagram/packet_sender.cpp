@@ -51,7 +51,7 @@ constexpr Nanos kShapesFor = std::chrono::milliseconds(20);
 // Time between the first two descriptions of the end, as a part of the round
 // trip that an answer takes; then it doubles each time, and a burst of losses
 // takes only a few of them. The receiver answers each.
-constexpr int kEndsPerRoundTrip = 64;
+constexpr int kEndAgainPart = 64;
 constexpr Nanos kEndAgainMin = std::chrono::microseconds(250);
 constexpr int kEndDoublings = 16;
 constexpr double kMaxEndsInARow = 8;
@@ -453,7 +453,7 @@ void PacketSender::planEnds(TimePoint now) {
   } else if (all) {
     const int doublings = std::min(endsSent_ - 1, kEndDoublings);
     const Nanos again =
-        std::max(kEndAgainMin, rate_.roundTrip() / kEndsPerRoundTrip);
+        std::max(kEndAgainMin, rate_.roundTrip() / kEndAgainPart);
     endAt_ = now + std::min(again * (1 << doublings), kPatienceMax);
   } else {
     endAt_ = now + patience();

@@ -47,8 +47,9 @@ TransportChoice::Choice TransportChoice::choose(
   datagramBurstsLost_.observe(e.packets, e.lossBursts, /*queueing=*/false);
   datagramLosses_.observe(
       datagramLossRate(), e.lossBurstPackets, e.segments, e.segmentsLost);
-  // They were too fast for a queue that was gone when their losses were seen.
-  // While all goes as datagrams, they would not send enough to show it.
+  // If connections alone lose, they were too fast for a queue that was gone
+  // when the losses were seen. While all goes as datagrams, connections send
+  // too little to show it. How many are lost in a row, datagrams tell.
   streamLosses_.observe(
       streamLoss_.rate(), e.lossBurstPackets, e.packets, e.packetsLost);
   if (streamLosses_.verdict() == LossComparison::Verdict::kOneAlone) {

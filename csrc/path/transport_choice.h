@@ -137,7 +137,7 @@ class RecentLoss {
     packets_ = packets;
     lost_ = lost;
   }
-  // What was lost so far says nothing. The totals go on.
+  // Begins anew; the totals go on.
   void forget() {
     seen_ = seenLost_ = 0;
   }

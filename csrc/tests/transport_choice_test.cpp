@@ -289,7 +289,7 @@ TEST(transport_choice_forgets_what_only_connections_have_lost) {
   }
 }
 
-// What was lost before that says nothing: the provider may police no longer.
+// The provider may police no longer, so what was lost before does not count.
 TEST(transport_choice_tries_datagrams_anew_that_were_policed) {
   RouteEvidence e = coldRoute();
   TransportChoice choice;
