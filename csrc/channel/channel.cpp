@@ -257,7 +257,7 @@ const LinkStatistics::Burst& Channel::lastBurst(PathId path) const {
   return (p.link == nullptr ? p.statistics : p.link->statistics).lastBurst();
 }
 
-Channel::OwnPaths Channel::ownPaths() const {
+Channel::OwnPaths Channel::ownPaths(std::optional<uint64_t> burstBytes) const {
   OwnPaths own;
   double sum = 0;
   int count = 0;
@@ -271,7 +271,8 @@ Channel::OwnPaths Channel::ownPaths() const {
     if (const double s = p.statistics.minRoundTripS() / 2; s > 0) {
       own.oneWayS = std::min(own.oneWayS, s);
     }
-    if (uplinkBytesPerS_ != 0 && takes) {
+    const bool suits = !burstBytes || p.bursts.contains(*burstBytes);
+    if (uplinkBytesPerS_ != 0 && takes && suits) {
       sum += shareBytesPerS(p);
       ++count;
     }

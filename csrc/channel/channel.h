@@ -469,14 +469,14 @@ class Channel {
   // sending
   OutMessage*
   nextSendable(PathState& p, TimePoint now, uint32_t& chunk, bool& repeated);
-  // The paths over no relay together. In our turn they share what the uplink
-  // carries, in proportion to their own rates.
+  // The paths over no relay together, all or those that suit a burst. In our
+  // turn they share what the uplink carries, in proportion to their own rates.
   struct OwnPaths {
     double gain = 1; // of a path's own rate
     double moreBytesPerS = 0; // beyond it
     double oneWayS = std::numeric_limits<double>::infinity(); // the shortest
   };
-  OwnPaths ownPaths() const;
+  OwnPaths ownPaths(std::optional<uint64_t> burstBytes = {}) const;
   PathLoad loadOf(const PathState& p, const OwnPaths& own, TimePoint now) const;
   double shareBytesPerS(const PathState& p) const;
   OutMessage*

@@ -453,7 +453,7 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
     return max;
   }
   double fits = 0;
-  const OwnPaths own = ownPaths();
+  const OwnPaths own = ownPaths(burstBytes);
   for (const auto& [id, p] : paths_) {
     const double rate =
         p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, own, {}).bytesPerS;
@@ -611,7 +611,7 @@ Channel::OutMessage* Channel::worthTaking(
     noneSuits = true;
     return nullptr;
   }
-  const OwnPaths own = ownPaths();
+  const OwnPaths own = ownPaths(first->burstBytes);
   ArrivalOrder order(
       loadOf(p, own, now),
       std::min<uint64_t>(first->header.chunkBytes, first->unsentBytes()));

@@ -1511,6 +1511,26 @@ TEST(channel_does_not_count_the_wait_at_a_relay) {
   CHECK(net.take(net.a, 2).has_value());
 }
 
+// At a declared limit, the connections have all of it beside a relay if they
+// carry everything, however little they carried while datagrams did.
+TEST(channel_gives_the_uplink_to_the_paths_that_suit_a_burst) {
+  constexpr double kUplink = 1e6;
+  ChannelPair net;
+  for (const PathId path : {PathId(1), PathId(2), PathId(3)}) {
+    net.up(path);
+  }
+  net.a.channel.expectCapacity(1, kUplink);
+  net.a.channel.expectCapacity(2, kUplink / 1000);
+  net.a.channel.setCapacity(3, kUplink);
+  net.a.channel.setOverRelay(3);
+  net.a.channel.setPaced(16384, kUplink);
+  Messages messages{net};
+  messages.post(1000);
+  CHECK(!net.take(net.a, 2).has_value());
+  net.a.channel.setBursts(1, BurstRange::none());
+  CHECK(net.take(net.a, 2).has_value());
+}
+
 // A path that became slow without falling silent for good keeps the last chunk
 // of a message; the other path has nothing to do.
 TEST(channel_sends_a_late_tail_over_an_idle_path) {
