@@ -43,6 +43,11 @@ uint32_t symbolsOf(const SymbolHeader& h) {
   return h.count + uint32_t(h.blocks) * h.parityPerBlock;
 }
 
+void copyPadded(std::span<const std::byte> from, std::byte* to, size_t bytes) {
+  std::memcpy(to, from.data(), from.size());
+  std::memset(to + from.size(), 0, bytes - from.size());
+}
+
 } // namespace
 
 PacketReceiver::PacketReceiver(uint64_t maxBytes, Deliver deliver)
@@ -113,13 +118,13 @@ Status PacketReceiver::put(
     Object& o,
     uint16_t index,
     uint16_t position,
-    const std::byte* from) {
+    std::span<const std::byte> from) {
   if (position >= o.header.count || o.filled[position]) {
     return malformed("position taken twice in", o.header.object);
   }
   std::byte* const to = o.pieces.get() + size_t(position) * o.header.pieceBytes;
-  if (from != to) {
-    std::memcpy(to, from, o.header.pieceBytes);
+  if (from.data() != to) {
+    copyPadded(from, to, o.header.pieceBytes);
   }
   o.have[index] = true;
   o.filled[position] = true;
@@ -198,7 +203,7 @@ Status PacketReceiver::repair(Object& o, uint32_t block) {
     const auto index = static_cast<uint16_t>(block + i * h.blocks);
     if (have[i] && !o.have[index]) {
       ++counters_.recovered;
-      Status status = put(o, index, positions[i], data[i]);
+      Status status = put(o, index, positions[i], {data[i], h.pieceBytes});
       if (!status.ok()) {
         return status;
       }
@@ -259,7 +264,7 @@ Status PacketReceiver::onSymbol(
   }
   numbers_.setRoundTrip(std::chrono::microseconds(h.roundTripMicros));
   const bool end = h.type == PacketType::kEnd;
-  symbols_ += !end;
+  symbols_ += !end && symbol.size() == h.pieceBytes;
   if (end) {
     reportSoon(now);
   } else if (++unreported_ >= kReportEvery) {
@@ -305,7 +310,7 @@ Status PacketReceiver::onSymbol(
     }
     auto& r = o.repair[h.index];
     r.symbol = std::make_unique_for_overwrite<std::byte[]>(h.pieceBytes);
-    std::memcpy(r.symbol.get(), symbol.data(), h.pieceBytes);
+    copyPadded(symbol, r.symbol.get(), h.pieceBytes);
     r.position = h.position;
     heldBytes_ += h.pieceBytes;
     o.bytes += h.pieceBytes;
@@ -318,7 +323,7 @@ Status PacketReceiver::onSymbol(
       ++counters_.duplicates;
       return Status();
     }
-    status = put(o, h.index, h.position, symbol.data());
+    status = put(o, h.index, h.position, symbol);
     if (status.ok() && h.index < o.header.coded && !o.repair.empty()) {
       status = repair(o, h.index % o.header.blocks);
     }

@@ -119,8 +119,11 @@ class PacketReceiver {
   };
 
   Status create(const SymbolHeader& h, TimePoint now, Object*& object);
-  Status
-  put(Object& o, uint16_t index, uint16_t position, const std::byte* from);
+  Status put(
+      Object& o,
+      uint16_t index,
+      uint16_t position,
+      std::span<const std::byte> from);
   Status repair(Object& o, uint32_t block);
   void note(Object& o, uint32_t reached, TimePoint now);
   void over(uint64_t upTo, TimePoint now);

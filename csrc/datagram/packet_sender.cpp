@@ -90,6 +90,11 @@ size_t parityOf(const BlockShape& shape, size_t coded) {
       blocksOf(coded, static_cast<size_t>(shape.data));
 }
 
+// Some of its packets are as long as packets become.
+bool hasFullSymbols(const SymbolHeader& h) {
+  return h.count > 1 || symbolBytes(h) == h.pieceBytes;
+}
+
 bool isActivation(TrafficClass c) {
   return c == TrafficClass::kActivation ||
       c == TrafficClass::kActivationGradient;
@@ -317,10 +322,13 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   o.queued.assign(count, false);
   waitingBytes_ += o.symbols() * uint64_t(h.pieceBytes);
   heldBytes_ += count * uint64_t(h.pieceBytes);
+  if (hasFullSymbols(h) && ++fullObjects_ == 1) {
+    stuckSince_ = now;
+  }
   objects_.emplace(h.object, std::move(o));
   endsSent_ = 0;
   if (busySince_ == kNever) {
-    busySince_ = stuckSince_ = now;
+    busySince_ = now;
     planEnds(now);
   }
   return lastObject_;
@@ -384,7 +392,7 @@ void PacketSender::writeSymbol(
   h.retransmitted = retransmitted;
   stamp(h, now);
   encodeSymbolHeader(h, out.header.data());
-  out.piece = {o.piece(index), h.pieceBytes};
+  out.piece = {o.piece(index), symbolBytes(h)};
 }
 
 // `number`: in the order of sending. It takes one of each block in turn, so a
@@ -405,7 +413,8 @@ void PacketSender::writeRepair(
   h.position = o.repairPositions[symbol];
   stamp(h, now);
   encodeSymbolHeader(h, out.header.data());
-  out.piece = {o.repair.data() + size_t(symbol) * h.pieceBytes, h.pieceBytes};
+  out.piece = {
+      o.repair.data() + size_t(symbol) * h.pieceBytes, symbolBytes(h)};
 }
 
 // A description without a symbol. It makes the receiver report, even if all
@@ -582,6 +591,7 @@ void PacketSender::finish(std::map<uint64_t, Object>::iterator at) {
   const uint64_t number = o.header.object;
   waitingBytes_ -= (o.symbols() - o.sent) * uint64_t(o.header.pieceBytes);
   heldBytes_ -= o.header.count * uint64_t(o.header.pieceBytes);
+  fullObjects_ -= hasFullSymbols(o.header);
   objects_.erase(at);
   done_(number);
 }
@@ -754,7 +764,7 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
     inFlight_.pop_front();
   }
   measure(r, now);
-  const size_t before = objects_.size();
+  const size_t fullBefore = fullObjects_;
   while (!objects_.empty() && objects_.begin()->first <= r.completeUpTo) {
     finish(objects_.begin());
   }
@@ -789,9 +799,9 @@ Status PacketSender::onReport(const PacketReport& r, TimePoint now) {
   // After a silence, what is small arrives first.
   const bool silent = now - busySince_ > kPatienceMax;
   busySince_ = objects_.empty() ? kNever : now;
-  if (objects_.empty()) {
+  if (fullObjects_ == 0) {
     stuckSince_ = kNever;
-  } else if (silent || objects_.size() < before || pieces) {
+  } else if (silent || fullObjects_ < fullBefore || pieces) {
     stuckSince_ = now;
   }
   // Without progress, the last packets may be lost without either end knowing.

@@ -123,7 +123,7 @@ class PacketSender {
   TimePoint waitingSince() const {
     return busySince_;
   }
-  // Since when no piece of an object has arrived, whatever else has; kNever:
+  // Since when no symbol of full length has arrived, whatever else has; kNever:
   // there is none to wait for.
   TimePoint stuckSince() const {
     return stuckSince_;
@@ -230,6 +230,7 @@ class PacketSender {
   uint64_t lastPacketSent_ = 0;
   TimePoint busySince_ = kNever; // not idle since, or heard of since
   TimePoint stuckSince_ = kNever;
+  size_t fullObjects_ = 0; // that have symbols of full length
   // Descriptions that tell the receiver that all has been sent.
   TimePoint endAt_ = kNever;
   int endsSent_ = 0; // times

@@ -525,6 +525,80 @@ TEST(datagram_reports_do_not_hide_that_no_piece_arrives) {
   }
 }
 
+// Nor do short objects, which pass, nor the end of a long one.
+TEST(datagram_short_objects_do_not_hide_that_no_long_packet_arrives) {
+  DatagramPair pair(1, RecoverySchemes{}, {}, {});
+  const RandomObject large(4 * 1376 + 100), small(200);
+  ObjectToSend much = large.toSend(), little = small.toSend();
+  const auto send = [&](int i) {
+    pair.send(0, little);
+    if (i % 10 == 0) {
+      pair.send(0, much);
+    }
+  };
+  const auto sendForASecond = [&] {
+    for (int i = 0; i < 1000; ++i) {
+      pair.at(pair.now() + milliseconds(i), [&, i] { send(i); });
+    }
+  };
+  PacketSender& sender = pair.sender(0);
+  sendForASecond();
+  CHECK(pair.run([&] { return pair.done(0).size() == 1100; }, seconds(60)));
+  CHECK(sender.stuckSince() == kNever);
+  pair.link(0).mtu = 1000;
+  const TimePoint begun = pair.now();
+  sendForASecond();
+  CHECK(!pair.run([&] { return pair.done(0).size() == 2200; }, seconds(2)));
+  CHECK(pair.done(0).size() > 1110); // short ones
+  CHECK(sender.stuckSince() - begun < milliseconds(100));
+  CHECK(pair.now() - sender.waitingSince() < milliseconds(200));
+}
+
+// And as long as only short objects wait, no long packet is expected.
+TEST(datagram_sender_of_short_objects_waits_for_no_long_packet) {
+  DatagramPair pair(1, RecoverySchemes{}, {}, {});
+  const RandomObject object(200);
+  ObjectToSend what = object.toSend();
+  for (int i = 0; i < 1000; ++i) {
+    pair.at(pair.now() + milliseconds(i), [&] { pair.send(0, what); });
+  }
+  CHECK(pair.run(
+      [&] {
+        CHECK(pair.sender(0).stuckSince() == kNever);
+        return pair.done(0).size() == 1000;
+      },
+      seconds(60)));
+}
+
+// What fills the last piece is not sent; a single long piece is sent whole, so
+// that its length is that of others.
+TEST(datagram_padding_is_not_sent) {
+  constexpr size_t kPiece = 1376;
+  constexpr size_t kOnWire = kSymbolHeaderBytes + 60; // beside the symbol
+  struct Case {
+    size_t bytes, ofData, ofParity; // the object, and what its symbols have
+  };
+  for (const Case& c :
+       {Case{kHeader + 8, kHeader + 8, kHeader + 8},
+        Case{kShortBytes, kShortBytes, kShortBytes},
+        Case{kShortBytes + 8, kPiece, kPiece},
+        Case{kPiece, kPiece, kPiece},
+        Case{kPiece + 8, kPiece + 8, kPiece},
+        Case{3 * kPiece, 3 * kPiece, kPiece}}) {
+    DatagramPair pair(1, RecoverySchemes{}, {}, {}, 0, kPiece);
+    const RandomObject object(c.bytes - kHeader);
+    ObjectToSend what = object.toSend();
+    what.trafficClass = TrafficClass::kActivation;
+    pair.send(0, what);
+    CHECK(pair.runUntilIdle(seconds(5)));
+    const SenderCounters& sent = pair.sender(0).counters();
+    CHECK(sent.repairSymbols > 0 && sent.retransmitted == 0);
+    CHECK_EQ(
+        sent.bytes,
+        sent.packets * kOnWire + c.ofData + sent.repairSymbols * c.ofParity);
+  }
+}
+
 // A second without anything to send.
 void rest(DatagramPair& pair) {
   pair.at(pair.now() + seconds(1), [] {});

@@ -58,8 +58,7 @@ struct Receiving {
               holes.emplace_back(h.begin(), h.end());
             }) {}
   Status give(const SymbolHeader& h) {
-    std::vector<std::byte> symbol(
-        h.type == PacketType::kEnd ? 0 : h.pieceBytes, std::byte(7));
+    const std::vector<std::byte> symbol(symbolBytes(h), std::byte(7));
     CHECK(receiver.onNumber(++packet, symbol.size() + 100, now));
     return receiver.onSymbol(h, symbol, packet, now);
   }

@@ -62,8 +62,8 @@ PacketReport exampleReport() {
 }
 
 std::vector<std::byte> encoded(const SymbolHeader& h) {
-  const size_t piece = h.type == PacketType::kEnd ? 0 : h.pieceBytes;
-  std::vector<std::byte> packet(kSymbolHeaderBytes + piece, std::byte(0x5a));
+  std::vector<std::byte> packet(
+      kSymbolHeaderBytes + symbolBytes(h), std::byte(0x5a));
   encodeSymbolHeader(h, packet.data());
   return packet;
 }
@@ -476,7 +476,8 @@ void checkRanges(std::span<const std::byte> packet) {
       CHECK(!h.repair && h.blocks == 0 && h.coded == 0);
     }
     if (h.type == PacketType::kSymbol) {
-      CHECK_EQ(symbol.size(), h.pieceBytes);
+      CHECK_EQ(symbol.size(), symbolBytes(h));
+      CHECK(symbol.size() >= 1 && symbol.size() <= h.pieceBytes);
       CHECK(h.index < (h.repair ? repair : h.count));
       CHECK(h.repair || h.position < h.count);
     } else {

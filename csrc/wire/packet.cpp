@@ -124,6 +124,16 @@ Status checkSymbol(const SymbolHeader& h) {
 
 } // namespace
 
+size_t symbolBytes(const SymbolHeader& h) {
+  if (h.type == PacketType::kEnd) {
+    return 0;
+  }
+  const bool last = h.count == 1 ? h.objectBytes <= kShortBytes
+                                 : !h.repair && h.position == h.count - 1;
+  return last ? h.objectBytes - (h.count - size_t(1)) * h.pieceBytes
+              : h.pieceBytes;
+}
+
 void encodeSymbolHeader(const SymbolHeader& h, std::byte* out) {
   std::memset(out, 0, kSymbolHeaderBytes);
   put(out, kTypeAt, static_cast<uint8_t>(h.type));
@@ -201,8 +211,7 @@ Status decodeSymbol(
     return status;
   }
   symbol = packet.subspan(kSymbolHeaderBytes);
-  const size_t expected = h.type == PacketType::kEnd ? 0 : h.pieceBytes;
-  if (symbol.size() != expected) {
+  if (symbol.size() != symbolBytes(h)) {
     return malformed("symbol bytes", symbol.size());
   }
   return Status();

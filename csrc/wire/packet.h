@@ -36,6 +36,10 @@ inline constexpr size_t kPieceUnit = 32;
 inline constexpr size_t kMinPieceBytes = 256;
 inline constexpr size_t kMaxPieceBytes = 9184;
 inline constexpr size_t kMaxPieces = 65000;
+// An object of at most this size is sent without padding. It arrives wherever
+// UDP with an IPv6 packet of the least MTU does: that it does says nothing
+// about longer packets.
+inline constexpr size_t kShortBytes = 1024;
 // The limit of one object: their numbers have 16 bits.
 inline constexpr uint32_t kMaxRepairSymbols = 65536;
 
@@ -74,6 +78,11 @@ struct SymbolHeader {
   uint32_t roundTripMicros = 0; // as the sender knows it; 0: not yet
 };
 
+// Bytes behind this header. The zeros that fill the last piece are not sent,
+// except where the object is a single piece of more than kShortBytes: whoever
+// looks for a smaller MTU goes by symbols of full length.
+size_t symbolBytes(const SymbolHeader& header);
+
 // Ranges of numbers, first and last included.
 using IndexRange = std::pair<uint16_t, uint16_t>;
 using ObjectRange = std::pair<uint64_t, uint64_t>;
@@ -94,7 +103,7 @@ struct PacketReport {
   uint64_t largest = 0; // packet number received
   uint64_t packets = 0; // received, without duplicates
   uint64_t bytes = 0; // of these
-  uint64_t symbols = 0; // of these packets
+  uint64_t symbols = 0; // of these packets, those as long as a piece
   uint64_t lost = 0; // packets
   uint64_t bursts = 0; // of lost packets
   uint32_t receivedMicros = 0; // when the last came, by the receiver's clock

@@ -166,9 +166,9 @@ class PacketFeed : private FuzzInput {
     }
     h.sentMicros = static_cast<uint32_t>(number());
     h.roundTripMicros = static_cast<uint32_t>(number());
+    const bool sound = what < 250 || h.type == PacketType::kEnd;
     std::vector<std::byte> packet(
-        kSymbolHeaderBytes +
-            (h.type == PacketType::kEnd ? size_t(0) : h.pieceBytes),
+        kSymbolHeaderBytes + (sound ? symbolBytes(h) : h.pieceBytes),
         static_cast<std::byte>(what));
     encodeSymbolHeader(h, packet.data());
     give(packet);
