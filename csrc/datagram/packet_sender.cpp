@@ -58,6 +58,10 @@ constexpr double kMaxEndsInARow = 8;
 // The least time that a packet takes is that of the last one or two of these.
 // The clocks of two hosts drift apart by 0.1 ms in a second at the worst.
 constexpr Nanos kTransitFor = std::chrono::seconds(5);
+// The overhead is that of about the last so many bytes, in objects of at least
+// so many pieces.
+constexpr double kOverheadBytes = 1 << 20;
+constexpr size_t kSeveralPieces = 4;
 // In one report: as many as PacketNumbers can tell apart.
 constexpr uint64_t kMaxBursts = 1u << 14;
 constexpr Nanos kPatienceMin = std::chrono::milliseconds(10);
@@ -322,6 +326,14 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   o.queued.assign(count, false);
   waitingBytes_ += o.symbols() * uint64_t(h.pieceBytes);
   heldBytes_ += count * uint64_t(h.pieceBytes);
+  if (count >= kSeveralPieces) {
+    const double kept = std::exp(-static_cast<double>(bytes) / kOverheadBytes);
+    addedBytes_ = addedBytes_ * kept + static_cast<double>(bytes);
+    addedWireBytes_ = addedWireBytes_ * kept +
+        static_cast<double>(
+            bytes + o.repairSymbols() * uint64_t(h.pieceBytes) +
+            o.symbols() * (kSymbolHeaderBytes + kWireOverheadBytes));
+  }
   if (hasFullSymbols(h) && ++fullObjects_ == 1) {
     stuckSince_ = now;
   }

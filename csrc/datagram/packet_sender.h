@@ -128,6 +128,12 @@ class PacketSender {
   TimePoint stuckSince() const {
     return stuckSince_;
   }
+  // Bytes on the link for a byte of an object, with headers and parity: of what
+  // was added lately, but for small objects, and without what is sent again.
+  // 0: not known.
+  double overhead() const {
+    return addedBytes_ > 0 ? addedWireBytes_ / addedBytes_ : 0;
+  }
   // How long an answer may take.
   Nanos patience() const;
   const SenderCounters& counters() const {
@@ -218,6 +224,7 @@ class PacketSender {
   uint64_t sending_ = 1; // the first that has not been sent whole
   std::deque<std::pair<uint64_t, uint16_t>> again_; // (object, index)
   uint64_t waitingBytes_ = 0, heldBytes_ = 0;
+  double addedBytes_ = 0, addedWireBytes_ = 0; // older ones count less
   std::vector<std::byte> spent_; // repair symbols, the last of which leaves now
 
   // pacing and flight

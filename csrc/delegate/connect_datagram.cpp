@@ -307,6 +307,9 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   path.expectRate(e.streamBytesPerS);
   const SenderCounters& datagrams = path.sender()->counters();
   e.datagrams.roundTripS = toSeconds(path.minRoundTrip());
+  if (const double overhead = path.sender()->overhead(); overhead > 0) {
+    e.datagrams.overhead = overhead;
+  }
   if (path.rateIsKnown()) {
     e.datagrams.bytesPerS = path.burstBytesPerS();
     e.datagramBytesPerS = path.capacityBytesPerS();
@@ -317,7 +320,11 @@ void DatagramConnector::chooseFor(size_t route, Share& share, TimePoint now) {
   e.lossBurstPackets = path.sender()->loss().estimate().burstPackets;
   e.datagramsIdle = link_.channel().inFlightBytes(path.id()) == 0;
   e.datagramBurst = link_.channel().lastBurst(path.id());
-  e.limited = link_.uplink() != nullptr && link_.uplink()->limit() != nullptr;
+  if (Uplink* const uplink = link_.uplink();
+      uplink != nullptr && uplink->limit() != nullptr) {
+    e.limitBytesPerS = uplink->bytesPerS();
+    e.limitUse = uplink->limit()->use(now);
+  }
   const TransportChoice::Choice choice = share.choice.choose(e, now);
   setShare(route, choice.upTo);
   if (!choice.news.empty()) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <deque>
 
@@ -56,10 +57,20 @@ class RateLimit {
   void took(User user, uint64_t bytes, TimePoint now) {
     refill(now);
     tokens_ -= static_cast<double>(bytes);
+    used_ = used_ * std::exp(-toSeconds(now - usedAt_) / toSeconds(kUseTime)) +
+        static_cast<double>(bytes);
+    usedAt_ = now;
     for (Waiting& w : waiting_) {
       w.passedOver += bytes;
     }
     endTurn(user);
+  }
+
+  // How much of the limit has been used, 0 to 1, over about kUseTime.
+  double use(TimePoint now) const {
+    const double used =
+        used_ * std::exp(-toSeconds(now - usedAt_) / toSeconds(kUseTime));
+    return std::min(used / (bytesPerS_ * toSeconds(kUseTime)), 1.0);
   }
 
   // A user waits, and none has the turn: nextTurn() is due at readyAt().
@@ -101,6 +112,8 @@ class RateLimit {
 
  private:
   static constexpr User kNone = 0;
+  // An iteration of a training, with the part of it in which nothing is sent.
+  static constexpr Nanos kUseTime = std::chrono::seconds(3);
   struct Waiting {
     User user;
     uint64_t passedOver; // bytes that others have sent meanwhile
@@ -120,6 +133,8 @@ class RateLimit {
   const uint64_t starvationBytes_;
   double tokens_;
   TimePoint refilledAt_{};
+  double used_ = 0; // bytes, which count less with time
+  TimePoint usedAt_{};
   std::deque<Waiting> waiting_; // who has waited longest comes first
   User turn_ = kNone;
 };

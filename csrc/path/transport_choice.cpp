@@ -8,6 +8,8 @@ namespace {
 
 // With this share of lost segments, every other message of 4 MiB waits for one.
 constexpr double kLossy = 2e-4;
+// From this use of a limit on, bytes count more than the time of one burst.
+constexpr double kBusy = 0.3, kBusyNoMore = 0.2;
 // Fewer gaps are no habit of a network.
 constexpr double kSeveral = 4;
 // A third of the packets of a burst of 64 KiB.
@@ -67,6 +69,10 @@ TransportChoice::Choice TransportChoice::choose(
     return choice;
   }
   const bool lossy = v.stream.lossRate >= kLossy;
+  limitIsBusy_ = e.limitUse > (limitIsBusy_ ? kBusyNoMore : kBusy);
+  if (limitIsBusy_ && !lossy) {
+    return choice;
+  }
   choice.upTo = datagramsUpTo(v.stream, v.datagrams, v.linkBytesPerS);
   if (!lossy) {
     choice.upTo = std::min(choice.upTo, kMostWithoutLoss);
@@ -105,6 +111,7 @@ TransportChoice::View TransportChoice::view(const RouteEvidence& e) const {
     v.linkBytesPerS = std::max(
         {e.streamBytesPerS, e.datagramBytesPerS, e.datagrams.bytesPerS});
   }
+  v.linkBytesPerS = std::min(v.linkBytesPerS, e.limitBytesPerS);
   return v;
 }
 
@@ -118,7 +125,8 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
       std::exchange(datagramBursts_, e.datagramBurst.number) !=
       e.datagramBurst.number;
   const auto& burst = streams ? e.streamBurst : e.datagramBurst;
-  if (!idleView_ || idleView_->stream.roundTripS <= 0 || e.limited ||
+  if (!idleView_ || idleView_->stream.roundTripS <= 0 ||
+      e.limitBytesPerS < INFINITY ||
       streams == datagrams || !(streams ? e.datagramsIdle : e.streamIdle) ||
       burst.bytes < kLeastBurstBytes) {
     return;

@@ -24,6 +24,7 @@ struct StreamView {
 struct DatagramView {
   double roundTripS = 0;
   double bytesPerS = INFINITY; // that it may send; infinite: not found yet
+  double overhead = 1.06; // bytes on the link for a byte of a message
 };
 
 // When the last byte of a burst would arrive, in seconds from now, if the route
@@ -53,10 +54,9 @@ streamArrivalS(const StreamView& s, double linkBytesPerS, double bytes) {
 // Parity makes losses cost bytes only, and nothing begins slowly.
 inline double
 datagramArrivalS(const DatagramView& d, double linkBytesPerS, double bytes) {
-  constexpr double kHeaders = 1.06;
   constexpr double kLaterS = 0.002; // until the last block is whole
   return d.roundTripS / 2 + kLaterS +
-      bytes * kHeaders / std::min(linkBytesPerS, d.bytesPerS);
+      bytes * d.overhead / std::min(linkBytesPerS, d.bytesPerS);
 }
 
 // When the far end's answer to the last byte is back.
@@ -221,8 +221,10 @@ struct RouteEvidence {
   bool datagramsIdle = true;
   LinkStatistics::Burst datagramBurst;
 
-  // Bursts also wait for a limit that is ours.
-  bool limited = false;
+  // A limit that is ours, for which bursts also wait: bytes per second, and how
+  // much of it has been used lately, 0 to 1.
+  double limitBytesPerS = INFINITY;
+  double limitUse = 0;
 };
 
 // Which bursts go as datagrams on one route, and which over its connections.
@@ -233,7 +235,9 @@ struct RouteEvidence {
 // not have (LossComparison), or arrive later than their rate and their losses
 // explain (Lateness). Then the connections carry everything for a time that
 // doubles, and datagrams are tried anew. The other way round, losses that only
-// connections have are forgotten.
+// connections have are forgotten. Nor do the models see that connections begin
+// faster if they are used: where a limit is busy and nothing is lost, they carry
+// everything, with fewer bytes.
 class TransportChoice {
  public:
   struct Choice {
@@ -266,6 +270,7 @@ class TransportChoice {
   uint64_t streamBursts_ = 0, datagramBursts_ = 0; // the last that were seen
   double datagramBytes_ = 0; // of the last that counted
   uint64_t upTo_ = 0; // the last choice
+  bool limitIsBusy_ = false;
   bool streamsTried_ = false; // connections have carried such bursts
   // Since when the connections carry all.
   TimePoint avoidedSince_{};

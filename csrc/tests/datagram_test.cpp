@@ -599,6 +599,27 @@ TEST(datagram_padding_is_not_sent) {
   }
 }
 
+// Without a loss, what is predicted is what is sent, ENDs aside.
+TEST(datagram_sender_knows_what_its_objects_cost) {
+  DatagramPair pair(1, RecoverySchemes{}, {}, {});
+  PacketSender& sender = pair.sender(0);
+  CHECK_EQ(sender.overhead(), 0);
+  const RandomObject small(100), large(100'000);
+  ObjectToSend little = small.toSend(), much = large.toSend();
+  pair.send(0, little);
+  CHECK(pair.runUntilIdle(seconds(5)));
+  CHECK_EQ(sender.overhead(), 0);
+  const uint64_t before = sender.counters().bytes;
+  for (int i = 0; i < 20; ++i) {
+    pair.send(0, much);
+  }
+  CHECK(pair.runUntilIdle(seconds(5)));
+  const double sent = static_cast<double>(sender.counters().bytes - before);
+  const double bytes = 20 * (100'000 + kHeader);
+  CHECK(sender.overhead() > 1.07);
+  CHECK(std::abs(sender.overhead() - sent / bytes) < 0.02);
+}
+
 // A second without anything to send.
 void rest(DatagramPair& pair) {
   pair.at(pair.now() + seconds(1), [] {});

@@ -57,6 +57,20 @@ TEST(rate_limit_keeps_the_mean_whatever_the_frames) {
   }
 }
 
+TEST(rate_limit_knows_how_much_of_it_is_used) {
+  Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {1500}};
+  CHECK_EQ(s.limit.use(s.now), 0);
+  s.run(seconds(30));
+  CHECK(s.limit.use(s.now) > 0.99 && s.limit.use(s.now) <= 1);
+  s.frameBytes[0] = 0;
+  s.run(seconds(3));
+  CHECK(s.limit.use(s.now) > 0.3 && s.limit.use(s.now) < 0.4);
+  for (int i = 0; i < 3000; ++i) {
+    s.limit.took(1, 5000, s.now += milliseconds(10));
+  }
+  CHECK(std::abs(s.limit.use(s.now) - 0.5) < 0.02);
+}
+
 TEST(rate_limit_lets_little_go_at_once_after_a_pause) {
   Shared s{RateLimit(1e6, kStarvation), TimePoint{seconds(1)}, {1000}};
   s.run(milliseconds(1));

@@ -289,6 +289,43 @@ TEST(transport_choice_forgets_what_only_connections_have_lost) {
   }
 }
 
+// Headers, parity and padding are measured. They take time where the rate is
+// known, also if it is only declared.
+TEST(transport_choice_counts_what_datagrams_cost_the_link) {
+  RouteEvidence e = coldRoute();
+  e.streamBytesPerS = e.datagramBytesPerS = 0;
+  e.datagrams.bytesPerS = INFINITY;
+  const TimePoint now(std::chrono::hours(1));
+  const auto upTo = [&] { return TransportChoice().choose(e, now).upTo; };
+  e.datagrams.overhead = 1.7;
+  CHECK_EQ(upTo(), 4 * kMiB);
+  e.limitBytesPerS = 5e6;
+  CHECK_EQ(upTo(), 512 * kKiB);
+  e.datagrams.overhead = 1.06;
+  CHECK_EQ(upTo(), 4 * kMiB);
+}
+
+// Where all that a limit allows is sent, connections never stop, and need fewer
+// bytes.
+TEST(transport_choice_leaves_a_busy_limit_to_the_connections) {
+  RouteEvidence e = coldRoute();
+  e.limitBytesPerS = kGigabit;
+  TransportChoice choice;
+  TimePoint now(std::chrono::hours(1));
+  const auto at = [&](double use) {
+    e.limitUse = use;
+    return choice.choose(e, now += std::chrono::milliseconds(5)).upTo;
+  };
+  CHECK(at(0.25) > 0);
+  CHECK_EQ(at(0.35), 0u);
+  CHECK_EQ(at(0.25), 0u); // as much with fewer bytes
+  CHECK(at(0.15) > 0);
+  CHECK(at(0.25) > 0);
+  e.segments = 10'000;
+  e.segmentsLost = 100;
+  CHECK_EQ(at(0.9), UINT64_MAX);
+}
+
 // The provider may police no longer, so what was lost before does not count.
 TEST(transport_choice_tries_datagrams_anew_that_were_policed) {
   RouteEvidence e = coldRoute();
@@ -456,7 +493,7 @@ TEST(transport_choice_tries_connections_once_where_late_datagrams_are_lost) {
 
 TEST(transport_choice_judges_no_burst_that_had_to_wait) {
   Bursts beside, limited, small, unknown;
-  limited.e.limited = true;
+  limited.e.limitBytesPerS = kGigabit;
   unknown.e.stream.roundTripS = 0;
   for (int i = 0; i < 20; ++i) {
     // Connections carry something, too, which ends with it or later.
