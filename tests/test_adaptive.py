@@ -520,8 +520,9 @@ class PacedPart(nn.Module):
         return Paced.apply(x, self.weight)
 
 
-# The steps after the link has healed: more than the detector needs on a busy machine.
-SLOW_FROM, HEALED_FROM, END = 14, 28, 68
+# Steps before the link becomes slow; and at most with the slow link, and with the healed one: a
+# busy machine delays messages as well, and the detector waits until that is no doubt.
+HEALTHY, AT_MOST = 14, 80
 
 
 def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, Any]:
@@ -530,50 +531,74 @@ def one_link_becomes_slow(rank: int, dispatch: str, folder: str) -> dict[str, An
     schedule = ScheduleAdaptiveZB(stage, COUNT, loss_of, dispatch=dispatch, timeline_dir=folder)
     x = torch.ones(COUNT, WIDTH)
     epochs, delays, patiences = [], [], [schedule._patience]
-    for step in range(END):
-        if rank and step == SLOW_FROM:  # the last link, both ways
-            fault = faults.delay(0.02, peer=3 - rank)
-        if rank and step == HEALED_FROM:
-            fault.clear()
+
+    def run_step() -> None:
         schedule.step(*((x,) if rank == 0 else ()), **({"target": x} if rank == 2 else {}))
         found = schedule.stats()
         epochs.append(found.plan.epoch)
         delays.append(found.costs.delay_forward_s[1] if found.costs else None)
         if schedule._patience is not patiences[-1]:
             patiences.append(schedule._patience)
+
+    def run_until(over: Callable[[], bool]) -> int:
+        """The number of all steps, once it is over for every rank or has taken too long."""
+        for _ in range(AT_MOST):
+            run_step()
+            all_over = torch.tensor(int(over()))
+            dist.all_reduce(all_over, dist.ReduceOp.MIN)
+            if all_over:
+                break
+        return len(epochs)
+
+    def found(kind: str) -> bool:
+        """The changed link was found, unless it is none of this rank's."""
+        texts = [each.text for each in stats().events if each.kind == f"link_{kind}"]
+        return rank == 0 or any(f"link {rank} -> {3 - rank} is {kind}" in each for each in texts)
+
+    for _ in range(HEALTHY):
+        run_step()
+    before = epochs[-1]
+    fault = faults.delay(0.02, peer=3 - rank) if rank else None  # the last link, both ways
+    healed_from = run_until(lambda: found("slower") and epochs[-1] > before and delays[-1] > 0.015)
+    if fault is not None:
+        fault.clear()
+    end = run_until(lambda: found("faster") and delays[-1] < 0.01)
     # A new plan resets the patience that was learned from the old plan's messages.
     assert len(patiences) == len({0, *epochs})
-    events = [(each.kind, each.text) for each in stats().events]
     return {
         "epochs": epochs,
         "delays": delays,
-        "events": events,
-        "links_measured": found.links_measured,
+        "healed_from": healed_from,
+        "end": end,
+        "events": [(each.kind, each.text) for each in stats().events],
+        "links_measured": schedule.stats().links_measured,
     }
 
 
 @pytest.mark.parametrize("dispatch", ["live", "fixed"])
 def test_a_link_that_becomes_slow_and_heals(dispatch: str, tmp_path: Path) -> None:
     got = run_ranks(one_link_becomes_slow, dispatch, str(tmp_path), world_size=3)
+    healed_from, end = got[0]["healed_from"], got[0]["end"]
     # Every rank was on the same plan at every step.
     epochs = got[0]["epochs"]
     assert got[1]["epochs"] == got[2]["epochs"] == epochs
     assert epochs[0] == 0
-    assert epochs[HEALED_FROM - 1] > epochs[SLOW_FROM - 1], (epochs, got[0]["events"])
+    events = [each for rank in got for each in rank["events"]]
+    assert epochs[healed_from - 1] > epochs[HEALTHY - 1], (epochs, events)
     for kind in ("slower", "faster"):
-        texts = [text for rank in got for each, text in rank["events"] if each == f"link_{kind}"]
+        texts = [text for each, text in events if each == f"link_{kind}"]
         trip = "half of the round trip between the stages: link"
-        assert any(text.startswith(f"{trip} 1 -> 2 is {kind}") for text in texts), texts
-        assert any(text.startswith(f"{trip} 2 -> 1 is {kind}") for text in texts), texts
-    assert 0.015 < got[0]["delays"][HEALED_FROM - 1] < 0.04
+        assert any(text.startswith(f"{trip} 1 -> 2 is {kind}") for text in texts), events
+        assert any(text.startswith(f"{trip} 2 -> 1 is {kind}") for text in texts), events
+    assert 0.015 < got[0]["delays"][healed_from - 1] < 0.04
     assert got[0]["delays"][-1] < 0.01
     assert all(rank["links_measured"] for rank in got)
     run = read_run(tmp_path)
-    assert [step.step for step in run.steps] == list(range(END))
+    assert [step.step for step in run.steps] == list(range(end))
     # Messages over the slow link took as long as the delay; the clocks agree that well.
     late = [
         message.end_s - message.start_s
-        for step in run.steps[SLOW_FROM + 1 : HEALED_FROM - 1]
+        for step in run.steps[HEALTHY + 1 : healed_from - 1]
         for message in step.messages
         if {message.source, message.destination} == {1, 2}
     ]
