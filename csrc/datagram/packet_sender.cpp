@@ -329,7 +329,8 @@ uint64_t PacketSender::add(const ObjectToSend& what, TimePoint now) {
   if (count >= kSeveralPieces) {
     const double kept = std::exp(-static_cast<double>(bytes) / kOverheadBytes);
     addedBytes_ = addedBytes_ * kept + static_cast<double>(bytes);
-    addedWireBytes_ = addedWireBytes_ * kept +
+    addedWireBytes_ =
+        addedWireBytes_ * kept +
         static_cast<double>(
             bytes + o.repairSymbols() * uint64_t(h.pieceBytes) +
             o.symbols() * (kSymbolHeaderBytes + kWireOverheadBytes));
@@ -425,8 +426,7 @@ void PacketSender::writeRepair(
   h.position = o.repairPositions[symbol];
   stamp(h, now);
   encodeSymbolHeader(h, out.header.data());
-  out.piece = {
-      o.repair.data() + size_t(symbol) * h.pieceBytes, symbolBytes(h)};
+  out.piece = {o.repair.data() + size_t(symbol) * h.pieceBytes, symbolBytes(h)};
 }
 
 // A description without a symbol. It makes the receiver report, even if all

@@ -126,8 +126,8 @@ void TransportChoice::observeBursts(const RouteEvidence& e) {
       e.datagramBurst.number;
   const auto& burst = streams ? e.streamBurst : e.datagramBurst;
   if (!idleView_ || idleView_->stream.roundTripS <= 0 ||
-      e.limitBytesPerS < INFINITY ||
-      streams == datagrams || !(streams ? e.datagramsIdle : e.streamIdle) ||
+      e.limitBytesPerS < INFINITY || streams == datagrams ||
+      !(streams ? e.datagramsIdle : e.streamIdle) ||
       burst.bytes < kLeastBurstBytes) {
     return;
   }

@@ -236,8 +236,8 @@ struct RouteEvidence {
 // explain (Lateness). Then the connections carry everything for a time that
 // doubles, and datagrams are tried anew. The other way round, losses that only
 // connections have are forgotten. Nor do the models see that connections begin
-// faster if they are used: where a limit is busy and nothing is lost, they carry
-// everything, with fewer bytes.
+// faster if they are used: where a limit is busy and nothing is lost, they
+// carry everything, with fewer bytes.
 class TransportChoice {
  public:
   struct Choice {

@@ -570,8 +570,8 @@ TEST(datagram_sender_of_short_objects_waits_for_no_long_packet) {
       seconds(60)));
 }
 
-// What fills the last piece is not sent; a single long piece is sent whole, so
-// that its length is that of others.
+// The zeros behind the last piece are not sent. A single long piece is sent
+// whole, so that its length is that of others.
 TEST(datagram_padding_is_not_sent) {
   constexpr size_t kPiece = 1376;
   constexpr size_t kOnWire = kSymbolHeaderBytes + 60; // beside the symbol

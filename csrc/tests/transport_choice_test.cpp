@@ -305,7 +305,7 @@ TEST(transport_choice_counts_what_datagrams_cost_the_link) {
   CHECK_EQ(upTo(), 4 * kMiB);
 }
 
-// Where all that a limit allows is sent, connections never stop, and need fewer
+// Connections never stop where all that a limit allows is sent, and need fewer
 // bytes.
 TEST(transport_choice_leaves_a_busy_limit_to_the_connections) {
   RouteEvidence e = coldRoute();
