@@ -59,7 +59,7 @@ constexpr double kMaxEndsInARow = 8;
 // The clocks of two hosts drift apart by 0.1 ms in a second at the worst.
 constexpr Nanos kTransitFor = std::chrono::seconds(5);
 // The overhead is that of about the last so many bytes, in objects of at least
-// so many pieces.
+// so many pieces: fewer are parity for the most part, and no large burst.
 constexpr double kOverheadBytes = 1 << 20;
 constexpr size_t kSeveralPieces = 4;
 // In one report: as many as PacketNumbers can tell apart.

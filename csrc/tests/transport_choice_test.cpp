@@ -289,7 +289,7 @@ TEST(transport_choice_forgets_what_only_connections_have_lost) {
   }
 }
 
-// Headers, parity and padding are measured. They take time where the rate is
+// Headers and parity are measured. They take time where the rate is
 // known, also if it is only declared.
 TEST(transport_choice_counts_what_datagrams_cost_the_link) {
   RouteEvidence e = coldRoute();
