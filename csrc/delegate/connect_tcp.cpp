@@ -704,7 +704,7 @@ void TcpConnector::tunePaths() {
         continue;
       }
       paced.emplace_back(path, *view);
-      seen.push_back({view->arrives, view->inFlightBytes});
+      seen.push_back(path->paced(*view));
       sample.acknowledged += view->bytesAcked;
       sample.inFlight += view->inFlightBytes;
       sample.delivered += view->deliveredSegments;
@@ -743,7 +743,7 @@ void TcpConnector::tunePaths() {
       path->limitPace(
           limit == 0 ? 0 : std::max(kLeastPace, uint64_t(limit * shares[i])),
           view);
-      if (mayRestart && !carries(seen[i])) {
+      if (mayRestart) {
         path->restartBbr(view);
       }
     }

@@ -214,10 +214,13 @@ class RoutePacing {
 struct PacedConnection {
   uint64_t arrives = 0; // bytes per second, while it last carried much
   uint64_t inFlightBytes = 0;
+  uint64_t messageBytes = 0; // in flight, or not yet acknowledged by a frame
 };
 
+// While the other direction carries much, acknowledgements of its frames are
+// more than a few questions.
 inline bool carries(const PacedConnection& connection) {
-  return connection.inFlightBytes > kQuestions;
+  return connection.inFlightBytes > kQuestions && connection.messageBytes > 0;
 }
 
 // The part of their route's pace that connections may use, from 0 to 1. They

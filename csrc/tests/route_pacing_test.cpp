@@ -421,13 +421,22 @@ TEST(connections_that_carry_share_the_pace_of_their_route) {
   using Shares = std::vector<double>;
   CHECK(paceShares({}).empty());
   // All carry, or none: by what each has carried before.
-  CHECK(paceShares({{30, kMuch}, {10, kMuch}}) == Shares({0.75, 0.25}));
+  CHECK(paceShares({{30, kMuch, 1}, {10, kMuch, 1}}) == Shares({0.75, 0.25}));
   CHECK(paceShares({{30, 0}, {10, 100}}) == Shares({0.75, 0.25}));
   CHECK(
-      paceShares({{0, kMuch}, {0, kMuch}, {0, 0}}) ==
+      paceShares({{0, kMuch, 1}, {0, kMuch, 1}, {0, 0}}) ==
       Shares({0.5, 0.5, 1.0 / 3}));
   // One that had carried little, beside idle ones that had carried much.
-  CHECK(paceShares({{50, 0}, {1, kMuch}, {49, 100}}) == Shares({0.5, 1, 0.49}));
+  CHECK(
+      paceShares({{50, 0}, {1, kMuch, 1}, {49, 100}}) ==
+      Shares({0.5, 1, 0.49}));
+}
+
+// A training receives at full rate in pauses of its own bursts.
+TEST(acknowledgements_of_the_other_direction_are_no_burst) {
+  CHECK(!carries({.inFlightBytes = 20'000}));
+  CHECK(!carries({.inFlightBytes = 100, .messageBytes = 100}));
+  CHECK(carries({.inFlightBytes = 20'000, .messageBytes = 100}));
 }
 
 } // namespace

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "path/congestion_choice.h"
-#include "path/route_pacing.h"
 
 namespace resilient {
 namespace {
@@ -219,7 +218,7 @@ std::optional<BbrView> TcpPath::tune() {
     } // else a second of it has shown what it is now
     restart_.observe(
         loop_.now(),
-        seen->inFlightBytes > kQuestions,
+        carries(paced(*seen)),
         inQueue(seen->roundTrip, seen->minRoundTrip));
   }
   const BbrView view = seen.value_or(BbrView());

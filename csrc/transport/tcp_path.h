@@ -12,6 +12,7 @@
 #include "failover/health.h"
 #include "path/bbr_restart.h"
 #include "path/faults.h"
+#include "path/route_pacing.h"
 #include "transport/event_loop.h"
 #include "transport/frame_reader.h"
 #include "transport/path.h"
@@ -101,10 +102,13 @@ class TcpPath final : public Path, public Handler {
     const auto& info = kernelView();
     return info ? bbrView(*info) : std::nullopt;
   }
+  PacedConnection paced(const BbrView& view) const {
+    return {view.arrives, view.inFlightBytes, channel_.inFlightBytes(id())};
+  }
   // BBR begins anew if that is due (BbrRestart), with the window and the rate
-  // that it had. Expects that nothing but questions is under way. Does nothing
-  // if the route has become longer: BBR would begin with the shortest round
-  // trip of the kernel's last five minutes.
+  // that it had; never while it carries messages. Does nothing if the route has
+  // become longer: BBR would begin with the shortest round trip of the kernel's
+  // last five minutes.
   void restartBbr(const BbrView& view);
   // The kernel had not found the link's rate yet, at the last tune().
   bool startingUp() const {
