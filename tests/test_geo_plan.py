@@ -239,6 +239,29 @@ def test_replicas_in_numbers() -> None:
     assert both["cost"] == pytest.approx(gpu_price + 4 * (0.1 + 0.3))
 
 
+def test_replicas_exchange_in_a_ring_or_directly() -> None:
+    """With three sites, each node sends half of the ring's bytes to each of the two others."""
+    sites = [{"name": name, "gpus": 4} for name in "abc"]
+    egress = {"a|b": 1.0, "b|c": 2.0, "a|c": 4.0}
+    fields = {**SMALL, "sites": sites, "node_gbps": 8, "latency_ms": 5, "egress_gb": egress}
+    fields |= {"partitions": 2, "activation_bytes": 1, "order": "given"}
+    del fields["wan_ms"]
+    ring, direct = (
+        solve_plan({**fields, "exchange": exchange})[0]["replicas"]
+        for exchange in ("ring", "direct")
+    )
+    assert solve_plan(fields)[0]["replicas"] == ring
+    assert direct[:2] == ring[:2]  # of two sites, each sends to the other one
+    saved_ms = 4 / 3 * 2e9 / 2 / 1e9 * 1e3 / 2
+    assert ring[2]["allreduce_ms"] - direct[2]["allreduce_ms"] == pytest.approx(saved_ms)
+    assert direct[2]["egress_bytes"] == ring[2]["egress_bytes"]
+    # Once around, or half as much over each pair in both directions. GPUs cost nothing here.
+    for row in (ring, direct):
+        assert row[2]["cost"] == pytest.approx(4 / 3 * 2 * 2 * (1 + 2 + 4))
+    with pytest.raises(ValueError, match=r"^exchange: "):
+        solve_plan({**fields, "exchange": "tree"})
+
+
 def test_steps_at_whole_cells() -> None:
     """Paper: ATLAS, Figure 12: 10 % more GPUs give nothing, 20 to 30 % the same."""
     base = gpt_a(2, 600, 0, order="given", max_cells=10)

@@ -58,7 +58,7 @@ def test_orders_of_varuna_are_run_with_whole_backwards() -> None:
 
 def test_the_plan_has_a_winner_each_way() -> None:
     wins = []
-    for count, parameters in ((8, 1 << 18), (4, 8 << 20)):
+    for count, parameters in ((8, 1 << 18), (4, 16 << 20)):
         given = geo_training.plan_input(Setting(count, forward_ms=(10.0,) * 3), parameters)
         plan = select(read_job(given))
         assert plan.choice is not None

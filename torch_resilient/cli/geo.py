@@ -110,6 +110,8 @@ required:
   tolerance              choose fewer cells if the throughput is at most this part lower
                          (default: 0)
   max_cells              plan at most this many cells
+  exchange               between sites, of replicas: ring (default), or direct, to all other sites
+                         at once (each pair with its own rate), as this backend does
 
 node_gbps, wan_ms, latency_ms and egress_gb are numbers or tables by pair of sites:
 {{"oregon|tokyo": 5, "tokyo|oregon": 4, "default": 3}}. A pair holds in both directions unless both

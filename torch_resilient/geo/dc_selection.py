@@ -73,6 +73,7 @@ class Job:
     policy: str
     tolerance: float
     max_cells: int
+    exchange: str
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,7 @@ def select(job: Job, known: Known | None = None) -> Selection:
                 node_gbps=job.node_gbps,
                 latency_ms=job.latency_ms,
                 egress_gb=job.egress_gb,
+                exchange=job.exchange,
             )
         )
     return Selection(

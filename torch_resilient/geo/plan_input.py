@@ -10,6 +10,7 @@ from torch_resilient.geo.cell import SHARINGS
 from torch_resilient.geo.cell_input import MAX_NODES, read_caps, read_times, require_size
 from torch_resilient.geo.cell_policies import POLICIES
 from torch_resilient.geo.dc_selection import ORDERS, Job, Selection, select
+from torch_resilient.geo.replicas import EXCHANGES
 from torch_resilient.geo.sites import MAX_PRICE, Pairs, Site, read_pairs, read_sites
 from torch_resilient.planning.fields import (
     MAX_MS,
@@ -37,6 +38,7 @@ OPTIONAL = (
     "policy",
     "tolerance",
     "max_cells",
+    "exchange",
 )
 # Fields of the output that are ignored in the input. `order` is both: the output has the names.
 ADDED = ("rows", "choice", "seconds", "replicas")
@@ -125,6 +127,7 @@ def read_job(given: object) -> Job:
         policy=one_of("policy", given.get("policy", "best"), POLICIES),
         tolerance=number("tolerance", given.get("tolerance", 0), 1),
         max_cells=MAX_NODES if max_cells is None else whole("max_cells", max_cells),
+        exchange=one_of("exchange", given.get("exchange", "ring"), EXCHANGES),
     )
 
 

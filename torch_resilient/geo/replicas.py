@@ -9,6 +9,9 @@ from torch_resilient.geo.sites import GB, HOUR_MS, Pairs, Site
 
 # A gradient in half precision.
 BYTES_PER_PARAMETER = 2
+# How the sums of the sites are exchanged, between a node of each: in a ring, each node sends to the
+# next site; directly, to all other sites at once, at the rate of each pair.
+EXCHANGES = ("ring", "direct")
 
 
 def ring_ms(parameters: float, members: int, gbps: float) -> float:
@@ -50,6 +53,7 @@ class ReplicaJob:
         pipeline_ms: the iteration time of one pipeline within a site.
         lan_gbps: of a node within a site.
         node_gbps, latency_ms, egress_gb: by pair of sites.
+        exchange: one of EXCHANGES.
     """
 
     sites: Sequence[Site]
@@ -60,6 +64,7 @@ class ReplicaJob:
     node_gbps: Pairs
     latency_ms: Pairs
     egress_gb: Pairs
+    exchange: str = "ring"
 
 
 def _row(job: ReplicaJob, sites: Sequence[Site], pipeline_ms: float) -> ReplicaRow:
@@ -67,18 +72,21 @@ def _row(job: ReplicaJob, sites: Sequence[Site], pipeline_ms: float) -> ReplicaR
     count = len(sites)
     allreduce_ms = ring_ms(job.parameters, max(replicas.values()), job.lan_gbps)
     shard_bytes = BYTES_PER_PARAMETER * job.parameters
-    # Each site sends its sum in a ring of sites: 2 (k - 1) / k of it to the next one.
-    to_next_bytes = 2 * (count - 1) / count * shard_bytes * job.partitions
+    # Each site sends 2 (k - 1) / k of its sum: to the next site, or an equal part to each.
+    receivers = count - 1 if job.exchange == "direct" else 1
+    bytes_sent = 2 * (count - 1) / count * shard_bytes
     price = 0.0
     if count > 1:
         pairs = [(a.name, b.name) for a in sites for b in sites if a is not b]
         slowest_bytes_per_ms = min(job.node_gbps(*pair) for pair in pairs) * 1e9 / 8 / 1e3
         # Each of the n replicas of a site carries 1/n over its own node.
-        between_bytes = 2 * (count - 1) / count * shard_bytes / min(replicas.values())
+        between_bytes = bytes_sent / receivers / min(replicas.values())
         allreduce_ms += between_bytes / slowest_bytes_per_ms
         allreduce_ms += 2 * max(job.latency_ms(*pair) for pair in pairs)
-        for a, b in zip(sites, [*sites[1:], sites[0]], strict=True):
-            price += job.egress_gb(a.name, b.name) * to_next_bytes / GB
+        to_each_gb = bytes_sent / receivers * job.partitions / GB
+        for i, site in enumerate(sites):
+            for step in range(1, receivers + 1):
+                price += job.egress_gb(site.name, sites[(i + step) % count].name) * to_each_gb
     total_ms = pipeline_ms + allreduce_ms
     for site in sites:
         gpus = replicas[site.name] * job.partitions
@@ -90,7 +98,7 @@ def _row(job: ReplicaJob, sites: Sequence[Site], pipeline_ms: float) -> ReplicaR
         allreduce_ms,
         total_ms,
         every / total_ms if total_ms > 0 else 0.0,
-        to_next_bytes * count if count > 1 else 0.0,
+        bytes_sent * job.partitions * count if count > 1 else 0.0,
         price,
     )
 
@@ -100,8 +108,8 @@ def replica_rows(job: ReplicaJob) -> list[ReplicaRow]:
 
     The paper compares pipelines across sites with a flat ring only. Here, replicas reduce within
     each site, then between sites, each over its own node: 2 (k - 1) / k of the bytes of a partition
-    divided by the replicas of the smallest site. The reduction is not overlapped with computation,
-    as in the rows of pipelines.
+    divided by the replicas of the smallest site, in a ring of sites or directly. The reduction is
+    not overlapped with computation, as in the rows of pipelines.
     """
     holding = [site for site in job.sites if site.usable >= job.partitions]
     if not holding:
