@@ -214,7 +214,7 @@ class RoutePacing {
 struct PacedConnection {
   uint64_t arrives = 0; // bytes per second, while it last carried much
   uint64_t inFlightBytes = 0;
-  uint64_t messageBytes = 0; // in flight, or not yet acknowledged by a frame
+  uint64_t messageBytes = 0; // that the peer's channel has not acknowledged
 };
 
 // While the other direction carries much, acknowledgements of its frames are

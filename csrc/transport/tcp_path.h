@@ -102,6 +102,7 @@ class TcpPath final : public Path, public Handler {
     const auto& info = kernelView();
     return info ? bbrView(*info) : std::nullopt;
   }
+  // `view`: what tune() has returned.
   PacedConnection paced(const BbrView& view) const {
     return {view.arrives, view.inFlightBytes, channel_.inFlightBytes(id())};
   }

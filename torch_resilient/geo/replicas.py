@@ -64,7 +64,7 @@ class ReplicaJob:
     node_gbps: Pairs
     latency_ms: Pairs
     egress_gb: Pairs
-    exchange: str = "ring"
+    exchange: str
 
 
 def _row(job: ReplicaJob, sites: Sequence[Site], pipeline_ms: float) -> ReplicaRow:
