@@ -21,7 +21,8 @@ namespace resilient {
 // starts up again, and a long burst has to wait while it empties the queue that
 // this makes. It pays if the next burst would meet the measurement. Bursts of a
 // training come at regular intervals, so the last ones tell when that is. If
-// they do not, it begins anew every few seconds.
+// they do not, it begins anew every few seconds: also in a pause that is
+// already longer than the last ones, as between the iterations of a pipeline.
 //
 // Thread: one. No clock: `now` never goes back.
 class BbrRestart {
@@ -55,7 +56,7 @@ class BbrRestart {
     if (carries_ || !knowsRoundTrip_) {
       return false;
     }
-    if (!regular()) {
+    if (!regular(now)) {
       return now - earliest_ >= kOtherwiseEvery;
     }
     return meets(earliest_, latest_) && !meets(now, now);
@@ -81,8 +82,9 @@ class BbrRestart {
     return begins <= latest + kMeasuresEvery + kTakes &&
         earliest + kMeasuresEvery <= ends;
   }
-  bool regular() const {
+  bool regular(TimePoint now) const {
     return pauseBefore_ > Nanos(0) &&
+        now - endedAt_ <= pause_ + pause_ / kPart &&
         std::max(pause_, pauseBefore_) - std::min(pause_, pauseBefore_) <=
         std::min(pause_, pauseBefore_) / kPart;
   }

@@ -34,16 +34,22 @@ struct Connection {
       spoilt += measures();
       restart.observe(now, /*carries=*/true, queue);
     }
+    look();
+    for (end = now + pause; now < end; now += milliseconds(5)) {
+      if (frames && measures()) {
+        measuresUntil = now + milliseconds(240);
+      }
+      if (frames) {
+        look();
+      }
+    }
+  }
+  void look() { // in a pause
     restart.observe(now, /*carries=*/false, queue);
     if (restart.due(now)) {
       restart.restarted(now);
       measuredAt = now;
       ++restarts;
-    }
-    for (end = now + pause; now < end; now += milliseconds(5)) {
-      if (frames && measures()) {
-        measuresUntil = now + milliseconds(240);
-      }
     }
   }
 };
@@ -114,6 +120,22 @@ TEST(bbr_begins_anew_every_few_seconds_without_a_rhythm) {
     c.spoilt = 0;
   }
   CHECK(spoilt <= 2);
+}
+
+// A pipeline sends regularly within an iteration, and then there is a longer
+// pause, in which acknowledgements of the other direction are under way.
+TEST(bbr_measures_in_no_burst_behind_a_longer_pause_than_usual) {
+  Connection c;
+  c.queue = false;
+  c.frames = true;
+  for (int i = 0; i < 40; ++i) {
+    for (int k = 0; k < 8; ++k) {
+      c.burst(milliseconds(550), milliseconds(300));
+    }
+    c.burst(milliseconds(550), milliseconds(1600));
+    c.burst(milliseconds(1850), milliseconds(1400));
+  }
+  CHECK_EQ(c.spoilt, 0);
 }
 
 // It begins with the shortest round trip of minutes. So if the route is longer
