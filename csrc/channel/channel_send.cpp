@@ -455,12 +455,17 @@ uint32_t Channel::chunkBytesFor(uint64_t messageBytes, uint64_t burstBytes)
   double fits = 0;
   const OwnPaths own = ownPaths(burstBytes);
   for (const auto& [id, p] : paths_) {
+    const PathLoad load = loadOf(p, own, {});
     const double rate =
-        p.knownBytesPerS > 0 ? p.knownBytesPerS : loadOf(p, own, {}).bytesPerS;
+        p.knownBytesPerS > 0 ? p.knownBytesPerS : load.bytesPerS;
     if (rate > 0 && !p.suspect && p.classes != 0 && !p.inMemory() &&
         p.bursts.contains(burstBytes)) {
+      const double relayedS = std::clamp(
+          kRelayedChunkPart * 2 * load.oneWayS,
+          toSeconds(kRelayedChunkTime),
+          toSeconds(kChunkTime));
       const double bytes =
-          rate * toSeconds(p.overRelay ? kRelayedChunkTime : kChunkTime);
+          rate * (p.overRelay ? relayedS : toSeconds(kChunkTime));
       fits = fits == 0 ? bytes : std::min(fits, bytes);
     }
   }

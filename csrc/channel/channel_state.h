@@ -69,8 +69,10 @@ inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 // A chunk should hold up a path no longer than this: what is more urgent waits
 // behind it, and so does the end of its message if the path is the slower one.
 inline constexpr Nanos kChunkTime = std::chrono::milliseconds(20);
-// A relay passes on whole chunks only, and little waits there (RelayWindow).
+// A relay passes on whole chunks only, and little waits there (RelayWindow). On
+// a long way this may be more, up to kChunkTime: a part of the round trip.
 inline constexpr Nanos kRelayedChunkTime = std::chrono::milliseconds(4);
+inline constexpr double kRelayedChunkPart = 1.0 / 32;
 // Below, headers and system calls begin to count.
 inline constexpr uint32_t kMinSplitBytes = 16u << 10;
 // A path that left a chunk to others is asked again, should they be late.

@@ -1479,6 +1479,36 @@ TEST(channel_expects_of_a_path_what_it_carried_before_it_was_silent) {
   CHECK(path.minRoundTripS() < 1);
 }
 
+// A chunk delays what waits at a relay, which matters less on a long way.
+TEST(channel_cuts_messages_over_a_relay_by_the_length_of_the_way) {
+  for (const auto& [roundTrip, chunks] :
+       {std::pair(std::chrono::milliseconds(1), 32),
+        std::pair(std::chrono::milliseconds(320), 8)}) {
+    ChannelConfig config = ChannelPair::defaults();
+    config.chunkBytes = 512u << 10;
+    ChannelPair pair(config);
+    pair.up(1);
+    pair.a.channel.setOverRelay(1);
+    pair.a.channel.setCapacity(1, 8e6);
+    Messages messages{pair};
+    messages.post(100);
+    pair.settle({1});
+    pair.now += std::chrono::seconds(5); // that round trip is forgotten
+    messages.post(100);
+    const auto frame = pair.take(pair.a, 1);
+    CHECK(frame.has_value());
+    pair.now += roundTrip;
+    CHECK(pair.give(pair.b, 1, *frame).ok());
+    pair.settle({1});
+    TestSend send(text(512u << 10));
+    TestRecv recv(&pair.b.channel, send.bytes);
+    pair.b.mailbox.post(&recv);
+    pair.a.channel.send(&send, pair.now);
+    CHECK_EQ(chunksUntilReceived(pair, recv), chunks);
+    CHECK_EQ(recv.content, send.content);
+  }
+}
+
 // Chunks wait at a relay while it serves others first. The wait is no silence
 // and no part of the way, and by the end of the message it is over.
 TEST(channel_does_not_count_the_wait_at_a_relay) {
