@@ -17,8 +17,10 @@ namespace {
 // beyond what next() gives.
 constexpr size_t kWireOverheadBytes = 60;
 // Packets leave in bursts: a system call and a wake-up serve several. A burst
-// is a little less than one system call can take, within these times. A late
-// sender makes up for at most kLateness beyond it.
+// is a little less than one system call can take, within these times. While
+// more than that waits, the next burst begins when its first packet is due, and
+// not whenever a report comes. A late sender makes up for at most kLateness
+// beyond it.
 constexpr double kBurstBytes = 56 << 10;
 constexpr Nanos kMinBurst = std::chrono::microseconds(250);
 constexpr Nanos kMaxBurst = std::chrono::microseconds(500);
@@ -500,7 +502,10 @@ bool PacketSender::next(TimePoint now, uint64_t packet, PacketToSend& out) {
   const bool window = inFlightBytes_ < rate_.windowBytes();
   const Nanos burst = std::clamp(
       fromSeconds(kBurstBytes / rate_.bytesPerS()), kMinBurst, kMaxBurst);
-  if (window && paceAt_ <= now + burst) {
+  if (paceAt_ <= now || static_cast<double>(waitingBytes_) < kBurstBytes) {
+    burstAt_ = now;
+  }
+  if (window && paceAt_ <= now + (burstAt_ == now ? burst : Nanos(0))) {
     while (!found && !again_.empty()) {
       const auto [number, index] = again_.front();
       again_.pop_front();

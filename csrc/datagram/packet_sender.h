@@ -229,6 +229,7 @@ class PacketSender {
 
   // pacing and flight
   TimePoint paceAt_{}; // when the next packet may leave
+  TimePoint burstAt_{}; // the time of next() in the last burst
   // Packets above the `largest` of the last report. A dropped packet leaves the
   // flight with the first later one that is reported, or when all objects are
   // complete.

@@ -427,12 +427,11 @@ TEST(datagram_parity_of_activations_fades_where_nothing_is_lost) {
   CHECK(ratio(20) > 0.08);
 }
 
-// Small packets pass, and are answered: only the pieces tell that the network
-// does not carry them any more.
-TEST(datagram_sender_notices_that_only_small_packets_pass) {
+// How long a sender is stuck at most behind a silence of five seconds.
+Nanos stuckBehindASilence(uint64_t seed) {
   DatagramLink link;
   link.loss = 0.3;
-  DatagramPair pair(1, RecoverySchemes{}, link, link);
+  DatagramPair pair(seed, RecoverySchemes{}, link, link);
   PacketSender& sender = pair.sender(0);
   const RandomObject object(512u << 10);
   ObjectToSend what = object.toSend();
@@ -472,7 +471,17 @@ TEST(datagram_sender_notices_that_only_small_packets_pass) {
     });
   }
   CHECK(transfer());
-  CHECK(longest < milliseconds(500));
+  return longest;
+}
+
+// Small packets pass, and are answered: only the pieces tell that the network
+// does not carry them any more.
+TEST(datagram_sender_notices_that_only_small_packets_pass) {
+  int late = 0; // with 1 of 24 seeds
+  for (uint64_t seed = 1; seed <= 8; ++seed) {
+    late += stuckBehindASilence(seed) >= milliseconds(500);
+  }
+  CHECK(late <= 1);
 }
 
 // Nothing but small packets passes for some time, and many of those are lost:

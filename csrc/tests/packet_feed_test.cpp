@@ -289,6 +289,48 @@ struct Sending {
   TimePoint now{std::chrono::seconds(5)};
 };
 
+// Each packet by itself would be a system call, and a wake-up at both ends.
+TEST(packet_sender_waits_for_a_burst_while_much_is_to_be_sent) {
+  TimePoint now{std::chrono::seconds(5)};
+  PacketSender sender(
+      RecoverySchemes{},
+      RateControl(std::chrono::milliseconds(20), 100e6, 0),
+      [](uint64_t) {});
+  const std::vector<std::byte> header(96), large(360'000), small(10'000);
+  ObjectToSend what;
+  what.header = header;
+  uint64_t packets = 0;
+  PacketToSend out;
+  const auto sendAt = [&](TimePoint at) {
+    const uint64_t before = packets;
+    while (sender.next(at, packets + 1, out)) {
+      ++packets;
+    }
+    return packets - before;
+  };
+  sender.setPieceBytes(1376);
+  what.payload = large;
+  for (int i = 0; i < 3; ++i) {
+    sender.add(what, now);
+  }
+  uint64_t burst = sendAt(now);
+  for (int i = 0; i < 4; ++i) {
+    CHECK(burst >= 30);
+    const Nanos wait = sender.nextAt() - now;
+    CHECK_EQ(sendAt(now + wait / 2), 0u); // a report comes
+    burst = sendAt(now += wait);
+  }
+  now += std::chrono::seconds(1);
+  what.payload = small;
+  while (sender.nextAt() < kNever && sendAt(now) > 0) {
+    now += std::chrono::milliseconds(1);
+  }
+  sender.add(what, now);
+  CHECK(sendAt(now) >= 8);
+  sender.add(what, now); // does not wait, and neither does the end of much
+  CHECK(sendAt(now) >= 8);
+}
+
 // All parity of an object, which was not needed, is lost; meanwhile the link
 // has become slow, and the window smaller than what was in flight.
 TEST(packet_sender_asks_about_a_window_of_parity) {
