@@ -253,7 +253,7 @@ class Sites:
                     "TORCH_RESILIENT_INTERFACE": "eth0",
                     "TORCH_RESILIENT_RELAY": job,
                     "TORCH_RESILIENT_WAN_RATE_LIMIT": str(int(payload)),
-                    # Datagrams take two to four times the processor time, and here twelve hosts
+                    # Datagrams take two to five times the processor time, and here twelve hosts
                     # share the processors: with "auto", iterations take up to 9 % longer.
                     "TORCH_RESILIENT_WAN": "tcp",
                     "GLOO_SOCKET_IFNAME": "eth0",
