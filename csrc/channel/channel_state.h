@@ -70,7 +70,8 @@ inline constexpr uint8_t kAllClasses = (1u << kTrafficClassCount) - 1;
 // behind it, and so does the end of its message if the path is the slower one.
 inline constexpr Nanos kChunkTime = std::chrono::milliseconds(20);
 // A relay passes on whole chunks only, and little waits there (RelayWindow). On
-// a long way this may be more, up to kChunkTime: a part of the round trip.
+// a long way this part of the round trip, up to kChunkTime: a wait of that
+// length matters less there, and larger chunks have fewer headers.
 inline constexpr Nanos kRelayedChunkTime = std::chrono::milliseconds(4);
 inline constexpr double kRelayedChunkPart = 1.0 / 32;
 // Below, headers and system calls begin to count.
